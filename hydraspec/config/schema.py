@@ -1,0 +1,148 @@
+"""The typed configuration: one dataclass per config group. `__post_init__` is not used; checks live in checks.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Weights(Enum):
+    checkpoint = "checkpoint"
+    random = "random"
+
+
+class Dtype(Enum):
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class DraftSampling(Enum):
+    greedy = "greedy"
+    probabilistic = "probabilistic"
+
+
+class Verification(Enum):
+    standard = "standard"
+    block = "block"
+    synthetic = "synthetic"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class TrackerMode(Enum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass(slots=True, kw_only=True)
+class TargetConfig:
+    name: str
+    checkpoint: str  # a folder, a Hugging Face hub id, or "zoo:<name>" for one that ships with the package
+    weights: Weights = Weights.checkpoint
+    dtype: Dtype = Dtype.float32
+    max_model_len: int | None = None  # null: the checkpoint's own limit
+    drafters: dict[str, str] = field(default_factory=dict)  # method name -> default method.checkpoint
+
+
+@dataclass(slots=True, kw_only=True)
+class MethodConfig:
+    name: str
+    num_speculative_tokens: int
+    checkpoint: str | None = None  # null: what target.drafters names for the method
+    weights: Weights = Weights.checkpoint
+    draft_sampling: DraftSampling = DraftSampling.greedy
+    verification: Verification = Verification.standard
+    synthetic_acceptance_length: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class KVCacheConfig:
+    block_size: int = 16
+    memory_gib: float | None = None  # null: enough for max_num_seqs requests, within free memory
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    name: str
+    device: Device = Device.auto
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    num_threads: int | None = None  # null: chosen from the target's width (CPU only)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelismConfig:
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class CudagraphConfig:
+    name: str
+    capture_sizes: list[int] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingConfig:
+    name: str
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkloadConfig:
+    name: str
+    path: str | None = None  # JSON lines; "zoo:tiny" is the one that ships with the package
+    limit: int | None = None
+    concurrency: int | None = None  # requests offered at once; null = all
+    num_requests: int = 32  # workload=random only
+    prompt_tokens: int = 512  # workload=random only
+    output_tokens: int = 256  # workload=random only
+
+
+@dataclass(slots=True, kw_only=True)
+class TrackerConfig:
+    name: str
+    project: str = "hydraspec"
+    entity: str | None = None
+    group: str | None = None
+    mode: TrackerMode = TrackerMode.offline
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricsConfig:
+    steps: bool = False
+    trace: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    """One run, whole. Built by `hydraspec.config.to_run_config`, the only place that sees a DictConfig."""
+
+    target: TargetConfig
+    method: MethodConfig
+    engine: EngineConfig
+    parallelism: ParallelismConfig
+    cudagraph: CudagraphConfig
+    sampling: SamplingConfig
+    workload: WorkloadConfig
+    tracker: TrackerConfig
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    baseline: bool = True
+    seed: int = 0

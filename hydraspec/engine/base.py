@@ -1,0 +1,64 @@
+"""What the lab may ask of any engine. Knows nothing of metrics, trackers or report files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hydraspec.types import Completion, Request, StepRecord
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineInfo:
+    """Facts of a loaded engine that the summary and env.json record."""
+
+    engine: str
+    target: str
+    method: str
+    num_speculative_tokens: int
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    greedy_is_exact: bool  # float32/float64 of our own engine: outputs are expected identical
+    cudagraph: dict[str, str | None]  # requested, target, draft, reason
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
+    draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
+    warnings: list[str] = field(default_factory=list)
+
+
+class Engine(ABC):
+    """A loaded target with at most one drafter."""
+
+    info: EngineInfo
+
+    @abstractmethod
+    def tokenize(self, requests: Sequence[Request]) -> None:
+        """Fill `prompt_token_ids` of every request.
+
+        Raises:
+            WorkloadError: naming `request.id`, for token ids outside the vocabulary, or text without a tokenizer.
+        """
+
+    @abstractmethod
+    def run(self, requests: Sequence[Request], *, concurrency: int | None) -> Iterator[StepRecord | Completion]:
+        """Decode tokenised requests, at most `concurrency` offered at a time (None: all at once).
+
+        Yields the record of each step, then the completions it brought. A request that can never be served yields
+        a Completion with finish_reason "error"; the others go on. Closing the iterator drops unfinished requests.
+        """
+
+    @abstractmethod
+    def baseline(self) -> Engine:
+        """The same loaded target without a drafter; it shares weights with this engine."""
+
+    @abstractmethod
+    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Target logits [V] (float64) after `token_ids`, from one fresh prefill."""
+
+    def close(self) -> None:
+        """Free what the engine holds; further calls are undefined."""
+        return None

@@ -1,0 +1,239 @@
+"""The records that flow through a step, and the errors a user can cause. Knows no other room of the project.
+
+Shape legend, the same letters everywhere:
+
+    B  requests in one step            T  token rows in one step       N  rows that need logits
+    S  request slots of the engine     L  tokens a slot can hold       K  draft tokens per request
+    V  vocabulary                      D  hidden width of the target   A  aux hidden states
+    G  KV groups                       P  blocks in a block table row
+
+Positions count from 0. "Row" is one token of one request in one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class UserError(ValueError):
+    """A mistake the user can mend; the message names key, value, what is allowed and the remedy."""
+
+    exit_code = 1
+
+
+class ConfigurationError(UserError):
+    """The configuration is wrong (exit status 2)."""
+
+    exit_code = 2
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be used (exit status 3)."""
+
+    exit_code = 3
+
+
+class WorkloadError(UserError):
+    """A workload cannot be used (exit status 3)."""
+
+    exit_code = 3
+
+
+# --------------------------------------------------------------------------- requests
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How one request samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
+
+    `Engine.tokenize` fills prompt_token_ids. `index` is the place in the workload, counted from 0.
+    """
+
+    index: int
+    id: str
+    sampling: SamplingParams
+    prompt: str | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
+    prompt_token_ids: list[int] | None = None
+    category: str | None = None
+    answer: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """A finished request. finish_reason is "stop", "length" or "error" (then `error` says why)."""
+
+    index: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    text: str | None  # null without a tokenizer
+    finish_reason: str
+    error: str | None
+    ttft_ms: float | None  # from being offered to the engine to the first token
+    latency_ms: float  # from being offered to the engine to the last token
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStep:
+    """One request's part in a step, in plain numbers."""
+
+    index: int
+    num_rows: int
+    is_prefill: bool  # true while prompt (or recomputed) tokens are being read
+    num_computed_tokens: int  # tokens with valid target KV before the step
+    draft_token_ids: list[int]  # the drafts verified in this step, in order
+    num_accepted: int  # the verifier's count, before a stop or limit cuts
+    output_token_ids: list[int]  # what was emitted after stop and limit cut
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """The plain-number shadow of a step: all that metrics ever see."""
+
+    step: int
+    phase_ms: dict[str, float | None]  # schedule, prepare, forward, verify, propose; null where not measured
+    total_ms: float
+    requests: list[RequestStep]
+    num_preempted: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # share of KV blocks in use, 0..1
+
+
+# --------------------------------------------------------------------------- KV cache
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KVGroupSpec:
+    """Layers that share a block table. A page row of one layer is [2, num_kv_heads, head_dim] (K, then V)."""
+
+    name: str  # "full" or "sliding"
+    layers: tuple[int, ...]  # target layer indices that own KV in this group
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None  # a query at p sees positions > p - window; None sees all
+
+
+# --------------------------------------------------------------------------- a step
+
+
+@dataclass(slots=True, frozen=True)
+class RowSegment:
+    """A run of requests with equally many rows; host numbers, so shapes never depend on data."""
+
+    first_row: int
+    first_request: int
+    num_requests: int
+    rows_per_request: int
+    max_seq_len: int  # upper bound of seq_lens over the segment's requests
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """What the scheduler decided, as plain numbers. Requests are ordered so that segments are contiguous."""
+
+    slots: np.ndarray  # [B] request slots
+    num_rows: np.ndarray  # [B] rows of each request
+    num_drafts: np.ndarray  # [B] drafts under verification, 0..K
+    samples: np.ndarray  # [B] bool: the last row of the request is its newest token
+    segments: tuple[RowSegment, ...]
+    block_tables: list[np.ndarray]  # per KV group [B, P]; freed or unused entries are block 0
+    all_greedy: bool
+    num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState:
+    """Per-slot state that changes every step; it lives on the device and is never read by the host.
+
+    token_ids holds prompt and sampled tokens; the drafts under verification stand behind the newest sampled
+    token (which is number num_computed of a decoding request). Column L is a dump for masked writes.
+    """
+
+    token_ids: Tensor  # [S, L+1] int64
+    num_computed: Tensor  # [S] int64, tokens with valid target KV
+    temperature: Tensor  # [S] float32
+    top_k: Tensor  # [S] int64
+    top_p: Tensor  # [S] float32
+    min_p: Tensor  # [S] float32
+    seed: Tensor  # [S] int64
+    draft_probs: Tensor | None = None  # [S, K, V_draft] float32, probabilistic drafts only
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Inputs of one forward pass, on the device."""
+
+    segments: tuple[RowSegment, ...]
+    slots: Tensor  # [B] int64
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start_loc: Tensor  # [B+1] int64
+    seq_lens: Tensor  # [B] int64, computed tokens plus the rows of this step
+    slot_mapping: list[Tensor]  # per KV group [T] int64: cache row each token row writes
+    block_tables: list[Tensor]  # per KV group [B, P] int64
+    logits_rows: Tensor | None  # [N] int64 rows of T that need logits; None means every row
+    verify_rows: Tensor  # [B, K+1] int64 rows of N; entries past num_drafts repeat a valid row
+    draft_tokens: Tensor  # [B, K] int64, -1 where there is no draft
+    num_drafts: Tensor  # [B] int64
+    samples: Tensor  # [B] bool
+    all_greedy: bool  # host fact: every request that samples has temperature 0
+
+    @property
+    def num_requests(self) -> int:
+        return self.slots.shape[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class TargetStep:
+    """What the target's forward yields."""
+
+    hidden_states: Tensor  # [T, D] after the final norm
+    logits: Tensor  # [N, V] after the soft cap, before temperature
+    aux_hidden_states: list[Tensor] = field(default_factory=list)  # A times [T, D]
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted drafts, then one more)."""
+
+    tokens: Tensor  # [B, K+1] int64, -1 from num_sampled on
+    num_sampled: Tensor  # [B] int64, 0 for requests that do not sample in this step
+    num_rejected: Tensor  # [B] int64, drafts under verification that were not accepted
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """What a speculator proposes for the next step."""
+
+    tokens: Tensor  # [B, K] int64
+    probs: Tensor | None = None  # [B, K, V_draft] float32 the drafts were sampled from
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
