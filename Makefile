@@ -1,0 +1,60 @@
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RECIPE_FILES := pyproject.toml constraints.txt
+ARGS ?=
+# Two workers keep a module's tests together, so that a checkpoint fixture loads once.
+PYTEST_ARGS ?= -q -n 2 --dist loadfile
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/.stamp-test ## Decode the tiny workload and report; options: make run ARGS="method=none"
+	$(BIN)/python -m hydraspec $(ARGS)
+
+setup: $(VENV)/.stamp-dev ## Create .venv with everything a developer needs
+
+test: $(VENV)/.stamp-test ## Run the test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+test-slow: $(VENV)/.stamp-test ## Run every CPU test, the long scenario runs included
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and not multi_gpu" --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.stamp-dev ## Check style and formatting rules with ruff
+	$(BIN)/ruff check .
+
+type: $(VENV)/.stamp-dev ## Check types with mypy
+	$(BIN)/mypy
+
+check: lint type test ## Lint, type and test: what has to be green
+
+wheel: $(VENV)/.stamp-dev ## Build the wheel, then compose a run from it where the checkout cannot be seen
+	bash .ci/wheel $(BIN)/python
+
+bench: $(VENV)/.stamp-test ## Sweep K over the default target and compare with method=none
+	$(BIN)/python -m hydraspec -m experiment=k_sweep $(ARGS)
+
+clean: ## Remove caches and build products; .venv and outputs stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by itself: the resolver then takes the build that pip.conf or TORCH_INDEX offers
+# (TORCH_INDEX=https://download.pytorch.org/whl/cpu keeps the CUDA libraries out) and later steps keep it.
+$(VENV)/.stamp-test: $(RECIPE_FILES) | $(BIN)/python
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-test
+	$(PIP) install -c constraints.txt -e ".[dev]"
+	touch $@
+
+.PHONY: help run setup test test-slow lint type check wheel bench clean
