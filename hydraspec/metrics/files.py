@@ -1,0 +1,100 @@
+"""Plain JSON onto disk: finite numbers only, whole files or none. Knows no file of the run folder by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+Json = Any  # what json.dumps takes: dicts with string keys, lists, strings, finite numbers, booleans, None
+
+
+def plain(value: object) -> Json:
+    """`value` in JSON's own types; numbers that are not finite become null, so that no NaN is ever written."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)
+
+
+def json_line(value: object) -> str:
+    """One line of JSON, newline included."""
+    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def pretty_json(value: object) -> str:
+    """JSON to be read by people, newline at the end."""
+    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that no half-written file is ever seen.
+
+    Raises:
+        OSError: with the path and a remedy, if the disk is full or the folder cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def write_json_lines(path: Path, rows: Iterable[object]) -> None:
+    """Write a JSON-lines file whole, see `write_whole`."""
+    write_whole(path, "".join(json_line(row) for row in rows))
+
+
+def cannot_write(path: Path, error: OSError) -> OSError:
+    """The same error, saying which file it was and what to do."""
+    reason = error.strerror or str(error)
+    message = f"cannot write the run folder: {reason}; free some space or choose another folder with hydra.run.dir=..."
+    return type(error)(error.errno, message, str(path))
+
+
+class JsonLinesFile:
+    """A JSON-lines file that grows while a run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def write(self, value: object) -> None:
+        """Append a line."""
+        try:
+            self._file.write(json_line(value))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        """Write what is buffered and close."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error

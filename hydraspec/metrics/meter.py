@@ -1,0 +1,242 @@
+"""Counts what an engine reports and defines every metric once, in the docstring that computes it.
+
+Knows nothing of engines, configurations or files: StepRecords and Completions in, numbers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_rates, ratio_of_sums
+from hydraspec.types import Completion, Request, RequestStep, StepRecord
+
+PHASES = ("schedule", "prepare", "forward", "verify", "propose")
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestCounters:
+    """Raw counts of one request. Position i counts drafts from 0, the one right after the newest token.
+
+    A step counts as a draft of this request if it verified at least one draft token; padding (ids below 0) is no
+    draft token. Accepted tokens are the verifier's, also where a stop or a limit then cuts them.
+    """
+
+    index: int
+    category: str | None = None
+    num_drafts: int = 0  # steps of this request that verified at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)  # steps that offered a draft token at i
+    accepted_per_position: list[int] = field(default_factory=list)  # steps that accepted it
+    reached_per_position: list[int] = field(default_factory=list)  # steps that offered i and accepted i-1
+    decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
+    decode_ms: float = 0.0  # this request's share of those steps' wall time
+    completion: Completion | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request completed without an error."""
+        return self.completion is not None and self.completion.finish_reason != "error"
+
+    def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
+        """Count one step's part, here and in the totals; ms_per_row is the step's wall time over all its rows."""
+        if not step.is_prefill:
+            for sums in (self, totals):
+                sums.decode_tokens += len(step.output_token_ids)
+                sums.decode_ms += ms_per_row * step.num_rows
+        num_offered = sum(token >= 0 for token in step.draft_token_ids)
+        if num_offered == 0:
+            return
+        num_accepted = min(step.num_accepted, num_offered)
+        for sums in (self, totals):
+            sums.num_drafts += 1
+            sums.num_accepted_tokens += num_accepted
+        self.num_draft_tokens += num_offered
+        for counts in (self.drafted_per_position, self.accepted_per_position, self.reached_per_position):
+            counts.extend([0] * (num_offered - len(counts)))
+        for i in range(num_offered):
+            self.drafted_per_position[i] += 1
+            self.reached_per_position[i] += num_accepted >= i
+            self.accepted_per_position[i] += num_accepted > i
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningTotals:
+    """Sums over all steps so far, unfinished requests included: what a live display or a curve is drawn from."""
+
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
+    decode_tokens: int = 0
+    decode_ms: float = 0.0
+
+    def since(self, earlier: RunningTotals) -> RunningTotals:
+        """What was added after `earlier`."""
+        return RunningTotals(
+            num_drafts=self.num_drafts - earlier.num_drafts,
+            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
+            decode_tokens=self.decode_tokens - earlier.decode_tokens,
+            decode_ms=self.decode_ms - earlier.decode_ms,
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """As `Meter.acceptance_length`, over these sums."""
+        rate = ratio(self.num_accepted_tokens, self.num_drafts)
+        return None if rate is None else 1 + rate
+
+    @property
+    def output_tokens_per_second(self) -> float | None:
+        """As `Meter.output_tokens_per_second`, over these sums."""
+        return ratio(1000 * self.decode_tokens, self.decode_ms)
+
+
+class Meter:
+    """All counts of one pass over a workload with one engine.
+
+    Every metric is over the requests that completed; in an interrupted run the others are left out, so that counts,
+    speeds and requests.jsonl speak of the same requests. Only `time_breakdown_ms` is over steps.
+    """
+
+    def __init__(self, requests: Iterable[Request], *, num_speculative_tokens: int = 0) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.counters = {r.index: RequestCounters(index=r.index, category=r.category) for r in requests}
+        self.totals = RunningTotals()
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.peak_kv_usage = 0.0
+        self._phase_sums = dict.fromkeys(PHASES, 0.0)
+        self._phase_steps = dict.fromkeys(PHASES, 0)
+
+    def add_step(self, record: StepRecord) -> None:
+        """Count a step. Its wall time goes to the requests in it in proportion to their rows."""
+        self.num_steps += 1
+        self.num_preemptions += record.num_preempted
+        self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
+        for phase, milliseconds in record.phase_ms.items():
+            if milliseconds is not None:
+                self._phase_sums[phase] = self._phase_sums.get(phase, 0.0) + milliseconds
+                self._phase_steps[phase] = self._phase_steps.get(phase, 0) + 1
+        num_rows = sum(step.num_rows for step in record.requests)
+        ms_per_row = record.total_ms / num_rows if num_rows else 0.0
+        for step in record.requests:
+            self.counters[step.index].add(step, ms_per_row, self.totals)
+
+    def add_completion(self, completion: Completion) -> None:
+        """Note that a request ended."""
+        self.counters[completion.index].completion = completion
+
+    @property
+    def completed(self) -> list[RequestCounters]:
+        """Requests that ended, errors included, in workload order."""
+        ended = [c for c in self.counters.values() if c.completion is not None]
+        return sorted(ended, key=lambda counters: counters.index)
+
+    # ------------------------------------------------------------------ acceptance
+
+    def num_output_tokens(self) -> int:
+        """Tokens that users received: every output token of every completed request."""
+        return sum(len(c.completion.output_token_ids) for c in self.completed if c.completion)
+
+    def num_drafts(self) -> int:
+        """Verifications: (request, step) pairs that verified at least one draft token."""
+        return sum(c.num_drafts for c in self.completed)
+
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that were verified; proposed ones that never met the target are not counted."""
+        return sum(c.num_draft_tokens for c in self.completed)
+
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens the verifier accepted, also where a stop or a limit then cut them."""
+        return sum(c.num_accepted_tokens for c in self.completed)
+
+    def acceptance_length(self) -> Estimate:
+        """1 + num_accepted_tokens / num_drafts: tokens per verification, the bonus (or recovered) one included.
+
+        In [1, K+1]; steps that offered no draft are not counted. Interval: bootstrap over requests.
+        """
+        return self._acceptance_length(self.completed)
+
+    def acceptance_length_by_category(self) -> dict[str, float | None]:
+        """`acceptance_length` of the requests of each category, in order of first appearance."""
+        groups: dict[str, list[RequestCounters]] = {}
+        for counters in self.completed:
+            if counters.category is not None:
+                groups.setdefault(counters.category, []).append(counters)
+        return {name: self._acceptance_length(members).mean for name, members in groups.items()}
+
+    def acceptance_rate(self) -> float | None:
+        """num_accepted_tokens / num_draft_tokens."""
+        return ratio(self.num_accepted_tokens(), self.num_draft_tokens())
+
+    def acceptance_rate_per_position(self) -> list[float | None]:
+        """Accepted at i / num_drafts, for i in 0..K-1. Never increases, and sums to acceptance_length.mean - 1.
+
+        Drafts shorter than i count in the denominator, so this understates late positions of trimmed drafts; the
+        conditional rate does not.
+        """
+        num_drafts = self.num_drafts()
+        return [ratio(n, num_drafts) for n in self._per_position("accepted_per_position")]
+
+    def conditional_acceptance_rate_per_position(self) -> list[float | None]:
+        """Accepted at i / (offered at i and accepted at i-1), for i in 0..K-1: how good the i-th draft is."""
+        accepted = self._per_position("accepted_per_position")
+        reached = self._per_position("reached_per_position")
+        return [ratio(a, r) for a, r in zip(accepted, reached, strict=True)]
+
+    # ------------------------------------------------------------------ speed
+
+    def output_tokens_per_second(self) -> float | None:
+        """Decode throughput of the machine: tokens emitted by decode steps / their wall time, over all requests.
+
+        A step's wall time is split over the requests in it by rows (their drafts are rows too) and a request's
+        prefill rows are left out. With several requests in a step their tokens share its time, so concurrency counts.
+        """
+        num_tokens = sum(c.decode_tokens for c in self.completed)
+        return ratio(1000 * num_tokens, sum(c.decode_ms for c in self.completed))
+
+    def time_per_output_token_ms(self) -> float | None:
+        """What one user waits per token after the first: Σ (latency - time to first token) / Σ (tokens - 1)."""
+        streams = [c.completion for c in self.completed if c.completion and c.completion.ttft_ms is not None]
+        waited = sum(s.latency_ms - s.ttft_ms for s in streams if s.ttft_ms is not None)
+        return ratio(waited, sum(max(0, len(s.output_token_ids) - 1) for s in streams))
+
+    def time_to_first_token_ms(self) -> float | None:
+        """Mean over requests of the time from being offered to the engine to the first token."""
+        waits = [c.completion.ttft_ms for c in self.completed if c.completion]
+        known = [w for w in waits if w is not None]
+        return ratio(sum(known), len(known))
+
+    def time_breakdown_ms(self) -> dict[str, float | None]:
+        """Mean milliseconds per step of each phase, over the steps where it was measured; null where none was."""
+        return {phase: ratio(total, self._phase_steps[phase]) for phase, total in self._phase_sums.items()}
+
+    # ------------------------------------------------------------------ helpers
+
+    @staticmethod
+    def _acceptance_length(members: Sequence[RequestCounters]) -> Estimate:
+        accepted = [c.num_accepted_tokens for c in members]
+        return ratio_of_sums(accepted, [c.num_drafts for c in members], offset=1.0)
+
+    def _per_position(self, name: str) -> list[int]:
+        rows: list[list[int]] = [getattr(c, name) for c in self.completed]
+        width = max([self.num_speculative_tokens, *map(len, rows)])
+        sums = np.zeros(width, dtype=np.int64)
+        for row in rows:
+            sums[: len(row)] += row
+        return [int(n) for n in sums]
+
+
+def speedup(method: Meter, baseline: Meter) -> Estimate:
+    """Ratio of the two `output_tokens_per_second`, over the requests that both finished.
+
+    Interval: paired bootstrap; each resample draws requests and takes both throughputs from the same draw.
+    """
+    other = {c.index: c for c in baseline.completed if c.finished}
+    pairs = [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
+    return ratio_of_rates(
+        ([m.decode_tokens for m, _ in pairs], [m.decode_ms for m, _ in pairs]),
+        ([b.decode_tokens for _, b in pairs], [b.decode_ms for _, b in pairs]),
+    )

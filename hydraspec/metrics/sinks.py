@@ -1,0 +1,101 @@
+"""Where a run's records go. A sink only writes: metrics are the meter's, decisions the lab's."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+from hydraspec.metrics.files import Json, JsonLinesFile
+from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.types import Completion, Request, RequestStep, StepRecord
+
+
+class Side(Enum):
+    """Which engine a record comes from: the method under study, or the same target without a drafter."""
+
+    method = "method"
+    baseline = "baseline"
+
+
+class Sink:
+    """Hooks of a run, in the order they are called. A sink overrides those it cares about."""
+
+    def on_round(self, side: Side, number: int, num_rounds: int) -> None:
+        """A round begins: `side` decodes its share of the workload. Rounds count from 1."""
+
+    def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
+        """A step was counted by `meter`."""
+
+    def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
+        """A request ended and was counted by `meter`."""
+
+    def on_summary(self, summary: Json) -> list[str]:
+        """The run is over and its files are written. Returns warnings to add to the summary."""
+        return []
+
+    def close(self) -> None:
+        """Let go of files and threads; also called when the run failed."""
+
+
+class StepsFile(Sink):
+    """steps.jsonl: the StepRecords of the method, a line each."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = JsonLinesFile(path)
+
+    def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
+        if side is Side.method:
+            self._file.write(record)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TraceFile(Sink):
+    """trace.jsonl: what was drafted, accepted and emitted, a line per request and decode step of the method."""
+
+    def __init__(self, path: Path, ids: dict[int, str]) -> None:
+        self._file = JsonLinesFile(path)
+        self._ids = ids
+
+    def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
+        if side is Side.method:
+            for part in record.requests:
+                if not part.is_prefill:
+                    self._file.write(trace_row(self._ids[part.index], record.step, part))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def trace_row(request_id: str, step: int, part: RequestStep) -> Json:
+    """A line of trace.jsonl. The newest sampled token is number num_computed_tokens of the request, from 0."""
+    return {
+        "request": request_id,
+        "step": step,
+        "num_computed_tokens": part.num_computed_tokens,
+        "draft_token_ids": part.draft_token_ids,
+        "num_accepted": part.num_accepted,
+        "output_token_ids": part.output_token_ids,
+    }
+
+
+def request_row(request: Request, counters: RequestCounters, correct: bool | None) -> Json:
+    """A line of requests.jsonl: a completed request with its counts."""
+    completion = counters.completion
+    assert completion is not None, "only completed requests have a row"
+    return {
+        "id": request.id,
+        "category": request.category,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "output_token_ids": completion.output_token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "num_drafts": counters.num_drafts,
+        "drafted_per_position": counters.drafted_per_position,
+        "accepted_per_position": counters.accepted_per_position,
+        "ttft_ms": completion.ttft_ms,
+        "latency_ms": completion.latency_ms,
+        "correct": correct,
+    }

@@ -1,0 +1,87 @@
+"""Ratios of sums with bootstrap intervals over requests. Knows no metric by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NUM_RESAMPLES = 2000
+MAX_INDICES_AT_ONCE = 4_000_000  # bounds the memory of a bootstrap over very many requests
+SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean and its 95 % interval; null where there is nothing to estimate from.
+
+    The interval is null for fewer than two requests: a bootstrap over one request would claim certainty.
+    """
+
+    mean: float | None
+    ci95: tuple[float, float] | None
+
+    def to_json(self) -> dict[str, float | list[float] | None]:
+        return {"mean": self.mean, "ci95": list(self.ci95) if self.ci95 else None}
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """numerator / denominator, null where that is not a finite number."""
+    if denominator == 0:
+        return None
+    value = float(numerator) / float(denominator)
+    return value if np.isfinite(value) else None
+
+
+def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, offset: float = 0.0) -> Estimate:
+    """offset + Σ numerators / Σ denominators over requests [R], with its percentile bootstrap interval."""
+    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
+    mean = ratio(top.sum(), bottom.sum())
+    if mean is None:
+        return Estimate(mean=None, ci95=None)
+    sums = _resampled_sums(np.stack([top, bottom]))
+    return Estimate(mean=offset + mean, ci95=_interval(offset + _divide(sums[0], sums[1])))
+
+
+def ratio_of_rates(
+    numerators: tuple[ArrayLike, ArrayLike], denominators: tuple[ArrayLike, ArrayLike]
+) -> Estimate:
+    """(Σ a / Σ b) / (Σ c / Σ d) with numerators (a, b) and denominators (c, d), all over the same requests [R].
+
+    The interval is a paired bootstrap: each resample draws requests, and takes both rates from the same draw.
+    """
+    columns = np.stack([np.asarray(x, float) for x in (*numerators, *denominators)])
+    a, b, c, d = columns.sum(axis=1)
+    mean = ratio(a * d, b * c)
+    if mean is None:
+        return Estimate(mean=None, ci95=None)
+    sums = _resampled_sums(columns)
+    return Estimate(mean=mean, ci95=_interval(_divide(sums[0] * sums[3], sums[1] * sums[2])))
+
+
+def _resampled_sums(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of each column [C, R] over NUM_RESAMPLES draws of R requests with replacement: [C, NUM_RESAMPLES]."""
+    num_requests = columns.shape[1]
+    if num_requests < 2:
+        return np.empty((columns.shape[0], 0))
+    rng = np.random.default_rng(SEED)
+    size = max(1, MAX_INDICES_AT_ONCE // num_requests)
+    parts = []
+    for first in range(0, NUM_RESAMPLES, size):
+        draws = rng.integers(0, num_requests, (min(size, NUM_RESAMPLES - first), num_requests))
+        parts.append(np.stack([column[draws].sum(axis=1) for column in columns]))
+    return np.concatenate(parts, axis=1)
+
+
+def _divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
+    kept = bottom != 0
+    quotients: NDArray[np.float64] = top[kept] / bottom[kept]
+    return quotients
+
+
+def _interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    if values.size == 0:
+        return None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)

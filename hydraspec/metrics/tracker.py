@@ -1,0 +1,198 @@
+"""Weights & Biases, kept at arm's length: its own thread, bounded waits, and a failure is a warning, never an error.
+
+Nothing here may hold up a step: curves are thinned, and wandb is only ever called from the tracker's thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.meter import Meter, RunningTotals
+from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.types import StepRecord
+
+SECONDS_BETWEEN_POINTS = 0.25
+INIT_TIMEOUT_SECONDS = 30.0
+FINISH_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TrackerOptions:
+    """Where a run is logged. mode is "offline" or "online"."""
+
+    project: str
+    entity: str | None
+    group: str | None
+    mode: str
+    name: str
+    init_timeout_seconds: float = INIT_TIMEOUT_SECONDS
+    finish_timeout_seconds: float = FINISH_TIMEOUT_SECONDS
+
+
+class WandbSink(Sink):
+    """Config, per-step curves, the per-position table and the summary, in `<run folder>/wandb`.
+
+    wandb starts in the background while the model loads; `wait_until_ready` belongs before anything is timed.
+    """
+
+    def __init__(self, options: TrackerOptions, run_dir: Path, config: Mapping[str, object]) -> None:
+        self._options = options
+        self._run_dir = run_dir
+        self._config = plain(config)
+        self._run: Any = None
+        self._failure: str | None = None
+        self._warnings: list[str] = []
+        self._ready, self._idle = threading.Event(), threading.Event()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._last_point = dict.fromkeys(Side, 0.0)
+        self._last_totals = {side: RunningTotals() for side in Side}
+        self._closed = False
+        threading.Thread(target=self._work, name="wandb", daemon=True).start()
+
+    def wait_until_ready(self) -> None:
+        """Wait for wandb to start, at most init_timeout_seconds."""
+        if not self._ready.wait(self._options.init_timeout_seconds):
+            self._give_up(f"wandb did not start within {self._options.init_timeout_seconds:.0f} s")
+
+    def add_config(self, **facts: object) -> None:
+        """Log facts that are known only once the engine is loaded."""
+        values = plain(facts)
+        self._submit(lambda: self._run.config.update(values, allow_val_change=True))
+
+    def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
+        """At most four points a second and side, each over the steps since the last one."""
+        now = time.monotonic()
+        if now - self._last_point[side] < SECONDS_BETWEEN_POINTS:
+            return
+        window = meter.totals.since(self._last_totals[side])
+        self._last_point[side] = now
+        self._last_totals[side] = replace(meter.totals)
+        point = {
+            "step": record.step,
+            "acceptance_length": window.acceptance_length,
+            "output_tokens_per_second": window.output_tokens_per_second,
+            "step_ms": record.total_ms,
+            "num_running": record.num_running,
+            "num_waiting": record.num_waiting,
+            "kv_usage": record.kv_usage,
+        }
+        values = {f"{side.value}/{key}": value for key, value in plain(point).items() if value is not None}
+        self._submit(lambda: self._run.log(values))
+
+    def on_summary(self, summary: Json) -> list[str]:
+        """Log the summary and finish, within finish_timeout_seconds. Returns what went wrong."""
+        self._submit(lambda: self._log_summary(summary))
+        self.close()
+        return self._warnings
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        if self._failure is None and not self._idle.wait(self._options.finish_timeout_seconds):
+            self._give_up(f"wandb did not finish within {self._options.finish_timeout_seconds:.0f} s")
+
+    # ------------------------------------------------------------------ on the tracker's thread
+
+    def _work(self) -> None:
+        try:
+            self._start()
+            self._ready.set()
+            while (job := self._jobs.get()) is not None:
+                job()
+            self._run.finish()
+        except BaseException as error:  # wandb may also raise SystemExit or KeyboardInterrupt of its own
+            self._give_up(f"wandb failed: {type(error).__name__}: {first_line(error)}")
+        self._ready.set()
+        self._idle.set()
+
+    def _start(self) -> None:
+        import wandb
+
+        options = self._options
+        self._run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            name=options.name,
+            dir=str(self._run_dir),
+            config=self._config,
+            settings=_settings(wandb, options),
+        )
+        for side in Side:
+            self._run.define_metric(f"{side.value}/step", hidden=True)
+            self._run.define_metric(f"{side.value}/*", step_metric=f"{side.value}/step")
+
+    def _log_summary(self, summary: Json) -> None:
+        import wandb
+
+        rates = summary["acceptance_rate_per_position"]
+        conditional = summary["conditional_acceptance_rate_per_position"]
+        if rates:
+            columns = ["position", "acceptance_rate", "conditional_acceptance_rate"]
+            rows = [[i, a, c] for i, (a, c) in enumerate(zip(rates, conditional, strict=True))]
+            self._run.log({"acceptance_by_position": wandb.Table(columns=columns, data=rows)})
+        self._run.summary.update(flattened(summary))
+
+    # ------------------------------------------------------------------ helpers
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if self._failure is None and not self._closed:
+            self._jobs.put(job)
+
+    def _give_up(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+            where = f" (project {self._options.project}, mode {self._options.mode})"
+            self._warnings.append(f"{reason}{where}; the run went on without it, its files are complete")
+
+
+def _settings(wandb: Any, options: TrackerOptions) -> Any:
+    """Silent, and nothing of the machine or the checkout is collected: no console, code, git, host or usage."""
+    values = {
+        "mode": options.mode,
+        "silent": True,
+        "console": "off",
+        "disable_git": True,
+        "disable_code": True,
+        "save_code": False,
+        "disable_job_creation": True,
+        "x_disable_stats": True,
+        "x_disable_meta": True,
+        "x_disable_machine_info": True,
+        "x_save_requirements": False,
+        "reinit": "create_new",
+        "init_timeout": options.init_timeout_seconds,
+        "login_timeout": 1,  # nobody is asked for a key in the middle of a run
+        "finish_timeout": options.finish_timeout_seconds,
+        "finish_timeout_raises": True,
+    }
+    known = wandb.Settings.model_fields  # releases differ in the settings they know
+    return wandb.Settings(**{key: value for key, value in values.items() if key in known})
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def flattened(summary: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Numbers, strings and booleans of nested dicts and lists under slash-joined names; nulls are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in summary.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flattened(value, f"{name}/"))
+        elif isinstance(value, list):
+            flat.update(flattened({str(i): item for i, item in enumerate(value)}, f"{name}/"))
+        elif value is not None:
+            flat[name] = value
+    return flat
