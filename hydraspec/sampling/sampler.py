@@ -1,0 +1,128 @@
+"""From logits to probabilities to token ids: temperature, truncation, drawing. No verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydraspec.sampling.streams import Purpose, exponential_race
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingFlags:
+    """Host facts of a batch. True means "some request may"; false skips that work for all rows.
+
+    A flag that is true without need costs time, never correctness; a flag wrongly false ignores the
+    parameter.
+    """
+
+    any_greedy: bool = True  # some request has temperature 0
+    any_top_k: bool = True
+    any_top_p: bool = True
+    any_min_p: bool = True
+
+
+EVERYTHING = SamplingFlags()
+
+
+def process_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    flags: SamplingFlags = EVERYTHING,
+) -> Tensor:
+    """What a row samples from: temperature, then top_k, top_p and min_p, each renormalised.
+
+    Shapes: logits [N, V]; the parameters [N]; the result [N, V], float64 for float64 logits, else
+    float32. Definitions and order are those of transformers' logits warpers: top_k keeps the k
+    largest and all ties of the k-th; top_p keeps the smallest set of largest tokens whose mass
+    reaches top_p (ties: lower ids first), at least one; min_p drops tokens less probable than min_p
+    times the best. 0, 1 and 0 turn them off. Rows with temperature 0 are one-hot at the argmax
+    (ties: the lowest id).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    greedy = temperature <= 0
+    peak = logits.amax(-1, keepdim=True)
+    # Centred before dividing: a tiny temperature then underflows to 0 instead of giving NaN.
+    scaled = (logits - peak).div_(torch.where(greedy, 1.0, temperature).unsqueeze(-1))
+    if flags.any_top_p:
+        scaled = _truncate_top_k_top_p(scaled, top_k, top_p)
+    elif flags.any_top_k:
+        kth = _kth_largest(scaled.sort(-1, descending=True).values, top_k)
+        scaled = scaled.masked_fill_(scaled < kth, -torch.inf)
+    probs = scaled.softmax(-1)
+    if flags.any_min_p:
+        floor = min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill_(probs < floor, 0.0)
+        probs = probs.div_(probs.sum(-1, keepdim=True))
+    if flags.any_greedy:
+        probs = torch.where(greedy.unsqueeze(-1), _one_hot_argmax(logits, probs), probs)
+    return probs
+
+
+def _one_hot_argmax(logits: Tensor, like: Tensor) -> Tensor:
+    """[N, V] of ones at the argmax of each row, in the dtype of `like`."""
+    return torch.zeros_like(like).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _kth_largest(descending: Tensor, top_k: Tensor) -> Tensor:
+    """[N, 1], the top_k-th value of each sorted row [N, V]; the last one where top_k is off."""
+    vocab_size = descending.shape[-1]
+    rank = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size) - 1
+    return descending.gather(-1, rank.unsqueeze(-1))
+
+
+def _truncate_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scaled logits [N, V] with -inf at what top_k and then top_p cut off."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill_(ordered < _kth_largest(ordered, top_k), -torch.inf)
+    mass = ordered.softmax(-1)
+    mass_before = mass.cumsum(-1) - mass
+    limit = top_p.unsqueeze(-1)
+    cut = (mass_before >= limit) & (limit < 1)
+    cut[:, 0] = False
+    return torch.empty_like(scaled).scatter_(-1, order, ordered.masked_fill_(cut, -torch.inf))
+
+
+def sample(
+    weights: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> Tensor:
+    """Token ids [...] int64 drawn from weights [..., V] (non-negative, need not sum to 1).
+
+    seed, position, purpose and index, each [...] or scalar, key the draw (see
+    `streams.stream_key`). Tokens of weight 0 are never drawn unless all are 0.
+    """
+    race = exponential_race(seed, position, purpose, index, weights.shape[-1])
+    return torch.div(weights, race, out=race).argmax(-1)
+
+
+def sample_draft(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    index: int | Tensor,
+    flags: SamplingFlags = EVERYTHING,
+) -> tuple[Tensor, Tensor]:
+    """Draw one draft per row: ids [B] int64 and what they were drawn from, [B, V] float32.
+
+    Shapes: logits [B, V]; temperature, seed, position [B]; index, the draft's place in its step
+    from 0. Temperature only: a truncated draft could not propose what the target may accept. Rows
+    with temperature 0 take the argmax and have one-hot distributions.
+    """
+    greedy = temperature <= 0
+    logits = logits.to(torch.float32)
+    peak = logits.amax(-1, keepdim=True)
+    divisor = torch.where(greedy, 1.0, temperature).unsqueeze(-1)
+    probs = (logits - peak).div_(divisor).softmax(-1)
+    if flags.any_greedy:
+        probs = torch.where(greedy.unsqueeze(-1), _one_hot_argmax(logits, probs), probs)
+    return sample(probs, seed, position, Purpose.DRAFT, index), probs

@@ -1,0 +1,285 @@
+"""Which drafts are kept and what is emitted behind them, wherever drafts and logits come from.
+
+All verifiers treat a draft of -1 as rejected, and nothing behind it is accepted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydraspec.sampling.sampler import EVERYTHING, SamplingFlags, process_logits, sample
+from hydraspec.sampling.streams import Purpose, uniform
+from hydraspec.types import Batch, ConfigurationError, RequestState, Verdict
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Trial:
+    """The drafts under verification beside what the target says of them."""
+
+    target_probs: Tensor  # [B, K+1, V] what row j samples from, after all truncations
+    draft_probs: Tensor | None  # [B, K, V] what draft j was sampled from; None: chosen outright
+    drafts: Tensor  # [B, K] int64, 0 where there is no draft
+    offered: Tensor  # [B, K] bool, false from the first missing draft on
+    seed: Tensor  # [B] int64
+    first_position: Tensor  # [B] int64, position that row 0 predicts
+
+    @property
+    def num_offered(self) -> Tensor:
+        """[B] int64: drafts before the first missing one."""
+        return self.offered.sum(1)
+
+    def of_drafts(self) -> tuple[Tensor, Tensor]:
+        """Target and draft probability [B, K] of each draft; 1 for drafts chosen outright."""
+        at = self.drafts.unsqueeze(-1)
+        target = self.target_probs[:, :-1].gather(-1, at).squeeze(-1)
+        if self.draft_probs is None:
+            return target, torch.ones_like(target)
+        return target, self.draft_probs.gather(-1, at).squeeze(-1)
+
+    def acceptance_draws(self) -> Tensor:
+        """[B, K] float64 uniforms, one per draft."""
+        index = torch.arange(self.drafts.shape[1], device=self.drafts.device)
+        position = self.first_position.unsqueeze(1) + index
+        return uniform(self.seed.unsqueeze(1), position, Purpose.ACCEPT, index)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Acceptance:
+    """How far a rule accepts, and which distribution the next token comes from."""
+
+    num_accepted: Tensor  # [B] int64
+    is_recovery: Tensor  # [B] bool: the next token comes from the residual, not from the target
+    target_scale: Tensor | None = None  # [B] factor of the target in the residual; None: 1
+
+
+class Verifier(ABC):
+    """Decides one step's drafts; one object serves all steps and keeps no state between them."""
+
+    greedy_is_prefix_match = True  # temperature 0 means "accept while the draft is the argmax"
+
+    def __call__(
+        self, logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags = EVERYTHING
+    ) -> Verdict:
+        """The verdict on `batch.draft_tokens`.
+
+        logits [N, V] of the rows that `batch.verify_rows` counts in; `state` as before the step.
+        With `state.draft_probs` drafts are taken as sampled from it, else as chosen outright.
+        `flags` are host facts that save work. The first token of a request, and every token without
+        a drafter, is the case of no drafts.
+        """
+        if batch.all_greedy and self.greedy_is_prefix_match:
+            return verify_greedy(logits, batch)
+        trial = _prepare(logits, batch, state, flags)
+        acceptance = self.accept(trial)
+        return _emit(trial, acceptance, _next_token(trial, acceptance), batch)
+
+    @abstractmethod
+    def accept(self, trial: Trial) -> Acceptance:
+        """Apply the rule to every request; K may be 0."""
+
+
+def verify_greedy(logits: Tensor, batch: Batch) -> Verdict:
+    """Accept drafts while they equal the target's argmax, then emit the argmax behind them.
+
+    logits [N, V]. Needs no request state and no random numbers; few operations, because on a CPU
+    each costs as much as the arithmetic.
+    """
+    choices = logits.argmax(-1).take(batch.verify_rows)
+    num_drafts = batch.draft_tokens.shape[1]
+    # Is token j emitted? Token 0 whenever the request samples, token j+1 if draft j matches too.
+    matches = choices.narrow(1, 0, num_drafts) == batch.draft_tokens
+    emitted = torch.cat([batch.samples.unsqueeze(1), matches], 1).cummin(1).values
+    num_sampled = emitted.sum(1)
+    return Verdict(
+        tokens=torch.where(emitted, choices, -1),
+        num_sampled=num_sampled,
+        num_rejected=(batch.num_drafts + 1).mul_(batch.samples).sub_(num_sampled),
+    )
+
+
+class StandardVerifier(Verifier):
+    """Token by token: accept draft x with probability min(1, p(x) / q(x)).
+
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2. Behind the first rejection
+    the token comes from norm(max(p - q, 0)), behind the last draft from p.
+    """
+
+    def accept(self, trial: Trial) -> Acceptance:
+        target, draft = trial.of_drafts()
+        accepted = (trial.acceptance_draws() * draft < target) & trial.offered
+        num_accepted = accepted.cummin(1).values.sum(1) if accepted.shape[1] else accepted.sum(1)
+        return Acceptance(num_accepted=num_accepted, is_recovery=num_accepted < trial.num_offered)
+
+
+class BlockVerifier(Verifier):
+    """Whole prefixes at a time: keep the longest prefix that passes.
+
+    Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2. With the
+    running ratio p_i = min(p_{i-1} * p(x_i) / q(x_i), 1), prefix i passes with probability
+    S_i / (S_i + 1 - p_i), S_i = sum_v max(p_i * p(v) - q(v), 0) at the next row; the prefix of
+    all drafts passes with p_n. The next token comes from norm(max(p_i * p - q, 0)).
+    """
+
+    def accept(self, trial: Trial) -> Acceptance:
+        target, draft = trial.of_drafts()
+        ratio = torch.where(draft > 0, target / draft, 0.0)
+        running = [torch.ones_like(trial.seed, dtype=ratio.dtype)]
+        for column in ratio.unbind(1):
+            running.append((running[-1] * column).clamp_(max=1.0))
+        joint = torch.stack(running, 1)
+        num_offered = trial.num_offered
+        passed = trial.acceptance_draws() <= _pass_probability(trial, joint, num_offered)
+        passed &= trial.offered
+        length = torch.arange(1, joint.shape[1], device=joint.device)
+        num_accepted = (passed * length).amax(1) if length.numel() else num_offered
+        return Acceptance(
+            num_accepted=num_accepted,
+            is_recovery=num_accepted < num_offered,
+            target_scale=joint.gather(1, num_accepted.unsqueeze(1)).squeeze(1),
+        )
+
+
+def _pass_probability(trial: Trial, joint: Tensor, num_offered: Tensor) -> Tensor:
+    """[B, K]: probability that the prefix of length 1..K passes. joint [B, K+1] are p_0..p_K."""
+    running = joint[:, 1:]
+    surplus = torch.zeros_like(running)
+    if running.shape[1] > 1:
+        inner = running[:, :-1]
+        if trial.draft_probs is None:
+            surplus[:, :-1] = inner * (1 - trial.of_drafts()[0][:, 1:])
+        else:
+            excess = trial.target_probs[:, 1:-1] * inner.unsqueeze(-1) - trial.draft_probs[:, 1:]
+            surplus[:, :-1] = excess.clamp_(min=0).sum(-1)
+    total = surplus + (1 - running)
+    # 0 / 0 is p_i = 1 with p = q next: a longer prefix is then certain to pass, so this one may.
+    inside = torch.where(total > 0, surplus / total, 1.0)
+    length = torch.arange(1, joint.shape[1], device=joint.device)
+    return torch.where(length == num_offered.unsqueeze(1), running, inside)
+
+
+class SyntheticVerifier(Verifier):
+    """Accepts by a fixed mean length whatever the drafts are: for benchmarks, not for text.
+
+    A mean acceptance length L (bonus included) is L - 1 split over positions as ones, one fraction
+    and zeros. Emitted behind the drafts: a sample of the target.
+    """
+
+    greedy_is_prefix_match = False
+
+    def __init__(self, acceptance_length: float, num_speculative_tokens: int) -> None:
+        if not 1 <= acceptance_length <= num_speculative_tokens + 1:
+            raise ConfigurationError(
+                f"method.synthetic_acceptance_length={acceptance_length} is outside 1 to "
+                f"{num_speculative_tokens + 1} (method.num_speculative_tokens + 1); "
+                "lower it or raise method.num_speculative_tokens."
+            )
+        self.acceptance_length = acceptance_length
+
+    def accept(self, trial: Trial) -> Acceptance:
+        index = torch.arange(trial.drafts.shape[1], device=trial.drafts.device)
+        rate = (self.acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
+        accepted = (trial.acceptance_draws() < rate) & trial.offered
+        num_accepted = accepted.cummin(1).values.sum(1) if accepted.shape[1] else accepted.sum(1)
+        return Acceptance(
+            num_accepted=num_accepted, is_recovery=torch.zeros_like(num_accepted, dtype=torch.bool)
+        )
+
+
+def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags) -> Trial:
+    """Gather each request's rows and turn them into distributions."""
+    slots, (num_requests, num_rows) = batch.slots, batch.verify_rows.shape
+    rows = logits.index_select(0, batch.verify_rows.flatten())
+    temperature, top_k, top_p, min_p = (
+        values.index_select(0, slots).repeat_interleave(num_rows)
+        for values in (state.temperature, state.top_k, state.top_p, state.min_p)
+    )
+    probs = process_logits(rows, temperature, top_k, top_p, min_p, flags)
+    real = batch.draft_tokens >= 0
+    return Trial(
+        target_probs=probs.view(num_requests, num_rows, -1),
+        draft_probs=_draft_distribution(batch, state, logits.shape[-1]),
+        drafts=batch.draft_tokens.clamp(min=0),
+        offered=real.cummin(1).values if real.shape[1] else real,
+        seed=state.seed.index_select(0, slots),
+        first_position=batch.seq_lens - batch.num_drafts,
+    )
+
+
+def _draft_distribution(batch: Batch, state: RequestState, vocab_size: int) -> Tensor | None:
+    """[B, K, V] the drafts were sampled from, or None for drafts chosen outright."""
+    num_drafts = batch.draft_tokens.shape[1]
+    if state.draft_probs is None or num_drafts == 0:
+        return None
+    assert state.draft_probs.shape[-1] == vocab_size, "draft and target vocabularies differ"
+    return state.draft_probs.index_select(0, batch.slots)[:, :num_drafts]
+
+
+def _next_token(trial: Trial, acceptance: Acceptance) -> Tensor:
+    """[B] the token behind the accepted drafts: recovered from the residual, or the bonus."""
+    num_accepted, recovery = acceptance.num_accepted, acceptance.is_recovery.unsqueeze(1)
+    request = torch.arange(num_accepted.shape[0], device=num_accepted.device)
+    target = trial.target_probs[request, num_accepted]
+    num_drafts = trial.drafts.shape[1]
+    weights = target
+    if num_drafts:
+        at = num_accepted.clamp(max=num_drafts - 1)
+        if trial.draft_probs is None:
+            rejected = trial.drafts.gather(1, at.unsqueeze(1))
+            kept = target.gather(1, rejected).masked_fill_(recovery, 0.0)
+            residual = target.scatter(1, rejected, kept)
+        else:
+            scale = acceptance.target_scale
+            scaled = target if scale is None else target * scale.unsqueeze(1)
+            residual = (scaled - trial.draft_probs[request, at]).clamp_(min=0)
+            residual = torch.where(recovery, residual, target)
+        # An empty residual is p = q up to rounding, where exact numbers would never reject.
+        weights = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)
+    purpose = torch.where(acceptance.is_recovery, int(Purpose.RESIDUAL), int(Purpose.BONUS))
+    position = trial.first_position + num_accepted
+    return sample(weights, trial.seed, position, purpose, num_accepted)
+
+
+def _emit(trial: Trial, acceptance: Acceptance, next_token: Tensor, batch: Batch) -> Verdict:
+    """Accepted drafts, then the next token, then -1."""
+    last = acceptance.num_accepted.unsqueeze(1)
+    column = torch.arange(trial.target_probs.shape[1], device=last.device)
+    tokens = torch.nn.functional.pad(trial.drafts, (0, 1)).scatter(1, last, next_token.unsqueeze(1))
+    emitted = (column <= last) & batch.samples.unsqueeze(1)
+    return Verdict(
+        tokens=torch.where(emitted, tokens, -1),
+        num_sampled=(acceptance.num_accepted + 1).mul_(batch.samples),
+        num_rejected=(batch.num_drafts - acceptance.num_accepted).mul_(batch.samples),
+    )
+
+
+def build_verifier(
+    verification: str, *, synthetic_acceptance_length: float | None, num_speculative_tokens: int
+) -> Verifier:
+    """The verifier of `method.verification`.
+
+    Raises:
+        ConfigurationError: unknown name, or a synthetic length that is missing, out of 1..K+1 or
+        not asked for.
+    """
+    if verification == "synthetic":
+        if synthetic_acceptance_length is None:
+            raise ConfigurationError(
+                "method.verification=synthetic needs method.synthetic_acceptance_length, "
+                f"from 1 to {num_speculative_tokens + 1}."
+            )
+        return SyntheticVerifier(synthetic_acceptance_length, num_speculative_tokens)
+    if synthetic_acceptance_length is not None:
+        raise ConfigurationError(
+            f"method.synthetic_acceptance_length={synthetic_acceptance_length} only applies to "
+            f"method.verification=synthetic, not {verification}; remove one of the two."
+        )
+    verifiers: dict[str, type[Verifier]] = {"standard": StandardVerifier, "block": BlockVerifier}
+    if verification not in verifiers:
+        raise ConfigurationError(
+            f"method.verification={verification} is unknown; choose standard, block or synthetic."
+        )
+    return verifiers[verification]()
