@@ -1,4 +1,4 @@
-"""The records that flow through a step, and the errors a user can cause. Knows no other room of the project.
+"""The records that flow through a step, and (from errors.py) what a user can do wrong. Knows no other room of the project.
 
 Shape legend, the same letters everywhere:
 
@@ -19,30 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-class UserError(ValueError):
-    """A mistake the user can mend; the message names key, value, what is allowed and the remedy."""
-
-    exit_code = 1
-
-
-class ConfigurationError(UserError):
-    """The configuration is wrong (exit status 2)."""
-
-    exit_code = 2
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be used (exit status 3)."""
-
-    exit_code = 3
-
-
-class WorkloadError(UserError):
-    """A workload cannot be used (exit status 3)."""
-
-    exit_code = 3
-
+from hydraspec.errors import CheckpointError as CheckpointError
+from hydraspec.errors import ConfigurationError as ConfigurationError
+from hydraspec.errors import UserError as UserError
+from hydraspec.errors import WorkloadError as WorkloadError
 
 # --------------------------------------------------------------------------- requests
 

@@ -1,9 +1,14 @@
-"""The typed configuration: one dataclass per config group. `__post_init__` is not used; checks live in checks.py."""
+"""The typed configuration: one dataclass per config group. Types only: values live in conf/, checks in checks.py.
+
+A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+DERIVED = {"derived": True}
 
 
 class Weights(Enum):
@@ -146,3 +151,4 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     baseline: bool = True
     seed: int = 0
+    warnings: list[str] = field(default_factory=list, metadata=DERIVED)  # for summary.json

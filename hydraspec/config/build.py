@@ -1,0 +1,216 @@
+"""DictConfig → RunConfig, the single boundary: below it nobody has seen a DictConfig.
+
+Knows types and keys. Ranges and combinations are checked in checks.py, defaults that depend on other keys in derive.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraspec.config.checks import check
+from hydraspec.config.derive import derive
+from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+
+MISSING = "???"
+
+
+def to_run_config(cfg: DictConfig) -> RunConfig:
+    """The checked configuration of one run.
+
+    Raises:
+        ConfigurationError: for unknown or missing keys, wrong types, values out of range and combinations that cannot
+            work; the message names the key, the value given, what is allowed and what to do.
+    """
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        key = error.full_key or "configuration"
+        raise ConfigurationError(
+            f"{key}: {reason}\n  to do: give {key} a value of its own"
+        ) from error
+    config: RunConfig = _build(RunConfig, values, "")
+    derive(config)
+    check(config)
+    return config
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain YAML and JSON values; derived fields are left out."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def keys_of(schema: type) -> dict[str, Any]:
+    """Field name → type of what may stand in the YAML of a dataclass."""
+    hints = typing.get_type_hints(schema)
+    fields = dataclasses.fields(schema)
+    return {field.name: hints[field.name] for field in fields if not field.metadata.get("derived")}
+
+
+def check_key(path: str, value: object) -> None:
+    """Refuse a dotted key that no dataclass knows. Composition itself would only hint at `+`."""
+    schema: Any = RunConfig
+    seen: list[str] = []
+    for part in path.split("."):
+        if not dataclasses.is_dataclass(schema):
+            if typing.get_origin(schema) is dict:
+                return
+            raise refusal(path, value, "is no key", allowed=f"{'.'.join(seen)} is a value itself")
+        known = keys_of(typing.cast(type, schema))
+        if part not in known:
+            raise _unknown_key(path, part, value, ".".join(seen), known)
+        seen.append(part)
+        schema = known[part]
+
+
+def _unknown_key(
+    path: str, part: str, value: object, parent: str, known: dict[str, Any]
+) -> ConfigurationError:
+    where = f"keys of {parent}" if parent else "top-level keys"
+    meant = nearest(part, known)
+    full = f"{parent}.{meant}" if parent else meant
+    remedy = f"did you mean {full}?" if meant else "remove it"
+    if part == "_target_":
+        remedy = "remove it: classes are chosen by name, never by _target_"
+    return refusal(
+        path, value, "is no key", allowed=f"{where} are {listing(known)}", remedy=remedy
+    )
+
+
+def _build(schema: type, values: object, path: str) -> Any:
+    known = keys_of(schema)
+    if not isinstance(values, dict):
+        raise refusal(
+            path,
+            values,
+            "is not a group",
+            allowed=f"a choice of {path}, with the keys {listing(known)}",
+            remedy=f"see the choices with --help, e.g. {path}=<choice>",
+        )
+    for name, value in values.items():
+        if name not in known:
+            raise _unknown_key(_join(path, name), str(name), value, path, known)
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    built = {}
+    for name, kind in known.items():
+        key = _join(path, name)
+        value = values.get(name, MISSING)
+        if name in values and value != MISSING:
+            built[name] = _convert(kind, value, key)
+        elif name in values or _required(fields[name]):
+            raise ConfigurationError(
+                f"{key} has no value\n  allowed: {_describe(kind)}\n  to do: add {key}=<value>"
+            )
+    return schema(**built)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _convert(kind: Any, value: object, key: str) -> Any:
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _convert(kind.__args__[0], value, key)
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast(type, kind), value, key)
+    origin = typing.get_origin(kind)
+    if origin is list and isinstance(value, list):
+        (item,) = typing.get_args(kind)
+        return [_convert(item, entry, f"{key}[{i}]") for i, entry in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        _, item = typing.get_args(kind)
+        return {str(k): _convert(item, entry, _join(key, k)) for k, entry in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _to_choice(kind, value, key)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is None and type(value) is kind:
+        return value
+    raise refusal(
+        key,
+        value,
+        f"is {_name_of(value)}",
+        allowed=_describe(kind),
+        remedy=_type_remedy(kind, value, key),
+    )
+
+
+def _to_choice(kind: type[Enum], value: object, key: str) -> Enum:
+    choices = [str(choice.value) for choice in kind]
+    if value not in choices:
+        meant = nearest(str(value), choices)
+        remedy = f"did you mean {key}={meant}?" if meant else "choose one of these"
+        raise refusal(key, value, "is no choice", allowed=listing(choices), remedy=remedy)
+    return kind(value)
+
+
+def _type_remedy(kind: Any, value: object, key: str) -> str:
+    if kind is str and isinstance(value, int | float):
+        return f"quote it to make it text: '{key}=\"{value}\"'"
+    if typing.get_origin(kind) is list:
+        return f"write a list: '{key}=[…]'"
+    return ""
+
+
+def _describe(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return _describe(kind.__args__[0]) + ", or null"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return listing(str(choice.value) for choice in kind)
+    if typing.get_origin(kind) is list:
+        return f"a list, each entry {_describe(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) is dict:
+        return "a mapping of names to text"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return names.get(kind, "a group of keys")
+
+
+def _name_of(value: object) -> str:
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a group of keys",
+        type(None): "empty",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(getattr(value, name)) for name in keys_of(type(value))}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def schema_keys(schema: type = RunConfig, path: str = "") -> Iterator[str]:
+    """Every dotted key of the configuration, leaves only."""
+    for name, kind in keys_of(schema).items():
+        if dataclasses.is_dataclass(kind):
+            yield from schema_keys(typing.cast(type, kind), _join(path, name))
+        else:
+            yield _join(path, name)

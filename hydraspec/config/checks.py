@@ -1,0 +1,245 @@
+"""Every range and cross-field check, one function a group. Knows values, not files or devices: those are checked where used."""
+
+from __future__ import annotations
+
+import math
+
+from hydraspec.config.choices import choices_of
+from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.schema import (
+    DraftSampling,
+    EngineConfig,
+    MethodConfig,
+    RunConfig,
+    SamplingConfig,
+    Verification,
+    WorkloadConfig,
+)
+
+# Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine drafts in ten are
+# accepted, the 32nd of a row is reached 3 times in 100.
+MAX_SPECULATIVE_TOKENS = 32
+MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
+MAX_SEED = 2**63 - 1  # seeds live in int64 tensors
+ALIASES = {"gemma4"}  # choices that are recorded under another name
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigurationError for the first thing that cannot work; note what is only pointless in `warnings`."""
+    _check_names(config)
+    _within("seed", config.seed, 0, MAX_SEED)
+    _at_least("target.max_model_len", config.target.max_model_len, 2)
+    _check_method(config.method)
+    _check_engine(config.engine, config.method)
+    _check_parallelism(config)
+    _check_cudagraph(config)
+    _check_sampling(config.sampling)
+    _check_workload(config.workload)
+    config.warnings.extend(_without_effect(config))
+
+
+def _check_names(config: RunConfig) -> None:
+    for group, name in (
+        ("method", config.method.name),
+        ("engine", config.engine.name),
+        ("cudagraph", config.cudagraph.name),
+        ("tracker", config.tracker.name),
+    ):
+        known = set(choices_of(group)) - ALIASES
+        if name not in known:
+            meant = nearest(name, known)
+            remedy = f"did you mean {group}={meant}?" if meant else f"choose with {group}=<choice>"
+            raise refusal(f"{group}.name", name, "is unknown", allowed=listing(known), remedy=remedy)
+    for method in config.target.drafters:
+        known = set(choices_of("method")) - ALIASES - {"none"}
+        if method not in known:
+            key = f"target.drafters.{method}"
+            raise refusal(
+                key, config.target.drafters[method], "names no method", allowed=listing(known)
+            )
+    if not config.target.checkpoint:
+        raise refusal("target.checkpoint", "", "is empty", allowed="a folder, a hub id or zoo:<name>")
+
+
+def _check_method(method: MethodConfig) -> None:
+    if method.name == "none":
+        return
+    k = method.num_speculative_tokens
+    if not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+        remedy = "to decode without drafts choose method=none" if k < 1 else "most drafters pay off at 2 to 6"
+        raise refusal(
+            "method.num_speculative_tokens",
+            k,
+            "is out of range",
+            allowed=f"1 to {MAX_SPECULATIVE_TOKENS}",
+            remedy=remedy,
+        )
+    length = method.synthetic_acceptance_length
+    synthetic = method.verification is Verification.synthetic
+    key = "method.synthetic_acceptance_length"
+    if synthetic and length is None:
+        raise refusal(
+            key,
+            None,
+            "leaves verification=synthetic without its target",
+            allowed=f"1 to {k + 1} (K+1)",
+            remedy=f"add {key}=<number>, or choose method.verification=standard",
+        )
+    if length is not None and not synthetic:
+        raise refusal(
+            key,
+            length,
+            f"has no meaning with verification={method.verification.value}",
+            allowed="null",
+            remedy="add method.verification=synthetic, or leave the key out",
+        )
+    if length is not None and not 1 <= length <= k + 1:
+        raise refusal(
+            key,
+            length,
+            "is out of range",
+            allowed=f"1 to {k + 1} (num_speculative_tokens + 1: the bonus token counts)",
+        )
+
+
+def _check_engine(engine: EngineConfig, method: MethodConfig) -> None:
+    _at_least("engine.max_num_seqs", engine.max_num_seqs, 1)
+    _at_least("engine.num_threads", engine.num_threads, 1)
+    cache = engine.kv_cache
+    size = cache.block_size
+    if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+        raise refusal(
+            "engine.kv_cache.block_size",
+            size,
+            "is no power of two in range",
+            allowed=f"1, 2, 4, … {MAX_BLOCK_SIZE}",
+            remedy="16 suits most runs",
+        )
+    if cache.memory_gib is not None and not (0 < cache.memory_gib < math.inf):
+        raise refusal(
+            "engine.kv_cache.memory_gib", cache.memory_gib, "is out of range", allowed="above 0, or null"
+        )
+    rows = method.num_speculative_tokens + 1
+    needed = engine.max_num_seqs * rows
+    if engine.max_num_batched_tokens < needed:
+        raise refusal(
+            "engine.max_num_batched_tokens",
+            engine.max_num_batched_tokens,
+            f"cannot hold one step of engine.max_num_seqs={engine.max_num_seqs} requests at {rows} rows each",
+            allowed=f"{needed} or more",
+            remedy="raise it, or lower engine.max_num_seqs",
+        )
+
+
+def _check_parallelism(config: RunConfig) -> None:
+    for axis in ("tensor", "pipeline", "data"):
+        size = getattr(config.parallelism, axis)
+        if size != 1:
+            raise refusal(
+                f"parallelism.{axis}",
+                size,
+                "is not available: runs use one device",
+                allowed="1",
+                remedy="choose parallelism=single",
+            )
+
+
+def _check_cudagraph(config: RunConfig) -> None:
+    sizes = config.cudagraph.capture_sizes
+    if sizes is not None and (not sizes or min(sizes) < 1 or sorted(set(sizes)) != sizes):
+        raise refusal(
+            "cudagraph.capture_sizes",
+            sizes,
+            "is no list of sizes",
+            allowed="rising whole numbers from 1 on, e.g. [1, 2, 4, 8], or null",
+        )
+
+
+def _check_sampling(sampling: SamplingConfig) -> None:
+    if not 0 <= sampling.temperature < math.inf:
+        raise refusal(
+            "sampling.temperature", sampling.temperature, "is out of range", allowed="0 (greedy) or above"
+        )
+    _at_least("sampling.top_k", sampling.top_k, 0, "0 (off) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise refusal(
+            "sampling.top_p",
+            sampling.top_p,
+            "is out of range",
+            allowed="above 0, up to 1 (off)",
+            remedy="for the most likely token alone choose sampling=greedy",
+        )
+    if not 0 <= sampling.min_p < 1:
+        raise refusal("sampling.min_p", sampling.min_p, "is out of range", allowed="0 (off) to below 1")
+    _at_least("sampling.max_tokens", sampling.max_tokens, 1)
+    if "" in sampling.stop:
+        raise refusal(
+            "sampling.stop", sampling.stop, "holds an empty string", allowed="strings of one character or more"
+        )
+    if any(token < 0 for token in sampling.stop_token_ids):
+        raise refusal(
+            "sampling.stop_token_ids", sampling.stop_token_ids, "holds a negative id", allowed="0 or more"
+        )
+
+
+def _check_workload(workload: WorkloadConfig) -> None:
+    _at_least("workload.limit", workload.limit, 1, "1 or more, or null for all")
+    _at_least("workload.concurrency", workload.concurrency, 1, "1 or more, or null for all at once")
+    _at_least("workload.num_requests", workload.num_requests, 1)
+    _at_least("workload.prompt_tokens", workload.prompt_tokens, 1)
+    _at_least("workload.output_tokens", workload.output_tokens, 1)
+    if workload.name == "random":
+        for key, remedy in (("path", "choose workload=jsonl"), ("limit", "set workload.num_requests")):
+            value = getattr(workload, key)
+            if value is not None:
+                raise refusal(
+                    f"workload.{key}", value, "has no meaning with workload=random", allowed="null", remedy=remedy
+                )
+        return
+    if not workload.path:
+        raise refusal(
+            "workload.path",
+            workload.path,
+            "names no file",
+            allowed="a file of JSON lines, or zoo:tiny",
+            remedy="add workload.path=<file.jsonl>",
+        )
+    untouched = WorkloadConfig(name=workload.name)
+    for key in ("num_requests", "prompt_tokens", "output_tokens"):
+        if getattr(workload, key) != getattr(untouched, key):
+            raise refusal(
+                f"workload.{key}",
+                getattr(workload, key),
+                f"has no meaning with workload={workload.name}",
+                allowed=f"keys of workload={workload.name}: path, limit, concurrency",
+                remedy="choose workload=random, or leave the key out",
+            )
+
+
+def _without_effect(config: RunConfig) -> list[str]:
+    """What was set, is legal, and changes nothing."""
+    notes = []
+    sampling, method = config.sampling, config.method
+    if sampling.temperature == 0:
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(sampling, key) != off:
+                notes.append(f"sampling.{key}={getattr(sampling, key)} has no effect at temperature 0")
+        if method.draft_sampling is DraftSampling.probabilistic:
+            notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
+    if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
+        notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
+    if config.workload.name == "random" and (sampling.stop or sampling.stop_token_ids):
+        notes.append("sampling.stop and stop_token_ids have no effect with workload=random")
+    return notes
+
+
+def _at_least(key: str, value: int | None, least: int, allowed: str = "") -> None:
+    if value is not None and value < least:
+        raise refusal(key, value, "is out of range", allowed=allowed or f"{least} or more")
+
+
+def _within(key: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise refusal(key, value, "is out of range", allowed=f"{least} to {most}")
+
+

@@ -1,0 +1,61 @@
+"""Defaults that depend on other keys. Whatever is changed here is recorded in the configuration, and warned about."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hydraspec.config.choices import packaged_value
+from hydraspec.config.messages import refusal, show
+from hydraspec.config.schema import MethodConfig, RunConfig, TargetConfig
+
+ZOO = "zoo:"
+
+
+def derive(config: RunConfig) -> None:
+    """Fill in what one key says about another: the target's name, the drafter, and what plain decoding ignores."""
+    _name_target(config.target)
+    if config.method.name == "none":
+        config.method = _plain_decoding(config)
+    elif config.method.checkpoint is None:
+        config.method.checkpoint = _default_drafter(config)
+
+
+def _name_target(target: TargetConfig) -> None:
+    """A checkpoint other than the choice's own is called by its folder, so that no summary credits the wrong model."""
+    own = packaged_value("target", target.name, "checkpoint")
+    if target.name == "custom" or (own is not None and own != target.checkpoint):
+        target.name = folder_name(target.checkpoint) or target.name
+
+
+def folder_name(checkpoint: str) -> str:
+    """The last part of a folder, a hub id or a zoo name."""
+    return checkpoint.removeprefix(ZOO).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _plain_decoding(config: RunConfig) -> MethodConfig:
+    """`method=none` with its own values; what was set besides is warned about."""
+    plain = MethodConfig(name="none", num_speculative_tokens=0)
+    for field in dataclasses.fields(MethodConfig):
+        given = getattr(config.method, field.name)
+        kept = getattr(plain, field.name)
+        if given != kept:
+            value = show(getattr(given, "value", given))
+            recorded = show(getattr(kept, "value", kept))
+            config.warnings.append(
+                f"method.{field.name}={value} has no effect with method=none: recorded as {recorded}"
+            )
+    return plain
+
+
+def _default_drafter(config: RunConfig) -> str:
+    target, method = config.target, config.method
+    if method.name not in target.drafters:
+        known = ", ".join(f"{name}: {where}" for name, where in target.drafters.items()) or "none"
+        raise refusal(
+            "method.checkpoint",
+            None,
+            f"leaves method={method.name} without a drafter: target {target.name} names none for it",
+            allowed=f"a folder or a hub id (drafters the target names: {known})",
+            remedy="add method.checkpoint=<folder or hub id>, or decode without drafts: method=none",
+        )
+    return target.drafters[method.name]

@@ -1,0 +1,43 @@
+"""The one form a refusal takes: key, value given, what is wrong, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from hydraspec.errors import ConfigurationError
+
+
+def refusal(
+    key: str, value: object, problem: str, *, allowed: str, remedy: str = ""
+) -> ConfigurationError:
+    """An error to raise. `value` is shown as it would be typed."""
+    lines = [f"{key}={show(value)} {problem}", f"  allowed: {allowed}"]
+    if remedy:
+        lines.append(f"  to do: {remedy}")
+    return ConfigurationError("\n".join(lines))
+
+
+def show(value: object) -> str:
+    """A value as a person types it in YAML or on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value if value else "''"
+    if isinstance(value, list):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def listing(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words))
