@@ -1,0 +1,81 @@
+"""The run folder: the names of its files, and how each is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+
+from hydraspec.metrics.files import (
+    Json,
+    cannot_write,
+    plain,
+    pretty_json,
+    write_json_lines,
+    write_whole,
+)
+
+SUMMARY = "summary.json"
+REQUESTS = "requests.jsonl"
+STEPS = "steps.jsonl"
+TRACE = "trace.jsonl"
+ENVIRONMENT = "env.json"
+REPORT = "report.html"
+CONFIG = "config.yaml"
+OVERRIDES = "overrides.yaml"
+
+
+class RunFolder:
+    """A folder of one run. Every file is written whole or not at all.
+
+    Raises:
+        OSError: with the path and a remedy, from every method, if it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def write_config(self, resolved: Mapping[str, object], overrides: Sequence[str]) -> None:
+        """config.yaml and overrides.yaml."""
+        write_whole(self.path / CONFIG, _yaml(resolved))
+        write_whole(self.path / OVERRIDES, _yaml(list(overrides)))
+
+    def write_environment(self, environment: Json) -> None:
+        """env.json."""
+        write_whole(self.path / ENVIRONMENT, pretty_json(environment))
+
+    def write_requests(self, rows: Sequence[Json]) -> None:
+        """requests.jsonl."""
+        write_json_lines(self.path / REQUESTS, rows)
+
+    def write_summary(self, summary: Json) -> None:
+        """summary.json."""
+        write_whole(self.path / SUMMARY, pretty_json(summary))
+
+    def write_report(self, page: str) -> None:
+        """report.html."""
+        write_whole(self.path / REPORT, page)
+
+    def read_trace(self, request_ids: Sequence[str]) -> dict[str, list[Json]]:
+        """Lines of trace.jsonl of some requests, by request id; empty if there is no trace."""
+        wanted: dict[str, list[Json]] = {request_id: [] for request_id in request_ids}
+        path = self.path / TRACE
+        if not path.exists():
+            return wanted
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                if row["request"] in wanted:
+                    wanted[row["request"]].append(row)
+        return wanted
+
+
+def _yaml(value: object) -> str:
+    text: str = yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True)
+    return text

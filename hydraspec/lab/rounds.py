@@ -1,0 +1,111 @@
+"""Runs a workload through one engine or two: a warm-up, then A B A B, so that both see the same machine."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hydraspec.engine.base import Engine
+from hydraspec.metrics.meter import Meter
+from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.types import Completion, Request, StepRecord
+
+NUM_ROUNDS = 2
+WARM_UP_REQUESTS = 8
+WARM_UP_TOKENS = 8
+
+
+class Measurement:
+    """Both sides of a run: engines, meters, and the sinks that watch."""
+
+    def __init__(
+        self,
+        engines: Mapping[Side, Engine],
+        requests: Sequence[Request],
+        sinks: Sequence[Sink],
+        *,
+        concurrency: int | None,
+    ) -> None:
+        self.engines = engines
+        self.requests = requests
+        self.sinks = sinks
+        self.concurrency = concurrency
+        self.meters = {
+            side: Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens)
+            for side, engine in engines.items()
+        }
+
+    def completions(self, side: Side) -> dict[int, Completion]:
+        """Completions of a side by request index, errors included."""
+        meter = self.meters.get(side)
+        ended = meter.completed if meter else []
+        return {c.index: c.completion for c in ended if c.completion is not None}
+
+    def warm_up(self) -> None:
+        """A few tokens of a few requests through every engine; nothing is counted."""
+        count = min(self.concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
+        few = [
+            replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
+            for r in self.requests[:count]
+        ]
+        for engine in self.engines.values():
+            with closing_run(engine, few, self.concurrency) as events:
+                for _ in events:
+                    pass
+
+    def run(self) -> None:
+        """Decode the workload in NUM_ROUNDS parts, each with every side in turn."""
+        with _without_collection_of_what_is_loaded():
+            for number, part in enumerate(_parts(self.requests), start=1):
+                for side in self.engines:
+                    for sink in self.sinks:
+                        sink.on_round(side, number, NUM_ROUNDS)
+                    self._run_part(side, part)
+
+    def _run_part(self, side: Side, part: Sequence[Request]) -> None:
+        meter = self.meters[side]
+        with closing_run(self.engines[side], part, self.concurrency) as events:
+            for event in events:
+                if isinstance(event, StepRecord):
+                    record = replace(event, step=meter.num_steps)  # steps count on through rounds
+                    meter.add_step(record)
+                    for sink in self.sinks:
+                        sink.on_step(side, record, meter)
+                else:
+                    meter.add_completion(event)
+                    for sink in self.sinks:
+                        sink.on_completion(side, event, meter)
+
+
+@contextlib.contextmanager
+def closing_run(
+    engine: Engine, requests: Sequence[Request], concurrency: int | None
+) -> Iterator[Iterator[StepRecord | Completion]]:
+    """An engine's run that is closed in any case, so that an interrupt leaves the engine usable."""
+    events = engine.run(requests, concurrency=concurrency)
+    try:
+        yield events
+    finally:
+        if isinstance(events, Generator):
+            events.close()
+
+
+def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
+    """The workload in NUM_ROUNDS contiguous parts, empty ones left out."""
+    bounds = [len(requests) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        if last > first:
+            yield requests[first:last]
+
+
+@contextlib.contextmanager
+def _without_collection_of_what_is_loaded() -> Iterator[None]:
+    """Keep full garbage collections from walking the loaded model in the middle of a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

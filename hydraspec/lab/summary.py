@@ -1,0 +1,128 @@
+"""summary.json: puts the meter's metrics under the names of schema version 1. Defines no metric itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import EngineInfo
+from hydraspec.lab.scoring import accuracy, score_completion
+from hydraspec.lab.verdict import Lossless
+from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.meter import Meter, speedup
+from hydraspec.metrics.sinks import request_row
+from hydraspec.types import Request
+
+SCHEMA_VERSION = 1
+
+
+def build(
+    *,
+    config: RunConfig,
+    info: EngineInfo,
+    requests: Sequence[Request],
+    meter: Meter,
+    baseline: Meter | None,
+    lossless: Lossless,
+    status: str,
+    facts: Json,
+    warnings: Sequence[str],
+) -> Json:
+    """The summary. `facts` are further keys, known to the run only; every number is finite or null."""
+    return plain(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "status": status,
+            "engine": info.engine,
+            "target": info.target,
+            "method": info.method,
+            "num_speculative_tokens": info.num_speculative_tokens,
+            "num_requests": len(meter.completed),
+            "num_errors": _num_errors(meter),
+            "num_output_tokens": meter.num_output_tokens(),
+            **_acceptance(meter),
+            **_speed(meter, requests),
+            "baseline": None if baseline is None else _baseline(baseline, requests),
+            "speedup": None if baseline is None else _speedup(meter, baseline),
+            "lossless": lossless.to_json(),
+            "cudagraph": info.cudagraph,
+            "warnings": list(dict.fromkeys(warnings)),
+            **_settings(config, info, requests),
+            "num_steps": meter.num_steps,
+            "num_preemptions": meter.num_preemptions,
+            "peak_kv_usage": meter.peak_kv_usage,
+            **facts,
+        }
+    )
+
+
+def request_rows(requests: Sequence[Request], meter: Meter) -> list[Json]:
+    """The lines of requests.jsonl: completed requests in workload order."""
+    by_index = {r.index: r for r in requests}
+    return [
+        request_row(request, counters, score_completion(request, counters.completion))
+        for counters in meter.completed
+        if counters.completion and (request := by_index[counters.index])
+    ]
+
+
+def _acceptance(meter: Meter) -> Json:
+    return {
+        "num_drafts": meter.num_drafts(),
+        "num_draft_tokens": meter.num_draft_tokens(),
+        "num_accepted_tokens": meter.num_accepted_tokens(),
+        "acceptance_length": meter.acceptance_length().to_json(),
+        "acceptance_rate": meter.acceptance_rate(),
+        "acceptance_rate_per_position": meter.acceptance_rate_per_position(),
+        "conditional_acceptance_rate_per_position": meter.conditional_acceptance_rate_per_position(),
+        "acceptance_length_by_category": meter.acceptance_length_by_category(),
+    }
+
+
+def _speed(meter: Meter, requests: Sequence[Request]) -> Json:
+    """Speed and accuracy: the fields that a baseline has too."""
+    by_index = {r.index: r for r in requests}
+    done = [(by_index[c.index], c.completion) for c in meter.completed if c.completion]
+    return {
+        "output_tokens_per_second": meter.output_tokens_per_second(),
+        "time_per_output_token_ms": meter.time_per_output_token_ms(),
+        "time_to_first_token_ms": meter.time_to_first_token_ms(),
+        "time_breakdown_ms": meter.time_breakdown_ms(),
+        "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
+    }
+
+
+def _baseline(meter: Meter, requests: Sequence[Request]) -> Json:
+    return {
+        **_speed(meter, requests),
+        "num_requests": len(meter.completed),
+        "num_errors": _num_errors(meter),
+        "num_output_tokens": meter.num_output_tokens(),
+        "num_steps": meter.num_steps,
+        "num_preemptions": meter.num_preemptions,
+    }
+
+
+def _speedup(meter: Meter, baseline: Meter) -> Json:
+    estimate = speedup(meter, baseline)
+    return None if estimate.mean is None else estimate.to_json()
+
+
+def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) -> Json:
+    """What a reader needs to place the figures, without opening config.yaml."""
+    return {
+        "workload": config.workload.name,
+        "num_requests_in_workload": len(requests),
+        "concurrency": config.workload.concurrency,
+        "temperature": config.sampling.temperature,
+        "verification": config.method.verification,
+        "draft_sampling": config.method.draft_sampling,
+        "device": info.device,
+        "dtype": info.dtype,
+        "seed": config.seed,
+        "draft_spec": info.draft_spec,
+    }
+
+
+def _num_errors(meter: Meter) -> int:
+    return sum(not counters.finished for counters in meter.completed)

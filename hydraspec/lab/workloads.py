@@ -1,0 +1,169 @@
+"""Workloads: JSON lines from a file or the zoo, or random tokens. Every line is checked before a run starts."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hydraspec.config.schema import RunConfig, SamplingConfig, WorkloadConfig
+from hydraspec.lab.lines import parse_line
+from hydraspec.types import Request, SamplingParams, WorkloadError
+
+ZOO_PREFIX = "zoo:"
+MASK_64 = (1 << 64) - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Workload:
+    """Requests in workload order, and where each came from ("file:line") for messages."""
+
+    requests: list[Request]
+    places: dict[str, str]  # request id -> "file:line"
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that the target does not have.
+
+        Raises:
+            WorkloadError: with file and line of the first one.
+        """
+        for request in self.requests:
+            for token in request.prompt_token_ids or ():
+                if token >= vocab_size:
+                    raise WorkloadError(
+                        f"{self.places[request.id]}: prompt_token_ids: {token} is outside the "
+                        f"target's vocabulary of {vocab_size} tokens (ids 0 to {vocab_size - 1}); "
+                        "tokenise the prompt with the target's own tokenizer"
+                    )
+
+
+def read(config: RunConfig) -> Workload | None:
+    """Read and check a workload file. None for workload=random, which needs a vocabulary first.
+
+    Raises:
+        WorkloadError: with file and line (exit status 3).
+    """
+    if config.workload.name == "random":
+        return None
+    name, text = _read_text(config.workload)
+    workload = Workload(requests=[], places={})
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        if len(workload.requests) == config.workload.limit:
+            break
+        if line.strip():
+            _add(workload, f"{name}:{number}", line, config)
+    if not workload.requests:
+        raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
+    return workload
+
+
+def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
+    index = len(workload.requests)
+    defaults = default_sampling(config.sampling, seed=request_seed(config.seed, index))
+    request = parse_line(raw, place=place, index=index, defaults=defaults)
+    if request.id in workload.places:
+        raise WorkloadError(
+            f"{place}: id: {request.id!r} is the id of {workload.places[request.id]} already; "
+            "ids must differ (a line without one is called by its place, from 0)"
+        )
+    workload.places[request.id] = place
+    workload.requests.append(request)
+
+
+def random_requests(config: RunConfig, vocab_size: int) -> Workload:
+    """num_requests prompts of random tokens, each decoded for exactly output_tokens. Seeded."""
+    size = config.workload
+    rng = np.random.default_rng([config.seed, 0x776F726B])
+    num_requests = size.num_requests if size.limit is None else min(size.limit, size.num_requests)
+    requests = []
+    for index in range(num_requests):
+        sampling = default_sampling(config.sampling, seed=request_seed(config.seed, index))
+        sampling.max_tokens, sampling.ignore_eos = size.output_tokens, True
+        sampling.stop, sampling.stop_token_ids = (), ()
+        ids = rng.integers(0, vocab_size, size.prompt_tokens).tolist()
+        requests.append(
+            Request(index=index, id=str(index), sampling=sampling, prompt_token_ids=ids)
+        )
+    places = {r.id: f"workload=random, request {r.index}" for r in requests}
+    return Workload(requests=requests, places=places)
+
+
+def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
+    """What a line that says nothing about sampling gets."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=seed,
+        max_tokens=config.max_tokens,
+        stop=tuple(config.stop),
+        stop_token_ids=tuple(config.stop_token_ids),
+        ignore_eos=config.ignore_eos,
+    )
+
+
+def request_seed(seed: int, index: int) -> int:
+    """The stream of request `index` in a run with `seed`: splitmix64(splitmix64(seed) + index + 1) >> 1.
+
+    63 bits, so that it fits a signed int64. For one seed, different places get different 64-bit words.
+    """
+    return _splitmix64(_splitmix64(seed & MASK_64) + index + 1) >> 1
+
+
+def _splitmix64(x: int) -> int:
+    """Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": one output."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
+def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
+    """The name for messages, and the bytes, of a workload file."""
+    if config.path is None:
+        raise WorkloadError(
+            f"workload.path is null; workload={config.name} needs a file of JSON lines: "
+            "workload.path=/path/to/file.jsonl"
+        )
+    if config.path.startswith(ZOO_PREFIX):
+        return config.path, _read_zoo(config.path)
+    path = Path(config.path).expanduser()
+    try:
+        return str(path), path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise WorkloadError(
+            f"workload.path={config.path} cannot be read: {reason} (seen from {Path.cwd()}); "
+            "give the path of a file of JSON lines"
+        ) from error
+
+
+def _read_zoo(path: str) -> bytes:
+    files = {
+        entry.name.removesuffix(".jsonl"): entry
+        for entry in (importlib.resources.files("hydraspec.zoo") / "data").iterdir()
+        if entry.name.endswith(".jsonl")
+    }
+    name = path.removeprefix(ZOO_PREFIX)
+    if name not in files:
+        known = ", ".join(f"{ZOO_PREFIX}{n}" for n in sorted(files)) or "nothing"
+        raise WorkloadError(f"workload.path={path}: the package ships {known}; choose one of them")
+    return files[name].read_bytes()
+
+
+def explain(error: WorkloadError, workload: Workload) -> WorkloadError:
+    """An engine's error names a request by id; say where that request was written."""
+    text = str(error)
+    place = _place_named(text, workload.places)
+    return WorkloadError(f"{place}: {text}") if place else error
+
+
+def _place_named(text: str, places: Mapping[str, str]) -> str | None:
+    if any(place in text for place in places.values()):
+        return None
+    words = text.replace("'", " ").replace('"', " ").replace(":", " ").replace(",", " ").split()
+    return next((places[word] for word in words if word in places), None)
