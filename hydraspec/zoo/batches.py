@@ -1,0 +1,71 @@
+"""Training sequences as one tensor: generated in parallel, tokenised, right-padded.
+
+Letters: N examples, B batch, T `SEQUENCE_LENGTH`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from hydraspec.zoo.corpus import training_examples
+from hydraspec.zoo.recipes import SEQUENCE_LENGTH
+from hydraspec.zoo.tokenizer import encode
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Rendered conversations; everything from `length` on is padding."""
+
+    tokens: Tensor  # [N, T] int16
+    prompt_length: Tensor  # [N] int32
+    length: Tensor  # [N] int32
+
+    def to(self, device: torch.device) -> Sequences:
+        fields = (self.tokens, self.prompt_length, self.length)
+        return Sequences(*(field.to(device) for field in fields))
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> Sequences:
+        """A batch drawn with replacement, tokens as int64."""
+        device = self.tokens.device
+        rows = torch.randint(len(self.tokens), (batch_size,), generator=generator, device=device)
+        return Sequences(self.tokens[rows].long(), self.prompt_length[rows], self.length[rows])
+
+
+def _shard(job: tuple[Path, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    folder, seed, count = job
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    tokens = np.zeros((count, SEQUENCE_LENGTH), np.int16)
+    prompt_length, length = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    for i, example in enumerate(itertools.islice(training_examples(seed), count)):
+        prompt, response = encode(tokenizer, example)
+        ids = [*prompt, *response]
+        tokens[i, : len(ids)] = ids
+        prompt_length[i], length[i] = len(prompt), len(ids)
+    return tokens, prompt_length, length
+
+
+def generate_sequences(
+    tokenizer_folder: Path, count: int, seed: int, workers: int | None = None
+) -> Sequences:
+    """`count` training sequences; the same for the same seed whatever the number of workers."""
+    shard_size = 5000
+    starts = range(0, count, shard_size)
+    jobs = [
+        (tokenizer_folder, seed * 100_000 + i, min(shard_size, count - start))
+        for i, start in enumerate(starts)
+    ]
+    workers = min(workers or os.cpu_count() or 1, len(jobs))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        shards = list(pool.map(_shard, jobs))
+    arrays = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+    return Sequences(*(torch.from_numpy(array) for array in arrays))

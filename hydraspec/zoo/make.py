@@ -1,0 +1,128 @@
+"""Make the zoo: `python -m hydraspec.zoo.make corpus|tokenizer|target|assistant|evaluate name=…`.
+
+Each command reads what the earlier ones wrote, is seeded, and writes into `--out` (default: the
+package's own `checkpoints/` folder). Training runs on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.logging import RichHandler
+from transformers import PreTrainedTokenizerFast
+
+from hydraspec.zoo import corpus, evaluate, modeling, recipes, tokenizer, train_assistant, train_target
+from hydraspec.zoo.batches import Sequences, generate_sequences
+
+TOKENIZER_FOLDER = "tokenizer"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
+console = Console()
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _stop_tokens(tokens: PreTrainedTokenizerFast) -> list[int]:
+    names = [tokenizer.EOS, tokenizer.TURN_END]
+    return [tokens.convert_tokens_to_ids(name) for name in names]
+
+
+def _copy_tokenizer(out: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        shutil.copy(out / TOKENIZER_FOLDER / name, folder / name)
+
+
+def _data(args: argparse.Namespace, seed: int) -> Sequences:
+    data = generate_sequences(args.out / TOKENIZER_FOLDER, args.examples, seed)
+    return data.to(torch.device(args.device))
+
+
+def make_corpus(args: argparse.Namespace) -> None:
+    """Write the held-out workload and show one example a category."""
+    corpus.write_workload()
+    for example in itertools.islice(corpus.training_examples(0), len(corpus.CATEGORIES)):
+        console.print(f"[bold]{example.category}[/]", example.prompt, example.response, sep="\n")
+
+
+def make_tokenizer(args: argparse.Namespace) -> None:
+    tokenizer.save_tokenizer(tokenizer.train_tokenizer(), args.out / TOKENIZER_FOLDER)
+
+
+def make_target(args: argparse.Namespace) -> None:
+    folder = args.out / args.name
+    model = train_target.train_target(
+        recipes.TARGETS[args.name],
+        _data(args, TARGET_DATA_SEED),
+        title=args.name,
+        compiled=args.compile,
+        max_seconds=args.max_seconds,
+    )
+    tokens = _load_tokenizer(args.out / TOKENIZER_FOLDER)
+    train_target.save_target(model, folder, _stop_tokens(tokens))
+    _copy_tokenizer(args.out, folder)
+
+
+def make_assistant(args: argparse.Namespace) -> None:
+    folder = args.out / f"{args.name}-assistant"
+    target = modeling.load_target(args.out / args.name, args.device)
+    assistant = train_assistant.train_assistant(
+        recipes.ASSISTANTS[args.name],
+        target,
+        _data(args, ASSISTANT_DATA_SEED),
+        title=folder.name,
+        compiled=args.compile,
+        max_seconds=args.max_seconds,
+    )
+    tokens = _load_tokenizer(args.out / TOKENIZER_FOLDER)
+    modeling.save_checkpoint(assistant, folder, _stop_tokens(tokens))
+    _copy_tokenizer(args.out, folder)
+
+
+def make_evaluation(args: argparse.Namespace) -> None:
+    target = modeling.load_target(args.out / args.name, args.device)
+    folder = args.out / f"{args.name}-assistant"
+    assistant = modeling.load_assistant(folder, args.device) if folder.exists() else None
+    result = evaluate.evaluate(target, assistant, _load_tokenizer(args.out / args.name), k=args.k)
+    console.print_json(json.dumps({"name": args.name, "k": args.k, **result}))
+
+
+COMMANDS = {
+    "corpus": make_corpus,
+    "tokenizer": make_tokenizer,
+    "target": make_target,
+    "assistant": make_assistant,
+    "evaluate": make_evaluation,
+}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
+    parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--examples", type=int, default=400_000, help="training examples drawn")
+    parser.add_argument("--max-seconds", type=float, help="end training early, decay included")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("-k", type=int, default=3, help="drafts a step in the evaluation")
+    return parser.parse_args()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    args = _parse()
+    COMMANDS[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

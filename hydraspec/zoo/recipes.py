@@ -1,0 +1,157 @@
+"""The shapes and training settings of every zoo checkpoint, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import Gemma4AssistantConfig, Gemma4TextConfig
+
+from hydraspec.zoo.tokenizer import VOCAB_SIZE
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+SEQUENCE_LENGTH = 136
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# What all targets share. head_dim belongs to sliding layers, global_head_dim to full ones.
+_TARGET_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_attention_heads": 4,
+    "sliding_window": 32,
+    "max_position_embeddings": 2048,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
+
+def layer_types(num_layers: int, every: int) -> list[str]:
+    """One full layer in `every`, and the last one full."""
+    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+    return [*kinds[:-1], FULL]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRecipe:
+    """Text-config fields of a target, and how it is trained."""
+
+    shape: dict[str, Any]
+    steps: int
+    batch_size: int = 256
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    seed: int = 1
+
+    def config(self) -> Gemma4TextConfig:
+        return Gemma4TextConfig(**{**_TARGET_COMMON, **self.shape})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantRecipe:
+    """Shape of a two-layer assistant (sliding, full), and how it is trained."""
+
+    hidden_size: int = 96
+    intermediate_size: int = 192
+    num_centroids: int | None = None
+    centroid_top_k: int = 6
+    steps: int = 6000
+    batch_size: int = 256
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.01
+    num_draft_steps: int = 4
+    step_weights: tuple[float, ...] = field(default=(1.0, 0.8, 0.6, 0.3))
+    seed: int = 2
+
+    def config(self, target: Gemma4TextConfig) -> Gemma4AssistantConfig:
+        """The assistant's config; its KV shapes are the target's."""
+        layer = {kind: target.layer_types.index(kind) for kind in (SLIDING, FULL)}
+        kv_heads = {k: target.per_layer_config[i].num_key_value_heads for k, i in layer.items()}
+        shape = {
+            **_TARGET_COMMON,
+            "num_key_value_heads": kv_heads[SLIDING],
+            "num_global_key_value_heads": kv_heads[FULL],
+            "attention_k_eq_v": target.attention_k_eq_v,
+            "sliding_window": target.sliding_window,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 2,
+            "num_kv_shared_layers": 2,
+            "layer_types": [SLIDING, FULL],
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "final_logit_softcapping": None,
+        }
+        return Gemma4AssistantConfig(
+            text_config={**shape, "model_type": "gemma4_text"},
+            backbone_hidden_size=target.hidden_size,
+            use_ordered_embeddings=self.num_centroids is not None,
+            num_centroids=self.num_centroids or 2048,
+            centroid_intermediate_top_k=self.centroid_top_k if self.num_centroids else 32,
+            tie_word_embeddings=True,
+        )
+
+
+TARGETS: dict[str, TargetRecipe] = {
+    # Dense; full layers use k_eq_v with one KV head, as the 31B model does.
+    "tiny_gemma4": TargetRecipe(
+        shape={
+            # Deep and narrow: on a CPU, verify rows then cost least beside one-row steps.
+            "hidden_size": 128,
+            "intermediate_size": 320,
+            "num_hidden_layers": 24,
+            "layer_types": layer_types(24, 6),
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+        steps=12000,
+    ),
+    # Per-layer inputs, shared KV and double-wide MLPs on the sharing layers, as E2B and E4B.
+    "tiny_gemma4_e": TargetRecipe(
+        shape={
+            "hidden_size": 96,
+            "intermediate_size": 224,
+            "num_hidden_layers": 14,
+            "layer_types": layer_types(14, 5),
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+        },
+        steps=12000,
+    ),
+    # A mixture of experts beside a dense MLP in every layer, as the 26B-A4B model.
+    "tiny_gemma4_moe": TargetRecipe(
+        shape={
+            "hidden_size": 96,
+            "intermediate_size": 128,
+            "num_hidden_layers": 12,
+            "layer_types": layer_types(12, 6),
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        steps=12000,
+    ),
+}
+
+ASSISTANTS: dict[str, AssistantRecipe] = {
+    "tiny_gemma4": AssistantRecipe(),
+    "tiny_gemma4_e": AssistantRecipe(num_centroids=32),
+    "tiny_gemma4_moe": AssistantRecipe(),
+}
