@@ -1,0 +1,23 @@
+"""A Hydra-configured speculative decoding engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """One run, as `python -m hydraspec` with these overrides; its folder goes under outputs/.
+
+    Returns:
+        The summary, as summary.json holds it.
+
+    Raises:
+        UserError: ConfigurationError, CheckpointError or WorkloadError, with the message the command line prints.
+        KeyboardInterrupt: after the finished requests were saved.
+    """
+    from hydraspec.cli import run as run_from_overrides
+
+    return run_from_overrides(overrides)

@@ -16,12 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.checks import check
+from hydraspec.config.choices import choices_of
 from hydraspec.config.derive import derive
-from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.messages import listing, nearest, refusal, show
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
 MISSING = "???"
+MEANINGS = {  # what text stands for, where "text" would not help
+    "target.checkpoint": "a folder, a hub id, or zoo:<name>",
+    "workload.path": "a file of JSON lines",
+}
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -78,14 +83,15 @@ def check_key(path: str, value: object) -> None:
 def _unknown_key(
     path: str, part: str, value: object, parent: str, known: dict[str, Any]
 ) -> ConfigurationError:
-    where = f"keys of {parent}" if parent else "top-level keys"
-    meant = nearest(part, known)
+    names = [*known, "experiment"] if not parent else list(known)
+    meant = nearest(part, names)
     full = f"{parent}.{meant}" if parent else meant
-    remedy = f"did you mean {full}?" if meant else "remove it"
+    remedy = f"did you mean {full}={show(value)}?" if meant else "remove it"
     if part == "_target_":
         remedy = "remove it: classes are chosen by name, never by _target_"
+    where = f"keys of {parent}" if parent else "top-level keys"
     return refusal(
-        path, value, "is no key", allowed=f"{where} are {listing(known)}", remedy=remedy
+        path, value, "is no key", allowed=f"{where} are {listing(names)}", remedy=remedy
     )
 
 
@@ -110,10 +116,17 @@ def _build(schema: type, values: object, path: str) -> Any:
         if name in values and value != MISSING:
             built[name] = _convert(kind, value, key)
         elif name in values or _required(fields[name]):
+            allowed = _values_of(key, kind)
             raise ConfigurationError(
-                f"{key} has no value\n  allowed: {_describe(kind)}\n  to do: add {key}=<value>"
+                f"{key} has no value\n  allowed: {allowed}\n  to do: add {key}=<one of these>"
             )
     return schema(**built)
+
+
+def _values_of(key: str, kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return listing(choices_of(key)) or _describe(kind)
+    return MEANINGS.get(key, _describe(kind))
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

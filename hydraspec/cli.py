@@ -1,0 +1,188 @@
+"""The command line: flags, exit statuses and messages. The only hydra.main; what a run does is the lab's business.
+
+Exit status: 0 done, 1 nothing usable came out, 2 wrong configuration, 3 unusable checkpoint or workload, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraspec import sweep
+from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate
+from hydraspec.config import RunConfig, to_dict, to_run_config
+from hydraspec.config.messages import nearest
+from hydraspec.errors import ConfigurationError, UserError
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+FOLDER_ERRORS = {
+    errno.ENOSPC: "there is no space left",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EACCES: "writing is not permitted",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOTDIR: "a part of the path is a file",
+}
+
+
+def main() -> int:
+    """Run what sys.argv asks for.
+
+    Returns:
+        The exit status. A user's mistake prints one message to stderr; an unexpected exception keeps its traceback.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
+    try:
+        return _main(sys.argv[1:])
+    except UserError as error:
+        return _complain(error, error.exit_code)
+    except (HydraException, OmegaConfBaseException) as error:
+        return _complain(translate(error), ConfigurationError.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted: what was finished is saved", INTERRUPTED)
+    except OSError as error:
+        if error.errno not in FOLDER_ERRORS:
+            raise
+        return _complain(_folder_message(error), 1)
+
+
+def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """One run from Python, with the overrides one would type; see `hydraspec.run`."""
+    planned = plan(overrides)
+    if planned.is_sweep:
+        raise ConfigurationError(
+            f"{' '.join(overrides)}: asks for a sweep\n"
+            "  allowed: one run\n  to do: call run once for each combination, or use hydraspec -m"
+        )
+    return _run_job(planned.jobs[0], _fresh(planned.folder), list(overrides))
+
+
+def _main(argv: Sequence[str]) -> int:
+    overrides, multirun, is_run = _read_flags(argv)
+    if not is_run:
+        _hydra_main(lambda cfg: None)
+        return 0
+    planned = plan(overrides, multirun=multirun)
+    if planned.is_sweep:
+        sweep.check_folder(planned.folder, planned.jobs)
+    return _execute(planned)
+
+
+def _execute(planned: Plan) -> int:
+    """Run the jobs one after another; a sweep goes on past a failed job and ends with its comparison."""
+    statuses: list[int] = []
+    folders: list[Path] = []
+
+    def job(cfg: DictConfig) -> None:
+        settings = HydraConfig.get()
+        run_dir = Path(settings.runtime.output_dir)
+        config = to_run_config(cfg)
+        overrides = [str(override) for override in settings.overrides.task]
+        if settings.mode != RunMode.MULTIRUN:
+            statuses.append(_status(_run_job(config, run_dir, overrides)))
+            return
+        folders.append(Path(settings.sweep.dir))
+        log.info("job %s of %d: %s", settings.job.num, len(planned.jobs), " ".join(overrides))
+        statuses.append(_sweep_job(config, run_dir, folders[0], overrides))
+
+    try:
+        _hydra_main(job)
+    finally:
+        if folders and any(folders[0].glob("*/summary.json")):
+            _compare(folders[0])
+    return next((status for status in statuses if status), 0)
+
+
+def _sweep_job(config: RunConfig, run_dir: Path, sweep_dir: Path, overrides: list[str]) -> int:
+    if config.tracker.group is None:
+        config.tracker.group = sweep.group_name(sweep_dir)
+    finished = sweep.find_finished(sweep_dir, config)
+    if finished is not None:
+        return _status(sweep.take_over(finished, run_dir, overrides))
+    try:
+        return _status(_run_job(config, run_dir, overrides))
+    except UserError as error:
+        return _complain(error, error.exit_code)
+
+
+def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+    if (config.engine.num_threads or 1) > 1:
+        # Without it runs on several threads stall at times. It has to be set before torch loads OpenMP, and is left
+        # alone on one thread, where it would only pin every child process to the first core.
+        os.environ.setdefault("OMP_PROC_BIND", "true")
+    from hydraspec.lab.run import run as run_in_lab
+
+    for warning in config.warnings:
+        log.warning(warning)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_in_lab(config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config))
+
+
+def _compare(sweep_dir: Path) -> None:
+    from hydraspec.lab.compare import compare
+
+    compare(sweep_dir)
+
+
+def _status(summary: dict[str, Any]) -> int:
+    return {"ok": 0, "interrupted": INTERRUPTED}.get(summary["status"], 1)
+
+
+def _hydra_main(job: Any) -> None:
+    job.__module__ = __name__
+    hydra.main(f"pkg://{CONFIG_MODULE}", CONFIG_NAME, version_base="1.3")(job)()
+
+
+def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
+    """Overrides, whether -m is given, and whether anything is to run. Flags may stand anywhere."""
+    parser = get_args_parser()
+    args, unknown = parser.parse_known_intermixed_args(list(argv))
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for flag in unknown:
+        meant = nearest(flag, flags)
+        raise ConfigurationError(
+            f"{flag}: unknown flag\n  allowed: group=choice, key=value, and the flags of --help\n"
+            f"  to do: {f'did you mean {meant}?' if meant else 'remove it'}"
+        )
+    overrides = list(args.overrides)
+    rest = list(argv)
+    for override in overrides:
+        rest.remove(override)
+    sys.argv[1:] = rest + overrides  # Hydra's own parser wants flags first
+    shows = (args.help, args.hydra_help, args.cfg, args.info, args.shell_completion)
+    return overrides, bool(args.multirun), not any(shows)
+
+
+def _fresh(folder: Path) -> Path:
+    """`folder`, numbered where it exists: two runs may start in one second."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return candidate
+
+
+def _folder_message(error: OSError) -> str:
+    return (
+        f"{error.filename or 'the run folder'}: {FOLDER_ERRORS[error.errno or 0]}\n"
+        "  allowed: a folder with room that can be written\n"
+        "  to do: make room, or choose another: hydra.run.dir=<folder> (sweeps: hydra.sweep.dir)"
+    )
+
+
+def _complain(message: object, status: int) -> int:
+    sys.stderr.write(f"hydraspec: {message}\n")
+    return status

@@ -1,0 +1,171 @@
+"""Overrides → checked configurations, without running anything. Turns what Hydra refuses into our own messages.
+
+Belongs to the command line's layer. A whole sweep is composed before its first job runs, so that a wrong
+configuration costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraspec.config import RunConfig, to_run_config
+from hydraspec.config.build import check_key
+from hydraspec.config.choices import choices_of
+from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.errors import ConfigurationError
+
+CONFIG_MODULE = "hydraspec.conf"
+CONFIG_NAME = "config"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Plan:
+    """What a command line asks for: one job, or the jobs of a sweep."""
+
+    jobs: list[RunConfig]
+    folder: Path  # the run's, or the sweep's
+    is_sweep: bool
+
+
+def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
+    """Compose and check every job that `overrides` ask for.
+
+    Raises:
+        ConfigurationError: for the first job that cannot work.
+    """
+    parsed = _parse(overrides)
+    for override in parsed:
+        _check_override_key(override)
+    with _messages(), initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        hydra = _compose_hydra(parsed)
+        multirun = multirun or hydra.mode == RunMode.MULTIRUN
+        if not multirun:
+            for override in parsed:
+                _refuse_sweep(override)
+            config = to_run_config(compose(CONFIG_NAME, list(overrides)))
+            return Plan(jobs=[config], folder=Path(hydra.run.dir), is_sweep=False)
+        params = hydra.sweeper.params or {}
+        swept = _parse([f"{key}={value}" for key, value in params.items()])
+        jobs = [
+            to_run_config(compose(CONFIG_NAME, job))
+            for job in itertools.product(*(_values_of(override) for override in swept + parsed))
+        ]
+        return Plan(jobs=jobs, folder=Path(hydra.sweep.dir), is_sweep=True)
+
+
+def _compose_hydra(overrides: Sequence[Override]) -> DictConfig:
+    """Hydra's own settings: folders, mode and sweep parameters. Group and key values do not matter to them."""
+    own = [
+        override.input_line or ""
+        for override in overrides
+        if override.is_hydra_override()
+        or (override.key_or_group == "experiment" and not override.is_sweep_override())
+    ]
+    return compose(CONFIG_NAME, own, return_hydra_config=True).hydra
+
+
+def _values_of(override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    key = override.get_key_element()
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for line in overrides:
+        try:
+            parsed.extend(parser.parse_overrides([line]))
+        except HydraException as error:
+            raise _unreadable(line) from error
+    return parsed
+
+
+def _unreadable(line: str) -> ConfigurationError:
+    remedy = "write key=value"
+    if "=" in line:
+        key, value = line.split("=", 1)
+        remedy = f"quote a value with special characters, e.g. \"{key}='{value}'\""
+    elif line.startswith("-"):
+        remedy = "see the flags with --help"
+    return ConfigurationError(
+        f"{line}: cannot be read\n  allowed: group=choice, key=value\n  to do: {remedy}"
+    )
+
+
+def _check_override_key(override: Override) -> None:
+    key = override.key_or_group
+    if override.is_hydra_override() or key.startswith("hydra/"):
+        return
+    if choices_of(key):
+        if override.value() is None and not override.is_delete() and key != "experiment":
+            known = listing(choices_of(key))
+            raise refusal(key, None, "leaves the group empty", allowed=known)
+        return
+    value = "" if override.is_sweep_override() else override.value()
+    check_key(key, value)
+
+
+def _refuse_sweep(override: Override) -> None:
+    if override.is_sweep_override():
+        line = override.input_line
+        raise ConfigurationError(
+            f"{line}: several values for one run\n"
+            "  allowed: one value, or a sweep\n"
+            f"  to do: for a sweep add -m; for a list write '{override.get_key_element()}=[…]'"
+        )
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate(error) from error
+
+
+def translate(error: Exception) -> ConfigurationError:
+    """Hydra's refusal in our words: key, what is allowed, what to do."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    first = str(error).splitlines()[0]
+    if not key:
+        return ConfigurationError(f"{first}\n  to do: see groups and keys with --help")
+    parent, _, name = str(key).rpartition(".")
+    node = getattr(cause, "parent_node", None)
+    allowed = [str(known) for known in node] if isinstance(node, DictConfig) else []
+    meant = nearest(name, allowed)
+    lines = [f"{key}: {first}"]
+    if allowed:
+        lines.append(f"  allowed: keys of {parent or 'the configuration'} are {listing(allowed)}")
+    lines.append(f"  to do: did you mean {parent}.{meant}?" if meant else "  to do: leave it out")
+    return ConfigurationError("\n".join(lines))
+
+
+def _unknown_choice(error: MissingConfigException) -> ConfigurationError:
+    group, _, choice = str(error.missing_cfg_file).rpartition("/")
+    if not group:
+        return ConfigurationError(str(error).splitlines()[0])
+    options = list(error.options or ())
+    meant = nearest(choice, options)
+    remedy = f"did you mean {group}={meant}?" if meant else f"choose {group}=<choice> from these"
+    return ConfigurationError(
+        f"{group}={choice} is no choice\n  allowed: {listing(options)}\n  to do: {remedy}"
+    )
