@@ -175,7 +175,7 @@ class _Run:
                 "load_s": self.load_s,
                 "run_s": time.perf_counter() - self.started,
             },
-            warnings=[*info.warnings, *warnings],
+            warnings=[*self.config.warnings, *info.warnings, *warnings],
         )
 
     def _write(self, result: Json, rows: Sequence[Json]) -> None:

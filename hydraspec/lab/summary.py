@@ -83,8 +83,10 @@ def _speed(meter: Meter, requests: Sequence[Request]) -> Json:
     """Speed and accuracy: the fields that a baseline has too."""
     by_index = {r.index: r for r in requests}
     done = [(by_index[c.index], c.completion) for c in meter.completed if c.completion]
+    throughput = meter.throughput()
     return {
-        "output_tokens_per_second": meter.output_tokens_per_second(),
+        "output_tokens_per_second": throughput.mean,
+        "output_tokens_per_second_ci95": throughput.ci95,
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "time_breakdown_ms": meter.time_breakdown_ms(),

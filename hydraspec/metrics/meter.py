@@ -194,8 +194,14 @@ class Meter:
         A step's wall time is split over the requests in it by rows (their drafts are rows too) and a request's
         prefill rows are left out. With several requests in a step their tokens share its time, so concurrency counts.
         """
-        num_tokens = sum(c.decode_tokens for c in self.completed)
-        return ratio(1000 * num_tokens, sum(c.decode_ms for c in self.completed))
+        return self.throughput().mean
+
+    def throughput(self) -> Estimate:
+        """`output_tokens_per_second` with its interval: bootstrap over requests."""
+        return ratio_of_sums(
+            [1000 * c.decode_tokens for c in self.completed],
+            [c.decode_ms for c in self.completed],
+        )
 
     def time_per_output_token_ms(self) -> float | None:
         """What one user waits per token after the first: Σ (latency - time to first token) / Σ (tokens - 1)."""
@@ -225,7 +231,7 @@ class Meter:
         width = max([self.num_speculative_tokens, *map(len, rows)])
         sums = np.zeros(width, dtype=np.int64)
         for row in rows:
-            sums[: len(row)] += row
+            sums[: len(row)] += np.asarray(row, dtype=np.int64)
         return [int(n) for n in sums]
 
 

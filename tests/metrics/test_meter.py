@@ -1,0 +1,247 @@
+"""The meter against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hydraspec.metrics.meter import Meter, speedup
+from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_rates, ratio_of_sums
+from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
+
+
+def make_requests(count: int, categories: str = "") -> list[Request]:
+    return [
+        Request(
+            index=i,
+            id=f"r{i}",
+            sampling=SamplingParams(),
+            category=categories[i] if categories else None,
+        )
+        for i in range(count)
+    ]
+
+
+def part(
+    index: int = 0,
+    drafts: int = 0,
+    accepted: int = 0,
+    *,
+    emitted: int | None = None,
+    prefill_rows: int = 0,
+) -> RequestStep:
+    """A request's part in a step: a prefill of so many rows, or a verification of so many drafts."""
+    return RequestStep(
+        index=index,
+        num_rows=prefill_rows or 1 + drafts,
+        is_prefill=prefill_rows > 0,
+        num_computed_tokens=0,
+        draft_token_ids=[1] * drafts,
+        num_accepted=accepted,
+        output_token_ids=[1] * (accepted + 1 if emitted is None else emitted),
+    )
+
+
+def step(*parts: RequestStep, ms: float = 1.0, **phases: float | None) -> StepRecord:
+    return StepRecord(step=0, phase_ms=dict(phases), total_ms=ms, requests=list(parts))
+
+
+def completion(index: int = 0, tokens: int = 1, **changes: object) -> Completion:
+    values = {
+        "index": index,
+        "prompt_token_ids": [1],
+        "output_token_ids": [1] * tokens,
+        "text": None,
+        "finish_reason": "length",
+        "error": None,
+        "ttft_ms": 10.0,
+        "latency_ms": 30.0,
+    }
+    return Completion(**{**values, **changes})
+
+
+def metered(*records: StepRecord, count: int = 1, drafts: int = 3, categories: str = "") -> Meter:
+    meter = Meter(make_requests(count, categories), num_speculative_tokens=drafts)
+    for record in records:
+        meter.add_step(record)
+    for index in range(count):
+        meter.add_completion(completion(index))
+    return meter
+
+
+def test_acceptance_by_hand() -> None:
+    meter = metered(step(part(0, 3, 3)), step(part(0, 3, 0)), step(part(0, 3, 1)), step(part(0, 3, 2)))
+    assert (meter.num_drafts(), meter.num_draft_tokens(), meter.num_accepted_tokens()) == (4, 12, 6)
+    assert meter.acceptance_length().mean == pytest.approx(1 + 6 / 4)
+    assert meter.acceptance_rate() == pytest.approx(0.5)
+    assert meter.acceptance_rate_per_position() == pytest.approx([3 / 4, 2 / 4, 1 / 4])
+    assert meter.conditional_acceptance_rate_per_position() == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+
+
+def test_short_drafts_keep_the_denominators_apart() -> None:
+    """Catches a conditional rate over positions that were never offered: two drafts have one token only."""
+    meter = metered(step(part(0, 3, 2)), step(part(0, 1, 1)), step(part(0, 1, 0)))
+    counters = meter.counters[0]
+    assert counters.drafted_per_position == [3, 1, 1]
+    assert counters.accepted_per_position == [2, 1, 0]
+    assert meter.acceptance_rate_per_position() == pytest.approx([2 / 3, 1 / 3, 0])
+    assert meter.conditional_acceptance_rate_per_position() == pytest.approx([2 / 3, 1 / 1, 0 / 1])
+
+
+def test_positions_sum_to_the_length_less_one() -> None:
+    """Catches denominators that differ between positions, over drafts of every length."""
+    rng = np.random.default_rng(0)
+    records = []
+    for _ in range(200):
+        drafts = int(rng.integers(0, 6))
+        records.append(step(part(0, drafts, int(rng.integers(0, drafts + 1)))))
+    meter = metered(*records, drafts=5)
+    rates = [rate or 0.0 for rate in meter.acceptance_rate_per_position()]
+    mean = meter.acceptance_length().mean
+    assert mean is not None
+    assert sum(rates) == pytest.approx(mean - 1)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_steps_without_drafts_are_not_counted() -> None:
+    """Catches the first token after a prefill, or a plain decode step, pulling the mean towards 1."""
+    meter = metered(step(part(0, prefill_rows=7, emitted=1)), step(part(0)), step(part(0, 3, 3)))
+    assert meter.num_drafts() == 1
+    assert meter.acceptance_length().mean == 4
+
+
+def test_padding_is_no_draft() -> None:
+    """Catches -1 padding counted as rejected drafts."""
+    padded = part(0, 3, 1)
+    padded.draft_token_ids = [5, -1, -1]
+    meter = metered(step(padded))
+    assert (meter.num_draft_tokens(), meter.num_accepted_tokens()) == (1, 1)
+    assert meter.counters[0].drafted_per_position == [1]
+    only_padding = part(0, 2, 0)
+    only_padding.draft_token_ids = [-1, -1]
+    assert metered(step(only_padding)).num_drafts() == 0
+
+
+def test_a_cut_last_step_counts_what_the_verifier_accepted() -> None:
+    """Catches counting emitted tokens: a limit left two of four, but three drafts were accepted."""
+    meter = metered(step(part(0, 3, 3, emitted=2)))
+    assert meter.num_accepted_tokens() == 3
+    assert meter.counters[0].decode_tokens == 2
+
+
+def test_nothing_drafted_gives_nulls() -> None:
+    """Catches NaN, and a mean of 1 that would claim drafts were tried."""
+    meter = metered(step(part(0)), drafts=2)
+    assert meter.acceptance_length().to_json() == {"mean": None, "ci95": None}
+    assert meter.acceptance_rate() is None
+    assert meter.acceptance_rate_per_position() == [None, None]
+    assert meter.conditional_acceptance_rate_per_position() == [None, None]
+    empty = Meter([], num_speculative_tokens=0)
+    assert empty.output_tokens_per_second() is None
+    assert empty.time_to_first_token_ms() is None
+    assert empty.acceptance_rate_per_position() == []
+
+
+def test_categories_are_pooled_each_for_itself() -> None:
+    meter = metered(
+        step(part(0, 2, 2), part(1, 2, 0)), step(part(2, 2, 1)), count=3, drafts=2, categories="aba"
+    )
+    assert meter.acceptance_length_by_category() == {"a": 1 + 3 / 2, "b": 1.0}
+
+
+def test_wall_time_is_split_by_rows_and_prefill_is_left_out() -> None:
+    """A 10 ms step of 6 prefill rows and 4 verify rows costs the decoding request 4 ms."""
+    meter = metered(
+        step(part(0, 3, 3), part(1, prefill_rows=6, emitted=1), ms=10),
+        step(part(0, 3, 1), part(1, 3, 0), ms=8),
+        count=2,
+    )
+    assert [c.decode_ms for c in meter.completed] == pytest.approx([4 + 4, 4])
+    assert [c.decode_tokens for c in meter.completed] == [4 + 2, 1]
+    assert meter.output_tokens_per_second() == pytest.approx(1000 * 7 / 12)
+
+
+def test_concurrency_raises_throughput() -> None:
+    """Catches a throughput per request: two requests in one 5 ms step are twice the tokens per second."""
+    alone = metered(step(part(0), ms=5))
+    together = metered(step(part(0), part(1), ms=5), count=2)
+    assert alone.output_tokens_per_second() == pytest.approx(200)
+    assert together.output_tokens_per_second() == pytest.approx(400)
+
+
+def test_latencies() -> None:
+    meter = Meter(make_requests(4))
+    meter.add_completion(completion(0, 11, ttft_ms=10.0, latency_ms=30.0))
+    meter.add_completion(completion(1, 2, ttft_ms=20.0, latency_ms=25.0))
+    meter.add_completion(completion(2, 1, ttft_ms=30.0, latency_ms=30.0))
+    meter.add_completion(
+        completion(3, 0, ttft_ms=None, latency_ms=1.0, finish_reason="error", error="too long")
+    )
+    assert meter.time_per_output_token_ms() == pytest.approx((20 + 5) / (10 + 1))
+    assert meter.time_to_first_token_ms() == pytest.approx(20)
+    assert meter.num_output_tokens() == 14
+
+
+def test_unfinished_requests_are_left_out_but_totals_are_live() -> None:
+    meter = Meter(make_requests(2), num_speculative_tokens=1)
+    meter.add_step(step(part(0, 1, 1), part(1, 1, 1), ms=4))
+    meter.add_completion(completion(0))
+    assert meter.num_drafts() == 1
+    assert meter.totals.num_drafts == 2
+    assert meter.totals.acceptance_length == 2
+    assert meter.totals.output_tokens_per_second == pytest.approx(1000)
+
+
+def test_time_breakdown_is_per_step_and_null_where_not_measured() -> None:
+    meter = metered(
+        step(part(0), forward=2.0, propose=None), step(part(0), forward=4.0, propose=None)
+    )
+    breakdown = meter.time_breakdown_ms()
+    assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
+    assert breakdown["forward"] == pytest.approx(3.0)
+    assert breakdown["propose"] is None
+
+
+def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:
+    """Catches an unpaired ratio: request 1 has no baseline, so it must not count."""
+    ours = metered(step(part(0, 3, 3), ms=4), step(part(1, 3, 0), ms=100), count=2)
+    theirs = Meter(make_requests(2))
+    theirs.add_step(step(part(0), ms=2))
+    theirs.add_completion(completion(0))
+    assert speedup(ours, theirs).mean == pytest.approx((4 / 4) / (1 / 2))
+    assert speedup(ours, Meter([])).mean is None
+
+
+def test_bootstrap_matches_the_normal_interval() -> None:
+    """Catches a bootstrap over steps, or one that does not resample pairs: compare with the delta method."""
+    rng = np.random.default_rng(1)
+    drafts = rng.integers(5, 15, 400).astype(float)
+    accepted = rng.binomial(drafts.astype(int) * 3, 0.5).astype(float)
+    estimate = ratio_of_sums(accepted, drafts, offset=1.0)
+    assert estimate.mean is not None
+    assert estimate.ci95 is not None
+    residuals = accepted - (estimate.mean - 1) * drafts
+    half = 1.96 * residuals.std() / np.sqrt(400) / drafts.mean()
+    assert estimate.ci95 == pytest.approx((estimate.mean - half, estimate.mean + half), abs=half / 5)
+    assert estimate == ratio_of_sums(accepted, drafts, offset=1.0)
+
+
+def test_paired_bootstrap_cancels_what_both_sides_share() -> None:
+    """Catches independent resampling of the two sides: requests differ hugely, their ratio never."""
+    rng = np.random.default_rng(2)
+    tokens, slow = rng.integers(1, 200, 50).astype(float), rng.lognormal(0, 2, 50)
+    estimate = ratio_of_rates((tokens, slow), (tokens, 2 * slow))
+    assert estimate.mean == pytest.approx(2)
+    assert estimate.ci95 == pytest.approx((2, 2))
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["no request", "one request"])
+def test_too_few_requests_have_no_interval(count: int) -> None:
+    assert ratio_of_sums([1.0] * count, [2.0] * count).ci95 is None
+
+
+def test_many_requests_are_resampled_in_pieces() -> None:
+    values = np.ones(30_000)
+    estimate = ratio_of_sums(values, values)
+    assert estimate.ci95 == (1, 1)
+    assert NUM_RESAMPLES == 2000
