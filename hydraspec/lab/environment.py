@@ -1,4 +1,7 @@
-"""What a run ran on: versions, processor, commit. No user names, no environment variables, no secrets."""
+"""What a run ran on: versions, processor, commit.
+
+No user names, no environment variables, no secrets.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -61,19 +60,6 @@ class RunFolder:
     def write_report(self, page: str) -> None:
         """report.html."""
         write_whole(self.path / REPORT, page)
-
-    def read_trace(self, request_ids: Sequence[str]) -> dict[str, list[Json]]:
-        """Lines of trace.jsonl of some requests, by request id; empty if there is no trace."""
-        wanted: dict[str, list[Json]] = {request_id: [] for request_id in request_ids}
-        path = self.path / TRACE
-        if not path.exists():
-            return wanted
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                if row["request"] in wanted:
-                    wanted[row["request"]].append(row)
-        return wanted
 
 
 def _yaml(value: object) -> str:

@@ -62,7 +62,9 @@ class _Line:
         except UnicodeDecodeError as error:
             self.fail(f"not UTF-8 text (byte {error.start}); save the file as UTF-8")
         except json.JSONDecodeError as error:
-            self.fail(f"not JSON: {error.msg} at column {error.colno}; write one JSON object a line")
+            self.fail(
+                f"not JSON: {error.msg} at column {error.colno}; write one JSON object a line"
+            )
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, say
             self.fail(f"not a workload line: {error}")
         if not isinstance(values, dict):
@@ -72,7 +74,9 @@ class _Line:
     def _no_constant(self, name: str) -> NoReturn:
         self.fail(f"not JSON: {name} is no JSON number")
 
-    def refuse_unknown(self, values: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    def refuse_unknown(
+        self, values: Mapping[str, Any], known: tuple[str, ...], prefix: str
+    ) -> None:
         for key in values:
             if key in known:
                 continue

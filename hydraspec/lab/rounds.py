@@ -1,4 +1,6 @@
-"""Runs a workload through one engine or two: a warm-up, then A B A B, so that both see the same machine."""
+"""Runs a workload through one engine or two: a warm-up, then A B A B, so that both see the same
+machine.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import gc
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.meter import Meter
@@ -95,7 +98,7 @@ def closing_run(
 def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
     """The workload in NUM_ROUNDS contiguous parts, empty ones left out."""
     bounds = [len(requests) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         if last > first:
             yield requests[first:last]
 

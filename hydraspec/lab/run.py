@@ -1,4 +1,7 @@
-"""One run, from configuration to verdict. Measures nothing and writes nothing itself: it puts the rooms in order."""
+"""One run, from configuration to verdict.
+
+Measures nothing and writes nothing itself: it puts the rooms in order.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+import hydraspec
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, report, summary, verdict, workloads
 from hydraspec.lab.folder import STEPS, TRACE, RunFolder
+from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.verdict import NOT_CHECKED, Lossless
 from hydraspec.lab.workloads import Workload
@@ -49,10 +55,17 @@ def run(
     try:
         started = time.perf_counter()
         engine = factory.build_engine(config)
-        load_s = time.perf_counter() - started
-        workload = _tokenised(config, engine, workload)
+        prepared = _Prepared(
+            config=config,
+            resolved=resolved,
+            folder=folder,
+            engine=engine,
+            workload=_tokenised(config, engine, workload),
+            tracker=tracker,
+            load_s=time.perf_counter() - started,
+        )
         folder.write_environment(environment.describe(engine.info))
-        return _Run(config, folder, engine, workload, tracker, load_s).execute()
+        return _Run(prepared).execute()
     finally:
         if tracker is not None:
             tracker.close()
@@ -60,35 +73,47 @@ def run(
             engine.close()
 
 
-class _Run:
-    """A run whose engine is loaded and whose workload is tokenised."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _Prepared:
+    """What a run has once its engine is loaded and its workload tokenised."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        engine: Engine,
-        workload: Workload,
-        tracker: WandbSink | None,
-        load_s: float,
-    ) -> None:
-        self.config, self.folder, self.engine, self.workload = config, folder, engine, workload
-        self.tracker = tracker
-        self.load_s = load_s
-        self.started = time.perf_counter()
-        self.console = Console()
-        engines = {Side.method: engine}
-        if config.baseline and config.method.name != "none":
-            engines[Side.baseline] = engine.baseline()
-        self.console_sink = ConsoleSink(
-            self.console,
-            method=engine.info.method,
-            sizes=dict.fromkeys(engines, len(workload.requests)),
+    config: RunConfig
+    resolved: Mapping[str, object]
+    folder: RunFolder
+    engine: Engine
+    workload: Workload
+    tracker: WandbSink | None
+    load_s: float
+
+
+class _Run:
+    """Measures a prepared run and saves it, whatever happens."""
+
+    def __init__(self, prepared: _Prepared) -> None:
+        self.config, self.resolved, self.folder = (
+            prepared.config,
+            prepared.resolved,
+            prepared.folder,
         )
-        self.sinks = self._file_sinks()
-        watching: list[Sink] = [*self.sinks, self.console_sink, *([tracker] if tracker else [])]
+        self.engine, self.tracker, self.load_s = prepared.engine, prepared.tracker, prepared.load_s
+        self.requests = prepared.workload.requests
+        self.started, self.when = time.perf_counter(), time.strftime("%Y-%m-%d %H:%M")
+        self.console = Console()
+        engines = {Side.method: self.engine}
+        if self.config.baseline and self.config.method.name != "none":
+            engines[Side.baseline] = self.engine.baseline()
+        self.files = self._file_sinks()
+        self.samples = SampleSink(self.requests)
+        self.progress = ConsoleSink(
+            self.console,
+            method=self.engine.info.method,
+            sizes=dict.fromkeys(engines, len(self.requests)),
+        )
+        watching: list[Sink] = [*self.files, self.samples, self.progress]
+        if self.tracker is not None:
+            watching.append(self.tracker)
         self.measurement = Measurement(
-            engines, workload.requests, watching, concurrency=config.workload.concurrency
+            engines, self.requests, watching, concurrency=self.config.workload.concurrency
         )
 
     def execute(self) -> Json:
@@ -117,7 +142,7 @@ class _Run:
         if Side.baseline not in self.measurement.engines:
             return NOT_CHECKED
         return verdict.judge(
-            self.workload.requests,
+            self.requests,
             self.measurement.completions(Side.method),
             self.measurement.completions(Side.baseline),
             self.engine,
@@ -134,19 +159,23 @@ class _Run:
     # ------------------------------------------------------------------ saving
 
     def _save_despite(self, error: Exception) -> None:
-        """Save what had finished before an error, if the disk allows; the error itself matters more."""
+        """Save what had finished before an error, if the disk allows; the error itself matters
+        more.
+        """
         reason = f"{type(error).__name__}: {error}"
         try:
             self._save("failed", NOT_CHECKED, warnings=[f"the run ended early: {reason}"])
         except OSError:
-            self.console_sink.close()
+            self.progress.close()
 
     def _save(self, status: str, lossless: Lossless, warnings: Sequence[str] = ()) -> Json:
-        """Write every file, then tell tracker and console; an interrupt waits until files are whole."""
+        """Write every file, then tell tracker and console; an interrupt waits until files are
+        whole.
+        """
         meter = self.measurement.meters[Side.method]
-        rows = summary.request_rows(self.workload.requests, meter)
+        rows = summary.request_rows(self.requests, meter)
         with _interrupts_held_back():
-            for sink in self.sinks:
+            for sink in self.files:
                 sink.close()
             self.folder.write_requests(rows)
             result = self._summarise(status, lossless, warnings)
@@ -155,7 +184,7 @@ class _Run:
             result["warnings"] += failures
             with _interrupts_held_back():
                 self._write(result, rows)
-        self.console_sink.on_summary(result)
+        self.progress.on_summary(result)
         self.console.print(f"Report: {self.folder.path / 'report.html'}", soft_wrap=True)
         return result
 
@@ -164,7 +193,7 @@ class _Run:
         return summary.build(
             config=self.config,
             info=info,
-            requests=self.workload.requests,
+            requests=self.requests,
             meter=self.measurement.meters[Side.method],
             baseline=self.measurement.meters.get(Side.baseline),
             lossless=lossless,
@@ -180,17 +209,17 @@ class _Run:
 
     def _write(self, result: Json, rows: Sequence[Json]) -> None:
         self.folder.write_summary(result)
-        sampled = report.sample(rows)
-        trace = self.folder.read_trace([row["id"] for row in sampled])
-        prompts = {r.id: r for r in self.workload.requests}
-        self.folder.write_report(report.render(result, self.config, sampled, trace, prompts))
+        made = f"{self.when}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
+        samples = self.samples.render({row["id"]: row for row in rows})
+        page = report.render(result, resolved=self.resolved, samples=samples, made=made)
+        self.folder.write_report(page)
 
     def _file_sinks(self) -> list[Sink]:
         sinks: list[Sink] = []
         if self.config.metrics.steps:
             sinks.append(StepsFile(self.folder.path / STEPS))
         if self.config.metrics.trace:
-            ids = {r.index: r.id for r in self.workload.requests}
+            ids = {r.index: r.id for r in self.requests}
             sinks.append(TraceFile(self.folder.path / TRACE, ids))
         return sinks
 

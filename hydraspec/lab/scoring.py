@@ -34,7 +34,9 @@ def score_completion(request: Request, completion: Completion) -> bool | None:
 
 
 def accuracy(requests: Sequence[Request], scores: Sequence[bool | None]) -> Json:
-    """exact_match: share of scored requests that are correct, also by category; null if none was."""
+    """exact_match: share of scored requests that are correct, also by category; null if none
+    was.
+    """
     scored = [(r.category, s) for r, s in zip(requests, scores, strict=True) if s is not None]
     if not scored:
         return None

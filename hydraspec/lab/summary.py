@@ -1,4 +1,7 @@
-"""summary.json: puts the meter's metrics under the names of schema version 1. Defines no metric itself."""
+"""summary.json: puts the meter's metrics under the names of schema version 1.
+
+Defines no metric itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def build(
     facts: Json,
     warnings: Sequence[str],
 ) -> Json:
-    """The summary. `facts` are further keys, known to the run only; every number is finite or null."""
+    """The summary.
+
+    `facts` are further keys, known to the run only; every number is finite or null.
+    """
     return plain(
         {
             "schema_version": SCHEMA_VERSION,
@@ -67,6 +73,7 @@ def request_rows(requests: Sequence[Request], meter: Meter) -> list[Json]:
 
 
 def _acceptance(meter: Meter) -> Json:
+    conditional = meter.conditional_acceptance_rate_per_position()
     return {
         "num_drafts": meter.num_drafts(),
         "num_draft_tokens": meter.num_draft_tokens(),
@@ -74,7 +81,7 @@ def _acceptance(meter: Meter) -> Json:
         "acceptance_length": meter.acceptance_length().to_json(),
         "acceptance_rate": meter.acceptance_rate(),
         "acceptance_rate_per_position": meter.acceptance_rate_per_position(),
-        "conditional_acceptance_rate_per_position": meter.conditional_acceptance_rate_per_position(),
+        "conditional_acceptance_rate_per_position": conditional,
         "acceptance_length_by_category": meter.acceptance_length_by_category(),
     }
 

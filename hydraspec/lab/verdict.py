@@ -58,7 +58,8 @@ def judge(
     """Compare the outputs of requests that are greedy and finished on both sides, by request index.
 
     "numerical" if at every first difference the target's margin is within rounding, "diverged" if
-    at any it is not. Synthetic verification, and a workload without greedy requests, is not checked.
+    at any it is not. Synthetic verification, and a workload without greedy requests, is not
+    checked.
     """
     if synthetic:
         return NOT_CHECKED
@@ -70,9 +71,7 @@ def judge(
     if not checked:
         return NOT_CHECKED
     differing = [
-        r
-        for r in checked
-        if method[r.index].output_token_ids != baseline[r.index].output_token_ids
+        r for r in checked if method[r.index].output_token_ids != baseline[r.index].output_token_ids
     ]
     first = beyond = None
     for request in differing:
@@ -98,7 +97,9 @@ def _finished(completions: Mapping[int, Completion], request: Request) -> bool:
     return completion is not None and completion.finish_reason != "error"
 
 
-def _divergence(request: Request, ours: Completion, other: Completion, engine: Engine) -> Divergence:
+def _divergence(
+    request: Request, ours: Completion, other: Completion, engine: Engine
+) -> Divergence:
     a, b = ours.output_token_ids, other.output_token_ids
     shorter = min(len(a), len(b))
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)

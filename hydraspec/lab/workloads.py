@@ -1,4 +1,7 @@
-"""Workloads: JSON lines from a file or the zoo, or random tokens. Every line is checked before a run starts."""
+"""Workloads: JSON lines from a file or the zoo, or random tokens.
+
+Every line is checked before a run starts.
+"""
 
 from __future__ import annotations
 
@@ -107,15 +110,19 @@ def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
 
 
 def request_seed(seed: int, index: int) -> int:
-    """The stream of request `index` in a run with `seed`: splitmix64(splitmix64(seed) + index + 1) >> 1.
+    """The stream of request `index` in a run with `seed`: splitmix64(splitmix64(seed) + index + 1)
+    >> 1.
 
-    63 bits, so that it fits a signed int64. For one seed, different places get different 64-bit words.
+    63 bits, so that it fits a signed int64. For one seed, different places get different 64-bit
+    words.
     """
     return _splitmix64(_splitmix64(seed & MASK_64) + index + 1) >> 1
 
 
 def _splitmix64(x: int) -> int:
-    """Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": one output."""
+    """Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": one
+    output.
+    """
     x = (x + 0x9E3779B97F4A7C15) & MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64

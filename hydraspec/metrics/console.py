@@ -1,4 +1,6 @@
-"""What a person watching a run sees: a live progress bar on a terminal, a few plain lines elsewhere."""
+"""What a person watching a run sees: a live progress bar on a terminal, a few plain lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that 
 
 
 class ConsoleSink(Sink):
-    """Progress over requests with tokens per second and the running acceptance length; a table at the end."""
+    """Progress over requests with tokens per second and the running acceptance length; a table
+    at the end.
+    """
 
     def __init__(self, console: Console, *, method: str, sizes: Mapping[Side, int]) -> None:
         """sizes: requests each side will decode over the whole run."""

@@ -1,4 +1,7 @@
-"""Plain JSON onto disk: finite numbers only, whole files or none. Knows no file of the run folder by name."""
+"""Plain JSON onto disk: finite numbers only, whole files or none.
+
+Knows no file of the run folder by name.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from typing import Any, TextIO
 
 import numpy as np
 
-Json = Any  # what json.dumps takes: dicts with string keys, lists, strings, finite numbers, booleans, None
+# what json.dumps takes: dicts with string keys, lists, strings, finite numbers, booleans, None
+Json = Any
 
 
 def plain(value: object) -> Json:
-    """`value` in JSON's own types; numbers that are not finite become null, so that no NaN is ever written."""
+    """`value` in JSON's own types; numbers that are not finite become null, so that no NaN is
+    ever written.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -71,7 +77,10 @@ def write_json_lines(path: Path, rows: Iterable[object]) -> None:
 def cannot_write(path: Path, error: OSError) -> OSError:
     """The same error, saying which file it was and what to do."""
     reason = error.strerror or str(error)
-    message = f"cannot write the run folder: {reason}; free some space or choose another folder with hydra.run.dir=..."
+    message = (
+        f"cannot write the run folder: {reason}; free some space, "
+        "or choose another folder with hydra.run.dir=..."
+    )
     return type(error)(error.errno, message, str(path))
 
 

@@ -18,10 +18,11 @@ PHASES = ("schedule", "prepare", "forward", "verify", "propose")
 
 @dataclass(slots=True, kw_only=True)
 class RequestCounters:
-    """Raw counts of one request. Position i counts drafts from 0, the one right after the newest token.
+    """Raw counts of one request. Position i of a draft token counts from 0.
 
-    A step counts as a draft of this request if it verified at least one draft token; padding (ids below 0) is no
-    draft token. Accepted tokens are the verifier's, also where a stop or a limit then cuts them.
+    A step counts as a draft of this request if it verified at least one draft token; padding (ids
+    below 0) is no draft token. Accepted tokens are the verifier's, also where a stop or a limit
+    then cuts them.
     """
 
     index: int
@@ -29,9 +30,10 @@ class RequestCounters:
     num_drafts: int = 0  # steps of this request that verified at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)  # steps that offered a draft token at i
-    accepted_per_position: list[int] = field(default_factory=list)  # steps that accepted it
-    reached_per_position: list[int] = field(default_factory=list)  # steps that offered i and accepted i-1
+    # Steps that offered a draft token at i, that accepted it, that offered it and accepted i-1.
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    reached_per_position: list[int] = field(default_factory=list)
     decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
     decode_ms: float = 0.0  # this request's share of those steps' wall time
     completion: Completion | None = None
@@ -42,7 +44,7 @@ class RequestCounters:
         return self.completion is not None and self.completion.finish_reason != "error"
 
     def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
-        """Count one step's part, here and in the totals; ms_per_row is the step's wall time over all its rows."""
+        """Count one step's part, here and in the totals; ms_per_row is its wall time by rows."""
         if not step.is_prefill:
             for sums in (self, totals):
                 sums.decode_tokens += len(step.output_token_ids)
@@ -55,7 +57,11 @@ class RequestCounters:
             sums.num_drafts += 1
             sums.num_accepted_tokens += num_accepted
         self.num_draft_tokens += num_offered
-        for counts in (self.drafted_per_position, self.accepted_per_position, self.reached_per_position):
+        for counts in (
+            self.drafted_per_position,
+            self.accepted_per_position,
+            self.reached_per_position,
+        ):
             counts.extend([0] * (num_offered - len(counts)))
         for i in range(num_offered):
             self.drafted_per_position[i] += 1
@@ -65,7 +71,7 @@ class RequestCounters:
 
 @dataclass(slots=True, kw_only=True)
 class RunningTotals:
-    """Sums over all steps so far, unfinished requests included: what a live display or a curve is drawn from."""
+    """Sums over all steps so far, unfinished requests included: for displays and curves."""
 
     num_drafts: int = 0
     num_accepted_tokens: int = 0
@@ -96,13 +102,16 @@ class RunningTotals:
 class Meter:
     """All counts of one pass over a workload with one engine.
 
-    Every metric is over the requests that completed; in an interrupted run the others are left out, so that counts,
-    speeds and requests.jsonl speak of the same requests. Only `time_breakdown_ms` is over steps.
+    Every metric is over the requests that completed; in an interrupted run the others are left
+    out, so that counts, speeds and requests.jsonl speak of the same requests. Only
+    `time_breakdown_ms` is over steps.
     """
 
     def __init__(self, requests: Iterable[Request], *, num_speculative_tokens: int = 0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self.counters = {r.index: RequestCounters(index=r.index, category=r.category) for r in requests}
+        self.counters = {
+            r.index: RequestCounters(index=r.index, category=r.category) for r in requests
+        }
         self.totals = RunningTotals()
         self.num_steps = 0
         self.num_preemptions = 0
@@ -145,7 +154,7 @@ class Meter:
         return sum(c.num_drafts for c in self.completed)
 
     def num_draft_tokens(self) -> int:
-        """Draft tokens that were verified; proposed ones that never met the target are not counted."""
+        """Draft tokens that were verified; one that never met the target does not count."""
         return sum(c.num_draft_tokens for c in self.completed)
 
     def num_accepted_tokens(self) -> int:
@@ -153,7 +162,7 @@ class Meter:
         return sum(c.num_accepted_tokens for c in self.completed)
 
     def acceptance_length(self) -> Estimate:
-        """1 + num_accepted_tokens / num_drafts: tokens per verification, the bonus (or recovered) one included.
+        """1 + num_accepted_tokens / num_drafts: tokens per verification, the bonus one included.
 
         In [1, K+1]; steps that offered no draft are not counted. Interval: bootstrap over requests.
         """
@@ -172,16 +181,16 @@ class Meter:
         return ratio(self.num_accepted_tokens(), self.num_draft_tokens())
 
     def acceptance_rate_per_position(self) -> list[float | None]:
-        """Accepted at i / num_drafts, for i in 0..K-1. Never increases, and sums to acceptance_length.mean - 1.
+        """Accepted at i / num_drafts, i in 0..K-1. They sum to acceptance_length.mean - 1.
 
-        Drafts shorter than i count in the denominator, so this understates late positions of trimmed drafts; the
-        conditional rate does not.
+        It never increases with i. Drafts shorter than i count in the denominator, so late
+        positions of trimmed drafts are understated; the conditional rate is not.
         """
         num_drafts = self.num_drafts()
         return [ratio(n, num_drafts) for n in self._per_position("accepted_per_position")]
 
     def conditional_acceptance_rate_per_position(self) -> list[float | None]:
-        """Accepted at i / (offered at i and accepted at i-1), for i in 0..K-1: how good the i-th draft is."""
+        """Accepted at i / (offered at i and accepted at i-1), i in 0..K-1."""
         accepted = self._per_position("accepted_per_position")
         reached = self._per_position("reached_per_position")
         return [ratio(a, r) for a, r in zip(accepted, reached, strict=True)]
@@ -189,10 +198,11 @@ class Meter:
     # ------------------------------------------------------------------ speed
 
     def output_tokens_per_second(self) -> float | None:
-        """Decode throughput of the machine: tokens emitted by decode steps / their wall time, over all requests.
+        """Decode throughput: tokens emitted by decode steps / their wall time, over all requests.
 
-        A step's wall time is split over the requests in it by rows (their drafts are rows too) and a request's
-        prefill rows are left out. With several requests in a step their tokens share its time, so concurrency counts.
+        A step's wall time is split over the requests in it by rows (their drafts are rows too)
+        and a request's prefill rows are left out. With several requests in a step their tokens
+        share its time, so concurrency counts.
         """
         return self.throughput().mean
 
@@ -204,8 +214,14 @@ class Meter:
         )
 
     def time_per_output_token_ms(self) -> float | None:
-        """What one user waits per token after the first: Σ (latency - time to first token) / Σ (tokens - 1)."""
-        streams = [c.completion for c in self.completed if c.completion and c.completion.ttft_ms is not None]
+        """What one user waits per token after the first: Σ (latency - time to first token) / Σ
+        (tokens - 1).
+        """
+        streams = [
+            c.completion
+            for c in self.completed
+            if c.completion and c.completion.ttft_ms is not None
+        ]
         waited = sum(s.latency_ms - s.ttft_ms for s in streams if s.ttft_ms is not None)
         return ratio(waited, sum(max(0, len(s.output_token_ids) - 1) for s in streams))
 
@@ -216,8 +232,13 @@ class Meter:
         return ratio(sum(known), len(known))
 
     def time_breakdown_ms(self) -> dict[str, float | None]:
-        """Mean milliseconds per step of each phase, over the steps where it was measured; null where none was."""
-        return {phase: ratio(total, self._phase_steps[phase]) for phase, total in self._phase_sums.items()}
+        """Mean milliseconds per step of each phase, over the steps where it was measured; null
+        where none was.
+        """
+        return {
+            phase: ratio(total, self._phase_steps[phase])
+            for phase, total in self._phase_sums.items()
+        }
 
     # ------------------------------------------------------------------ helpers
 
@@ -238,7 +259,8 @@ class Meter:
 def speedup(method: Meter, baseline: Meter) -> Estimate:
     """Ratio of the two `output_tokens_per_second`, over the requests that both finished.
 
-    Interval: paired bootstrap; each resample draws requests and takes both throughputs from the same draw.
+    Interval: paired bootstrap; each resample draws requests and takes both throughputs from the
+    same draw.
     """
     other = {c.index: c for c in baseline.completed if c.finished}
     pairs = [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]

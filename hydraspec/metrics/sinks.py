@@ -11,7 +11,9 @@ from hydraspec.types import Completion, Request, RequestStep, StepRecord
 
 
 class Side(Enum):
-    """Which engine a record comes from: the method under study, or the same target without a drafter."""
+    """Which engine a record comes from: the method under study, or the same target without a
+    drafter.
+    """
 
     method = "method"
     baseline = "baseline"
@@ -52,7 +54,9 @@ class StepsFile(Sink):
 
 
 class TraceFile(Sink):
-    """trace.jsonl: what was drafted, accepted and emitted, a line per request and decode step of the method."""
+    """trace.jsonl: what was drafted, accepted and emitted, a line per request and decode step
+    of the method.
+    """
 
     def __init__(self, path: Path, ids: dict[int, str]) -> None:
         self._file = JsonLinesFile(path)
@@ -69,7 +73,10 @@ class TraceFile(Sink):
 
 
 def trace_row(request_id: str, step: int, part: RequestStep) -> Json:
-    """A line of trace.jsonl. The newest sampled token is number num_computed_tokens of the request, from 0."""
+    """A line of trace.jsonl.
+
+    The newest sampled token is number num_computed_tokens of the request, from 0.
+    """
     return {
         "request": request_id,
         "step": step,

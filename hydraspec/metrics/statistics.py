@@ -16,7 +16,8 @@ SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own see
 class Estimate:
     """A mean and its 95 % interval; null where there is nothing to estimate from.
 
-    The interval is null for fewer than two requests: a bootstrap over one request would claim certainty.
+    The interval is null for fewer than two requests: a bootstrap over one request would claim
+    certainty.
     """
 
     mean: float | None
@@ -34,8 +35,12 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, offset: float = 0.0) -> Estimate:
-    """offset + Σ numerators / Σ denominators over requests [R], with its percentile bootstrap interval."""
+def ratio_of_sums(
+    numerators: ArrayLike, denominators: ArrayLike, *, offset: float = 0.0
+) -> Estimate:
+    """offset + Σ numerators / Σ denominators over requests [R], with its percentile bootstrap
+    interval.
+    """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     mean = ratio(top.sum(), bottom.sum())
     if mean is None:
@@ -47,9 +52,11 @@ def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, offset: flo
 def ratio_of_rates(
     numerators: tuple[ArrayLike, ArrayLike], denominators: tuple[ArrayLike, ArrayLike]
 ) -> Estimate:
-    """(Σ a / Σ b) / (Σ c / Σ d) with numerators (a, b) and denominators (c, d), all over the same requests [R].
+    """(Σ a / Σ b) / (Σ c / Σ d) with numerators (a, b) and denominators (c, d), all over the same
+    requests [R].
 
-    The interval is a paired bootstrap: each resample draws requests, and takes both rates from the same draw.
+    The interval is a paired bootstrap: each resample draws requests, and takes both rates from
+    the same draw.
     """
     columns = np.stack([np.asarray(x, float) for x in (*numerators, *denominators)])
     a, b, c, d = columns.sum(axis=1)
@@ -61,7 +68,9 @@ def ratio_of_rates(
 
 
 def _resampled_sums(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums of each column [C, R] over NUM_RESAMPLES draws of R requests with replacement: [C, NUM_RESAMPLES]."""
+    """Sums of each column [C, R] over NUM_RESAMPLES draws of R requests with replacement: [C,
+    NUM_RESAMPLES].
+    """
     num_requests = columns.shape[1]
     if num_requests < 2:
         return np.empty((columns.shape[0], 0))

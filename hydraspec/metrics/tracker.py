@@ -1,6 +1,8 @@
-"""Weights & Biases, kept at arm's length: its own thread, bounded waits, and a failure is a warning, never an error.
+"""Weights & Biases, kept at arm's length: its own thread, bounded waits, and a failure is a
+warning, never an error.
 
-Nothing here may hold up a step: curves are thinned, and wandb is only ever called from the tracker's thread.
+Nothing here may hold up a step: curves are thinned, and wandb is only ever called from the
+tracker's thread.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ class TrackerOptions:
 class WandbSink(Sink):
     """Config, per-step curves, the per-position table and the summary, in `<run folder>/wandb`.
 
-    wandb starts in the background while the model loads; `wait_until_ready` belongs before anything is timed.
+    wandb starts in the background while the model loads; `wait_until_ready` belongs before
+    anything is timed.
     """
 
-    def __init__(self, options: TrackerOptions, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(
+        self, options: TrackerOptions, run_dir: Path, config: Mapping[str, object]
+    ) -> None:
         self._options = options
         self._run_dir = run_dir
         self._config = plain(config)
@@ -83,7 +88,9 @@ class WandbSink(Sink):
             "num_waiting": record.num_waiting,
             "kv_usage": record.kv_usage,
         }
-        values = {f"{side.value}/{key}": value for key, value in plain(point).items() if value is not None}
+        values = {
+            f"{side.value}/{key}": value for key, value in plain(point).items() if value is not None
+        }
         self._submit(lambda: self._run.log(values))
 
     def on_summary(self, summary: Json) -> list[str]:
@@ -98,7 +105,9 @@ class WandbSink(Sink):
         self._closed = True
         self._jobs.put(None)
         if self._failure is None and not self._idle.wait(self._options.finish_timeout_seconds):
-            self._give_up(f"wandb did not finish within {self._options.finish_timeout_seconds:.0f} s")
+            self._give_up(
+                f"wandb did not finish within {self._options.finish_timeout_seconds:.0f} s"
+            )
 
     # ------------------------------------------------------------------ on the tracker's thread
 
@@ -109,7 +118,9 @@ class WandbSink(Sink):
             while (job := self._jobs.get()) is not None:
                 job()
             self._run.finish()
-        except BaseException as error:  # wandb may also raise SystemExit or KeyboardInterrupt of its own
+        except (
+            BaseException
+        ) as error:  # wandb may also raise SystemExit or KeyboardInterrupt of its own
             self._give_up(f"wandb failed: {type(error).__name__}: {first_line(error)}")
         self._ready.set()
         self._idle.set()
@@ -152,11 +163,15 @@ class WandbSink(Sink):
         if self._failure is None:
             self._failure = reason
             where = f" (project {self._options.project}, mode {self._options.mode})"
-            self._warnings.append(f"{reason}{where}; the run went on without it, its files are complete")
+            self._warnings.append(
+                f"{reason}{where}; the run went on without it, its files are complete"
+            )
 
 
 def _settings(wandb: Any, options: TrackerOptions) -> Any:
-    """Silent, and nothing of the machine or the checkout is collected: no console, code, git, host or usage."""
+    """Silent, and nothing of the machine or the checkout is collected: no console, code, git,
+    host or usage.
+    """
     values = {
         "mode": options.mode,
         "silent": True,
@@ -185,7 +200,9 @@ def first_line(error: BaseException) -> str:
 
 
 def flattened(summary: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Numbers, strings and booleans of nested dicts and lists under slash-joined names; nulls are left out."""
+    """Numbers, strings and booleans of nested dicts and lists under slash-joined names; nulls
+    are left out.
+    """
     flat: dict[str, Any] = {}
     for key, value in summary.items():
         name = f"{prefix}{key}"

@@ -1,0 +1,300 @@
+"""A sweep's jobs side by side: a table, compare.html and compare.json.
+
+Reads summaries, runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.markup import escape as plain_markup
+from rich.table import Table
+
+from hydraspec.lab.folder import OVERRIDES, REPORT, SUMMARY
+from hydraspec.lab.report_charts import Bar, horizontal_bars
+from hydraspec.lab.report_style import card, page, table
+from hydraspec.metrics.console import interval, number
+from hydraspec.metrics.files import Json, pretty_json, write_whole
+
+ALWAYS = ("method", "num_speculative_tokens")
+# What is typed, and the summary's key for what it came to; other keys are shown as typed.
+RECORDED = {
+    "target": "target",
+    "method": "method",
+    "method.num_speculative_tokens": "num_speculative_tokens",
+    "method.verification": "verification",
+    "method.draft_sampling": "draft_sampling",
+    "engine": "engine",
+    "engine.device": "device",
+    "engine.num_threads": "num_threads",
+    "target.dtype": "dtype",
+    "workload": "workload",
+    "workload.concurrency": "concurrency",
+    "sampling.temperature": "temperature",
+    "seed": "seed",
+}
+MEASURES = (
+    "acceptance_length",
+    "acceptance_rate",
+    "output_tokens_per_second",
+    "speedup",
+    "lossless",
+    "accuracy",
+)
+TITLES = {"num_speculative_tokens": "K", "method": "method"}
+HEADINGS = ("acceptance length", "rate", "tok/s", "speedup", "lossless", "exact match")
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One job that ran."""
+
+    job: str  # its folder's name
+    summary: Json
+    settings: dict[str, object]  # every setting that was typed in some job, and those of ALWAYS
+    is_best: bool = False
+
+    @property
+    def throughput(self) -> float:
+        return self.summary["output_tokens_per_second"] or 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """A sweep's rows, the settings that differ between them, and jobs that left no summary."""
+
+    rows: list[Row]
+    columns: list[str]
+    unfinished: list[str]
+
+
+def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
+    """Print the comparison and write compare.html and compare.json into `sweep_dir`.
+
+    A job that took over an equal job's result (`reused_from` in its summary) is shown once, as that
+    job. The fastest job is marked, for each combination of the settings that are not the method's.
+
+    Raises:
+        OSError: with the path, if the folder cannot be written.
+    """
+    comparison = read(sweep_dir)
+    console = console or Console()
+    if not comparison.rows:
+        console.print(f"no job of {sweep_dir} left a summary: nothing to compare", soft_wrap=True)
+        return
+    write_whole(sweep_dir / "compare.json", pretty_json(_as_json(comparison)))
+    write_whole(sweep_dir / "compare.html", _as_page(comparison, sweep_dir))
+    _print(comparison, console)
+    console.print(f"Comparison: {sweep_dir / 'compare.html'}", soft_wrap=True, markup=False)
+
+
+def read(sweep_dir: Path) -> Comparison:
+    """Collect the jobs of a sweep folder."""
+    folders = sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=_job_number)
+    rows, unfinished = [], []
+    for folder in folders:
+        summary = _read_summary(folder / SUMMARY)
+        if summary is None:
+            unfinished += [folder.name] if folder.name.isdigit() else []
+        elif "reused_from" not in summary:
+            settings = _settings(summary, _typed(folder / OVERRIDES))
+            rows.append(Row(job=folder.name, summary=summary, settings=settings))
+    names = list(dict.fromkeys(name for row in rows for name in (*ALWAYS, *row.settings)))
+    columns = [name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1]
+    _mark_best(rows, columns)
+    return Comparison(
+        rows=rows,
+        columns=columns or list(ALWAYS),
+        unfinished=unfinished,
+    )
+
+
+def _read_summary(path: Path) -> Json | None:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _typed(path: Path) -> dict[str, str]:
+    """Key and value of each override of a job."""
+    try:
+        overrides = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+    except (OSError, yaml.YAMLError):
+        return {}
+    pairs = (str(override).lstrip("+").partition("=") for override in overrides)
+    return {key: value for key, _, value in pairs if not key.startswith(("hydra", "tracker"))}
+
+
+def _settings(summary: Json, typed: Mapping[str, str]) -> dict[str, object]:
+    settings: dict[str, object] = {key: summary.get(key) for key in ALWAYS}
+    for key, value in typed.items():
+        name = RECORDED.get(key, key)
+        settings[name] = summary.get(name, value)
+    return settings
+
+
+def _mark_best(rows: Sequence[Row], columns: Sequence[str]) -> None:
+    around = [c for c in columns if c not in ALWAYS and not c.startswith("method.")]
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.summary["status"] == "ok":
+            key = tuple(str(row.settings.get(column)) for column in around)
+            groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        if len(group) > 1:
+            max(group, key=lambda row: row.throughput).is_best = True
+
+
+def _job_number(folder: Path) -> tuple[int, str]:
+    return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
+
+
+# ---------------------------------------------------------------- as text, JSON and HTML
+
+
+def _cells(row: Row, columns: Sequence[str]) -> list[str]:
+    summary = row.summary
+    accuracy = summary["accuracy"]
+    verdict = summary["lossless"]["verdict"].replace("_", " ")
+    return [
+        row.job,
+        *(_shown(row.settings.get(column)) for column in columns),
+        interval(summary["acceptance_length"]),
+        number(summary["acceptance_rate"]),
+        number(summary["output_tokens_per_second"], 0),
+        interval(summary["speedup"], "x"),
+        verdict if summary["status"] == "ok" else f"{verdict} ({summary['status']})",
+        number(accuracy["exact_match"], 3) if accuracy else "-",
+    ]
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _header(columns: Sequence[str]) -> list[str]:
+    return ["job", *(TITLES.get(column, column) for column in columns), *HEADINGS]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = ["Marked: the most tokens per second among jobs that differ in the method only."]
+    if comparison.unfinished:
+        notes.append(f"Without a result: job {', '.join(comparison.unfinished)}.")
+    return notes
+
+
+def _print(comparison: Comparison, console: Console) -> None:
+    shown = Table(title="Comparison", title_justify="left", title_style="bold")
+    for heading in _header(comparison.columns):
+        shown.add_column(plain_markup(heading), justify="right")
+    for row in comparison.rows:
+        cells = _cells(row, comparison.columns)
+        if row.is_best:
+            cells[0] = f"* {cells[0]}"
+        style = "bold green" if row.is_best else ""
+        shown.add_row(*map(plain_markup, cells), style=style)
+    console.print(shown)
+    for note in _notes(comparison):
+        console.print(note.replace("Marked", "*"), markup=False)
+
+
+def _as_json(comparison: Comparison) -> Json:
+    rows = [
+        {
+            "job": row.job,
+            "status": row.summary["status"],
+            "is_best": row.is_best,
+            **{column: row.settings.get(column) for column in comparison.columns},
+            **{name: row.summary[name] for name in MEASURES},
+            "num_requests": row.summary["num_requests"],
+            "warnings": row.summary["warnings"],
+        }
+        for row in comparison.rows
+    ]
+    return {
+        "schema_version": 1,
+        "columns": comparison.columns,
+        "rows": rows,
+        "unfinished_jobs": comparison.unfinished,
+    }
+
+
+def _as_page(comparison: Comparison, sweep_dir: Path) -> str:
+    cells = [_cells(row, comparison.columns) for row in comparison.rows]
+    best = {i for i, row in enumerate(comparison.rows) if row.is_best}
+    links = " ".join(
+        f'<a href="{escape(row.job)}/{REPORT}">{escape(row.job)}</a>' for row in comparison.rows
+    )
+    body = (
+        f"<h1>Comparison of {len(comparison.rows)} runs</h1>"
+        f'<p class="muted">{escape(_common(comparison))}</p>'
+        + card("Results", table(_header(comparison.columns), cells, best=best))
+        + f'<p class="muted small">{escape(" ".join(_notes(comparison)))} Reports: {links}</p>'
+        + f'<div class="pair">{_speedups(comparison)}{_lengths(comparison)}</div>'
+    )
+    return page(f"Comparison {sweep_dir.name}", body)
+
+
+def _common(comparison: Comparison) -> str:
+    """What all rows share, of the things worth a line."""
+    keys = ("target", "engine", "workload", "concurrency", "dtype", "device")
+    parts = []
+    for key in keys:
+        values = {str(row.summary.get(key)) for row in comparison.rows}
+        if len(values) == 1 and key not in comparison.columns:
+            parts.append(f"{key} {values.pop()}")
+    return ", ".join(parts)
+
+
+def _label(row: Row, columns: Sequence[str]) -> str:
+    parts = [
+        f"{TITLES.get(c, c.rpartition('.')[2])}={_shown(row.settings.get(c))}"
+        for c in columns
+        if c != "method"
+    ]
+    name = str(row.settings.get("method")) if "method" in columns else ""
+    return " ".join(filter(None, [name, *parts]))[:26]
+
+
+def _speedups(comparison: Comparison) -> str:
+    bars = [
+        Bar(
+            label=_label(row, comparison.columns),
+            value=row.summary["speedup"]["mean"],
+            text=f"{row.summary['speedup']['mean']:.2f}",
+            color="var(--good)" if row.is_best else "var(--method)",
+            ci95=row.summary["speedup"]["ci95"],
+        )
+        for row in comparison.rows
+        if row.summary["speedup"]
+    ]
+    if not bars:
+        return ""
+    chart = horizontal_bars(bars, description="Speedup of each job", mark=1.0)
+    return card("Speedup over method=none", chart, note="Each against its own baseline; dashed: 1")
+
+
+def _lengths(comparison: Comparison) -> str:
+    bars = [
+        Bar(
+            label=_label(row, comparison.columns),
+            value=row.summary["acceptance_length"]["mean"],
+            text=number(row.summary["acceptance_length"]["mean"]),
+            color="var(--second)",
+            ci95=row.summary["acceptance_length"]["ci95"],
+        )
+        for row in comparison.rows
+        if row.summary["acceptance_length"]["mean"] is not None
+    ]
+    if not bars:
+        return ""
+    chart = horizontal_bars(bars, description="Acceptance length of each job", mark=1.0)
+    return card("Acceptance length", chart, note="Tokens per verification; dashed: none accepted")
