@@ -1,0 +1,124 @@
+"""Gemma 4's attention over a paged cache: normed heads, rotary positions, no score scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from hydraspec_kernels.paged_attention import AttentionPlan, paged_attention
+from hydraspec_kernels.rms_norm import rms_norm, unit_norm
+from hydraspec_kernels.rope import apply_rope
+from torch import Tensor
+
+from hydraspec.models.gemma4_config import Gemma4Config, LayerShape
+from hydraspec.models.layers import Norm, Place, Tensors
+
+
+@dataclass(slots=True)
+class GroupPass:
+    """What the layers of one type share in one forward pass."""
+
+    cos: Tensor  # [T, 1, H]
+    sin: Tensor  # [T, 1, H], first half negated
+    plan: AttentionPlan
+    slots: Tensor  # [T] cache rows to write
+
+
+class Attention:
+    """Query heads first, then key heads, then value heads, in one projection.
+
+    A layer that shares KV has query heads only. With k_eq_v the values are the key projection, normed without
+    weight and not rotated.
+    """
+
+    def __init__(self, config: Gemma4Config, layer: LayerShape, place: Place) -> None:
+        self.num_heads, self.head_dim, self.eps = (
+            config.num_heads,
+            layer.head_dim,
+            config.rms_norm_eps,
+        )
+        self.num_kv = layer.num_kv_heads
+        self.writes_kv, self.k_eq_v = not layer.shares_kv, layer.k_eq_v
+        self.num_rotated = self.num_heads + (self.num_kv if self.writes_kv else 0)
+        own_values = self.writes_kv and not self.k_eq_v
+        self.heads = self.num_rotated + (self.num_kv if own_values else 0)
+        self.qkv = place.empty(config.hidden_size, self.heads * self.head_dim)
+        self.out = place.empty(self.num_heads * self.head_dim, config.hidden_size)
+        self.qkv_bias = place.empty(self.qkv.shape[1]) if config.attention_bias else None
+        self.out_bias = place.empty(config.hidden_size) if config.attention_bias else None
+        self.q_norm = place.empty(self.head_dim)
+        self.k_norm = place.empty(self.head_dim) if self.writes_kv else None
+        self.folded, self.root = place.folded, math.sqrt(self.head_dim)
+        self.floor = place.number(math.sqrt(self.head_dim * self.eps))
+        self.head_weight = self.q_norm
+
+    def tensors(self) -> Tensors:
+        parts = {"q_proj": (0, self.num_heads)}
+        if self.writes_kv:
+            parts["k_proj"] = (self.num_heads, self.num_kv)
+            if not self.k_eq_v:
+                parts["v_proj"] = (self.num_rotated, self.num_kv)
+        found = {"o_proj.weight": self.out.t(), "q_norm.weight": self.q_norm}
+        if self.k_norm is not None:
+            found["k_norm.weight"] = self.k_norm
+        for name, (first, count) in parts.items():
+            columns = slice(first * self.head_dim, (first + count) * self.head_dim)
+            found[f"{name}.weight"] = self.qkv[:, columns].t()
+            if self.qkv_bias is not None:
+                found[f"{name}.bias"] = self.qkv_bias[columns]
+        if self.out_bias is not None:
+            found["o_proj.bias"] = self.out_bias
+        return found
+
+    def finish(self, norm: Norm, stream_scale: float) -> None:
+        """Fold the norm before; spread the head norms over the heads (values have weight 1)."""
+        norm.fold_into(self.qkv, stream_scale=stream_scale)
+        self.head_weight = self.qkv.new_ones(self.heads, self.head_dim)
+        self.head_weight[: self.num_heads] = self.q_norm
+        if self.k_norm is not None:
+            self.head_weight[self.num_heads : self.num_rotated] = self.k_norm
+        if self.folded:
+            self.head_weight.mul_(self.root)
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, D] -> rotated queries [T, Hq, H] of a layer without KV of its own."""
+        return apply_rope(self._normed_heads(self._project(x)), cos, sin)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[T, Hq * H] -> [T, D]."""
+        if self.out_bias is None:
+            return torch.mm(attended, self.out)
+        return torch.addmm(self.out_bias, attended, self.out)
+
+    def __call__(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+        """x [T, D] normed -> [T, D]; writes this layer's keys and values into cache before reading it."""
+        if not self.writes_kv:
+            heads = self.queries(x, shared.cos, shared.sin)
+            return self.output(paged_attention(heads, cache, shared.plan))
+        raw = self._project(x)
+        heads = self._normed_heads(raw)
+        n = self.num_heads
+        if self.k_eq_v:
+            apply_rope(heads, shared.cos, shared.sin)
+            kv = torch.stack((heads[:, n:], self._weightless(raw[:, n:])), 1)
+        else:
+            apply_rope(heads[:, : self.num_rotated], shared.cos, shared.sin)
+            kv = heads[:, n:].view(-1, 2, self.num_kv, self.head_dim)
+        cache.index_copy_(0, shared.slots, kv)
+        return self.output(paged_attention(heads[:, :n], cache, shared.plan))
+
+    def _project(self, x: Tensor) -> Tensor:
+        if self.qkv_bias is None:
+            return torch.mm(x, self.qkv).view(-1, self.heads, self.head_dim)
+        return torch.addmm(self.qkv_bias, x, self.qkv).view(-1, self.heads, self.head_dim)
+
+    def _normed_heads(self, heads: Tensor) -> Tensor:
+        if self.folded:
+            return unit_norm(heads, self.floor).mul_(self.head_weight)
+        return rms_norm(heads, self.head_weight, self.eps)
+
+    def _weightless(self, heads: Tensor) -> Tensor:
+        if self.folded:
+            return unit_norm(heads, self.floor).mul_(self.root)
+        return rms_norm(heads, None, self.eps)

@@ -1,0 +1,53 @@
+"""What the engine and the speculators may know of a target model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hydraspec.types import Batch, KVGroupSpec
+
+
+class TargetModel(Protocol):
+    """A decoder over a paged KV cache. Run it under `torch.inference_mode`; it never reads the device."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: tuple[int, ...]
+    suppress_token_ids: tuple[int, ...]  # minus infinity in the logits
+    block_size: int  # cache rows a block, as last given to kv_groups
+
+    def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
+        """The KV groups, in the order of Batch.slot_mapping. Also sets the block size that forward reads with."""
+        ...
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose cache `layer` reads: itself, unless it shares."""
+        ...
+
+    def forward(self, batch: Batch, kv_caches: list[Tensor | None]) -> Tensor:
+        """Hidden states [T, D] after the final norm.
+
+        kv_caches has one entry a layer, [num_blocks * block_size, 2, Hkv, H] or None for layers that share. Keys
+        and values are written through batch.slot_mapping before they are read. Every slot must be valid; block 0
+        is reserved and stays zero.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
+        ...
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights held."""
+        ...

@@ -1,0 +1,229 @@
+"""Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are used.
+
+Knows the Hugging Face folder layout and nothing about any architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.hub import download
+
+ZOO = Path(__file__).resolve().parent.parent / "zoo" / "checkpoints"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_LISTED = 10  # names a message lists before it only counts
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+@dataclass(slots=True, frozen=True)
+class TensorEntry:
+    """One tensor of a safetensors file, unread. dtype is the format's own name, such as BF16."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A readable folder: its config, its generation config ({} where absent) and its tensors."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Every tensor by name, read from the files' headers.
+
+        Raises CheckpointError: no safetensors, a shard missing, a file cut short or not safetensors.
+        """
+        found: dict[str, TensorEntry] = {}
+        for file in _tensor_files(self.folder):
+            found.update(_read_header(file))
+        return found
+
+
+def resolve_folder(checkpoint: str) -> Path:
+    """The folder of "zoo:<name>", a path, or a hub id (downloaded: safetensors, json and tokenizer files only).
+
+    Raises CheckpointError with the remedy.
+    """
+    if checkpoint.startswith("zoo:"):
+        return _zoo_folder(checkpoint.removeprefix("zoo:"))
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise CheckpointError(
+            f"checkpoint {checkpoint!r} is a file; expected a folder with config.json and safetensors: "
+            f"give its folder, {str(folder.parent)!r}"
+        )
+    parts = checkpoint.split("/")
+    looks_like_path = checkpoint.startswith((".", "/", "~", "\\")) or len(parts) != 2 or "" in parts
+    if looks_like_path or folder.parent.is_dir():
+        raise CheckpointError(
+            f"checkpoint folder {checkpoint!r} does not exist; expected a folder with config.json and "
+            "safetensors files, zoo:<name>, or a Hugging Face id <owner>/<name>: check the spelling"
+        )
+    return download(checkpoint)
+
+
+def _zoo_folder(name: str) -> Path:
+    if (ZOO / name / "config.json").is_file():
+        return ZOO / name
+    known = sorted(p.name for p in ZOO.iterdir() if p.is_dir()) if ZOO.is_dir() else []
+    raise CheckpointError(
+        f"checkpoint 'zoo:{name}' is not in the zoo; it holds {', '.join(known) or 'nothing yet'}"
+    )
+
+
+def open_checkpoint(checkpoint: str) -> Checkpoint:
+    """Resolve and read the json files. Tensors stay unread. Raises CheckpointError."""
+    folder = resolve_folder(checkpoint)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
+            "save_pretrained or a Hugging Face download wrote"
+        )
+    config = read_json(folder / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            kind = part["quantization_config"]
+            method = kind.get("quant_method") if isinstance(kind, dict) else kind
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r} is quantised (quantization_config, method {method!r}); "
+                "expected float weights: use the unquantised release"
+            )
+    generation = folder / "generation_config.json"
+    return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a json file. Raises CheckpointError if it is not one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} is not readable json ({error}): fetch it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{str(file)!r} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{str(index)!r} has no weight_map: fetch it again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r} lacks {listed(absent)}, which its index lists "
+                f"({len(files)} files): download it again"
+            )
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} has only pickle files ({listed(pickles)}); expected safetensors, "
+            "since loading a pickle runs code: convert it with transformers' save_pretrained"
+        )
+    raise CheckpointError(
+        f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards with "
+        "model.safetensors.index.json: download it again"
+    )
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            entries = {}
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                part = opened.get_slice(name)
+                entries[name] = TensorEntry(file, name, tuple(part.get_shape()), part.get_dtype())
+            return entries
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} is cut short or not a safetensors file ({error}): download it again"
+        ) from None
+
+
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def load_tensors(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Tensor],
+    canonical: Callable[[str], str | None],
+    ignored: Callable[[str], bool],
+) -> None:
+    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape) from the files.
+
+    canonical maps a file's name to ours (None: not part of this model); ignored tells which of ours may be left
+    over. One tensor is held at a time, and its file is closed again, so that mapped pages do not pile up.
+    Raises CheckpointError listing what is missing, surplus or misshapen before anything is read.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for name, entry in checkpoint.entries().items():
+        ours = canonical(name)
+        if ours is not None:
+            entries[ours] = entry
+    _check_entries(checkpoint.folder, entries, wanted, ignored)
+    for name, destination in wanted.items():
+        entry = entries[name]
+        with safe_open(entry.file, framework="pt") as opened:
+            destination.copy_(opened.get_tensor(entry.name))
+
+
+def _check_entries(
+    folder: Path,
+    entries: Mapping[str, TensorEntry],
+    wanted: Mapping[str, Tensor],
+    ignored: Callable[[str], bool],
+) -> None:
+    missing = sorted(wanted.keys() - entries.keys())
+    surplus = sorted(name for name in entries.keys() - wanted.keys() if not ignored(name))
+    misshapen = []
+    quantised = []
+    for name in sorted(wanted.keys() & entries.keys()):
+        entry, shape = entries[name], tuple(wanted[name].shape)
+        allowed = _FLOATS if wanted[name].is_floating_point() else _INTEGERS
+        if entry.dtype not in allowed:
+            quantised.append(f"{name} ({entry.dtype})")
+        elif entry.shape != shape:
+            misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
+    if quantised:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; expected float weights "
+            "(F64, F32, BF16 or F16): use the unquantised release"
+        )
+    problems = [
+        f"{kind} tensors: {listed(names)}"
+        for kind, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} does not fit its config.json: {'; '.join(problems)}. "
+            "Download it again, or mend config.json"
+        )

@@ -1,0 +1,47 @@
+"""How a draft checkpoint is used, normalised once at load.
+
+Most failures of speculative decoding in the field are a checkpoint read with the wrong convention, and show only
+as low acceptance. Every convention that differs between published heads is a field here, checked and logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from hydraspec.errors import CheckpointError
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DraftSpec:
+    """One draft head's conventions."""
+
+    method: str  # the method that runs it, such as gemma4_mtp
+    hidden_width: int  # width of the hidden state that enters a step and is fed back
+    draft_width: int  # width inside the draft
+    vocab_size: int  # rows of the draft's head
+    kv_mode: Literal["own", "target"]  # writes KV of its own, or reads the target's
+    position_mode: Literal["advance", "constant"]  # positions of steps 1, 2, ...
+    feedback: Literal[
+        "pre_norm", "post_norm", "post_projection"
+    ]  # what is fed back as hidden state
+    shares_embedding: bool  # tokens enter through the target's embedding
+    shares_head: bool  # logits come from the target's head
+    aux_layer_ids: tuple[int, ...] = ()  # target states it reads; 0 is the embedding output
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    has_vocab_map: bool = False  # draft ids differ from target ids
+    mask_token_id: int | None = None  # parallel drafting
+    kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
+
+    def check_shapes(self, where: str, found: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+        """found maps a name to its tensor and the shape this spec implies. Raises CheckpointError."""
+        for name, (tensor, shape) in found.items():
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"draft checkpoint {where!r}: {name} is {list(tensor.shape)}, its config implies "
+                    f"{list(shape)}: the files do not belong together"
+                )

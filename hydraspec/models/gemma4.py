@@ -1,0 +1,273 @@
+"""The Gemma 4 text model: dense, per-layer-input and mixture-of-experts shapes over a paged KV cache.
+
+Follows the released checkpoints' format and transformers' arithmetic (Gemma4ForCausalLM). Knows nothing of
+scheduling or speculation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+from hydraspec_kernels.paged_attention import GroupShape, plan_attention
+from hydraspec_kernels.rms_norm import rms_norm
+from hydraspec_kernels.rope import rope_frequencies, rope_table
+from torch import Tensor
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.attention import GroupPass
+from hydraspec.models.checkpoint import Checkpoint
+from hydraspec.models.gemma4_config import (
+    FULL,
+    GROUP_NAMES,
+    SLIDING,
+    Gemma4Config,
+    read_gemma4_config,
+    text_part,
+)
+from hydraspec.models.gemma4_layer import DecoderLayer
+from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.types import Batch, KVGroupSpec
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+_TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+_SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+
+
+def canonical_name(name: str) -> str | None:
+    """A checkpoint's tensor name without its prefix; None for the vision and audio towers."""
+    if name.endswith("lm_head.weight"):
+        return "lm_head.weight"
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
+    return None if name.startswith(_TOWERS) else name
+
+
+class PerLayerEmbedding:
+    """The per-layer inputs (PLE): a second embedding table, and a projection of the scaled token embedding."""
+
+    def __init__(self, config: Gemma4Config, place: Place) -> None:
+        self.width, self.num_layers = config.ple_size, len(config.layers)
+        self.vocab_size, self.eps = config.ple_vocab_size, config.rms_norm_eps
+        self.table = place.empty(self.vocab_size, self.num_layers * self.width)
+        self.projection = place.empty(config.hidden_size, self.num_layers * self.width)
+        self.norm_weight = place.empty(self.width)
+        self.table_scale = rounded(math.sqrt(self.width), place.dtype)
+        self.projection_scale = config.hidden_size**-0.5
+
+    def tensors(self) -> Tensors:
+        return {
+            "embed_tokens_per_layer.weight": self.table,
+            "per_layer_model_projection.weight": self.projection.t(),
+            "per_layer_projection_norm.weight": self.norm_weight,
+        }
+
+    def __call__(self, token_ids: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
+        """token_ids [T] and their scaled embeddings [T, D] -> one [T, width] a layer. Unknown ids read row 0."""
+        ids = torch.where((token_ids >= 0) & (token_ids < self.vocab_size), token_ids, 0)
+        looked_up = F.embedding(ids, self.table) * self.table_scale
+        projected = torch.mm(embedded, self.projection) * self.projection_scale
+        shape = (-1, self.num_layers, self.width)
+        projected = rms_norm(projected.view(shape), self.norm_weight, self.eps)
+        return ((projected + looked_up.view(shape)) * 2.0**-0.5).unbind(1)
+
+
+class Gemma4Target:
+    """Implements TargetModel."""
+
+    def __init__(self, config: Gemma4Config, place: Place) -> None:
+        self.config, self.dtype, self.device = config, place.dtype, place.device
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.num_layers = len(config.layers)
+        self.max_position_embeddings = config.max_position_embeddings
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.suppress_token_ids: tuple[int, ...] = ()
+        self.table = place.empty(config.vocab_size, config.hidden_size)
+        self.head = (
+            self.table if config.tied else place.empty(config.vocab_size, config.hidden_size)
+        )
+        self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
+        self.per_layer = PerLayerEmbedding(config, place) if config.ple_size else None
+        self.layers = [DecoderLayer(config, layer, place) for layer in config.layers]
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps, place)
+        self.theta = rope_thetas(config, place)
+        self.groups: dict[str, GroupShape] = {}
+        self.block_size = 16  # until kv_groups says otherwise
+        self._suppressed: Tensor | None = None
+
+    def tensors(self) -> Tensors:
+        """Every weight by its checkpoint name without prefix."""
+        found = {"embed_tokens.weight": self.table, "norm.weight": self.norm.weight}
+        if not self.config.tied:
+            found["lm_head.weight"] = self.head
+        if self.per_layer is not None:
+            found |= self.per_layer.tensors()
+        for i, layer in enumerate(self.layers):
+            found |= {f"layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
+        return found
+
+    def finish(self) -> None:
+        """Call once after the weights are filled."""
+        scale = 1.0
+        for layer in self.layers:
+            scale = layer.finish(scale)
+        self.norm.fold_gain(stream_in=scale)
+        if self.suppress_token_ids:
+            self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
+
+    def ignores(self, name: str) -> bool:
+        """Tensors that released checkpoints may hold without our needing them."""
+        if name == "lm_head.weight":
+            return self.config.tied
+        match = _SHARED_KV.match(name)
+        if match is None or int(match[1]) >= self.num_layers:
+            return False
+        return self.config.layers[int(match[1])].shares_kv
+
+    def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
+        """Sliding layers first, then full ones; also sets the block size that forward reads with."""
+        self.block_size = block_size
+        specs = []
+        for kind in (SLIDING, FULL):
+            owners = [
+                i for i, x in enumerate(self.config.layers) if x.kind == kind and not x.shares_kv
+            ]
+            if not owners:
+                continue
+            shape = self.config.layers[owners[0]]
+            window = self.config.sliding_window if kind == SLIDING else None
+            self.groups[kind] = GroupShape(
+                num_heads=self.config.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                block_size=block_size,
+                window=window,
+            )
+            specs.append(
+                KVGroupSpec(
+                    name=GROUP_NAMES[kind],
+                    layers=tuple(owners),
+                    num_kv_heads=shape.num_kv_heads,
+                    head_dim=shape.head_dim,
+                    block_size=block_size,
+                    window=window,
+                )
+            )
+        return specs
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose cache `layer` reads: itself, unless it shares."""
+        return self.config.layers[layer].kv_source
+
+    def forward(self, batch: Batch, kv_caches: list[Tensor | None]) -> Tensor:
+        """See TargetModel.forward."""
+        h = self.embed(batch.input_ids)
+        inputs = None if self.per_layer is None else self.per_layer(batch.input_ids, h)
+        passes = self._passes(batch)
+        for i, layer in enumerate(self.layers):
+            cache = kv_caches[self.config.layers[i].kv_source]
+            assert cache is not None, (
+                f"layer {i} reads layer {self.kv_source(i)}, which has no cache"
+            )
+            h = layer(h, passes[layer.kind], cache, None if inputs is None else inputs[i])
+        return self.norm.scaled(h)
+
+    def _passes(self, batch: Batch) -> dict[str, GroupPass]:
+        assert self.groups, "call kv_groups before forward"
+        passes = {}
+        for g, (kind, shape) in enumerate(self.groups.items()):
+            cos, sin = rope_table(batch.positions, self.theta[kind], self.dtype)
+            plan = plan_attention(
+                shape,
+                batch.segments,
+                batch.block_tables[g],
+                batch.seq_lens,
+                batch.positions,
+                self.dtype,
+            )
+            passes[kind] = GroupPass(cos, sin, plan, batch.slot_mapping[g])
+        return passes
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
+        logits = torch.mm(hidden, self.head.t())
+        cap = self.config.softcap
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        if self._suppressed is not None:
+            logits.index_fill_(1, self._suppressed, -math.inf)
+        return logits
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""
+        return F.embedding(token_ids, self.table).mul_(self.embed_scale)
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights held; a tied head counts once."""
+        return memory_bytes(self.tensors())
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """value as dtype holds it: published models round their embedding scale."""
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+
+
+def rope_thetas(config: Gemma4Config, place: Place) -> Tensors:
+    """Rotary frequencies [H/2] per layer type, in float32 (float64 for a float64 model)."""
+    wide = torch.promote_types(place.dtype, torch.float32)
+    thetas = {}
+    for layer in config.layers:
+        rope = config.rope[layer.kind]
+        theta = rope_frequencies(layer.head_dim, rope.base, rope.share, rope.factor)
+        thetas[layer.kind] = theta.to(place.device, wide)
+    return thetas
+
+
+def load_gemma4(
+    checkpoint: Checkpoint, *, weights: str, dtype: torch.dtype, device: torch.device, seed: int
+) -> Gemma4Target:
+    """Read and check the config, then fill the weights. Raises CheckpointError."""
+    where = str(checkpoint.folder)
+    config = read_gemma4_config(checkpoint.config, where)
+    _check_uniform(config, where)
+    with torch.no_grad():
+        model = Gemma4Target(config, Place(dtype, device))
+        model.eos_token_ids = _token_ids(checkpoint, "eos_token_id", config.vocab_size)
+        model.suppress_token_ids = _token_ids(checkpoint, "suppress_tokens", config.vocab_size)
+        fill(
+            model.tensors(),
+            checkpoint,
+            weights=weights,
+            seed=seed,
+            canonical=canonical_name,
+            ignored=model.ignores,
+        )
+        model.finish()
+    return model
+
+
+def _check_uniform(config: Gemma4Config, where: str) -> None:
+    shapes: dict[str, set[tuple[int, int]]] = {}
+    for layer in config.layers:
+        shapes.setdefault(layer.kind, set()).add((layer.head_dim, layer.num_kv_heads))
+    for kind, found in shapes.items():
+        if len(found) > 1:
+            raise CheckpointError(
+                f"config.json of {where!r}: {kind} layers have several shapes (head_dim, KV heads) "
+                f"{sorted(found)}; expected one, since they share a KV block table"
+            )
+
+
+def _token_ids(checkpoint: Checkpoint, key: str, vocab_size: int) -> tuple[int, ...]:
+    """Ids under a key of generation_config.json, else of config.json; those outside the vocabulary are dropped."""
+    for source in (checkpoint.generation_config, checkpoint.config, text_part(checkpoint.config)):
+        value = source.get(key)
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            return tuple(int(i) for i in ids if 0 <= int(i) < vocab_size)
+    return ()

@@ -1,0 +1,28 @@
+"""Downloads checkpoints from the Hugging Face hub: weights, json and tokenizer files, never code or pickles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydraspec.errors import CheckpointError
+
+PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def download(hub_id: str) -> Path:
+    """The local folder of a hub id, fetched if need be.
+
+    Raises CheckpointError when it is neither cached nor reachable.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=PATTERNS))
+    except Exception as error:  # the hub client raises its own, requests', httpx' and OS errors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise CheckpointError(
+            f"checkpoint {hub_id!r} is neither a folder here nor reachable on the Hugging Face hub "
+            f"({type(error).__name__}: {reason}). If it is a folder, check the path; if it is a hub id, check the "
+            f"spelling, the network and access rights (`hf auth login`), or fetch it elsewhere with "
+            f"`hf download {hub_id}` and give the folder"
+        ) from None

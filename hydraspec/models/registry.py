@@ -1,0 +1,54 @@
+"""Which module computes which model_type. Modules are imported when a checkpoint asks for them."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.base import TargetModel
+from hydraspec.models.checkpoint import open_checkpoint
+
+TARGETS: dict[str, str] = {
+    "gemma4": "hydraspec.models.gemma4:load_gemma4",
+    "gemma4_text": "hydraspec.models.gemma4:load_gemma4",
+}
+
+
+def load_target(
+    checkpoint: str,
+    *,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    max_model_len: int | None,
+) -> TargetModel:
+    """A target model from a folder, zoo:<name> or hub id.
+
+    weights is "checkpoint" or "random" (seeded, in config.json's shapes, no tensor file read).
+    Raises CheckpointError: unreadable, of an unknown model_type, or shorter than max_model_len.
+    """
+    opened = open_checkpoint(checkpoint)
+    model_type = opened.config.get("model_type")
+    if model_type not in TARGETS:
+        raise CheckpointError(
+            f"checkpoint {str(opened.folder)!r} has model_type {model_type!r}; targets are "
+            f"{', '.join(sorted(TARGETS))}" + _assistant_hint(model_type)
+        )
+    module, function = TARGETS[model_type].split(":")
+    load = getattr(importlib.import_module(module), function)
+    model: TargetModel = load(opened, weights=weights, dtype=dtype, device=device, seed=seed)
+    if max_model_len is not None and max_model_len > model.max_position_embeddings:
+        raise CheckpointError(
+            f"max_model_len {max_model_len} is beyond what {str(opened.folder)!r} was made for "
+            f"(max_position_embeddings {model.max_position_embeddings}): lower max_model_len"
+        )
+    return model
+
+
+def _assistant_hint(model_type: object) -> str:
+    if isinstance(model_type, str) and model_type.endswith("_assistant"):
+        return ". It is an assistant: give it as method.checkpoint"
+    return ""

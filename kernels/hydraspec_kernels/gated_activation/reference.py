@@ -1,0 +1,12 @@
+"""The gated activation of Gemma's MLP: GELU (tanh form, Hendrycks and Gimpel 2016) times the up branch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gated_activation_reference(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2I], gate half first -> gelu_tanh(gate) * up, [..., I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -1,0 +1,56 @@
+"""Attention by one gather and two batched products; the query heads of a KV head are folded into rows.
+
+At these sizes an operator call costs more than its work: on the CPU this takes a third of the time of
+`scaled_dot_product_attention`, and repeating KV heads would cost three times as much at eight requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.paged_attention.plan import AttentionPlan, GroupShape, Tile
+
+
+def gather_kv(cache: Tensor, shape: GroupShape, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Transposed keys [b * Hkv, H, L] and values [b * Hkv, L, H] of a tile."""
+    flat = cache.view(-1, shape.head_dim).index_select(0, tile.kv_index)
+    kv = flat.view(2, tile.num_requests * shape.num_kv_heads, tile.num_keys, shape.head_dim)
+    return kv[0].transpose(1, 2), kv[1]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, shape: GroupShape, tile: Tile) -> Tensor:
+    """query [b * R, Hq, H] against gathered keys and values -> [b * R, Hq * H]."""
+    b, heads, dim = tile.num_requests, shape.num_kv_heads, shape.head_dim
+    rows, group = tile.row_stop - tile.row_start, shape.num_heads // shape.num_kv_heads
+    if rows == 1:
+        q = query.reshape(b * heads, group, dim)
+    else:
+        q = query.view(b, rows, heads, group, dim).transpose(1, 2)
+        q = q.reshape(b * heads, rows * group, dim)
+    scores = torch.baddbmm(tile.mask, q, keys)
+    out = torch.bmm(torch.softmax(scores, -1), values)
+    if rows == 1 or heads == 1:
+        return out.view(b * rows, shape.num_heads * dim)
+    out = out.view(b, heads, rows, group, dim).transpose(1, 2)
+    return out.reshape(b * rows, shape.num_heads * dim)
+
+
+def paged_attention_cpu(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+    """query [T, Hq, H] -> [T, Hq * H]."""
+    shape = plan.shape
+    if len(plan.tiles) == 1:
+        tile = plan.tiles[0]
+        keys, values = gather_kv(cache, shape, tile)
+        return attend(query, keys, values, shape, tile)
+    width = shape.num_heads * shape.head_dim
+    out = query.new_empty(plan.num_rows, width)
+    for tile in plan.tiles:
+        rows = slice(tile.first_row, tile.first_row + tile.num_requests * tile.rows_per_request)
+        part = slice(tile.row_start, tile.row_stop)
+        by_request = (tile.num_requests, tile.rows_per_request)
+        q = query[rows].unflatten(0, by_request)[:, part].flatten(0, 1)
+        keys, values = gather_kv(cache, shape, tile)
+        done = attend(q, keys, values, shape, tile).view(tile.num_requests, -1, width)
+        out[rows].view(*by_request, width)[:, part] = done
+    return out

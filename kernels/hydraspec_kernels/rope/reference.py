@@ -1,0 +1,37 @@
+"""Rotary position embedding (Su et al. 2021), rotating dimension i with dimension i + H/2.
+
+theta_i = base^(-2i/H) / factor for the first `share` of the H/2 pairs, and 0 (no rotation) for the rest: with
+share 1 this is the usual embedding, with share < 1 Gemma 4's "proportional" one, whose exponent keeps the full H.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_frequencies(head_dim: int, base: float, share: float = 1.0, factor: float = 1.0) -> Tensor:
+    """theta [H/2] in float32."""
+    rotated = int(share * head_dim // 2)
+    exponent = torch.arange(0, 2 * rotated, 2, dtype=torch.int64).float() / head_dim
+    theta = torch.zeros(head_dim // 2)
+    theta[:rotated] = 1.0 / base**exponent
+    return theta / factor
+
+
+def rope_table(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [T, 1, H] for positions [T]; angles are taken in theta's dtype.
+
+    The first half of the sines is negated, so that rotation is x * cos + swap_halves(x) * sin.
+    """
+    t = positions.to(theta.dtype)[:, None, None]
+    return (
+        (t * torch.cat((theta, theta))).cos_().to(dtype),
+        (t * torch.cat((-theta, theta))).sin_().to(dtype),
+    )
+
+
+def apply_rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [T, heads, H] in place by a table of `rope_table`; returns x."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return x.mul_(cos).addcmul_(swapped, sin)
