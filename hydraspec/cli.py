@@ -83,40 +83,52 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _execute(planned: Plan) -> int:
-    """Run the jobs one after another; a sweep goes on past a failed job and ends with its comparison."""
+    """Run the jobs one after another; a sweep ends with its comparison, whatever became of its jobs."""
     statuses: list[int] = []
-    folders: list[Path] = []
+    errors: list[Exception] = []
 
     def job(cfg: DictConfig) -> None:
-        settings = HydraConfig.get()
-        run_dir = Path(settings.runtime.output_dir)
-        config = to_run_config(cfg)
-        overrides = [str(override) for override in settings.overrides.task]
-        if settings.mode != RunMode.MULTIRUN:
-            statuses.append(_status(_run_job(config, run_dir, overrides)))
+        if errors:  # a bug or a full disk: the jobs left would meet it too
             return
-        folders.append(Path(settings.sweep.dir))
-        log.info("job %s of %d: %s", settings.job.num, len(planned.jobs), " ".join(overrides))
-        statuses.append(_sweep_job(config, run_dir, folders[0], overrides))
+        try:
+            statuses.append(_job(cfg, planned))
+        except Exception as error:  # raised again below: Hydra would put a line of its own in front
+            errors.append(error)
 
     try:
         _hydra_main(job)
     finally:
-        if folders and any(folders[0].glob("*/summary.json")):
-            _compare(folders[0])
+        if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
+            _compare(planned.folder)
+    for error in errors:
+        raise error
     return next((status for status in statuses if status), 0)
 
 
-def _sweep_job(config: RunConfig, run_dir: Path, sweep_dir: Path, overrides: list[str]) -> int:
+def _job(cfg: DictConfig, planned: Plan) -> int:
+    settings = HydraConfig.get()
+    run_dir = Path(settings.runtime.output_dir)
+    overrides = [str(override) for override in settings.overrides.task]
+    config = to_run_config(cfg)
+    if not planned.is_sweep:
+        return _status(_run_job(config, run_dir, overrides))
+    planned.folder = Path(settings.sweep.dir)  # Hydra's clock may be a second later
+    log.info("job %s of %d: %s", settings.job.num, len(planned.jobs), " ".join(overrides))
+    try:
+        return _status(_run_or_take_over(config, run_dir, planned.folder, overrides))
+    except UserError as error:  # this job cannot run; the others may
+        return _complain(error, error.exit_code)
+
+
+def _run_or_take_over(
+    config: RunConfig, run_dir: Path, sweep_dir: Path, overrides: list[str]
+) -> dict[str, Any]:
     if config.tracker.group is None:
         config.tracker.group = sweep.group_name(sweep_dir)
     finished = sweep.find_finished(sweep_dir, config)
     if finished is not None:
-        return _status(sweep.take_over(finished, run_dir, overrides))
-    try:
-        return _status(_run_job(config, run_dir, overrides))
-    except UserError as error:
-        return _complain(error, error.exit_code)
+        return sweep.take_over(finished, run_dir, overrides)
+    return _run_job(config, run_dir, overrides)
 
 
 def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
@@ -128,7 +140,6 @@ def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str
 
     for warning in config.warnings:
         log.warning(warning)
-    run_dir.mkdir(parents=True, exist_ok=True)
     return run_in_lab(config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config))
 
 

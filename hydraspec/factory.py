@@ -10,6 +10,7 @@ from hydraspec.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from hydraspec.engine.base import Engine
+    from hydraspec.speculators.base import BaseSpeculator
 
 ENGINES = {
     "native": "hydraspec.engine.native.engine:NativeEngine",
@@ -30,9 +31,10 @@ def build_engine(config: RunConfig) -> Engine:
     return engine
 
 
-def speculator_class(name: str) -> type[Any]:
-    """The speculator class that `method.name` names."""
-    return _load("method.name", name, SPECULATORS)
+def build_speculator(config: RunConfig) -> BaseSpeculator:
+    """The speculator that `method.name` names, not loaded yet."""
+    speculator: BaseSpeculator = _load("method.name", config.method.name, SPECULATORS)(config)
+    return speculator
 
 
 def _load(key: str, name: str, table: dict[str, str]) -> type[Any]:

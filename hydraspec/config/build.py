@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.config.checks import check
+from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
@@ -45,6 +45,7 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
             f"{key}: {reason}\n  to do: give {key} a value of its own"
         ) from error
     config: RunConfig = _build(RunConfig, values, "")
+    check_names(config)
     derive(config)
     check(config)
     return config

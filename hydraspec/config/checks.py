@@ -26,7 +26,6 @@ ALIASES = {"gemma4"}  # choices that are recorded under another name
 
 def check(config: RunConfig) -> None:
     """Raise ConfigurationError for the first thing that cannot work; note what is only pointless in `warnings`."""
-    _check_names(config)
     _within("seed", config.seed, 0, MAX_SEED)
     _at_least("target.max_model_len", config.target.max_model_len, 2)
     _check_method(config.method)
@@ -38,7 +37,8 @@ def check(config: RunConfig) -> None:
     config.warnings.extend(_without_effect(config))
 
 
-def _check_names(config: RunConfig) -> None:
+def check_names(config: RunConfig) -> None:
+    """Raise ConfigurationError for a `name` that nothing answers to. Comes first: defaults depend on names."""
     for group, name in (
         ("method", config.method.name),
         ("engine", config.engine.name),
@@ -189,12 +189,14 @@ def _check_workload(workload: WorkloadConfig) -> None:
     _at_least("workload.prompt_tokens", workload.prompt_tokens, 1)
     _at_least("workload.output_tokens", workload.output_tokens, 1)
     if workload.name == "random":
-        for key, remedy in (("path", "choose workload=jsonl"), ("limit", "set workload.num_requests")):
-            value = getattr(workload, key)
-            if value is not None:
-                raise refusal(
-                    f"workload.{key}", value, "has no meaning with workload=random", allowed="null", remedy=remedy
-                )
+        if workload.path is not None:
+            raise refusal(
+                "workload.path",
+                workload.path,
+                "has no meaning with workload=random",
+                allowed="null",
+                remedy="choose workload=jsonl",
+            )
         return
     if not workload.path:
         raise refusal(

@@ -1,0 +1,114 @@
+"""Every choice of every group composes, is checked, and reads as a short document."""
+
+from importlib.resources import files
+from itertools import product
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from hydraspec import factory
+from hydraspec.compose import plan
+from hydraspec.config import to_dict, to_run_config
+from hydraspec.config.build import schema_keys
+from hydraspec.config.checks import ALIASES
+from hydraspec.config.choices import choices_of
+from hydraspec.config.schema import RunConfig
+
+GROUPS = (
+    "target",
+    "method",
+    "engine",
+    "parallelism",
+    "cudagraph",
+    "sampling",
+    "workload",
+    "tracker",
+    "experiment",
+)
+NEEDED = {  # what a choice asks its user for
+    "target=custom": ["target.checkpoint=/models/some", "method.checkpoint=/models/drafter"],
+    "workload=jsonl": ["workload.path=prompts.jsonl"],
+}
+YAML_FILES = sorted(
+    path.relative_to(str(files("hydraspec.conf"))).as_posix()
+    for path in files("hydraspec.conf").joinpath(".").rglob("*.yaml")
+)
+
+
+def composed(*overrides: str) -> RunConfig:
+    needed = [extra for override in overrides for extra in NEEDED.get(override, [])]
+    return plan([*overrides, *needed]).jobs[0]
+
+
+@pytest.mark.parametrize(
+    "override", [f"{group}={choice}" for group in GROUPS for choice in choices_of(group)]
+)
+def test_choice_composes_and_passes_the_checks(override):
+    composed(override)
+
+
+@pytest.mark.parametrize(
+    ("method", "target"), list(product(choices_of("method"), choices_of("target")))
+)
+def test_every_method_meets_every_target(method, target):
+    config = composed(f"method={method}", f"target={target}")
+    assert config.method.name == {"gemma4": "gemma4_mtp"}.get(method, method)
+    assert (config.method.checkpoint is None) == (method == "none")
+
+
+def test_group_list_is_complete():
+    folders = {path.split("/")[0] for path in YAML_FILES if "/" in path}
+    assert folders == {*GROUPS, "hydra"}
+
+
+def test_the_defaults_of_the_contract():
+    config = composed()
+    assert (config.target.name, config.method.name) == ("tiny_gemma4", "gemma4_mtp")
+    assert (config.engine.name, config.parallelism.name) == ("native", "single")
+    assert (config.cudagraph.name, config.sampling.name) == ("full_and_piecewise", "greedy")
+    assert (config.workload.name, config.workload.concurrency) == ("tiny", 4)
+    assert (config.tracker.name, config.tracker.mode.value) == ("wandb", "offline")
+    assert (config.method.num_speculative_tokens, config.baseline, config.seed) == (3, True, 0)
+    assert config.method.checkpoint == "zoo:tiny_gemma4-assistant"
+
+
+@pytest.mark.parametrize("path", YAML_FILES)
+def test_yaml_is_a_short_document(path):
+    lines = files("hydraspec.conf").joinpath(path).read_text(encoding="utf-8").splitlines()
+    title = lines[1] if lines[0].startswith("# @package") else lines[0]
+    assert title.startswith("# ")
+    assert len(title) > 12
+    assert len(lines) <= 25
+    if path.startswith("experiment/"):
+        assert title.startswith("# python -m hydraspec ")
+    assert "_target_" not in "\n".join(lines)
+
+
+def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
+    """A key that only the dataclass knows could not be set without `+`."""
+    random_only = {f"workload.{key}" for key in ("num_requests", "prompt_tokens", "output_tokens")}
+    with initialize_config_module("hydraspec.conf", version_base="1.3"):
+        for workload, absent in (("tiny", random_only), ("random", {"workload.path"})):
+            cfg = compose("config", [f"workload={workload}"])
+            for key in set(schema_keys()) - absent:
+                assert OmegaConf.select(cfg, key, default="absent") != "absent", key
+
+
+def test_names_in_yaml_have_a_class():
+    assert set(choices_of("method")) - ALIASES == set(factory.SPECULATORS)
+    assert set(choices_of("engine")) == set(factory.ENGINES)
+
+
+def test_recorded_configuration_composes_to_itself():
+    """config.yaml of a run, read again, is the same run."""
+    for overrides in ([], ["method=none"], ["workload=random", "sampling=stochastic"]):
+        config = composed(*overrides)
+        again = to_run_config(OmegaConf.create(OmegaConf.to_yaml(to_dict(config))))
+        assert again == config
+
+
+def test_experiment_is_a_sweep_over_k():
+    planned = plan(["experiment=k_sweep"])
+    assert planned.is_sweep
+    assert [job.method.num_speculative_tokens for job in planned.jobs] == [1, 2, 3, 4, 6]

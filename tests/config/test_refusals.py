@@ -1,0 +1,130 @@
+"""Every mistake gets one message: the key, the value given, what is allowed, what to do."""
+
+import pytest
+
+from hydraspec.compose import plan
+from hydraspec.errors import ConfigurationError
+
+SYNTHETIC = "method.verification=synthetic"
+LENGTH = "method.synthetic_acceptance_length"
+
+# what is typed → what the message has to say
+REFUSED = {
+    # misspelt
+    "method=gema4_mtp": ["method=gema4_mtp", "gemma4, gemma4_mtp, none", "method=gemma4_mtp?"],
+    "target=tiny_gema4": ["target=tiny_gema4", "tiny_gemma4_moe", "target=tiny_gemma4?"],
+    "workload=gsm8k": ["workload=gsm8k", "jsonl, random, tiny"],
+    "experiment=ksweep": ["did you mean experiment=k_sweep?"],
+    "method=Gemma4_MTP": ["did you mean method=gemma4_mtp?"],
+    "method.num_speculative_token=2": ["did you mean method.num_speculative_tokens=2?"],
+    "metod=none": ["metod=none", "did you mean method=none?"],
+    "engine.kv_cache.block=8": ["engine.kv_cache.block=8", "block_size, memory_gib"],
+    "temperature=1": ["temperature=1 is no key", "top-level keys are baseline"],
+    "seed.x=1": ["seed.x=1", "is a value itself"],
+    "hydra.run.dirr=x": ["hydra.run.dirr", "did you mean hydra.run.dir?"],
+    # added with +, also nested, also derived
+    "+method.k=1": ["method.k=1 is no key", "num_speculative_tokens"],
+    "+engine.kv_cache.pages=1": ["engine.kv_cache.pages=1 is no key", "memory_gib"],
+    "+note=hello": ["note=hello is no key"],
+    "+warnings=[x]": ["warnings=[x] is no key"],
+    "++method._target_=os.system": ["_target_", "classes are chosen by name"],
+    "method={name:none,k:1}": ["method.k:", "num_speculative_tokens"],
+    "+target.drafters.eagle=/x": ["target.drafters.eagle=/x", "gemma4_mtp"],
+    # removed or empty
+    "~method": ["method has no value", "gemma4, gemma4_mtp, none"],
+    "~seed_": ["seed_"],
+    "tracker=null": ["tracker=null", "none, wandb"],
+    "method.name=null": ["method.name=null is empty", "allowed: text"],
+    "target=custom": ["target.checkpoint has no value", "a hub id"],
+    "workload=jsonl": ["workload.path has no value", "JSON lines"],
+    "target.checkpoint=''": ["target.checkpoint=''", "is empty"],
+    # wrong types
+    "method.num_speculative_tokens=three": ["=three is text", "a whole number"],
+    "method.num_speculative_tokens=2.5": ["=2.5 is a number", "a whole number"],
+    "method.num_speculative_tokens=true": ["=true is true or false", "a whole number"],
+    "baseline=1": ["baseline=1", "true or false"],
+    "sampling.stop=end": ["sampling.stop=end is text", "a list", "sampling.stop=[…]"],
+    "sampling.stop_token_ids=[1,x]": ["sampling.stop_token_ids[1]=x"],
+    "tracker.group=7": ["tracker.group=7", "quote it"],
+    "target.dtype=float31": ["did you mean target.dtype=float32?"],
+    "engine.device=gpu": ["engine.device=gpu", "auto, cpu, cuda"],
+    # out of range
+    "method.num_speculative_tokens=0": ["1 to 32", "method=none"],
+    "method.num_speculative_tokens=100": ["=100 is out of range", "1 to 32"],
+    "seed=-1": ["seed=-1", "0 to"],
+    "sampling.temperature=-0.1": ["sampling.temperature=-0.1", "0 (greedy) or above"],
+    "sampling.temperature=nan": ["sampling.temperature=nan"],
+    "sampling.top_p=0": ["sampling.top_p=0", "sampling=greedy"],
+    "sampling.top_p=1.1": ["sampling.top_p=1.1"],
+    "sampling.min_p=1": ["sampling.min_p=1"],
+    "sampling.top_k=-1": ["sampling.top_k=-1", "0 (off)"],
+    "sampling.max_tokens=0": ["sampling.max_tokens=0"],
+    "sampling.stop=['']": ["sampling.stop", "empty string"],
+    "sampling.stop_token_ids=[-1]": ["negative"],
+    "engine.kv_cache.block_size=12": ["block_size=12 is no power of two"],
+    "engine.kv_cache.block_size=0": ["block_size=0"],
+    "engine.kv_cache.memory_gib=0": ["memory_gib=0"],
+    "engine.max_num_seqs=0": ["engine.max_num_seqs=0"],
+    "engine.max_num_batched_tokens=63": ["64 or more", "lower engine.max_num_seqs"],
+    "engine.num_threads=0": ["engine.num_threads=0"],
+    "target.max_model_len=1": ["target.max_model_len=1"],
+    "workload.limit=0": ["workload.limit=0", "null for all"],
+    "workload.concurrency=0": ["workload.concurrency=0"],
+    "cudagraph.capture_sizes=[4,2]": ["cudagraph.capture_sizes=[4, 2]", "rising"],
+    # combinations
+    "parallelism.tensor=2": ["parallelism.tensor=2", "one device"],
+    SYNTHETIC: [f"{LENGTH}=null", "1 to 4", "method.verification=standard"],
+    f"{LENGTH}=2.0": [f"{LENGTH}=2", "verification=standard", SYNTHETIC],
+    f"{SYNTHETIC} {LENGTH}=4.5": [f"{LENGTH}=4.5", "1 to 4"],
+    f"method.verification=block {LENGTH}=2.0": ["verification=block"],
+    "workload.num_requests=3": ["workload.num_requests", "concurrency, limit, name, path"],
+    "+workload.num_requests=3": ["workload.num_requests=3", "workload=random"],
+    "workload=random +workload.path=x": ["workload.path=x", "workload=jsonl"],
+    "tracker=none tracker.project=x": ["tracker.project"],
+    "target=custom target.checkpoint=/m": ["method.checkpoint=null", "names none", "method=none"],
+    "method.name=eagle": ["method.name=eagle"],
+    "cudagraph.name=full": ["cudagraph.name=full", "full_and_piecewise, none"],
+    # what Hydra's grammar does not take
+    "method": ["method: cannot be read", "write key=value"],
+    "target.checkpoint=/a=b": ["target.checkpoint='/a=b'"],
+    "method=none,gemma4_mtp": ["several values for one run", "add -m"],
+    "target.checkpoint=${nowhere}": ["target.checkpoint", "nowhere"],
+    "+target=tiny_gemma4": ["target"],
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_refused_with_key_value_range_and_remedy(typed):
+    with pytest.raises(ConfigurationError) as refused:
+        plan(typed.split(" "))
+    message = str(refused.value)
+    for part in REFUSED[typed]:
+        assert part in message
+    assert refused.value.exit_code == 2
+    assert len(message.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    "typed", ["method.num_speculative_tokens=1,100", "method=none,gemma5", "seed=1,x", "nokey=1,2"]
+)
+def test_a_sweep_is_refused_for_its_worst_job(typed):
+    with pytest.raises(ConfigurationError, match=typed.split("=")[0]):
+        plan([typed], multirun=True)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "method.num_speculative_tokens=32",
+        f"{SYNTHETIC} {LENGTH}=4",
+        "engine.kv_cache.block_size=1",
+        "sampling.top_p=1 sampling.min_p=0",
+        "workload.limit=null workload.concurrency=null",
+        "method.verification=block method.draft_sampling=probabilistic sampling=stochastic",
+        "target.checkpoint='/a=b'",
+        "+target.max_model_len=64",
+        "engine.max_num_batched_tokens=64",
+    ],
+)
+def test_edges_that_are_allowed(typed):
+    plan(typed.split(" "))

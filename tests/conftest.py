@@ -1,0 +1,17 @@
+"""What every test shares: one thread, no network, no drawn seeds."""
+
+import os
+
+# Before torch is imported anywhere. One thread each, because xdist gives every core a worker of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run and machine; how long one takes says nothing on a shared one.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
