@@ -110,7 +110,7 @@ class StandardVerifier(Verifier):
 
     def accept(self, trial: Trial) -> Acceptance:
         target, draft = trial.of_drafts()
-        accepted = (trial.acceptance_draws() * draft < target) & trial.offered
+        accepted = (trial.acceptance_draws() * draft < target) & (draft > 0) & trial.offered
         num_accepted = accepted.cummin(1).values.sum(1) if accepted.shape[1] else accepted.sum(1)
         return Acceptance(num_accepted=num_accepted, is_recovery=num_accepted < trial.num_offered)
 
@@ -132,7 +132,7 @@ class BlockVerifier(Verifier):
             running.append((running[-1] * column).clamp_(max=1.0))
         joint = torch.stack(running, 1)
         num_offered = trial.num_offered
-        passed = trial.acceptance_draws() <= _pass_probability(trial, joint, num_offered)
+        passed = trial.acceptance_draws() < _pass_probability(trial, joint, num_offered)
         passed &= trial.offered
         length = torch.arange(1, joint.shape[1], device=joint.device)
         num_accepted = (passed * length).amax(1) if length.numel() else num_offered
