@@ -1,0 +1,49 @@
+"""What the wheel ships, and what the Makefile offers."""
+
+import subprocess
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import hydraspec
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+TARGETS = "help run setup test test-slow lint type check wheel bench clean".split()
+
+
+def packages_below(folder: str, name: str) -> set[str]:
+    root = ROOT / folder
+    inner = (path.parent.relative_to(root).parts for path in root.rglob("__init__.py"))
+    return {".".join((name, *parts)) for parts in inner}
+
+
+def test_package_list_is_what_the_folders_hold():
+    held = packages_below("hydraspec", "hydraspec")
+    held |= packages_below("kernels/hydraspec_kernels", "hydraspec_kernels")
+    assert set(SETUPTOOLS["packages"]) == held | {"hydraspec.conf"}
+
+
+def test_every_yaml_and_zoo_file_ships():
+    for package, folder in (("hydraspec.conf", "conf"), ("hydraspec.zoo", "hydraspec/zoo")):
+        root = ROOT / folder
+        shipped = {p for glob in SETUPTOOLS["package-data"][package] for p in root.glob(glob)}
+        wanted = {p for p in root.rglob("*") if p.suffix in {".yaml", ".json", ".safetensors"}}
+        wanted |= {p for p in root.rglob("*") if p.suffix in {".jinja", ".jsonl"}}
+        assert wanted <= shipped
+
+
+def test_version_is_written_once_more_only():
+    assert hydraspec.__version__ == PROJECT["project"]["version"]
+
+
+def test_conf_is_found_as_a_package():
+    assert files("hydraspec.conf").joinpath("config.yaml").is_file()
+
+
+def test_make_help_lists_every_target():
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [line.split()[0] for line in done.stdout.splitlines()]
+    assert listed == TARGETS
+    assert all(len(line.split()) > 2 for line in done.stdout.splitlines())

@@ -1,0 +1,264 @@
+"""The house rules that a machine can hold: who may import whom, who owns which package, sizes, and never asking the device."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("hydraspec", "kernels")
+    for path in (ROOT / folder).rglob("*.py")
+)
+TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
+
+# Room → rooms it may import; itself and errors always. Arrows point down the table of the design.
+MAY_IMPORT = {
+    "kernels": set(),
+    "errors": set(),
+    "types": set(),
+    "config": {"types"},
+    "sampling": {"kernels", "types"},
+    "distributed": {"kernels", "types"},
+    "graphs": {"kernels", "types"},
+    "models": {"kernels", "types", "distributed"},
+    "speculators": {"kernels", "types", "config", "sampling", "models", "distributed", "graphs"},
+    "engine": {
+        *("kernels", "types", "config", "sampling", "models", "distributed", "graphs"),
+        *("speculators", "factory"),  # the factory knows speculators by string only
+    },
+    "metrics": {"types"},
+    "lab": {"root", "types", "config", "metrics", "engine.base", "factory"},
+    "factory": {"config", "types"},
+    "zoo": {"types", "config", "models"},
+    "cli": {"config", "lab"},
+    "root": {"cli"},  # hydraspec/__init__.py and __main__.py
+}
+ROOMS_OF_FILES = {
+    "hydraspec/__init__.py": "root",
+    "hydraspec/__main__.py": "root",
+    "hydraspec/compose.py": "cli",
+    "hydraspec/sweep.py": "cli",
+}
+
+# Package → files that may import it. What is not listed here belongs to nobody yet.
+EVERYWHERE_BUT_THE_COMMAND_LINE = [
+    "kernels/*",
+    "hydraspec/types.py",
+    *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
+    *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "metrics")),
+    "hydraspec/graphs.py",
+]
+OWNERS = {
+    "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,
+    "torch.distributed": ["hydraspec/distributed/*"],
+    "numpy": EVERYWHERE_BUT_THE_COMMAND_LINE,
+    "triton": ["kernels/*/kernel.py"],
+    "omegaconf": ["hydraspec/config/*", "hydraspec/cli.py", "hydraspec/compose.py", "hydraspec/sweep.py"],
+    "hydra": ["hydraspec/cli.py", "hydraspec/compose.py"],
+    "safetensors": ["hydraspec/models/*", "hydraspec/zoo/*"],
+    "huggingface_hub": ["hydraspec/models/hub.py"],
+    "transformers": [
+        "hydraspec/models/tokenizer.py",
+        "hydraspec/engine/transformers*",
+        "hydraspec/zoo/*",
+    ],
+    "tokenizers": ["hydraspec/zoo/*"],
+    "speculators": ["hydraspec/zoo/*"],
+    "vllm": ["hydraspec/engine/vllm*"],
+    "wandb": ["hydraspec/metrics/tracker.py"],
+    "rich": ["hydraspec/metrics/*", "hydraspec/lab/*", "hydraspec/zoo/*"],
+    "yaml": ["hydraspec/lab/*"],
+    "datasets": ["hydraspec/lab/*"],
+    "matplotlib": ["hydraspec/lab/*"],
+}
+LAZY = {"wandb", "datasets", "matplotlib", "vllm"}  # imported inside functions only
+
+# Files of the step, and in them the functions that run outside it: while loading, or after the results came over.
+STEP_FILES = [
+    "kernels/hydraspec_kernels/*/__init__.py",
+    "kernels/hydraspec_kernels/*/cpu.py",
+    "kernels/hydraspec_kernels/*/kernel.py",
+    "hydraspec/sampling/*.py",
+    "hydraspec/speculators/*.py",
+    "hydraspec/models/*.py",
+    "hydraspec/engine/native/inputs.py",
+    "hydraspec/engine/native/runner.py",
+    "hydraspec/engine/native/state.py",
+    "hydraspec/graphs.py",
+]
+OUTSIDE_THE_STEP: dict[str, set[str]] = {
+    "hydraspec/models/gemma4.py": {"rounded"},
+    "hydraspec/models/gemma4_layer.py": {"finish"},
+}
+ASKS_THE_DEVICE = {"cpu", "item", "tolist", "numpy", "synchronize", "nonzero", "masked_select"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_FUNCTION_LINES = 120  # kernel.py
+MAX_LEAF_LINES = 130  # a speculator is a list of differences
+SPECULATOR_BASES = {"base.py", "draft_model.py", "autoregressive.py", "parallel.py"}
+
+
+def parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def room_of(path: str) -> str:
+    if path in ROOMS_OF_FILES:
+        return ROOMS_OF_FILES[path]
+    if path.startswith("kernels/"):
+        return "kernels"
+    return path.split("/")[1].removesuffix(".py")
+
+
+def room_of_module(module: str) -> str:
+    if module.split(".")[0] == "hydraspec_kernels":
+        return "kernels"
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "root"
+    return room_of("/".join(parts[:2]) + ("" if (ROOT / "/".join(parts[:2])).is_dir() else ".py"))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
+    """Absolute module names, and whether a function imports them. `from a import b` counts as a.b if that is a module."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                at = ROOT / inner.replace(".", "/")
+                is_module = at.is_dir() or at.with_suffix(".py").is_file()
+                yield (inner if is_module else str(node.module), lazy)
+        else:
+            inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from imports(node, lazy=inside)
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    tree.body = [node for node in tree.body if not is_type_checking(node)]
+    return tree
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def is_owned(path: str, owners: list[str]) -> bool:
+    return any(fnmatch(path, owner) for owner in owners)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_arrows_point_down(path):
+    room = room_of(path)
+    assert room in MAY_IMPORT, f"{path}: give the room {room} its place in MAY_IMPORT"
+    tree = parsed(path)
+    if room == "factory":  # it names classes by string; only its annotations know them
+        tree = without_type_checking(tree)
+    for module, _ in imports(tree):
+        if module.split(".")[0] not in ("hydraspec", "hydraspec_kernels"):
+            continue
+        other = room_of_module(module)
+        allowed = MAY_IMPORT[room]
+        below = {entry for entry in allowed if module.startswith(f"hydraspec.{entry}")}
+        assert other in {room, "errors"} | allowed or below, f"{path} ({room}) imports {module}"
+
+
+def test_nobody_imports_the_zoo_or_the_command_line():
+    for path in SOURCES:
+        rooms = {room_of_module(m) for m, _ in imports(parsed(path)) if m.startswith("hydraspec")}
+        assert "zoo" not in rooms or room_of(path) == "zoo", path
+        assert "cli" not in rooms or room_of(path) in ("cli", "root"), path
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_packages_are_imported_by_their_owners(path):
+    for module, lazy in imports(parsed(path)):
+        top = module.split(".")[0]
+        if top in sys.stdlib_module_names or top in ("hydraspec", "hydraspec_kernels"):
+            continue
+        assert top in OWNERS, f"{path}: {top} has no owner in OWNERS"
+        for name in {top, ".".join(module.split(".")[:2])} & set(OWNERS):
+            assert is_owned(path, OWNERS[name]), f"{path} imports {name}"
+        assert lazy or top not in LAZY, f"{path}: import {top} inside the function that needs it"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if any(fnmatch(path, step) for step in STEP_FILES)]
+)
+def test_the_device_is_never_asked(path):
+    outside = OUTSIDE_THE_STEP.get(path, set())
+    tree = parsed(path)
+    skipped = {
+        id(inner)
+        for function in functions(tree)
+        if function.name in outside
+        for inner in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or id(node) in skipped:
+            continue
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        to_cpu = called == "to" and any(
+            isinstance(a, ast.Constant) and a.value == "cpu" for a in node.args
+        )
+        assert called not in ASKS_THE_DEVICE, f"{path}:{node.lineno} calls .{called}() in the step"
+        assert not to_cpu, f"{path}:{node.lineno} copies to the host in the step"
+
+
+def test_functions_outside_the_step_exist():
+    """A stale exception would let the next one through."""
+    for path, names in OUTSIDE_THE_STEP.items():
+        assert names <= {function.name for function in functions(parsed(path))}, path
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS])
+def test_files_and_functions_stay_small(path):
+    assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) < MAX_FILE_LINES, path
+    if path in TESTS:
+        return
+    limit = MAX_KERNEL_FUNCTION_LINES if path.endswith("/kernel.py") else MAX_FUNCTION_LINES
+    for function in functions(parsed(path)):
+        length = (function.end_lineno or function.lineno) - function.lineno + 1
+        assert length < limit, f"{path}: {function.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_folders_stay_flat_and_modules_say_what_they_are(path):
+    package = path.removeprefix("kernels/")
+    assert package.count("/") <= 3, f"{path} is more than two folders deep"
+    tree = parsed(path)
+    assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
+
+
+def test_speculators_are_lists_of_differences():
+    for path in (ROOT / "hydraspec" / "speculators").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.name in SPECULATOR_BASES:
+            called = {n.func.id for n in ast.walk(ast.parse(text)) if _calls_name(n)}
+            assert "isinstance" not in called, f"{path.name} asks which leaf it is"
+        else:
+            assert len(text.splitlines()) < MAX_LEAF_LINES, path.name
+
+
+def _calls_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def test_kernels_folder_is_no_package():
+    """`import kernels` from the checkout would shadow the package of that name."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
