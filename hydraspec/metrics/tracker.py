@@ -7,6 +7,7 @@ tracker's thread.
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 import time
@@ -21,7 +22,7 @@ from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.types import StepRecord
 
 SECONDS_BETWEEN_POINTS = 0.25
-INIT_TIMEOUT_SECONDS = 30.0
+INIT_TIMEOUT_SECONDS = 15.0
 FINISH_TIMEOUT_SECONDS = 30.0
 
 
@@ -62,9 +63,10 @@ class WandbSink(Sink):
         threading.Thread(target=self._work, name="wandb", daemon=True).start()
 
     def wait_until_ready(self) -> None:
-        """Wait for wandb to start, at most init_timeout_seconds."""
-        if not self._ready.wait(self._options.init_timeout_seconds):
-            self._give_up(f"wandb did not start within {self._options.init_timeout_seconds:.0f} s")
+        """Wait for wandb to start, or to give up: at most twice init_timeout_seconds."""
+        limit = 2 * self._options.init_timeout_seconds  # online, then offline
+        if not self._ready.wait(limit):
+            self._give_up(f"wandb did not start within {limit:.0f} s")
 
     def add_config(self, **facts: object) -> None:
         """Log facts that are known only once the engine is loaded."""
@@ -121,26 +123,41 @@ class WandbSink(Sink):
         except (
             BaseException
         ) as error:  # wandb may also raise SystemExit or KeyboardInterrupt of its own
-            self._give_up(f"wandb failed: {type(error).__name__}: {first_line(error)}")
+            self._give_up(f"wandb failed: {described(error)}")
         self._ready.set()
         self._idle.set()
 
     def _start(self) -> None:
+        """Start a run; what cannot go online is recorded offline, and says so."""
+        try:
+            self._run = self._init(self._options.mode)
+        except Exception as error:
+            if self._options.mode == "offline":
+                raise
+            self._run = self._init("offline")
+            self._warnings.append(
+                f"wandb could not go online ({described(error)}): recorded offline in "
+                f"{self._run_dir}/wandb; send it with: wandb sync"
+            )
+        for side in Side:
+            self._run.define_metric(f"{side.value}/step", hidden=True)
+            self._run.define_metric(f"{side.value}/*", step_metric=f"{side.value}/step")
+
+    def _init(self, mode: str) -> Any:
         import wandb
 
         options = self._options
-        self._run = wandb.init(
+        if mode == "online":
+            _require_key(wandb)
+        return wandb.init(
             project=options.project,
             entity=options.entity,
             group=options.group,
             name=options.name,
             dir=str(self._run_dir),
             config=self._config,
-            settings=_settings(wandb, options),
+            settings=_settings(wandb, mode, options),
         )
-        for side in Side:
-            self._run.define_metric(f"{side.value}/step", hidden=True)
-            self._run.define_metric(f"{side.value}/*", step_metric=f"{side.value}/step")
 
     def _log_summary(self, summary: Json) -> None:
         import wandb
@@ -168,12 +185,12 @@ class WandbSink(Sink):
             )
 
 
-def _settings(wandb: Any, options: TrackerOptions) -> Any:
+def _settings(wandb: Any, mode: str, options: TrackerOptions) -> Any:
     """Silent, and nothing of the machine or the checkout is collected: no console, code, git,
     host or usage.
     """
     values = {
-        "mode": options.mode,
+        "mode": mode,
         "silent": True,
         "console": "off",
         "disable_git": True,
@@ -186,7 +203,6 @@ def _settings(wandb: Any, options: TrackerOptions) -> Any:
         "x_save_requirements": False,
         "reinit": "create_new",
         "init_timeout": options.init_timeout_seconds,
-        "login_timeout": 1,  # nobody is asked for a key in the middle of a run
         "finish_timeout": options.finish_timeout_seconds,
         "finish_timeout_raises": True,
     }
@@ -194,9 +210,17 @@ def _settings(wandb: Any, options: TrackerOptions) -> Any:
     return wandb.Settings(**{key: value for key, value in values.items() if key in known})
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0]
+def _require_key(wandb: Any) -> None:
+    """Nobody is asked for a key in the middle of a run: without one, wandb.init would prompt."""
+    can_ask_silently = "prompt" in inspect.signature(wandb.login).parameters
+    if can_ask_silently and not wandb.login(prompt=False):
+        raise RuntimeError("no API key is configured; log in first with: wandb login")
+
+
+def described(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def flattened(summary: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
