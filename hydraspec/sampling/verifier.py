@@ -24,6 +24,7 @@ class Trial:
     draft_probs: Tensor | None  # [B, K, V] what draft j was sampled from; None: chosen outright
     drafts: Tensor  # [B, K] int64, 0 where there is no draft
     offered: Tensor  # [B, K] bool, false from the first missing draft on
+    greedy: Tensor  # [B] bool: temperature 0
     seed: Tensor  # [B] int64
     first_position: Tensor  # [B] int64, position that row 0 predicts
 
@@ -33,12 +34,17 @@ class Trial:
         return self.offered.sum(1)
 
     def of_drafts(self) -> tuple[Tensor, Tensor]:
-        """Target and draft probability [B, K] of each draft; 1 for drafts chosen outright."""
+        """Target and draft probability [B, K] of each draft; 1 if it was chosen outright.
+
+        Greedy requests always choose outright: a batch of them alone leaves `draft_probs` stale.
+        Their target being one-hot, the residual is right whatever stands there.
+        """
         at = self.drafts.unsqueeze(-1)
         target = self.target_probs[:, :-1].gather(-1, at).squeeze(-1)
         if self.draft_probs is None:
             return target, torch.ones_like(target)
-        return target, self.draft_probs.gather(-1, at).squeeze(-1)
+        draft = self.draft_probs.gather(-1, at).squeeze(-1)
+        return target, draft.masked_fill_(self.greedy.unsqueeze(1), 1.0)
 
     def acceptance_draws(self) -> Tensor:
         """[B, K] float64 uniforms, one per draft."""
@@ -71,6 +77,8 @@ class Verifier(ABC):
         `flags` are host facts that save work. The first token of a request, and every token without
         a drafter, is the case of no drafts.
         """
+        if logits.shape[0] == 0:
+            return _nothing_sampled(batch)
         if batch.all_greedy and self.greedy_is_prefix_match:
             return verify_greedy(logits, batch)
         trial = _prepare(logits, batch, state, flags)
@@ -189,6 +197,13 @@ class SyntheticVerifier(Verifier):
         )
 
 
+def _nothing_sampled(batch: Batch) -> Verdict:
+    """The verdict of a step of prefill chunks only, which has no logits."""
+    none = torch.zeros_like(batch.num_drafts)
+    tokens = torch.full_like(batch.verify_rows, -1)
+    return Verdict(tokens=tokens, num_sampled=none, num_rejected=none.clone())
+
+
 def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags) -> Trial:
     """Gather each request's rows and turn them into distributions."""
     slots, (num_requests, num_rows) = batch.slots, batch.verify_rows.shape
@@ -204,6 +219,7 @@ def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingF
         draft_probs=_draft_distribution(batch, state, logits.shape[-1]),
         drafts=batch.draft_tokens.clamp(min=0),
         offered=real.cummin(1).values if real.shape[1] else real,
+        greedy=state.temperature.index_select(0, slots) <= 0,
         seed=state.seed.index_select(0, slots),
         first_position=batch.seq_lens - batch.num_drafts,
     )

@@ -132,6 +132,38 @@ def test_padding_requests_of_a_graph_count_nothing(
     assert verdict.num_rejected.tolist() == [0]
 
 
+@pytest.mark.parametrize("all_greedy", [True, False])
+@pytest.mark.parametrize("verification", METHODS)
+def test_a_step_without_logits(verification: str, all_greedy: bool, make_step: Any) -> None:
+    """Prefill chunks only: N = 0, and verify_rows name rows that do not exist."""
+    step = make_step(
+        sure([[1, 2]] * 3),
+        torch.full((3, 1), -1),
+        num_drafts=torch.zeros(3, dtype=torch.long),
+        samples=torch.zeros(3, dtype=torch.bool),
+        all_greedy=all_greedy,
+    )
+    step.logits = step.logits[:0]
+    verdict = step.verdict(build(verification))
+    assert verdict.tokens.tolist() == [[-1, -1]] * 3
+    assert verdict.num_sampled.tolist() == verdict.num_rejected.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("stale", ["zeros", "sure_of_target", "noise"])
+@pytest.mark.parametrize("verification", LOSSLESS)
+def test_greedy_requests_ignore_stale_draft_probs(
+    verification: str, stale: str, make_step: Any
+) -> None:
+    """An all-greedy batch writes no draft_probs; joined by a sampling request they are stale."""
+    probs = {
+        "zeros": torch.zeros(6, 3, VOCAB),
+        "sure_of_target": one_hot(torch.tensor([[1, 2, 3]] * 6)),
+        "noise": randn(6, 3, VOCAB).softmax(-1),
+    }[stale]
+    step = make_step(sure(TARGET), DRAFTED, draft_probs=probs, temperature=0.0)
+    assert step.verdict(build(verification)).tokens.tolist() == EXPECTED
+
+
 @pytest.mark.parametrize("verification", LOSSLESS)
 def test_a_perfect_draft_is_always_accepted(verification: str, make_step: Any) -> None:
     """p = q, bit for bit: ratio 1, empty residual, 0 / 0 in block verification."""
