@@ -15,7 +15,8 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
         The summary, as summary.json holds it.
 
     Raises:
-        UserError: ConfigurationError, CheckpointError or WorkloadError, with the message the command line prints.
+        UserError: ConfigurationError, CheckpointError or WorkloadError, with the message the
+        command line prints.
         KeyboardInterrupt: after the finished requests were saved.
     """
     from hydraspec.cli import run as run_from_overrides

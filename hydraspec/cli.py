@@ -1,6 +1,7 @@
-"""The command line: flags, exit statuses and messages. The only hydra.main; what a run does is the lab's business.
+"""The command line: flags, exit statuses and messages. Has the only hydra.main.
 
-Exit status: 0 done, 1 nothing usable came out, 2 wrong configuration, 3 unusable checkpoint or workload, 130 interrupted.
+Exit status: 0 done; 2 wrong configuration; 3 unusable checkpoint or workload; 130 interrupted;
+1 anything else. What a run does is the lab's business.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,7 +43,8 @@ def main() -> int:
     """Run what sys.argv asks for.
 
     Returns:
-        The exit status. A user's mistake prints one message to stderr; an unexpected exception keeps its traceback.
+        The exit status. A user's mistake prints one message to stderr; an unexpected exception
+        keeps its traceback.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
     try:
@@ -83,7 +84,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _execute(planned: Plan) -> int:
-    """Run the jobs one after another; a sweep ends with its comparison, whatever became of its jobs."""
+    """Run the jobs one after another; a sweep ends with its comparison, whatever failed."""
     statuses: list[int] = []
     errors: list[Exception] = []
 
@@ -133,14 +134,17 @@ def _run_or_take_over(
 
 def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     if (config.engine.num_threads or 1) > 1:
-        # Without it runs on several threads stall at times. It has to be set before torch loads OpenMP, and is left
-        # alone on one thread, where it would only pin every child process to the first core.
+        # Without it runs on several threads stall at times. It has to be set before torch loads
+        # OpenMP; on one thread it would only pin every child process to the first core.
         os.environ.setdefault("OMP_PROC_BIND", "true")
     from hydraspec.lab.run import run as run_in_lab
 
     for warning in config.warnings:
         log.warning(warning)
-    return run_in_lab(config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config))
+    summary: dict[str, Any] = run_in_lab(
+        config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config)
+    )
+    return summary
 
 
 def _compare(sweep_dir: Path) -> None:

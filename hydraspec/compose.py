@@ -1,7 +1,7 @@
-"""Overrides → checked configurations, without running anything. Turns what Hydra refuses into our own messages.
+"""Overrides → checked configurations; what Hydra refuses is said in our own words. Runs nothing.
 
-Belongs to the command line's layer. A whole sweep is composed before its first job runs, so that a wrong
-configuration costs nothing.
+Belongs to the command line's layer. A whole sweep is composed before its first job runs, so that a
+wrong configuration costs nothing.
 """
 
 from __future__ import annotations
@@ -59,21 +59,22 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
         params = hydra.sweeper.params or {}
         swept = _parse([f"{key}={value}" for key, value in params.items()])
         jobs = [
-            to_run_config(compose(CONFIG_NAME, job))
+            to_run_config(compose(CONFIG_NAME, list(job)))
             for job in itertools.product(*(_values_of(override) for override in swept + parsed))
         ]
         return Plan(jobs=jobs, folder=Path(hydra.sweep.dir), is_sweep=True)
 
 
 def _compose_hydra(overrides: Sequence[Override]) -> DictConfig:
-    """Hydra's own settings: folders, mode and sweep parameters. Group and key values do not matter to them."""
+    """Hydra's own settings: folders, mode and sweep parameters. No other key matters to them."""
     own = [
         override.input_line or ""
         for override in overrides
         if override.is_hydra_override()
         or (override.key_or_group == "experiment" and not override.is_sweep_override())
     ]
-    return compose(CONFIG_NAME, own, return_hydra_config=True).hydra
+    hydra: DictConfig = compose(CONFIG_NAME, own, return_hydra_config=True).hydra
+    return hydra
 
 
 def _values_of(override: Override) -> list[str]:

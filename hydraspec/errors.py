@@ -1,4 +1,7 @@
-"""The errors a user can cause, each with its exit status. Imports nothing, so that the command line starts without torch."""
+"""The errors a user can cause, each with its exit status.
+
+Imports nothing, so that the command line starts without torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The folders of a sweep: equal jobs run once, and a sweep started again into its folder resumes. Runs nothing itself.
+"""The folders of a sweep: equal jobs run once, and a sweep started again into its folder resumes.
 
-Belongs to the command line's layer. Two jobs are equal when their configurations are, the tracker aside.
+Belongs to the command line's layer; runs nothing itself. Jobs are equal when their configurations
+are, the tracker aside.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
 
 
 def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Give `run_dir` the results of the equal job in `source`; its summary says where they come from."""
+    """Give `run_dir` the results of the equal job in `source`; its summary says whose they are."""
     if source.resolve() == run_dir.resolve():
         log.info("%s is finished: not run again", run_dir)
         return _summary(run_dir)
@@ -62,7 +63,7 @@ def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str
 
 
 def group_name(sweep_dir: Path) -> str:
-    """What trackers file a sweep under: the last two parts of its folder (date and time by default)."""
+    """What trackers file a sweep under: the end of its path, by default its date and time."""
     return "/".join(sweep_dir.resolve().parts[-2:])
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-# Before torch is imported anywhere. One thread each, because xdist gives every core a worker of its own.
+# Before torch is imported anywhere. One thread each: xdist gives every core its own worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")

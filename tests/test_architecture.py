@@ -1,4 +1,4 @@
-"""The house rules that a machine can hold: who may import whom, who owns which package, sizes, and never asking the device."""
+"""The house rules that a machine can hold: arrows, owners, sizes, and never asking the device."""
 
 import ast
 import sys
@@ -58,7 +58,12 @@ OWNERS = {
     "torch.distributed": ["hydraspec/distributed/*"],
     "numpy": EVERYWHERE_BUT_THE_COMMAND_LINE,
     "triton": ["kernels/*/kernel.py"],
-    "omegaconf": ["hydraspec/config/*", "hydraspec/cli.py", "hydraspec/compose.py", "hydraspec/sweep.py"],
+    "omegaconf": [
+        "hydraspec/config/*",
+        "hydraspec/cli.py",
+        "hydraspec/compose.py",
+        "hydraspec/sweep.py",
+    ],
     "hydra": ["hydraspec/cli.py", "hydraspec/compose.py"],
     "safetensors": ["hydraspec/models/*", "hydraspec/zoo/*"],
     "huggingface_hub": ["hydraspec/models/hub.py"],
@@ -78,7 +83,7 @@ OWNERS = {
 }
 LAZY = {"wandb", "datasets", "matplotlib", "vllm"}  # imported inside functions only
 
-# Files of the step, and in them the functions that run outside it: while loading, or after the results came over.
+# Files of the step, and in them the functions that run outside it, while loading.
 STEP_FILES = [
     "kernels/hydraspec_kernels/*/__init__.py",
     "kernels/hydraspec_kernels/*/cpu.py",
@@ -130,7 +135,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
-    """Absolute module names, and whether a function imports them. `from a import b` counts as a.b if that is a module."""
+    """Modules, and whether a function imports them; `from a import b` is a.b if that is one."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, lazy) for alias in node.names)

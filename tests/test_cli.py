@@ -1,4 +1,4 @@
-"""The command line: what reaches the lab, exit statuses, messages and sweeps. The lab itself is a stand-in here."""
+"""The command line: what reaches the lab (a stand-in), exit statuses, messages and sweeps."""
 
 import errno
 import inspect
@@ -21,7 +21,7 @@ from hydraspec.errors import CheckpointError, ConfigurationError, WorkloadError
 
 @dataclass
 class StandIn:
-    """Takes the place of hydraspec.lab: remembers what it is asked, writes what a run folder needs."""
+    """In place of hydraspec.lab: remembers what it is asked, writes the files of a run folder."""
 
     runs: list = field(default_factory=list)
     compared: list = field(default_factory=list)
@@ -305,7 +305,7 @@ def test_run_from_python_raises(lab):
 
 def test_composing_needs_no_heavy_package():
     code = (
-        "import sys; from hydraspec import cli, factory; from hydraspec.compose import plan; plan([]);"
+        "import sys; from hydraspec import cli, factory; cli.plan([]);"
         "heavy = {'torch', 'transformers', 'wandb', 'matplotlib', 'numpy', 'hydraspec.lab.run'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

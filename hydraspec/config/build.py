@@ -1,6 +1,7 @@
 """DictConfig → RunConfig, the single boundary: below it nobody has seen a DictConfig.
 
-Knows types and keys. Ranges and combinations are checked in checks.py, defaults that depend on other keys in derive.py.
+Knows types and keys. Ranges and combinations are checked in checks.py, defaults that depend on
+other keys in derive.py.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
     """The checked configuration of one run.
 
     Raises:
-        ConfigurationError: for unknown or missing keys, wrong types, values out of range and combinations that cannot
-            work; the message names the key, the value given, what is allowed and what to do.
+        ConfigurationError: for unknown or missing keys, wrong types, values out of range and
+            combinations that cannot work; it names key, value, what is allowed and what to do.
     """
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
@@ -91,9 +92,7 @@ def _unknown_key(
     if part == "_target_":
         remedy = "remove it: classes are chosen by name, never by _target_"
     where = f"keys of {parent}" if parent else "top-level keys"
-    return refusal(
-        path, value, "is no key", allowed=f"{where} are {listing(names)}", remedy=remedy
-    )
+    return refusal(path, value, "is no key", allowed=f"{where} are {listing(names)}", remedy=remedy)
 
 
 def _build(schema: type, values: object, path: str) -> Any:

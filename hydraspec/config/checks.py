@@ -1,4 +1,7 @@
-"""Every range and cross-field check, one function a group. Knows values, not files or devices: those are checked where used."""
+"""Every range and cross-field check, one function a group.
+
+Knows values only: files, checkpoints and devices are checked where they are used.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from hydraspec.config.schema import (
     WorkloadConfig,
 )
 
-# Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine drafts in ten are
-# accepted, the 32nd of a row is reached 3 times in 100.
+# Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
+# drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
 MAX_SEED = 2**63 - 1  # seeds live in int64 tensors
@@ -25,7 +28,7 @@ ALIASES = {"gemma4"}  # choices that are recorded under another name
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigurationError for the first thing that cannot work; note what is only pointless in `warnings`."""
+    """Refuse the first thing that cannot work; note what is only pointless in `warnings`."""
     _within("seed", config.seed, 0, MAX_SEED)
     _at_least("target.max_model_len", config.target.max_model_len, 2)
     _check_method(config.method)
@@ -38,7 +41,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_names(config: RunConfig) -> None:
-    """Raise ConfigurationError for a `name` that nothing answers to. Comes first: defaults depend on names."""
+    """Refuse a `name` that nothing answers to. Comes first: defaults depend on names."""
     for group, name in (
         ("method", config.method.name),
         ("engine", config.engine.name),
@@ -49,7 +52,9 @@ def check_names(config: RunConfig) -> None:
         if name not in known:
             meant = nearest(name, known)
             remedy = f"did you mean {group}={meant}?" if meant else f"choose with {group}=<choice>"
-            raise refusal(f"{group}.name", name, "is unknown", allowed=listing(known), remedy=remedy)
+            raise refusal(
+                f"{group}.name", name, "is unknown", allowed=listing(known), remedy=remedy
+            )
     for method in config.target.drafters:
         known = set(choices_of("method")) - ALIASES - {"none"}
         if method not in known:
@@ -58,7 +63,9 @@ def check_names(config: RunConfig) -> None:
                 key, config.target.drafters[method], "names no method", allowed=listing(known)
             )
     if not config.target.checkpoint:
-        raise refusal("target.checkpoint", "", "is empty", allowed="a folder, a hub id or zoo:<name>")
+        raise refusal(
+            "target.checkpoint", "", "is empty", allowed="a folder, a hub id or zoo:<name>"
+        )
 
 
 def _check_method(method: MethodConfig) -> None:
@@ -66,7 +73,11 @@ def _check_method(method: MethodConfig) -> None:
         return
     k = method.num_speculative_tokens
     if not 1 <= k <= MAX_SPECULATIVE_TOKENS:
-        remedy = "to decode without drafts choose method=none" if k < 1 else "most drafters pay off at 2 to 6"
+        remedy = (
+            "to decode without drafts choose method=none"
+            if k < 1
+            else "most drafters pay off at 2 to 6"
+        )
         raise refusal(
             "method.num_speculative_tokens",
             k,
@@ -117,7 +128,10 @@ def _check_engine(engine: EngineConfig, method: MethodConfig) -> None:
         )
     if cache.memory_gib is not None and not (0 < cache.memory_gib < math.inf):
         raise refusal(
-            "engine.kv_cache.memory_gib", cache.memory_gib, "is out of range", allowed="above 0, or null"
+            "engine.kv_cache.memory_gib",
+            cache.memory_gib,
+            "is out of range",
+            allowed="above 0, or null",
         )
     rows = method.num_speculative_tokens + 1
     needed = engine.max_num_seqs * rows
@@ -125,7 +139,7 @@ def _check_engine(engine: EngineConfig, method: MethodConfig) -> None:
         raise refusal(
             "engine.max_num_batched_tokens",
             engine.max_num_batched_tokens,
-            f"cannot hold one step of engine.max_num_seqs={engine.max_num_seqs} requests at {rows} rows each",
+            f"cannot hold a step of engine.max_num_seqs={engine.max_num_seqs}, {rows} rows each",
             allowed=f"{needed} or more",
             remedy="raise it, or lower engine.max_num_seqs",
         )
@@ -158,7 +172,10 @@ def _check_cudagraph(config: RunConfig) -> None:
 def _check_sampling(sampling: SamplingConfig) -> None:
     if not 0 <= sampling.temperature < math.inf:
         raise refusal(
-            "sampling.temperature", sampling.temperature, "is out of range", allowed="0 (greedy) or above"
+            "sampling.temperature",
+            sampling.temperature,
+            "is out of range",
+            allowed="0 (greedy) or above",
         )
     _at_least("sampling.top_k", sampling.top_k, 0, "0 (off) or more")
     if not 0 < sampling.top_p <= 1:
@@ -170,15 +187,23 @@ def _check_sampling(sampling: SamplingConfig) -> None:
             remedy="for the most likely token alone choose sampling=greedy",
         )
     if not 0 <= sampling.min_p < 1:
-        raise refusal("sampling.min_p", sampling.min_p, "is out of range", allowed="0 (off) to below 1")
+        raise refusal(
+            "sampling.min_p", sampling.min_p, "is out of range", allowed="0 (off) to below 1"
+        )
     _at_least("sampling.max_tokens", sampling.max_tokens, 1)
     if "" in sampling.stop:
         raise refusal(
-            "sampling.stop", sampling.stop, "holds an empty string", allowed="strings of one character or more"
+            "sampling.stop",
+            sampling.stop,
+            "holds an empty string",
+            allowed="strings of one character or more",
         )
     if any(token < 0 for token in sampling.stop_token_ids):
         raise refusal(
-            "sampling.stop_token_ids", sampling.stop_token_ids, "holds a negative id", allowed="0 or more"
+            "sampling.stop_token_ids",
+            sampling.stop_token_ids,
+            "holds a negative id",
+            allowed="0 or more",
         )
 
 
@@ -225,7 +250,9 @@ def _without_effect(config: RunConfig) -> list[str]:
     if sampling.temperature == 0:
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(sampling, key) != off:
-                notes.append(f"sampling.{key}={getattr(sampling, key)} has no effect at temperature 0")
+                notes.append(
+                    f"sampling.{key}={getattr(sampling, key)} has no effect at temperature 0"
+                )
         if method.draft_sampling is DraftSampling.probabilistic:
             notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
     if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
@@ -243,5 +270,3 @@ def _at_least(key: str, value: int | None, least: int, allowed: str = "") -> Non
 def _within(key: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise refusal(key, value, "is out of range", allowed=f"{least} to {most}")
-
-

@@ -1,4 +1,4 @@
-"""The config tree that ships with the package: which groups there are, their choices, and a value of one."""
+"""The config tree that ships with the package: the choices of a group, and a value of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def choices_of(group: str) -> tuple[str, ...]:
 
 @cache
 def packaged_value(group: str, choice: str, key: str) -> str | None:
-    """A top-level text value of a choice's YAML; None where the choice or the value is not there."""
+    """A top-level text value of a choice's YAML; None without the choice or the value."""
     if choice not in choices_of(group):
         return None
     text = files("hydraspec.conf").joinpath(group, f"{choice}.yaml").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Defaults that depend on other keys. Whatever is changed here is recorded in the configuration, and warned about."""
+"""Defaults that depend on other keys. What the user set and is changed here is warned about."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ZOO = "zoo:"
 
 
 def derive(config: RunConfig) -> None:
-    """Fill in what one key says about another: the target's name, the drafter, and what plain decoding ignores."""
+    """Fill in the target's name and the drafter; blank what plain decoding ignores."""
     _name_target(config.target)
     if config.method.name == "none":
         config.method = _plain_decoding(config)
@@ -21,7 +21,7 @@ def derive(config: RunConfig) -> None:
 
 
 def _name_target(target: TargetConfig) -> None:
-    """A checkpoint other than the choice's own is called by its folder, so that no summary credits the wrong model."""
+    """Call a checkpoint that is not the choice's own by its folder, lest it pass for another."""
     own = packaged_value("target", target.name, "checkpoint")
     if target.name == "custom" or (own is not None and own != target.checkpoint):
         target.name = folder_name(target.checkpoint) or target.name
@@ -42,7 +42,8 @@ def _plain_decoding(config: RunConfig) -> MethodConfig:
             value = show(getattr(given, "value", given))
             recorded = show(getattr(kept, "value", kept))
             config.warnings.append(
-                f"method.{field.name}={value} has no effect with method=none: recorded as {recorded}"
+                f"method.{field.name}={value} has no effect with method=none: "
+                f"recorded as {recorded}"
             )
     return plain
 
@@ -54,8 +55,8 @@ def _default_drafter(config: RunConfig) -> str:
         raise refusal(
             "method.checkpoint",
             None,
-            f"leaves method={method.name} without a drafter: target {target.name} names none for it",
+            f"leaves method={method.name} without a drafter: target {target.name} names none",
             allowed=f"a folder or a hub id (drafters the target names: {known})",
-            remedy="add method.checkpoint=<folder or hub id>, or decode without drafts: method=none",
+            remedy="add method.checkpoint=<folder or hub id>, or choose method=none",
         )
     return target.drafters[method.name]

@@ -1,4 +1,6 @@
-"""The typed configuration: one dataclass per config group. Types only: values live in conf/, checks in checks.py.
+"""The typed configuration: one dataclass per config group.
+
+Types only: values live in conf/, checks in checks.py.
 
 A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration.
 """
@@ -49,11 +51,11 @@ class TrackerMode(Enum):
 @dataclass(slots=True, kw_only=True)
 class TargetConfig:
     name: str
-    checkpoint: str  # a folder, a Hugging Face hub id, or "zoo:<name>" for one that ships with the package
+    checkpoint: str  # a folder, a Hugging Face hub id, or "zoo:<name>" for one of the package's
     weights: Weights = Weights.checkpoint
     dtype: Dtype = Dtype.float32
     max_model_len: int | None = None  # null: the checkpoint's own limit
-    drafters: dict[str, str] = field(default_factory=dict)  # method name -> default method.checkpoint
+    drafters: dict[str, str] = field(default_factory=dict)  # method -> default checkpoint
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +140,7 @@ class MetricsConfig:
 
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
-    """One run, whole. Built by `hydraspec.config.to_run_config`, the only place that sees a DictConfig."""
+    """One run, whole. Built by `to_run_config`, the only place that sees a DictConfig."""
 
     target: TargetConfig
     method: MethodConfig

@@ -22,7 +22,8 @@ def one(*overrides):
     ],
 )
 def test_custom_target_is_called_by_its_folder(checkpoint, name):
-    assert one("target=custom", f"target.checkpoint={checkpoint}", "method=none").target.name == name
+    config = one("target=custom", f"target.checkpoint={checkpoint}", "method=none")
+    assert config.target.name == name
 
 
 def test_a_named_target_with_another_checkpoint_does_not_keep_the_name():
@@ -48,7 +49,8 @@ def test_plain_decoding_records_no_drafts_and_says_so():
 
 def test_out_of_range_k_is_no_matter_where_k_is_not_used():
     """Sweeps cross the two."""
-    assert one("method=none", "method.num_speculative_tokens=100").method.num_speculative_tokens == 0
+    config = one("method=none", "method.num_speculative_tokens=100")
+    assert config.method.num_speculative_tokens == 0
 
 
 @pytest.mark.parametrize(
