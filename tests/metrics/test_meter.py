@@ -30,7 +30,9 @@ def part(
     emitted: int | None = None,
     prefill_rows: int = 0,
 ) -> RequestStep:
-    """A request's part in a step: a prefill of so many rows, or a verification of so many drafts."""
+    """A request's part in a step: a prefill of so many rows, or a verification of so many
+    drafts.
+    """
     return RequestStep(
         index=index,
         num_rows=prefill_rows or 1 + drafts,
@@ -70,7 +72,9 @@ def metered(*records: StepRecord, count: int = 1, drafts: int = 3, categories: s
 
 
 def test_acceptance_by_hand() -> None:
-    meter = metered(step(part(0, 3, 3)), step(part(0, 3, 0)), step(part(0, 3, 1)), step(part(0, 3, 2)))
+    meter = metered(
+        step(part(0, 3, 3)), step(part(0, 3, 0)), step(part(0, 3, 1)), step(part(0, 3, 2))
+    )
     assert (meter.num_drafts(), meter.num_draft_tokens(), meter.num_accepted_tokens()) == (4, 12, 6)
     assert meter.acceptance_length().mean == pytest.approx(1 + 6 / 4)
     assert meter.acceptance_rate() == pytest.approx(0.5)
@@ -79,7 +83,9 @@ def test_acceptance_by_hand() -> None:
 
 
 def test_short_drafts_keep_the_denominators_apart() -> None:
-    """Catches a conditional rate over positions that were never offered: two drafts have one token only."""
+    """Catches a conditional rate over positions that were never offered: two drafts have one
+    token only.
+    """
     meter = metered(step(part(0, 3, 2)), step(part(0, 1, 1)), step(part(0, 1, 0)))
     counters = meter.counters[0]
     assert counters.drafted_per_position == [3, 1, 1]
@@ -104,7 +110,9 @@ def test_positions_sum_to_the_length_less_one() -> None:
 
 
 def test_steps_without_drafts_are_not_counted() -> None:
-    """Catches the first token after a prefill, or a plain decode step, pulling the mean towards 1."""
+    """Catches the first token after a prefill, or a plain decode step, pulling the mean towards
+    1.
+    """
     meter = metered(step(part(0, prefill_rows=7, emitted=1)), step(part(0)), step(part(0, 3, 3)))
     assert meter.num_drafts() == 1
     assert meter.acceptance_length().mean == 4
@@ -162,7 +170,9 @@ def test_wall_time_is_split_by_rows_and_prefill_is_left_out() -> None:
 
 
 def test_concurrency_raises_throughput() -> None:
-    """Catches a throughput per request: two requests in one 5 ms step are twice the tokens per second."""
+    """Catches a throughput per request: two requests in one 5 ms step are twice the tokens per
+    second.
+    """
     alone = metered(step(part(0), ms=5))
     together = metered(step(part(0), part(1), ms=5), count=2)
     assert alone.output_tokens_per_second() == pytest.approx(200)
@@ -213,7 +223,9 @@ def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:
 
 
 def test_bootstrap_matches_the_normal_interval() -> None:
-    """Catches a bootstrap over steps, or one that does not resample pairs: compare with the delta method."""
+    """Catches a bootstrap over steps, or one that does not resample pairs: compare with the
+    delta method.
+    """
     rng = np.random.default_rng(1)
     drafts = rng.integers(5, 15, 400).astype(float)
     accepted = rng.binomial(drafts.astype(int) * 3, 0.5).astype(float)
@@ -222,12 +234,16 @@ def test_bootstrap_matches_the_normal_interval() -> None:
     assert estimate.ci95 is not None
     residuals = accepted - (estimate.mean - 1) * drafts
     half = 1.96 * residuals.std() / np.sqrt(400) / drafts.mean()
-    assert estimate.ci95 == pytest.approx((estimate.mean - half, estimate.mean + half), abs=half / 5)
+    assert estimate.ci95 == pytest.approx(
+        (estimate.mean - half, estimate.mean + half), abs=half / 5
+    )
     assert estimate == ratio_of_sums(accepted, drafts, offset=1.0)
 
 
 def test_paired_bootstrap_cancels_what_both_sides_share() -> None:
-    """Catches independent resampling of the two sides: requests differ hugely, their ratio never."""
+    """Catches independent resampling of the two sides: requests differ hugely, their ratio
+    never.
+    """
     rng = np.random.default_rng(2)
     tokens, slow = rng.integers(1, 200, 50).astype(float), rng.lognormal(0, 2, 50)
     estimate = ratio_of_rates((tokens, slow), (tokens, 2 * slow))

@@ -1,0 +1,209 @@
+"""Workload files: every mistake is refused before the run, with file, line and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.lab import workloads
+from hydraspec.lab.scoring import accuracy, score
+from hydraspec.lab.workloads import request_seed
+from hydraspec.types import Request, SamplingParams, WorkloadError
+
+GOOD = {"prompt": "hello"}
+
+
+def read_lines(config: RunConfig, path: Path, *lines: Any) -> workloads.Workload:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(text), encoding="utf-8")
+    config.workload.path = str(path)
+    workload = workloads.read(config)
+    assert workload is not None
+    return workload
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lines.jsonl"
+
+
+BAD_LINES = {
+    "not JSON": ("{prompt: 1}", "not JSON: Expecting property name"),
+    "NaN": ('{"prompt": "a", "sampling": {"temperature": NaN}}', "NaN is no JSON number"),
+    "a number of 5000 digits": ('{"max_tokens": ' + "9" * 5000 + "}", "not a workload line"),
+    "no object": ([1, 2], "must be a JSON object, not list"),
+    "misspelt key": ({"prmopt": "a"}, "unknown key 'prmopt'; did you mean 'prompt'?"),
+    "unknown key": ({**GOOD, "xyzzy": 1}, "unknown key 'xyzzy'. Allowed: id, prompt"),
+    "misplaced key": ({**GOOD, "temperature": 1}, "'temperature' belongs inside \"sampling\""),
+    "misplaced limit": ({**GOOD, "sampling": {"max_tokens": 1}}, 'belongs beside "sampling"'),
+    "misspelt sampling": (
+        {**GOOD, "sampling": {"temprature": 1}},
+        "unknown key 'sampling.temprature'; did you mean 'temperature'?",
+    ),
+    "no prompt": ({"id": "a"}, "exactly one of prompt, messages, prompt_token_ids; it has none"),
+    "null prompt": ({"prompt": None}, "it has none of them"),
+    "two prompts": ({**GOOD, "prompt_token_ids": [1]}, "it has prompt and prompt_token_ids"),
+    "empty prompt": ({"prompt": ""}, 'prompt: "" is not allowed'),
+    "blank prompt": ({"prompt": " \n"}, "with something in it"),
+    "prompt of another type": ({"prompt": 3}, "prompt: 3 is not allowed"),
+    "no ids": ({"prompt_token_ids": []}, "non-empty list of token ids"),
+    "negative id": ({"prompt_token_ids": [3, -1]}, "prompt_token_ids: -1 is not allowed"),
+    "fractional id": ({"prompt_token_ids": [1.5]}, "prompt_token_ids: 1.5 is not allowed"),
+    "boolean id": ({"prompt_token_ids": [True]}, "prompt_token_ids: true is not allowed"),
+    "no messages": ({"messages": []}, "messages: [] is not allowed"),
+    "message without content": ({"messages": [{"role": "user"}]}, "messages: {"),
+    "empty message": ({"messages": [{"role": "user", "content": ""}]}, "messages: {"),
+    "bad id": ({**GOOD, "id": ""}, 'id: "" is not allowed'),
+    "bad category": ({**GOOD, "category": 3}, "category: 3 is not allowed; it must be a string"),
+    "bad answer": ({**GOOD, "answer": [3]}, "answer: [3] is not allowed"),
+    "max_tokens 0": ({**GOOD, "max_tokens": 0}, "max_tokens: 0 is not allowed"),
+    "max_tokens true": ({**GOOD, "max_tokens": True}, "max_tokens: true is not allowed"),
+    "sampling no object": ({**GOOD, "sampling": 1}, "sampling: 1 is not allowed"),
+    "temperature": ({**GOOD, "sampling": {"temperature": -1}}, "sampling.temperature: -1 is not"),
+    "top_k": ({**GOOD, "sampling": {"top_k": -1}}, "(0 is off)"),
+    "top_p": ({**GOOD, "sampling": {"top_p": 0}}, "a number above 0 up to 1"),
+    "min_p": ({**GOOD, "sampling": {"min_p": 1.1}}, "a number from 0 to 1"),
+    "seed": ({**GOOD, "sampling": {"seed": 2**63}}, "sampling.seed: 9223372036854775808"),
+    "stop": ({**GOOD, "sampling": {"stop": [""]}}, "a non-empty string or a list of them"),
+    "stop ids": ({**GOOD, "sampling": {"stop_token_ids": [-1]}}, "a list of token ids"),
+    "ignore_eos": ({**GOOD, "sampling": {"ignore_eos": 1}}, "true or false"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_line_is_refused_with_its_place(
+    config: RunConfig, path: Path, line: Any, message: str
+) -> None:
+    with pytest.raises(WorkloadError) as caught:
+        read_lines(config, path, GOOD, "", line)
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert caught.value.exit_code == 3
+
+
+def test_files_that_cannot_be_used(config: RunConfig, path: Path, tmp_path: Path) -> None:
+    config.workload.path = str(tmp_path / "missing.jsonl")
+    with pytest.raises(WorkloadError, match="cannot be read: No such file"):
+        workloads.read(config)
+    config.workload.path = str(tmp_path)
+    with pytest.raises(WorkloadError, match="Is a directory"):
+        workloads.read(config)
+    config.workload.path = "zoo:nothing"
+    with pytest.raises(WorkloadError, match=r"ships .*zoo:tiny"):
+        workloads.read(config)
+    config.workload.path = None
+    with pytest.raises(WorkloadError, match=r"workload\.path is null"):
+        workloads.read(config)
+    with pytest.raises(WorkloadError, match="there is no request in it"):
+        read_lines(config, path, "", "  ")
+    with pytest.raises(WorkloadError, match=r":2: id: 'a' is the id of .*:1 already"):
+        read_lines(config, path, {**GOOD, "id": "a"}, {**GOOD, "id": "a"})
+    path.write_bytes(b'{"prompt": "\xff"}')
+    config.workload.path = str(path)
+    with pytest.raises(WorkloadError, match="not UTF-8 text"):
+        workloads.read(config)
+
+
+def test_a_line_is_laid_over_the_defaults(config: RunConfig, path: Path) -> None:
+    config.sampling.temperature, config.sampling.stop = 0.7, ["END"]
+    config.sampling.stop_token_ids, config.sampling.max_tokens = [5], 11
+    full = {
+        "id": 7,
+        "messages": [{"role": "user", "content": "hi"}],
+        "category": "chat",
+        "answer": 3,
+        "max_tokens": 2,
+        "sampling": {"temperature": 0, "seed": 9, "stop": "x", "stop_token_ids": [1, 2]},
+    }
+    first, second = read_lines(config, path, GOOD, full).requests
+    seed = request_seed(config.seed, 0)
+    assert first.sampling == SamplingParams(
+        temperature=0.7, stop=("END",), stop_token_ids=(5,), max_tokens=11, seed=seed
+    )
+    assert (first.id, first.index, first.prompt) == ("0", 0, "hello")
+    assert second.sampling == SamplingParams(
+        temperature=0, stop=("x",), stop_token_ids=(1, 2), max_tokens=2, seed=9
+    )
+    assert (second.id, second.category, second.answer) == ("7", "chat", "3")
+
+
+def test_limit_reads_no_further(config: RunConfig, path: Path) -> None:
+    config.workload.limit = 2
+    assert len(read_lines(config, path, GOOD, "", GOOD, "{broken").requests) == 2
+
+
+def test_token_ids_are_checked_against_the_vocabulary(config: RunConfig, path: Path) -> None:
+    workload = read_lines(config, path, GOOD, {"prompt_token_ids": [9, 10]})
+    workload.check_vocabulary(11)
+    with pytest.raises(WorkloadError, match=r":2: prompt_token_ids: 10 is outside .* of 10 tokens"):
+        workload.check_vocabulary(10)
+
+
+def test_the_zoo_workload_can_be_read(config: RunConfig) -> None:
+    config.workload.path = "zoo:tiny"
+    workload = workloads.read(config)
+    assert workload is not None
+    assert len(workload.requests) >= 64
+    assert {r.answer is not None for r in workload.requests} == {True}
+
+
+def test_random_requests_are_seeded_and_inside_the_vocabulary(config: RunConfig) -> None:
+    config.workload.name = "random"
+    config.workload.num_requests, config.workload.prompt_tokens = 3, 40
+    assert workloads.read(config) is None
+    one, same = (workloads.random_requests(config, 13).requests for _ in range(2))
+    assert [r.prompt_token_ids for r in one] == [r.prompt_token_ids for r in same]
+    assert {len(r.prompt_token_ids or []) for r in one} == {40}
+    assert {t for r in one for t in r.prompt_token_ids or []} == set(range(13))
+    assert all(r.sampling.ignore_eos and r.sampling.max_tokens == 256 for r in one)
+    config.seed = 1
+    other = workloads.random_requests(config, 13).requests
+    assert one[0].prompt_token_ids != other[0].prompt_token_ids
+
+
+def test_request_seeds_differ_and_fit_a_signed_word() -> None:
+    """Catches seed + index, which would share streams between neighbouring runs."""
+    seeds = [request_seed(seed, index) for seed in range(50) for index in range(200)]
+    assert len(set(seeds)) == len(seeds)
+    assert 0 <= min(seeds) <= max(seeds) < 2**63
+    assert request_seed(0, 0) == 1534736266818221247, "published runs must stay repeatable"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("3 + 4 = 7. The answer is 7.", "7", True),
+        ("the answer is 3, no, the answer is\n 7 . ", "7", True),
+        ("the answer is 7 apples", "7", False),
+        ("7", "7", True),
+        (" abc. ", "abc.", True),
+        ("The Answer Is 7", "7", False),
+        (None, "7", None),
+        ("7", None, None),
+    ],
+)
+def test_scoring(text: str | None, answer: str | None, expected: bool | None) -> None:
+    assert score(text, answer) is expected
+
+
+def test_accuracy_counts_scored_requests_only() -> None:
+    requests = [
+        Request(index=i, id=str(i), sampling=SamplingParams(), category="ab"[i % 2])
+        for i in range(4)
+    ]
+    result = accuracy(requests, [True, None, False, True])
+    assert result == {
+        "exact_match": 2 / 3,
+        "num_scored": 3,
+        "by_category": {
+            "a": {"exact_match": 0.5, "num_scored": 2},
+            "b": {"exact_match": 1.0, "num_scored": 1},
+        },
+    }
+    assert accuracy(requests, [None] * 4) is None

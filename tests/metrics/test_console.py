@@ -1,0 +1,88 @@
+"""The console: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from rich.console import Console
+
+from hydraspec.metrics.console import ConsoleSink, interval, number, verdict_words
+from hydraspec.metrics.meter import Meter
+from hydraspec.metrics.sinks import Side
+from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+
+SUMMARY: dict[str, Any] = {
+    "status": "ok",
+    "engine": "native",
+    "target": "tiny [bold]",
+    "method": "eagle3",
+    "num_speculative_tokens": 2,
+    "num_requests": 2,
+    "num_errors": 1,
+    "num_drafts": 4,
+    "acceptance_length": {"mean": 2.5, "ci95": [2.25, 2.75]},
+    "acceptance_rate_per_position": [1.0, None],
+    "output_tokens_per_second": 1234.5,
+    "time_per_output_token_ms": 0.5,
+    "time_to_first_token_ms": None,
+    "accuracy": None,
+    "baseline": None,
+    "speedup": None,
+    "lossless": {"verdict": "not_checked", "num_requests_checked": 0, "first_divergence": None},
+    "warnings": ["a [red] warning"],
+}
+
+
+def play(*, terminal: bool) -> str:
+    """A run of two requests, and what it printed."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    requests = [Request(index=i, id=str(i), sampling=SamplingParams()) for i in range(2)]
+    sink = ConsoleSink(console, method="eagle3", sizes={Side.method: 2})
+    meter = Meter(requests)
+    sink.on_round(Side.method, 1, 2)
+    for request in requests:
+        sink.on_step(Side.method, StepRecord(step=0, phase_ms={}, total_ms=1.0, requests=[]), meter)
+        done = Completion(
+            index=request.index,
+            prompt_token_ids=[1],
+            output_token_ids=[1],
+            text=None,
+            finish_reason="stop",
+            error=None,
+            ttft_ms=1.0,
+            latency_ms=1.0,
+        )
+        sink.on_completion(Side.method, done, meter)
+    sink.on_summary(json.loads(json.dumps(SUMMARY)))
+    sink.close()
+    return out.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    """Catches control codes in a log file, and text of the user's taken for markup."""
+    text = play(terminal=False)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "round 1 of 2: eagle3" in text
+    assert "tiny [bold] with eagle3, K=2" in text
+    assert "2.50 (2.25 to 2.75)" in text
+    assert "Warning: a [red] warning" in text
+    assert len(text.splitlines()) < 20
+
+
+def test_a_bar_on_a_terminal() -> None:
+    text = play(terminal=True)
+    assert "\x1b" in text
+    assert "2/2" in text
+
+
+def test_figures() -> None:
+    assert number(None) == "-"
+    assert number(1234.5, 1) == "1,234.5"
+    assert interval({"mean": 2.0, "ci95": None}, "x") == "2.00x"
+    first = {"request": "r1", "position": 7}
+    lossless = {"verdict": "diverged", "num_requests_checked": 3, "first_divergence": first}
+    assert "request r1 at output token 7" in verdict_words({"lossless": lossless})

@@ -1,0 +1,228 @@
+"""W&B: what is logged, and that nothing it does can stop or hold up a run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hydraspec.metrics import tracker as tracker_module
+from hydraspec.metrics.meter import Meter
+from hydraspec.metrics.sinks import Side
+from hydraspec.metrics.tracker import TrackerOptions, WandbSink, flattened
+from hydraspec.types import Request, RequestStep, SamplingParams, StepRecord
+
+SUMMARY = {
+    "acceptance_rate_per_position": [0.8, 0.5],
+    "conditional_acceptance_rate_per_position": [0.8, 0.625],
+    "acceptance_length": {"mean": 2.3, "ci95": None},
+    "lossless": {"verdict": "identical"},
+}
+
+
+class FakeWandb:
+    """As much of wandb as the tracker touches; `hang` names a call that never returns in time."""
+
+    def __init__(self, *, failing: str = "", hang: str = "") -> None:
+        self.failing, self.hang = failing, hang
+        self.release = threading.Event()
+        self.logged: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+        self.modes: list[str] = []
+        self.init_arguments: dict[str, Any] = {}
+        self.finished = False
+        self.threads: set[str] = set()
+
+    def call(self, name: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.hang == name:
+            self.release.wait(5)
+        if self.failing == name:
+            raise RuntimeError(f"{name} broke\nsecond line")
+
+    class Settings(SimpleNamespace):
+        model_fields = ("mode", "silent", "console", "disable_git", "x_disable_stats")
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> Any:
+        return ("table", columns, data)
+
+    def login(self, prompt: bool = True) -> bool:
+        return True
+
+    def init(self, **arguments: Any) -> Any:
+        mode = arguments["settings"].mode
+        self.modes.append(mode)
+        if self.failing == f"init {mode}":
+            raise RuntimeError("unreachable")
+        self.call("init")
+        self.init_arguments = arguments
+        self.config.update(arguments["config"])
+        return SimpleNamespace(
+            log=self.log,
+            finish=self.finish,
+            config=SimpleNamespace(
+                update=lambda values, allow_val_change: self.config.update(values)
+            ),
+            summary=self.summary,
+            define_metric=lambda *args, **kwargs: None,
+        )
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.call("log")
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.call("finish")
+        self.finished = True
+
+
+def start(fake: FakeWandb, monkeypatch: pytest.MonkeyPatch, mode: str = "offline") -> WandbSink:
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    options = TrackerOptions(
+        project="p",
+        entity=None,
+        group="g",
+        mode=mode,
+        name="n",
+        init_timeout_seconds=0.2,
+        finish_timeout_seconds=0.2,
+    )
+    sink = WandbSink(options, Path("/run"), {"seed": 3})
+    sink.wait_until_ready()
+    return sink
+
+
+def record(step: int) -> StepRecord:
+    part = RequestStep(
+        index=0,
+        num_rows=3,
+        is_prefill=False,
+        num_computed_tokens=0,
+        draft_token_ids=[1, 2],
+        num_accepted=1,
+        output_token_ids=[1, 2],
+    )
+    return StepRecord(step=step, phase_ms={}, total_ms=4.0, requests=[part], num_running=1)
+
+
+def feed(sink: WandbSink, count: int) -> None:
+    meter = Meter([Request(index=0, id="0", sampling=SamplingParams())])
+    for step in range(count):
+        meter.add_step(record(step))
+        sink.on_step(Side.method, record(step), meter)
+
+
+def test_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setattr(tracker_module, "SECONDS_BETWEEN_POINTS", 0.0)
+    sink = start(fake, monkeypatch)
+    sink.add_config(draft_spec={"layers": 2})
+    feed(sink, 2)
+    assert sink.on_summary(SUMMARY) == []
+    assert fake.finished
+    assert fake.config == {"seed": 3, "draft_spec": {"layers": 2}}
+    assert fake.init_arguments["group"] == "g"
+    assert fake.init_arguments["dir"] == "/run"
+    assert fake.logged[1] == {
+        "method/step": 1,
+        "method/acceptance_length": 2.0,
+        "method/output_tokens_per_second": 500.0,
+        "method/step_ms": 4.0,
+        "method/num_running": 1,
+        "method/num_waiting": 0,
+        "method/kv_usage": 0.0,
+    }
+    columns = ["position", "acceptance_rate", "conditional_acceptance_rate"]
+    rows = [[0, 0.8, 0.8], [1, 0.5, 0.625]]
+    assert fake.logged[-1] == {"acceptance_by_position": ("table", columns, rows)}
+    assert fake.summary["lossless/verdict"] == "identical"
+    assert fake.threads == {"wandb"}, "wandb is called from the tracker's thread only"
+
+
+def test_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    sink = start(fake, monkeypatch)
+    feed(sink, 500)
+    sink.close()
+    assert len(fake.logged) <= 2
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    sink = start(FakeWandb(failing=call), monkeypatch)
+    feed(sink, 1)
+    (warning,) = sink.on_summary(SUMMARY)
+    assert warning.startswith(f"wandb failed: RuntimeError: {call} broke (project p")
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_a_hang_is_a_warning_and_bounded(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    fake = FakeWandb(hang=call)
+    started = time.monotonic()
+    sink = start(fake, monkeypatch)
+    feed(sink, 1)
+    (warning,) = sink.on_summary(SUMMARY)
+    assert time.monotonic() - started < 2
+    fake.release.set()
+    assert "did not start" in warning or "did not finish" in warning
+
+
+def test_steps_never_wait_for_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a log call on the engine's thread."""
+    fake = FakeWandb(hang="log")
+    monkeypatch.setattr(tracker_module, "SECONDS_BETWEEN_POINTS", 0.0)
+    sink = start(fake, monkeypatch)
+    started = time.monotonic()
+    feed(sink, 100)
+    assert time.monotonic() - started < 0.2
+    fake.release.set()
+    sink.close()
+
+
+def test_offline_where_the_server_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb(failing="init online")
+    sink = start(fake, monkeypatch, mode="online")
+    (warning,) = sink.on_summary(SUMMARY)
+    assert fake.modes == ["online", "offline"]
+    assert "could not go online (RuntimeError: unreachable): recorded offline" in warning
+    assert fake.finished
+
+
+def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setattr(fake, "login", lambda prompt: False)
+    sink = start(fake, monkeypatch, mode="online")
+    (warning,) = sink.on_summary(SUMMARY)
+    assert fake.modes == ["offline"]
+    assert "no API key is configured" in warning
+
+
+def test_flattened() -> None:
+    nested = {"a": {"b": [1, None]}, "c": None, "d": "x"}
+    assert flattened(nested) == {"a/b/0": 1, "d": "x"}
+
+
+def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a renamed setting, and secrets of the environment in the run folder."""
+    pytest.importorskip("wandb")
+    secrets = {"WANDB_API_KEY": "a1b2c3d4e5" * 4, "SOME_SECRET": "s3cr3t-of-the-environment"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    options = TrackerOptions(project="p", entity=None, group=None, mode="offline", name="n")
+    sink = WandbSink(options, tmp_path, {"seed": 3})
+    sink.wait_until_ready()
+    feed(sink, 1)
+    assert sink.on_summary(SUMMARY) == []
+    written = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in written)
+    for path in written:
+        content = path.read_bytes()
+        assert not any(value.encode() in content for value in secrets.values()), path
