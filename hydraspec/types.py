@@ -1,4 +1,5 @@
-"""The records that flow through a step, and (from errors.py) what a user can do wrong. Knows no other room of the project.
+"""The records that flow through a step, and (from errors.py) what a user can do wrong. Knows no
+other room of the project.
 
 Shape legend, the same letters everywhere:
 
@@ -91,7 +92,9 @@ class StepRecord:
     """The plain-number shadow of a step: all that metrics ever see."""
 
     step: int
-    phase_ms: dict[str, float | None]  # schedule, prepare, forward, verify, propose; null where not measured
+    phase_ms: dict[
+        str, float | None
+    ]  # schedule, prepare, forward, verify, propose; null where not measured
     total_ms: float
     requests: list[RequestStep]
     num_preempted: int = 0
@@ -105,7 +108,9 @@ class StepRecord:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVGroupSpec:
-    """Layers that share a block table. A page row of one layer is [2, num_kv_heads, head_dim] (K, then V)."""
+    """Layers that share a block table. A page row of one layer is [2, num_kv_heads, head_dim] (K,
+    then V).
+    """
 
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # target layer indices that own KV in this group
@@ -129,9 +134,25 @@ class RowSegment:
     max_seq_len: int  # upper bound of seq_lens over the segment's requests
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingFlags:
+    """Host facts of a batch. True means "some request may"; false skips that work for all rows.
+
+    A flag that is true without need costs time, never correctness; a flag wrongly false ignores the
+    parameter.
+    """
+
+    any_greedy: bool = True  # some request has temperature 0
+    any_top_k: bool = True
+    any_top_p: bool = True
+    any_min_p: bool = True
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What the scheduler decided, as plain numbers. Requests are ordered so that segments are contiguous."""
+    """What the scheduler decided, as plain numbers. Requests are ordered so that segments are
+    contiguous.
+    """
 
     slots: np.ndarray  # [B] request slots
     num_rows: np.ndarray  # [B] rows of each request
@@ -141,13 +162,15 @@ class StepPlan:
     block_tables: list[np.ndarray]  # per KV group [B, P]; freed or unused entries are block 0
     all_greedy: bool
     num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
+    flags: SamplingFlags = SamplingFlags()
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestState:
     """Per-slot state that changes every step; it lives on the device and is never read by the host.
 
-    token_ids holds prompt and sampled tokens; the drafts under verification stand behind the newest sampled
+    token_ids holds prompt and sampled tokens; the drafts under verification stand behind the newest
+    sampled
     token (which is number num_computed of a decoding request). Column L is a dump for masked writes.
     """
 
@@ -179,6 +202,7 @@ class Batch:
     num_drafts: Tensor  # [B] int64
     samples: Tensor  # [B] bool
     all_greedy: bool  # host fact: every request that samples has temperature 0
+    flags: SamplingFlags = SamplingFlags()
 
     @property
     def num_requests(self) -> int:
@@ -196,7 +220,9 @@ class TargetStep:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted drafts, then one more)."""
+    """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted
+    drafts, then one more).
+    """
 
     tokens: Tensor  # [B, K+1] int64, -1 from num_sampled on
     num_sampled: Tensor  # [B] int64, 0 for requests that do not sample in this step

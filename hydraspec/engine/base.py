@@ -40,14 +40,18 @@ class Engine(ABC):
         """Fill `prompt_token_ids` of every request.
 
         Raises:
-            WorkloadError: naming `request.id`, for token ids outside the vocabulary, or text without a tokenizer.
+            WorkloadError: naming `request.id`, for token ids outside the vocabulary, or text
+            without a tokenizer.
         """
 
     @abstractmethod
-    def run(self, requests: Sequence[Request], *, concurrency: int | None) -> Iterator[StepRecord | Completion]:
+    def run(
+        self, requests: Sequence[Request], *, concurrency: int | None
+    ) -> Iterator[StepRecord | Completion]:
         """Decode tokenised requests, at most `concurrency` offered at a time (None: all at once).
 
-        Yields the record of each step, then the completions it brought. A request that can never be served yields
+        Yields the record of each step, then the completions it brought. A request that can never be
+        served yields
         a Completion with finish_reason "error"; the others go on. Closing the iterator drops unfinished requests.
         """
 

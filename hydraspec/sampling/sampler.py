@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from hydraspec.sampling.streams import Purpose, exponential_race
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class SamplingFlags:
-    """Host facts of a batch. True means "some request may"; false skips that work for all rows.
-
-    A flag that is true without need costs time, never correctness; a flag wrongly false ignores the
-    parameter.
-    """
-
-    any_greedy: bool = True  # some request has temperature 0
-    any_top_k: bool = True
-    any_top_p: bool = True
-    any_min_p: bool = True
-
+from hydraspec.types import SamplingFlags
 
 EVERYTHING = SamplingFlags()
 

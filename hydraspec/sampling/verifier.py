@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydraspec.sampling.sampler import EVERYTHING, SamplingFlags, process_logits, sample
+from hydraspec.sampling.sampler import EVERYTHING, process_logits, sample
 from hydraspec.sampling.streams import Purpose, uniform
-from hydraspec.types import Batch, ConfigurationError, RequestState, Verdict
+from hydraspec.types import Batch, ConfigurationError, RequestState, SamplingFlags, Verdict
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

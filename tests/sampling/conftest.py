@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydraspec.sampling.sampler import EVERYTHING, SamplingFlags
+from hydraspec.sampling.sampler import EVERYTHING
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.types import Batch, RequestState, Verdict
 

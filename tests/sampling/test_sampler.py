@@ -14,8 +14,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hydraspec.sampling.sampler import SamplingFlags, process_logits, sample, sample_draft
+from hydraspec.sampling.sampler import process_logits, sample, sample_draft
 from hydraspec.sampling.streams import Purpose
+from hydraspec.types import SamplingFlags
 
 VOCAB = 37
 NO_TRUNCATION = SamplingFlags(any_greedy=False, any_top_k=False, any_top_p=False, any_min_p=False)

@@ -1,4 +1,6 @@
-"""A deterministic engine without a model: its target is arithmetic, its drafter a script of accepted counts."""
+"""A deterministic engine without a model: its target is arithmetic, its drafter a script of
+accepted counts.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Behaviour:
 
 
 class FakeEngine(Engine):
-    """Runs requests `concurrency` at a time; a prompt is read in one step that emits the first token."""
+    """Runs requests `concurrency` at a time; a prompt is read in one step that emits the first
+    token.
+    """
 
     def __init__(
         self, behaviour: Behaviour | None = None, *, is_baseline: bool = False, **info: object
@@ -76,7 +80,9 @@ class FakeEngine(Engine):
             if request.prompt is not None:
                 request.prompt_token_ids = [ord(c) % VOCAB_SIZE for c in request.prompt]
             elif request.messages is not None:
-                request.prompt_token_ids = [len(m["content"]) % VOCAB_SIZE for m in request.messages]
+                request.prompt_token_ids = [
+                    len(m["content"]) % VOCAB_SIZE for m in request.messages
+                ]
 
     def run(
         self, requests: Sequence[Request], *, concurrency: int | None

@@ -1,0 +1,210 @@
+"""Paged KV cache in groups: block tables and pools on the host, one cache tensor per owning layer
+on the device.
+
+Each group has its own pool (docs/adr/0002): layers of one attention type share a block table, sliding groups give
+blocks back as the window moves. Block 0 of every pool is a null block: freed table entries point at
+it, it stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.types import KVGroupSpec
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(slots=True, kw_only=True)
+class CacheSize:
+    """What decides how many blocks a group wants."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+
+    def blocks_wanted(self, spec: KVGroupSpec, num_seqs: int) -> int:
+        """Blocks that serve `num_seqs` requests of full length at once, the null block included."""
+        lookahead = self.num_speculative_tokens + 1
+        whole = _ceil_div(self.max_model_len + lookahead, spec.block_size)
+        if spec.window is None:
+            return num_seqs * whole + 1
+        # A window, unaligned at both ends, per request; the rows of one step on top, shared by all
+        # requests.
+        window = _ceil_div(spec.window + lookahead, spec.block_size) + 1
+        step = _ceil_div(self.max_num_batched_tokens, spec.block_size) + num_seqs
+        return min(num_seqs * window + step, num_seqs * whole) + 1
+
+
+def row_bytes(spec: KVGroupSpec, dtype: torch.dtype) -> int:
+    """Bytes one token takes in one group, over all its layers."""
+    return len(spec.layers) * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def plan_num_blocks(
+    specs: Sequence[KVGroupSpec], size: CacheSize, dtype: torch.dtype, budget_bytes: int
+) -> list[int]:
+    """Blocks per group: enough for max_num_seqs full requests, or for as many as `budget_bytes`
+    holds.
+
+    Below one full request the blocks shrink in proportion; requests that then cannot fit end with
+    an error.
+    """
+
+    def total(num_seqs: int) -> int:
+        return sum(
+            size.blocks_wanted(spec, num_seqs) * spec.block_size * row_bytes(spec, dtype)
+            for spec in specs
+        )
+
+    num_seqs = size.max_num_seqs
+    while num_seqs > 1 and total(num_seqs) > budget_bytes:
+        num_seqs -= 1
+    share = min(1.0, budget_bytes / total(num_seqs))
+    return [max(2, int(size.blocks_wanted(spec, num_seqs) * share)) for spec in specs]
+
+
+@dataclass(slots=True)
+class _Group:
+    spec: KVGroupSpec
+    num_blocks: int
+    table: np.ndarray  # [S, P] block ids; 0 where freed or not yet allocated
+    free_blocks: list[int] = field(init=False)
+    num_allocated: np.ndarray = field(init=False)  # [S] leading table entries ever filled
+    first_live: np.ndarray = field(init=False)  # [S] leading entries already given back
+
+    def __post_init__(self) -> None:
+        self.free_blocks = list(range(self.num_blocks - 1, 0, -1))
+        self.num_allocated = np.zeros(self.table.shape[0], dtype=np.int64)
+        self.first_live = np.zeros(self.table.shape[0], dtype=np.int64)
+
+    def missing(self, slot: int, num_tokens: int) -> int:
+        return max(0, _ceil_div(num_tokens, self.spec.block_size) - int(self.num_allocated[slot]))
+
+    def tokens_that_fit(self, slot: int) -> int:
+        return (int(self.num_allocated[slot]) + len(self.free_blocks)) * self.spec.block_size
+
+    def grow(self, slot: int, count: int) -> None:
+        start = int(self.num_allocated[slot])
+        for column in range(start, start + count):
+            self.table[slot, column] = self.free_blocks.pop()
+        self.num_allocated[slot] = start + count
+
+    def release_before(self, slot: int, first_position: int) -> None:
+        """Give back blocks that hold only positions below `first_position`."""
+        end = min(first_position // self.spec.block_size, int(self.num_allocated[slot]))
+        for column in range(int(self.first_live[slot]), end):
+            self.free_blocks.append(int(self.table[slot, column]))
+            self.table[slot, column] = 0
+        self.first_live[slot] = max(end, int(self.first_live[slot]))
+
+    def release(self, slot: int) -> None:
+        self.release_before(slot, int(self.num_allocated[slot]) * self.spec.block_size)
+        self.num_allocated[slot] = 0
+        self.first_live[slot] = 0
+
+
+class KVCache:
+    """Block tables, pools and cache tensors of all groups.
+
+    `caches[layer]` is [num_blocks * block_size, 2, num_kv_heads, head_dim] for a layer that owns
+    KV, else None.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVGroupSpec],
+        num_blocks: Sequence[int],
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.specs = list(specs)
+        self._groups = [
+            _Group(
+                spec,
+                count,
+                np.zeros((num_slots, _ceil_div(max_tokens, spec.block_size) + 1), dtype=np.int64),
+            )
+            for spec, count in zip(specs, num_blocks, strict=True)
+        ]
+        self.caches: list[Tensor | None] = [None] * num_layers
+        for group in self._groups:
+            spec = group.spec
+            shape = (group.num_blocks * spec.block_size, 2, spec.num_kv_heads, spec.head_dim)
+            for layer in spec.layers:
+                self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches if cache is not None)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use, 0..1, over all groups."""
+        total = sum(group.num_blocks - 1 for group in self._groups)
+        return 1.0 - sum(len(group.free_blocks) for group in self._groups) / total
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
+        be.
+        """
+        for group in self._groups:
+            spec = group.spec
+            tokens = (
+                num_tokens
+                if spec.window is None
+                else min(num_tokens, spec.window + spec.block_size)
+            )
+            if _ceil_div(tokens, spec.block_size) > group.num_blocks - 1:
+                return False
+        return True
+
+    def tokens_that_fit(self, slot: int) -> int:
+        """How long the request in `slot` can become with the blocks that are free now."""
+        return min(group.tokens_that_fit(slot) for group in self._groups)
+
+    def allocate(self, slot: int, num_tokens: int) -> bool:
+        """Own blocks for positions below `num_tokens`, in every group or in none."""
+        missing = [group.missing(slot, num_tokens) for group in self._groups]
+        if any(
+            count > len(group.free_blocks)
+            for count, group in zip(missing, self._groups, strict=True)
+        ):
+            return False
+        for count, group in zip(missing, self._groups, strict=True):
+            if count:
+                group.grow(slot, count)
+        return True
+
+    def slide(self, slot: int, num_computed: int) -> None:
+        """Free sliding blocks that no query at position `num_computed` or later can see.
+
+        A drafter that reads the target's KV at position num_computed - 1 has run before the next
+        step is scheduled.
+        """
+        for group in self._groups:
+            if group.spec.window is not None:
+                group.release_before(slot, num_computed - group.spec.window + 1)
+
+    def release(self, slot: int) -> None:
+        for group in self._groups:
+            group.release(slot)
+
+    def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[np.ndarray]:
+        """Per group [B, P]: the tables of `slots`, wide enough for `max_seq_len` tokens."""
+        return [
+            group.table[slots, : _ceil_div(max_seq_len, group.spec.block_size)]
+            for group in self._groups
+        ]

@@ -1,0 +1,49 @@
+"""Wall time per phase of a step. Only the CPU is timed this way: on CUDA a launch returns before
+the work is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+PHASES = ("schedule", "prepare", "forward", "verify", "propose")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PhaseClock:
+    """Accumulates seconds per phase since `start`. Disabled, phases read null and only the total is
+    taken.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        for phase in PHASES:
+            self._seconds[phase] = 0.0
+
+    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, with its wall time added to `phase`."""
+        if not self._enabled:
+            return function
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._seconds[phase] += time.perf_counter() - begin
+            return result
+
+        return call
+
+    def total_ms(self) -> float:
+        return (time.perf_counter() - self._started) * 1e3
+
+    def phase_ms(self) -> dict[str, float | None]:
+        return {phase: self._seconds[phase] * 1e3 if self._enabled else None for phase in PHASES}

@@ -1,0 +1,57 @@
+"""The speculator family's common part: what an engine may ask of any drafter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.models.base import TargetModel
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep, Verdict
+
+
+class BaseSpeculator(ABC):
+    """Proposes K tokens behind each request's newest sampled token.
+
+    A leaf is a list of differences: class attributes first, then at most three hooks.
+    """
+
+    owns_kv_cache: ClassVar[bool] = False  # drafts write KV of their own into further groups
+    needs_aux_hidden_states: ClassVar[bool] = False
+
+    def __init__(self, config: RunConfig) -> None:
+        self.num_speculative_tokens = config.method.num_speculative_tokens
+        self.spec: DraftSpec | None = None
+
+    @abstractmethod
+    def load(self, target: TargetModel) -> None:
+        """Load the drafter's weights and check them against the target.
+
+        Raises:
+            CheckpointError: naming both sides, where drafter and target do not belong together.
+        """
+
+    def bind_kv_caches(self, specs: Sequence[KVGroupSpec], caches: list[Tensor | None]) -> None:
+        """Hand over the cache: groups, and per target layer the tensor or None."""
+        return None
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Width of the draft probabilities that the engine keeps; None while drafts are greedy."""
+        return None
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights the drafter holds beside the target's."""
+        return 0
+
+    @abstractmethod
+    def propose(
+        self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
+    ) -> Draft | None:
+        """Drafts [B, K] from the state after commit; None where K is 0. Reads nothing back to the
+        host.
+        """

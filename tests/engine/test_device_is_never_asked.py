@@ -1,0 +1,135 @@
+"""A whole step under FakeTensorMode, which has no data to read: any `.item()`, mask index or data-
+dependent shape raises.
+
+The source-level half of this rule is in tests/test_architecture.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from scenarios import make_engine
+from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hydraspec.config.schema import DraftSampling, Verification
+from hydraspec.engine.native.scheduler import Sequence
+from hydraspec.models import load_target
+from hydraspec.speculators.gemma4 import Gemma4Speculator
+from hydraspec.types import Request, SamplingParams
+
+FLAVOURS = {
+    "dense": ({}, {}),
+    "per_layer_inputs_and_centroids": (
+        {
+            "attention_k_eq_v": False,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+        },
+        {"use_ordered_embeddings": True},
+    ),
+    "experts": (
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+        {},
+    ),
+}
+
+
+def add(engine, index: int, length: int, temperature: float) -> Sequence:  # type: ignore[no-untyped-def]
+    sampling = SamplingParams(temperature=temperature, top_k=5, top_p=0.9, min_p=0.01, seed=index)
+    request = Request(index=index, id=str(index), sampling=sampling)
+    sequence = Sequence(request=request, token_ids=[3] * length, num_prompt=length)
+    engine.parts.scheduler.add(sequence)
+    return sequence
+
+
+def make_fake(engine, mode: FakeTensorMode) -> None:  # type: ignore[no-untyped-def]
+    """Replace the request state and the caches by tensors without data."""
+    runner = engine.parts.runner
+    for field in dataclasses.fields(runner.state):
+        value = getattr(runner.state, field.name)
+        if value is not None:
+            setattr(runner.state, field.name, mode.from_tensor(value))
+    caches = runner.kv.caches
+    caches[:] = [None if cache is None else mode.from_tensor(cache) for cache in caches]
+
+
+def step_and_pretend(engine) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
+    """Run the next step on fake tensors, then let the host believe that every draft was rejected.
+    """
+    scheduled, plan = engine._next_plan()
+    batch, target_step, verdict = engine.parts.runner.step(plan)
+    k = engine.info.num_speculative_tokens
+    assert isinstance(verdict.tokens, FakeTensor) and isinstance(target_step.logits, FakeTensor)
+    assert verdict.tokens.shape == (len(scheduled), k + 1)
+    assert target_step.hidden_states.shape[0] == int(plan.num_rows.sum())
+    shape = [(item.num_rows, item.num_drafts) for item in scheduled]
+    for item in scheduled:
+        if item.samples:
+            item.sequence.token_ids.append(3)
+            item.sequence.num_computed += item.num_rows - item.num_drafts
+            item.sequence.decoding = True
+        else:
+            item.sequence.num_computed += item.num_rows
+    return shape
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
+@pytest.mark.parametrize("verification", Verification)
+def test_a_step_reads_nothing_from_the_device(
+    tmp_path: Path, flavour: str, temperature: float, verification: Verification
+) -> None:
+    """Prefill in chunks, mixed steps and pure decodes, with every verifier and drafts of both
+    kinds.
+    """
+    target_fields, assistant_fields = FLAVOURS[flavour]
+    config = gemma4_config(**target_fields)
+    folder = write_folder(tmp_path / "target", config)
+    drafter = write_folder(tmp_path / "assistant", assistant_config(config, **assistant_fields))
+    settings = run_config(
+        folder,
+        method="gemma4_mtp",
+        drafter=drafter,
+        max_num_batched_tokens=12,
+        verification=verification,
+        synthetic_acceptance_length=2.5 if verification is Verification.synthetic else None,
+        draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
+    )
+    target = load_target(
+        str(folder),
+        weights="random",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=0,
+        max_model_len=None,
+    )
+    speculator = Gemma4Speculator(settings)
+    speculator.load(target)
+    engine = make_engine(settings, target, speculator)
+    # Weights stay real and turn fake where they meet the step's tensors: state and caches are fake.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        make_fake(engine, mode)
+        add(engine, 0, 15, temperature)
+        add(engine, 1, 3, temperature)
+        shapes = [step_and_pretend(engine) for _ in range(4)]
+    assert shapes[0] == [(12, 0)]  # a chunk that does not sample
+    assert shapes[1] == [(3, 0), (3, 0)]
+    assert shapes[2] == [(4, 3), (4, 3)]
+
+
+def test_the_trap_works() -> None:
+    """FakeTensorMode does raise on a read; without this the test above proves nothing."""
+    with FakeTensorMode(), pytest.raises(Exception, match=r"item|_local_scalar_dense|data"):
+        torch.ones(3).sum().item()

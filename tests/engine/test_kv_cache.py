@@ -1,0 +1,108 @@
+"""Pools and block tables: nothing leaks, windows slide, budgets are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks, row_bytes
+from hydraspec.types import KVGroupSpec
+
+FULL = KVGroupSpec(name="full", layers=(1,), num_kv_heads=1, head_dim=8, block_size=4, window=None)
+SLIDING = KVGroupSpec(
+    name="sliding", layers=(0, 2), num_kv_heads=2, head_dim=4, block_size=2, window=5
+)
+
+
+def make_cache(num_blocks: tuple[int, int] = (9, 9), num_slots: int = 3) -> KVCache:
+    return KVCache(
+        [FULL, SLIDING],
+        num_blocks,
+        num_layers=4,
+        num_slots=num_slots,
+        max_tokens=32,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def test_only_owning_layers_have_a_cache() -> None:
+    cache = make_cache()
+    assert cache.caches[3] is None
+    assert cache.caches[1] is not None and cache.caches[1].shape == (36, 2, 1, 8)
+    assert cache.caches[0] is not None and cache.caches[0].shape == (18, 2, 2, 4)
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    """A group that runs out must not leave blocks behind in the other."""
+    cache = make_cache(num_blocks=(9, 4))
+    assert not cache.allocate(0, 8)  # sliding has 3 blocks of 2
+    assert cache.usage == 0.0
+    assert cache.allocate(0, 6)
+    assert cache.tokens_that_fit(0) == 6
+    cache.release(0)
+    assert cache.usage == 0.0
+
+
+def test_block_tables_name_distinct_blocks_and_never_the_null_block() -> None:
+    cache = make_cache()
+    assert cache.allocate(0, 7) and cache.allocate(2, 5)
+    full, sliding = cache.block_tables(np.array([0, 2]), max_seq_len=7)
+    assert full.shape == (2, 2) and sliding.shape == (2, 4)
+    used = [*full[0], *full[1]]
+    assert 0 not in used and len(set(used)) == 4
+
+
+@pytest.mark.parametrize("num_computed", range(20))
+def test_a_slid_block_is_out_of_every_later_window(num_computed: int) -> None:
+    """Freed exactly when the next query, at num_computed, cannot see any of its positions."""
+    cache = make_cache(num_blocks=(9, 12))
+    assert cache.allocate(0, 20)
+    cache.slide(0, num_computed)
+    _, sliding = cache.block_tables(np.array([0]), max_seq_len=20)
+    oldest_visible = max(0, num_computed - 5 + 1)
+    for column in range(10):
+        last_position = column * 2 + 1
+        assert (sliding[0, column] == 0) == (last_position < oldest_visible)
+
+
+def test_freed_blocks_serve_others_and_come_back_once() -> None:
+    cache = make_cache(num_blocks=(9, 9))
+    for round_number in range(50):
+        slot = round_number % 3
+        assert cache.allocate(slot, 12)
+        cache.slide(slot, 11)
+        cache.slide(slot, 12)
+        cache.release(slot)
+    assert cache.usage == 0.0
+
+
+def test_budget_bounds_the_cache() -> None:
+    size = CacheSize(
+        max_num_seqs=16, max_model_len=64, max_num_batched_tokens=32, num_speculative_tokens=3
+    )
+    specs = [FULL, SLIDING]
+    unbounded = plan_num_blocks(specs, size, torch.float32, 1 << 40)
+    assert unbounded[0] == 16 * 17 + 1  # ceil((64 + 4) / 4) blocks a request
+    for budget in (200_000, 50_000, 9_000):
+        blocks = plan_num_blocks(specs, size, torch.float32, budget)
+        used = sum(
+            count * spec.block_size * row_bytes(spec, torch.float32)
+            for count, spec in zip(blocks, specs, strict=True)
+        )
+        assert used <= budget
+        assert all(count <= most for count, most in zip(blocks, unbounded, strict=True))
+
+
+def test_sliding_pool_does_not_grow_with_the_length() -> None:
+    short, long = (
+        CacheSize(
+            max_num_seqs=4,
+            max_model_len=length,
+            max_num_batched_tokens=64,
+            num_speculative_tokens=3,
+        )
+        for length in (1_000, 100_000)
+    )
+    assert short.blocks_wanted(SLIDING, 4) == long.blocks_wanted(SLIDING, 4)

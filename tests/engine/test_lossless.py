@@ -1,0 +1,135 @@
+"""Greedy output with drafts equals greedy output without, whatever disturbs the batch.
+
+The continuations come from uncached prefills of the target, so the cache, the scheduler and the
+verifier are all on
+trial. Each scenario draws batch mix, prompt lengths across window and block borders, chunk sizes,
+cache pressure,
+stop tokens and strings, and max_model_len edges. `make test-slow` runs the whole set.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scenarios import (
+    KNOWN_TOKENS,
+    Outcome,
+    World,
+    draw_scenario,
+    oracle_for,
+    random_prompt,
+    run_scenario,
+    seeded,
+    uncached_continuation,
+)
+from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
+
+from hydraspec.models import load_target
+from hydraspec.speculators.gemma4 import Gemma4Speculator
+
+FLAVOURS = {
+    "dense": {},
+    "shared_kv": {
+        "attention_k_eq_v": False,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+    },
+    "experts": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "sliding_window": 5,
+    },
+}
+
+
+def make_world(tmp_path: Path, flavour: str, dtype: torch.dtype, num_prompts: int) -> World:
+    config = gemma4_config(**FLAVOURS[flavour])
+    folder = write_folder(tmp_path / flavour, config)
+    target = load_target(
+        str(folder),
+        weights="random",
+        dtype=dtype,
+        device=torch.device("cpu"),
+        seed=7,
+        max_model_len=None,
+    )
+    world = World(folder=str(folder), target=target)
+    rng = seeded(11)
+    # Lengths around the window and around multiples of block sizes, and one-token prompts.
+    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
+    for length in rng.permutation(lengths)[:num_prompts]:
+        prompt = random_prompt(rng, int(length), target.vocab_size)
+        world.continuations[prompt] = uncached_continuation(target, prompt, KNOWN_TOKENS)
+    return world
+
+
+def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome:
+    outcome = Outcome()
+    for number in range(num_scenarios):
+        rng = np.random.default_rng([seed, number])
+        scenario = draw_scenario(world, rng, k=1 + number % 8)
+        run_scenario(scenario, world.target, oracle_for(world, scenario), outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str) -> None:
+    """Catches wrong slots, stale drafts, off-by-one commits, early frees: any of them changes a
+    token.
+    """
+    world = make_world(tmp_path, flavour, torch.float64, num_prompts=7)
+    outcome = run_oracle_scenarios(world, 24, seed=1)
+    assert outcome.num_preempted > 0, "no scenario met cache pressure"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_oracle_drafts_are_lossless_everywhere(tmp_path: Path, flavour: str) -> None:
+    """200 scenarios a flavour; every accepted length 0..K occurs at least 20 times at every K."""
+    world = make_world(tmp_path, flavour, torch.float64, num_prompts=14)
+    outcome = run_oracle_scenarios(world, 200, seed=2)
+    assert outcome.num_preempted > 20
+    for k in range(1, 9):
+        for accepted in range(k + 1):
+            assert outcome.accepted[k, accepted] >= 20, (k, accepted)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_random_assistant_is_lossless(tmp_path: Path, flavour: str, dtype: torch.dtype) -> None:
+    """The real drafter: it reads the target's cache and must not disturb it."""
+    world = make_world(tmp_path, flavour, dtype, num_prompts=5)
+    config = gemma4_config(**FLAVOURS[flavour])
+    drafter = write_folder(tmp_path / "assistant", assistant_config(config))
+    outcome = Outcome()
+    for number in range(8):
+        rng = np.random.default_rng([3, number])
+        scenario = draw_scenario(world, rng, k=1 + number % 8)
+        scenario.config.method.checkpoint = str(drafter)
+        speculator = Gemma4Speculator(scenario.config)
+        speculator.load(world.target)
+        run_scenario(scenario, world.target, speculator, outcome)
+    assert outcome.num_scenarios == 8
+
+
+def test_the_scenarios_can_fail(tmp_path: Path) -> None:
+    """A verifier that accepts one draft too many is caught."""
+    world = make_world(tmp_path, "dense", torch.float64, num_prompts=5)
+    rng = np.random.default_rng(5)
+    scenario = draw_scenario(world, rng, k=4)
+    scenario.requests = scenario.requests[:1]
+    scenario.expected = [(scenario.expected[0][0][:-1] + [-5], scenario.expected[0][1])]
+    with pytest.raises(AssertionError):
+        run_scenario(scenario, world.target, oracle_for(world, scenario), Outcome())
+
+
+def test_config_of_a_test_run_is_whole() -> None:
+    assert run_config("x", method="gemma4_mtp", k=5).method.num_speculative_tokens == 5

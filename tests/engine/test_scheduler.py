@@ -1,0 +1,145 @@
+"""Who runs in the next step, and with how many rows."""
+
+from __future__ import annotations
+
+import torch
+
+from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.scheduler import Scheduler, Sequence
+from hydraspec.types import KVGroupSpec, Request, SamplingParams
+
+
+def make_scheduler(
+    *, num_blocks: int = 65, max_num_seqs: int = 4, budget: int = 16, max_len: int = 64, k: int = 3
+) -> Scheduler:
+    spec = KVGroupSpec(
+        name="full", layers=(0,), num_kv_heads=1, head_dim=2, block_size=4, window=None
+    )
+    kv = KVCache(
+        [spec],
+        [num_blocks],
+        num_layers=1,
+        num_slots=max_num_seqs,
+        max_tokens=max_len + k + 1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    return Scheduler(
+        kv,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_len,
+        num_speculative_tokens=k,
+    )
+
+
+def add(scheduler: Scheduler, length: int, index: int = 0) -> Sequence:
+    request = Request(index=index, id=str(index), sampling=SamplingParams())
+    sequence = Sequence(request=request, token_ids=list(range(length)), num_prompt=length)
+    scheduler.add(sequence)
+    return sequence
+
+
+def run_step(scheduler: Scheduler, num_accepted: int = 0) -> list[tuple[int, int, int]]:
+    """Schedule, then pretend the step ran; returns (index, rows, drafts)."""
+    chosen = scheduler.schedule()
+    for item in chosen:
+        sequence = item.sequence
+        accepted = min(num_accepted, item.num_drafts)
+        if item.samples:
+            sequence.token_ids.extend([0] * (accepted + 1))
+            sequence.decoding = True
+        sequence.num_computed += item.num_rows - (item.num_drafts - accepted)
+    return [(i.sequence.request.index, i.num_rows, i.num_drafts) for i in chosen]
+
+
+def test_a_long_prompt_is_read_in_chunks_beside_decodes() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 5, index=0)
+    assert run_step(scheduler) == [(0, 5, 0)]
+    add(scheduler, 30, index=1)
+    assert run_step(scheduler) == [(0, 4, 3), (1, 12, 0)]
+    assert run_step(scheduler) == [(0, 4, 3), (1, 12, 0)]
+    assert run_step(scheduler) == [(0, 4, 3), (1, 6, 0)]
+    assert run_step(scheduler) == [(0, 4, 3), (1, 4, 3)]
+
+
+def test_only_the_last_chunk_samples() -> None:
+    scheduler = make_scheduler(budget=8)
+    sequence = add(scheduler, 20)
+    samples = []
+    for _ in range(4):
+        chosen = scheduler.schedule()
+        samples.append(chosen[0].samples)
+        sequence.num_computed += chosen[0].num_rows
+        if samples[-1]:
+            break
+    assert samples == [False, False, True]
+
+
+def test_drafts_stop_short_of_max_model_len() -> None:
+    """With n tokens known, d drafts and one more token must not pass the limit."""
+    scheduler = make_scheduler(max_len=10)
+    add(scheduler, 5)
+    steps = [run_step(scheduler)[0] for _ in range(4)]
+    # 5 prompt, then 6, 7, 8, 9 tokens known: 3, 2, 1, 0 drafts fit.
+    assert [drafts for _, _, drafts in steps] == [0, 3, 2, 1]
+
+
+def test_prompts_that_cannot_be_served_fail_alone() -> None:
+    scheduler = make_scheduler(max_len=10, num_blocks=3)
+    too_long = add(scheduler, 10, index=0)
+    too_big = add(scheduler, 8, index=1)
+    fine = add(scheduler, 6, index=2)
+    assert [s.request.index for s in scheduler.failed] == [0, 1]
+    assert "max_model_len" in (too_long.error or "")
+    assert "memory_gib" in (too_big.error or "")
+    assert run_step(scheduler) == [(2, 6, 0)]
+    assert fine.error is None
+
+
+def test_the_youngest_is_preempted_and_recomputed() -> None:
+    scheduler = make_scheduler(num_blocks=6, budget=64)  # 20 tokens
+    old, young = add(scheduler, 8, index=0), add(scheduler, 7, index=1)
+    assert run_step(scheduler) == [(0, 8, 0), (1, 7, 0)]
+    # 8 + 4 and 7 + 4 rows need 3 + 3 blocks of the 5.
+    assert run_step(scheduler) == [(0, 4, 3)]
+    assert scheduler.num_preempted == 1
+    assert young.num_computed == 0 and young.slot == -1
+    assert list(scheduler.waiting) == [young] and scheduler.running == [old]
+    scheduler.release(old)
+    # Everything it had, the sampled token included, is read again; then it samples.
+    assert run_step(scheduler) == [(1, 8, 0)]
+
+
+def test_a_lone_request_uses_the_last_rows_of_the_cache_then_fails() -> None:
+    scheduler = make_scheduler(num_blocks=3)  # 8 tokens
+    sequence = add(scheduler, 5)
+    run_step(scheduler)
+    assert run_step(scheduler) == [(0, 3, 2)]
+    assert run_step(scheduler, num_accepted=3) == [(0, 2, 1)]
+    assert sequence.num_tokens == 9
+    assert run_step(scheduler) == []
+    assert sequence.finish_reason == "error" and "full at 9 tokens" in (sequence.error or "")
+    assert scheduler.kv.usage == 0.0 and not scheduler.has_work
+
+
+def test_segments_group_equal_decodes_and_keep_prefills_apart() -> None:
+    scheduler = make_scheduler(budget=64)
+    for index in range(3):
+        add(scheduler, 4 + index, index=index)
+    run_step(scheduler)
+    add(scheduler, 9, index=3)
+    plan = scheduler.plan(scheduler.schedule())
+    assert [(s.num_requests, s.rows_per_request) for s in plan.segments] == [(3, 4), (1, 9)]
+    assert [s.first_row for s in plan.segments] == [0, 12]
+    assert plan.segments[0].max_seq_len == 6 + 4
+    assert plan.samples.all()
+
+
+def test_requests_wait_for_a_slot() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, budget=64)
+    sequences = [add(scheduler, 4, index=index) for index in range(3)]
+    assert [index for index, _, _ in run_step(scheduler)] == [0, 1]
+    scheduler.release(sequences[0])
+    assert [index for index, _, _ in run_step(scheduler)] == [1, 2]
