@@ -28,8 +28,8 @@ class GroupPass:
 class Attention:
     """Query heads first, then key heads, then value heads, in one projection.
 
-    A layer that shares KV has query heads only. With k_eq_v the values are the key projection, normed without
-    weight and not rotated.
+    A layer that shares KV has query heads only. With k_eq_v the values are the key projection,
+    normed without weight and not rotated.
     """
 
     def __init__(self, config: Gemma4Config, layer: LayerShape, place: Place) -> None:
@@ -92,7 +92,9 @@ class Attention:
         return torch.addmm(self.out_bias, attended, self.out)
 
     def __call__(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, D] normed -> [T, D]; writes this layer's keys and values into cache before reading it."""
+        """x [T, D] normed -> [T, D]; writes this layer's keys and values into cache before
+        reading it.
+        """
         if not self.writes_kv:
             heads = self.queries(x, shared.cos, shared.sin)
             return self.output(paged_attention(heads, cache, shared.plan))

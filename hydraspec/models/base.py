@@ -11,7 +11,9 @@ from hydraspec.types import Batch, KVGroupSpec
 
 
 class TargetModel(Protocol):
-    """A decoder over a paged KV cache. Run it under `torch.inference_mode`; it never reads the device."""
+    """A decoder over a paged KV cache. Run it under `torch.inference_mode`; it never reads the
+    device.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -24,7 +26,9 @@ class TargetModel(Protocol):
     block_size: int  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
-        """The KV groups, in the order of Batch.slot_mapping. Also sets the block size that forward reads with."""
+        """The KV groups, in the order of Batch.slot_mapping. Also sets the block size that
+        forward reads with.
+        """
         ...
 
     def kv_source(self, layer: int) -> int:
@@ -34,9 +38,9 @@ class TargetModel(Protocol):
     def forward(self, batch: Batch, kv_caches: list[Tensor | None]) -> Tensor:
         """Hidden states [T, D] after the final norm.
 
-        kv_caches has one entry a layer, [num_blocks * block_size, 2, Hkv, H] or None for layers that share. Keys
-        and values are written through batch.slot_mapping before they are read. Every slot must be valid; block 0
-        is reserved and stays zero.
+        kv_caches has one entry a layer, [num_blocks * block_size, 2, Hkv, H] or None for layers
+        that share. Keys and values are written through batch.slot_mapping before they are read.
+        Every slot must be valid; block 0 is reserved and stays zero.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are used.
+"""Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are
+used.
 
 Knows the Hugging Face folder layout and nothing about any architecture.
 """
@@ -46,7 +47,8 @@ class Checkpoint:
     def entries(self) -> dict[str, TensorEntry]:
         """Every tensor by name, read from the files' headers.
 
-        Raises CheckpointError: no safetensors, a shard missing, a file cut short or not safetensors.
+        Raises CheckpointError: no safetensors, a shard missing, a file cut short or not
+        safetensors.
         """
         found: dict[str, TensorEntry] = {}
         for file in _tensor_files(self.folder):
@@ -55,7 +57,8 @@ class Checkpoint:
 
 
 def resolve_folder(checkpoint: str) -> Path:
-    """The folder of "zoo:<name>", a path, or a hub id (downloaded: safetensors, json and tokenizer files only).
+    """The folder of "zoo:<name>", a path, or a hub id (downloaded: safetensors, json and
+    tokenizer files only).
 
     Raises CheckpointError with the remedy.
     """
@@ -66,15 +69,15 @@ def resolve_folder(checkpoint: str) -> Path:
         return folder
     if folder.is_file():
         raise CheckpointError(
-            f"checkpoint {checkpoint!r} is a file; expected a folder with config.json and safetensors: "
-            f"give its folder, {str(folder.parent)!r}"
+            f"checkpoint {checkpoint!r} is a file; expected a folder with config.json and "
+            f"safetensors: give its folder, {str(folder.parent)!r}"
         )
     parts = checkpoint.split("/")
     looks_like_path = checkpoint.startswith((".", "/", "~", "\\")) or len(parts) != 2 or "" in parts
     if looks_like_path or folder.parent.is_dir():
         raise CheckpointError(
-            f"checkpoint folder {checkpoint!r} does not exist; expected a folder with config.json and "
-            "safetensors files, zoo:<name>, or a Hugging Face id <owner>/<name>: check the spelling"
+            f"checkpoint folder {checkpoint!r} does not exist; expected a folder with config.json "
+            "and safetensors files, zoo:<name>, or a Hugging Face id <owner>/<name>: check the spelling"
         )
     return download(checkpoint)
 
@@ -102,8 +105,8 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
             kind = part["quantization_config"]
             method = kind.get("quant_method") if isinstance(kind, dict) else kind
             raise CheckpointError(
-                f"checkpoint {str(folder)!r} is quantised (quantization_config, method {method!r}); "
-                "expected float weights: use the unquantised release"
+                f"checkpoint {str(folder)!r} is quantised (quantization_config, method "
+                f"{method!r}); expected float weights: use the unquantised release"
             )
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
@@ -142,12 +145,12 @@ def _tensor_files(folder: Path) -> list[Path]:
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} has only pickle files ({listed(pickles)}); expected safetensors, "
-            "since loading a pickle runs code: convert it with transformers' save_pretrained"
+            f"checkpoint {str(folder)!r} has only pickle files ({listed(pickles)}); expected "
+            "safetensors, since loading a pickle runs code: convert it with transformers' save_pretrained"
         )
     raise CheckpointError(
-        f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards with "
-        "model.safetensors.index.json: download it again"
+        f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards "
+        "with model.safetensors.index.json: download it again"
     )
 
 
@@ -177,11 +180,13 @@ def load_tensors(
     canonical: Callable[[str], str | None],
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape) from the files.
+    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape) from the
+    files.
 
-    canonical maps a file's name to ours (None: not part of this model); ignored tells which of ours may be left
-    over. One tensor is held at a time, and its file is closed again, so that mapped pages do not pile up.
-    Raises CheckpointError listing what is missing, surplus or misshapen before anything is read.
+    canonical maps a file's name to ours (None: not part of this model); ignored tells which of
+    ours may be left over. One tensor is held at a time, and its file is closed again, so that
+    mapped pages do not pile up. Raises CheckpointError listing what is missing, surplus or
+    misshapen before anything is read.
     """
     entries: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.entries().items():

@@ -1,7 +1,8 @@
 """How a draft checkpoint is used, normalised once at load.
 
-Most failures of speculative decoding in the field are a checkpoint read with the wrong convention, and show only
-as low acceptance. Every convention that differs between published heads is a field here, checked and logged.
+Most failures of speculative decoding in the field are a checkpoint read with the wrong
+convention, and show only as low acceptance. Every convention that differs between published heads
+is a field here, checked and logged.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class DraftSpec:
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
 
     def check_shapes(self, where: str, found: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-        """found maps a name to its tensor and the shape this spec implies. Raises CheckpointError."""
+        """found maps a name to its tensor and the shape this spec implies. Raises
+        CheckpointError.
+        """
         for name, (tensor, shape) in found.items():
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"draft checkpoint {where!r}: {name} is {list(tensor.shape)}, its config implies "
-                    f"{list(shape)}: the files do not belong together"
+                    f"draft checkpoint {where!r}: {name} is {list(tensor.shape)}, its config "
+                    f"implies {list(shape)}: the files do not belong together"
                 )

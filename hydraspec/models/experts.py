@@ -48,7 +48,9 @@ class Experts:
         self.post_norm.fold_gain()
 
     def __call__(self, h: Tensor, normed: Tensor, dense: Tensor) -> Tensor:
-        """Stream h [T, D], its weightless norm (used when folded) and the dense MLP's output -> their sum, normed."""
+        """Stream h [T, D], its weightless norm (used when folded) and the dense MLP's output ->
+        their sum, normed.
+        """
         if self.folded:
             logits, x = torch.mm(normed, self.router), normed
         else:

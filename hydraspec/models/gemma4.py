@@ -1,7 +1,8 @@
-"""The Gemma 4 text model: dense, per-layer-input and mixture-of-experts shapes over a paged KV cache.
+"""The Gemma 4 text model: dense, per-layer-input and mixture-of-experts shapes over a paged KV
+cache.
 
-Follows the released checkpoints' format and transformers' arithmetic (Gemma4ForCausalLM). Knows nothing of
-scheduling or speculation.
+Follows the released checkpoints' format and transformers' arithmetic (Gemma4ForCausalLM). Knows
+nothing of scheduling or speculation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hydraspec_kernels.paged_attention import GroupShape, plan_attention
 from hydraspec_kernels.rms_norm import rms_norm
-from hydraspec_kernels.rope import rope_frequencies, rope_table
+from hydraspec_kernels.rope import Frequencies, mirrored, rope_frequencies, rope_table
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
@@ -49,7 +50,9 @@ def canonical_name(name: str) -> str | None:
 
 
 class PerLayerEmbedding:
-    """The per-layer inputs (PLE): a second embedding table, and a projection of the scaled token embedding."""
+    """The per-layer inputs (PLE): a second embedding table, and a projection of the scaled token
+    embedding.
+    """
 
     def __init__(self, config: Gemma4Config, place: Place) -> None:
         self.width, self.num_layers = config.ple_size, len(config.layers)
@@ -68,7 +71,9 @@ class PerLayerEmbedding:
         }
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-        """token_ids [T] and their scaled embeddings [T, D] -> one [T, width] a layer. Unknown ids read row 0."""
+        """token_ids [T] and their scaled embeddings [T, D] -> one [T, width] a layer. Unknown ids
+        read row 0.
+        """
         ids = torch.where((token_ids >= 0) & (token_ids < self.vocab_size), token_ids, 0)
         looked_up = F.embedding(ids, self.table) * self.table_scale
         projected = torch.mm(embedded, self.projection) * self.projection_scale
@@ -217,14 +222,14 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
 
 
-def rope_thetas(config: Gemma4Config, place: Place) -> Tensors:
-    """Rotary frequencies [H/2] per layer type, in float32 (float64 for a float64 model)."""
+def rope_thetas(config: Gemma4Config, place: Place) -> dict[str, Frequencies]:
+    """Rotary frequencies per layer type, in float32 (float64 for a float64 model)."""
     wide = torch.promote_types(place.dtype, torch.float32)
     thetas = {}
     for layer in config.layers:
         rope = config.rope[layer.kind]
         theta = rope_frequencies(layer.head_dim, rope.base, rope.share, rope.factor)
-        thetas[layer.kind] = theta.to(place.device, wide)
+        thetas[layer.kind] = mirrored(theta.to(place.device, wide))
     return thetas
 
 
@@ -264,7 +269,9 @@ def _check_uniform(config: Gemma4Config, where: str) -> None:
 
 
 def _token_ids(checkpoint: Checkpoint, key: str, vocab_size: int) -> tuple[int, ...]:
-    """Ids under a key of generation_config.json, else of config.json; those outside the vocabulary are dropped."""
+    """Ids under a key of generation_config.json, else of config.json; those outside the
+    vocabulary are dropped.
+    """
     for source in (checkpoint.generation_config, checkpoint.config, text_part(checkpoint.config)):
         value = source.get(key)
         if value is not None:

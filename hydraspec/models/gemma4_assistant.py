@@ -1,8 +1,9 @@
-"""Gemma 4's assistant: a small Q-only decoder that reads the target's KV and drafts one token a step.
+"""Gemma 4's assistant: a small Q-only decoder that reads the target's KV and drafts one token a
+step.
 
-Position convention: all steps of a round use position p, the last one with target KV and hidden state, and see
-KV 0..p (sliding layers the last `window` entries of it). transformers' own loop uses p + 1; the weights are the
-same, and the target's cache at p is what both read.
+Position convention: all steps of a round use position p, the last one with target KV and hidden
+state, and see KV 0..p (sliding layers the last `window` entries of it). transformers' own loop
+uses p + 1; the weights are the same, and the target's cache at p is what both read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class DraftContext:
 
 
 class Gemma4Assistant:
-    """The draft head. It owns no KV and writes none; its logits have no soft cap (as in transformers)."""
+    """The draft head. It owns no KV and writes none; its logits have no soft cap (as in
+    transformers).
+    """
 
     spec: DraftSpec
 
@@ -89,11 +92,15 @@ class Gemma4Assistant:
         return found
 
     def ignores(self, name: str) -> bool:
-        """The head's other name: tied files may hold both, untied ones an embedding that nothing reads."""
+        """The head's other name: tied files may hold both, untied ones an embedding that nothing
+        reads.
+        """
         return name in ("lm_head.weight", "model.embed_tokens.weight")
 
     def finish(self, where: str) -> None:
-        """Call once after the weights are filled. Raises CheckpointError for an ordering that is none."""
+        """Call once after the weights are filled. Raises CheckpointError for an ordering that is
+        none.
+        """
         scale = 1.0
         for layer in self.layers:
             scale = layer.finish(scale)
@@ -144,9 +151,11 @@ class Gemma4Assistant:
     def step(
         self, context: DraftContext, token_ids: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [B] and backbone hidden states [B, D] -> d [B, Hd] for logits, and the next step's [B, D].
+        """token_ids [B] and backbone hidden states [B, D] -> d [B, Hd] for logits, and the next
+        step's [B, D].
 
-        Step 0 takes the newest token and the target's final-norm output at p; later steps what the last returned.
+        Step 0 takes the newest token and the target's final-norm output at p; later steps what
+        the last returned.
         """
         h = torch.mm(torch.cat((self.target.embed(token_ids), hidden), -1), self.pre)
         for layer in self.layers:
@@ -186,7 +195,8 @@ def load_assistant(
 ) -> Gemma4Assistant:
     """The assistant of a folder, zoo:<name> or hub id, in the target's dtype and on its device.
 
-    Raises CheckpointError: unreadable, not an assistant, or made for another target (both values are named).
+    Raises CheckpointError: unreadable, not an assistant, or made for another target (both values
+    are named).
     """
     opened, config = read_assistant(checkpoint)
     where = str(opened.folder)
@@ -230,7 +240,8 @@ def load_assistant(
 def match_target(
     config: AssistantConfig, target: TargetModel, where: str
 ) -> dict[str, tuple[int, KVGroupSpec]]:
-    """Per layer type the KV group a draft layer reads: its place and spec. The last owner in it is the source.
+    """Per layer type the KV group a draft layer reads: its place and spec. The last owner in it
+    is the source.
 
     Raises CheckpointError naming both sides' values where assistant and target do not fit.
     """

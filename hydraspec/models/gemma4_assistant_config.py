@@ -33,7 +33,8 @@ def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
             f"checkpoint {where!r} has model_type {raw.get('model_type')!r}; method gemma4_mtp reads "
             f"{', '.join(MODEL_TYPES)}{hint}"
         )
-    # Released assistants leave per-layer inputs out of their text config or set them to 0; they never have any.
+    # Released assistants leave per-layer inputs out of their text config or set them to 0; they
+    # never have any.
     text = dict(text_part(raw))
     text.setdefault("hidden_size_per_layer_input", 0)
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):

@@ -1,7 +1,8 @@
 """Gemma 4's config.json, read raw: both published layouts, top level or under `text_config`.
 
-transformers' own config object moves `global_head_dim` and `num_global_key_value_heads` into `per_layer_config`;
-code that asks it for the attribute silently gets the sliding layers' sizes. Hence the raw file.
+transformers' own config object moves `global_head_dim` and `num_global_key_value_heads` into
+`per_layer_config`; code that asks it for the attribute silently gets the sliding layers' sizes.
+Hence the raw file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class LayerShape:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RopeShape:
-    """Rotary embedding of one layer type: base, share of the pairs that turn, divisor of the frequencies."""
+    """Rotary embedding of one layer type: base, share of the pairs that turn, divisor of the
+    frequencies.
+    """
 
     base: float
     share: float
@@ -115,8 +118,9 @@ def read_gemma4_config(
 ) -> Gemma4Config:
     """The shape in a raw config.json; `where` names the folder in messages.
 
-    An assistant's layers own no KV; each reads the target's last owner of its type (kv_source -1 here).
-    Raises CheckpointError for keys that are absent, out of range or ask for what we do not compute.
+    An assistant's layers own no KV; each reads the target's last owner of its type (kv_source -1
+    here). Raises CheckpointError for keys that are absent, out of range or ask for what we do not
+    compute.
     """
     reader = _Reader(text_part(config), where)
     _refuse_unsupported(reader)
@@ -197,7 +201,9 @@ def _layer_shape(
 
 
 def _head_shape(reader: _Reader, i: int, kind: str, k_eq_v: bool) -> tuple[int, int]:
-    """head_dim and KV heads of a layer: per_layer_config where the file has it, else the global_ keys."""
+    """head_dim and KV heads of a layer: per_layer_config where the file has it, else the global_
+    keys.
+    """
     head_dim, kv_heads = reader.count("head_dim"), reader.count("num_key_value_heads")
     per_layer = reader.get("per_layer_config")
     if per_layer is None:

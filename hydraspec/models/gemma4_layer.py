@@ -1,4 +1,6 @@
-"""One Gemma 4 decoder layer: sandwich norms, attention, MLP, experts, per-layer inputs, layer scalar."""
+"""One Gemma 4 decoder layer: sandwich norms, attention, MLP, experts, per-layer inputs, layer
+scalar.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ LARGEST_STREAM_SCALE = 64.0
 class DecoderLayer:
     """h -> (h + attention, + MLP, + per-layer input) * layer_scalar.
 
-    When folded, the stream is held as h / c: instead of multiplying by layer_scalar, c takes it up, and the parts
-    that read or write the stream are rescaled once at load. `scalar` is what is left to multiply by, or None.
+    When folded, the stream is held as h / c: instead of multiplying by layer_scalar, c takes it
+    up, and the parts that read or write the stream are rescaled once at load. `scalar` is what is
+    left to multiply by, or None.
     """
 
     def __init__(self, config: Gemma4Config, layer: LayerShape, place: Place) -> None:

@@ -1,4 +1,6 @@
-"""Downloads checkpoints from the Hugging Face hub: weights, json and tokenizer files, never code or pickles."""
+"""Downloads checkpoints from the Hugging Face hub: weights, json and tokenizer files, never code
+or pickles.
+"""
 
 from __future__ import annotations
 

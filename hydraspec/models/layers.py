@@ -1,11 +1,13 @@
 """Parts of a decoder layer: where weights live, norms, the gated MLP, per-layer inputs.
 
-Matrices are held as [in, out], so that a row times a matrix is one `torch.mm` on contiguous memory (a microsecond
-less than `linear` per call on a CPU). Every part allocates its weights empty, names them as checkpoints do through
-`tensors` (name -> view of the checkpoint's shape), and is finished once they are filled.
+Matrices are held as [in, out], so that a row times a matrix is one `torch.mm` on contiguous
+memory (a microsecond less than `linear` per call on a CPU). Every part allocates its weights
+empty, names them as checkpoints do through `tensors` (name -> view of the checkpoint's shape),
+and is finished once they are filled.
 
-"Folded" (float32 and float64): norm weights move into the matrix that follows, or into one gain, which saves two
-operators a norm. Narrow types keep the published order, so that rounding stays the reference's.
+"Folded" (float32 and float64): norm weights move into the matrix that follows, or into one gain,
+which saves two operators a norm. Narrow types keep the published order, so that rounding stays
+the reference's.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Place:
 class Norm:
     """RMSNorm over the last dimension with a plain weight.
 
-    The residual stream is held as h / c (see DecoderLayer), so a norm that reads it divides its eps by c^2, and one
-    that adds to it divides its gain by c.
+    The residual stream is held as h / c (see DecoderLayer), so a norm that reads it divides its
+    eps by c^2, and one that adds to it divides its gain by c.
     """
 
     def __init__(self, size: int, eps: float, place: Place) -> None:
@@ -61,7 +63,9 @@ class Norm:
             self.floor = self.place.number(math.sqrt(size * self.eps) / stream_scale)
 
     def fold_gain(self, *, stream_in: float = 1.0, stream_out: float = 1.0) -> None:
-        """Make `scaled` and `add` read a stream of scale stream_in and write one of scale stream_out."""
+        """Make `scaled` and `add` read a stream of scale stream_in and write one of scale
+        stream_out.
+        """
         if self.folded:
             size = self.weight.shape[0]
             self.weight.mul_(math.sqrt(size) / stream_out)

@@ -44,7 +44,8 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer | None:
-    """The folder's tokenizer, or None where it has no tokenizer files. Never runs code from the folder.
+    """The folder's tokenizer, or None where it has no tokenizer files. Never runs code from the
+    folder.
 
     Raises CheckpointError if the files are there and unreadable.
     """

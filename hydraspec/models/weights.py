@@ -21,7 +21,9 @@ def fill(
     canonical: Callable[[str], str | None],
     ignored: Callable[[str], bool],
 ) -> None:
-    """Fill every tensor (name -> view of the checkpoint's shape). weights is "checkpoint" or "random"."""
+    """Fill every tensor (name -> view of the checkpoint's shape). weights is "checkpoint" or
+    "random".
+    """
     if weights == "random":
         randomise(tensors, seed)
     elif weights == "checkpoint":
@@ -33,7 +35,8 @@ def fill(
 def randomise(tensors: Mapping[str, Tensor], seed: int) -> None:
     """Seeded weights that keep activations and attention scores of order one.
 
-    Matrices by fan-in; norms 1, but query and key norms so that scores have a deviation of 2; scalars 1.
+    Matrices by fan-in; norms 1, but query and key norms so that scores have a deviation of 2;
+    scalars 1.
     """
     for offset, (name, tensor) in enumerate(sorted(tensors.items())):
         generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + offset)

@@ -1,4 +1,6 @@
-"""The centroid head: full-vocabulary logits, or the best token without ever leaving the candidates."""
+"""The centroid head: full-vocabulary logits, or the best token without ever leaving the
+candidates.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def centroid_head(d: Tensor, table: Tensor, centroids: Tensor, clusters: Tensor,
 def centroid_greedy(
     d: Tensor, table: Tensor, centroids: Tensor, clusters: Tensor, k: int, banned: Tensor | None
 ) -> Tensor:
-    """The best candidate's token id [B]; equal scores go to the lowest id. banned [V] bool is never chosen."""
+    """The best candidate's token id [B]; equal scores go to the lowest id. banned [V] bool is
+    never chosen.
+    """
     ids = candidates_reference(d, centroids, clusters, k)
     scores = centroid_logits_reference(d, table, ids)
     if banned is not None:

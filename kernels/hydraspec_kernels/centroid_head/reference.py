@@ -1,4 +1,5 @@
-"""A head that scores only the tokens of the best clusters (Gemma 4 assistants, "ordered embeddings").
+"""A head that scores only the tokens of the best clusters (Gemma 4 assistants, "ordered
+embeddings").
 
 Letters: B rows, H head width, C clusters, c = V / C tokens a cluster, k clusters scored.
 """
@@ -10,7 +11,9 @@ from torch import Tensor
 
 
 def candidates_reference(d: Tensor, centroids: Tensor, clusters: Tensor, k: int) -> Tensor:
-    """d [B, H], centroids [H, C], clusters [C, c] token ids -> ids of the k best clusters, [B, k * c]."""
+    """d [B, H], centroids [H, C], clusters [C, c] token ids -> ids of the k best clusters, [B, k
+    * c].
+    """
     best = torch.topk(torch.mm(d, centroids), k, dim=-1).indices
     return clusters[best].flatten(1)
 

@@ -1,4 +1,6 @@
-"""The gated activation of Gemma's MLP: GELU (tanh form, Hendrycks and Gimpel 2016) times the up branch."""
+"""The gated activation of Gemma's MLP: GELU (tanh form, Hendrycks and Gimpel 2016) times the up
+branch.
+"""
 
 from __future__ import annotations
 

@@ -11,12 +11,15 @@ __all__ = ["moe", "route"]
 
 
 def route(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Router logits [T, E] -> weights [T, k] float32 (or wider) and experts [T, k]; scale [E] comes last."""
+    """Router logits [T, E] -> weights [T, k] float32 (or wider) and experts [T, k]; scale [E]
+    comes last.
+    """
     return route_reference(logits, k, scale)
 
 
 def moe(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """x [T, D], weights and experts [T, k], gate_up [E, D, 2I], down [E, I, D] -> [T, D]."""
-    # Gathering copies T * k experts and computes as many; running all reads E in place and computes T times E.
+    # Gathering copies T * k experts and computes as many; running all reads E in place and
+    # computes T times E.
     few = 2 * experts.numel() <= gate_up.shape[0]
     return (moe_gather if few else moe_dense)(x, weights, experts, gate_up, down)

@@ -1,4 +1,6 @@
-"""Experts without shapes that depend on routing: gather them when few are used, else run all of them."""
+"""Experts without shapes that depend on routing: gather them when few are used, else run all of
+them.
+"""
 
 from __future__ import annotations
 

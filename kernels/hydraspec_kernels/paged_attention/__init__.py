@@ -1,6 +1,7 @@
 """Causal attention over a paged KV cache: variable rows a request, sliding windows, grouped heads.
 
-A plan is made once per KV group and forward pass (`plan_attention`) and used by every layer of the group.
+A plan is made once per KV group and forward pass (`plan_attention`) and used by every layer of
+the group.
 """
 
 from __future__ import annotations

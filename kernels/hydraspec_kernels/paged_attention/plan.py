@@ -1,7 +1,9 @@
-"""What the layers of one KV group share in one forward pass: which cache rows to gather, and who may see them.
+"""What the layers of one KV group share in one forward pass: which cache rows to gather, and who
+may see them.
 
-Letters: b requests, R rows a request, L gathered entries a request, P blocks of a table row.
-All shapes come from host numbers; everything that depends on sequence lengths is computed on the device.
+Letters: b requests, R rows a request, L gathered entries a request, P blocks of a table row. All
+shapes come from host numbers; everything that depends on sequence lengths is computed on the
+device.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Scores of one tile at most; long prefills are cut into tiles of query rows so that memory stays flat.
+# Scores of one tile at most; long prefills are cut into tiles of query rows so that memory stays
+# flat.
 MAX_TILE_SCORES = 1 << 23
 
 
@@ -54,7 +57,7 @@ class Tile:
     row_stop: int
     num_keys: int  # L
     kv_index: Tensor  # [2 * b * Hkv * L] rows of the cache seen as [rows * 2 * Hkv, H]: all keys, then all values
-    mask: Tensor  # [b * Hkv, R * Hq/Hkv, L] added to the scores
+    mask: Tensor  # [b * Hkv or 1, R * Hq/Hkv or 1, L], added to the scores
 
 
 @dataclass(slots=True)
@@ -74,10 +77,12 @@ def plan_attention(
     positions: Tensor,
     dtype: torch.dtype,
 ) -> AttentionPlan:
-    """block_table [B, P], seq_lens [B] with this step's rows counted, positions [T] -> the group's plan.
+    """block_table [B, P], seq_lens [B] with this step's rows counted, positions [T] -> the
+    group's plan.
 
-    Row r of a request with R rows stands at position seq_len - R + r. Entries that no row may see are gathered
-    from cache row 0: block 0 is reserved and stays zero, so that whatever freed blocks hold cannot leak.
+    Row r of a request with R rows stands at position seq_len - R + r. Entries that no row may see
+    are gathered from cache row 0: block 0 is reserved and stays zero, so that whatever freed
+    blocks hold cannot leak.
     """
     tiles: list[Tile] = []
     num_rows = 0
@@ -115,57 +120,72 @@ def _plan_tile(
     dtype: torch.dtype,
 ) -> Tile:
     b, all_rows, rows = segment.num_requests, segment.rows_per_request, stop - start
-    if stop < all_rows:
-        lens = lens - (all_rows - stop)
-    num_keys = max(segment.max_seq_len - (all_rows - stop), rows)
-    entry = torch.arange(num_keys, device=lens.device)
-    end = lens[:, None]
-    key: Tensor = entry[None]  # [b or 1, L] positions
+    after = all_rows - stop
+    num_keys = max(segment.max_seq_len - after, rows)
+    end = lens[:, None] if after == 0 else (lens - after)[:, None]
     if shape.window is not None and num_keys > shape.window + rows - 1:
         num_keys = shape.window + rows - 1
-        key = (end - num_keys).clamp_min_(0) + entry[:num_keys]
-    if rows == 1:  # a single row sees exactly the gathered entries that exist
-        exists = key < end
-        visible = exists[:, None]
+        key = (end - num_keys).clamp_min_(0) + torch.arange(num_keys, device=end.device)
+        base = _looked_up_rows(shape, table, key)
     else:
-        exists = key < end
+        key = torch.arange(num_keys, device=end.device)[None]
+        base = _leading_rows(shape, table, num_keys)
+    exists = key < end  # [b, L]
+    if rows == 1:  # a single row sees exactly the gathered entries that exist
+        hidden = exists.logical_not()[:, None]
+    else:
         where = positions[segment.first_row : segment.first_row + b * all_rows]
         ahead = where.view(b, all_rows, 1)[:, start:stop] - key[:, None]  # [b, R, L]
-        visible = ahead >= 0
+        hidden = ahead < 0
         if shape.window is not None:
-            visible = visible.logical_and_(ahead < shape.window)
-    kv_index = _cache_rows(shape, table, key, exists)
-    return Tile(
-        segment.first_row,
-        b,
-        all_rows,
-        start,
-        stop,
-        num_keys,
-        kv_index,
-        _mask(shape, visible, dtype),
-    )
+            hidden = hidden.logical_or_(ahead >= shape.window)
+    index = _head_rows(shape, base.mul_(exists))
+    mask = _mask(shape, hidden, dtype)
+    return Tile(segment.first_row, b, all_rows, start, stop, num_keys, index, mask)
 
 
-def _cache_rows(shape: GroupShape, table: Tensor, key: Tensor, exists: Tensor) -> Tensor:
-    size, heads = shape.block_size, shape.num_kv_heads
-    block = torch.div(key, size, rounding_mode="floor")
-    if key.shape[1] > table.shape[1] * size:  # max_seq_len is an upper bound and may pass the table
-        block = block.clamp_max_(table.shape[1] - 1)
-    if block.shape[0] == 1:
-        slot = table.index_select(1, block.view(-1)) * size + key % size
-    else:
-        slot = table.gather(1, block) * size + key % size
-    slot = slot * exists
-    part = torch.arange(2 * heads, device=key.device).view(2, 1, heads, 1)
-    index = (slot * (2 * heads)).unsqueeze_(1) + part  # [2, b, Hkv, L]
-    return index.view(-1)
+# Rows are counted with the cache seen as [rows * 2 * Hkv, H], so that one gather yields
+# contiguous heads.
 
 
-def _mask(shape: GroupShape, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    b, rows, keys = visible.shape
+def _leading_rows(shape: GroupShape, table: Tensor, num_keys: int) -> Tensor:
+    """First head row of positions 0..L, [b, L]. Positions past the table repeat its last entry."""
+    per_block = shape.block_size * 2 * shape.num_kv_heads
+    num_blocks = -(-num_keys // shape.block_size)
+    inside = torch.arange(0, per_block, 2 * shape.num_kv_heads, device=table.device)
+    rows = ((table[:, :num_blocks] * per_block)[:, :, None] + inside).view(table.shape[0], -1)
+    if num_blocks > table.shape[1]:  # max_seq_len is an upper bound and may pass the table
+        return torch.nn.functional.pad(rows, (0, num_keys - rows.shape[1]))
+    return rows if rows.shape[1] == num_keys else rows[:, :num_keys]
+
+
+def _looked_up_rows(shape: GroupShape, table: Tensor, key: Tensor) -> Tensor:
+    """First head row of positions key [b, L]."""
+    block = torch.div(key, shape.block_size, rounding_mode="floor")
+    block.clamp_max_(table.shape[1] - 1)
+    slot = table.gather(1, block).sub_(block).mul_(shape.block_size).add_(key)
+    return slot.mul_(2 * shape.num_kv_heads)
+
+
+def _head_rows(shape: GroupShape, base: Tensor) -> Tensor:
+    """Rows of all keys, then all values: [2 * b * Hkv * L] from base [b, L]."""
+    heads = shape.num_kv_heads
+    if heads == 1:
+        return torch.stack((base, base + 1)).view(-1)
+    part = torch.arange(2 * heads, device=base.device).view(2, 1, heads, 1)
+    return (base[:, None] + part).view(-1)
+
+
+def _mask(shape: GroupShape, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """hidden [b, R, L] -> what to add to the scores; a dimension of 1 is left to broadcast."""
+    b, rows, keys = hidden.shape
     heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
     # Half the smallest number: adding a score cannot overflow to -inf, whose softmax would be NaN.
-    mask = (~visible).to(dtype).mul_(torch.finfo(dtype).min / 2)
+    mask = hidden.to(dtype).mul_(torch.finfo(dtype).min / 2)
+    if rows == 1:
+        if heads == 1 or b == 1:
+            return mask
+        return mask.expand(b, heads, keys).reshape(b * heads, 1, keys)
+    heads = 1 if b == 1 else heads
     full = mask[:, None, :, None].expand(b, heads, rows, group, keys)
     return full.reshape(b * heads, rows * group, keys)

@@ -1,7 +1,8 @@
 """Attention over a paged cache, one request at a time, as its definition says.
 
-softmax(q K^T) V over the keys a row may see: positions j with max(0, p - window + 1) <= j <= p, where p is the
-row's own position. Gemma 4 has no 1/sqrt(H): its query and key norms take that role.
+softmax(q K^T) V over the keys a row may see: positions j with max(0, p - window + 1) <= j <= p,
+where p is the row's own position. Gemma 4 has no 1/sqrt(H): its query and key norms take that
+role.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ def paged_attention_reference(
     block_size: int,
     window: int | None,
 ) -> Tensor:
-    """query [T, Hq, H], cache [rows, 2, Hkv, H], block_table [B, P], positions and request_of_row [T] -> [T, Hq, H].
+    """query [T, Hq, H], cache [rows, 2, Hkv, H], block_table [B, P], positions and request_of_row
+    [T] -> [T, Hq, H].
 
-    Query head h reads KV head h // (Hq / Hkv). Reads values on the host: a specification, not for the engine.
+    Query head h reads KV head h // (Hq / Hkv). Reads values on the host: a specification, not for
+    the engine.
     """
     out = torch.empty_like(query)
     group = query.shape[1] // cache.shape[2]

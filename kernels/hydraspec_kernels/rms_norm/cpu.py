@@ -11,6 +11,7 @@ _vector_norm = torch.linalg.vector_norm
 def unit_norm(x: Tensor, floor: Tensor) -> Tensor:
     """x [..., H] / hypot(|x|, floor). With floor = sqrt(H eps) this is RMSNorm / sqrt(H).
 
-    The caller folds sqrt(H) and the norm's weight into what follows. floor is a 0-d tensor of x's dtype.
+    The caller folds sqrt(H) and the norm's weight into what follows. floor is a 0-d tensor of x's
+    dtype.
     """
     return x / _vector_norm(x, 2, -1, True).hypot_(floor)

@@ -1,10 +1,13 @@
 """Rotary position embedding (Su et al. 2021), rotating dimension i with dimension i + H/2.
 
-theta_i = base^(-2i/H) / factor for the first `share` of the H/2 pairs, and 0 (no rotation) for the rest: with
-share 1 this is the usual embedding, with share < 1 Gemma 4's "proportional" one, whose exponent keeps the full H.
+theta_i = base^(-2i/H) / factor for the first `share` of the H/2 pairs, and 0 (no rotation) for
+the rest: with share 1 this is the usual embedding, with share < 1 Gemma 4's "proportional" one,
+whose exponent keeps the full H.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +22,29 @@ def rope_frequencies(head_dim: int, base: float, share: float = 1.0, factor: flo
     return theta / factor
 
 
-def rope_table(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [T, 1, H] for positions [T]; angles are taken in theta's dtype.
+class Frequencies(NamedTuple):
+    """theta laid out for a whole head: twice for the cosines, negated then plain for the sines."""
 
-    The first half of the sines is negated, so that rotation is x * cos + swap_halves(x) * sin.
+    cos: Tensor  # [H]
+    sin: Tensor  # [H]
+
+
+def mirrored(theta: Tensor) -> Frequencies:
+    """theta [H/2] -> frequencies of a whole head."""
+    return Frequencies(torch.cat((theta, theta)), torch.cat((-theta, theta)))
+
+
+def rope_table(
+    positions: Tensor, frequencies: Frequencies, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [T, 1, H] for positions [T]; angles are taken in the frequencies'
+    dtype.
+
+    The sines' sign is such that rotation is x * cos + swap_halves(x) * sin.
     """
-    t = positions.to(theta.dtype)[:, None, None]
-    return (
-        (t * torch.cat((theta, theta))).cos_().to(dtype),
-        (t * torch.cat((-theta, theta))).sin_().to(dtype),
-    )
+    t = positions.to(frequencies.cos.dtype)[:, None, None]
+    cos, sin = (t * frequencies.cos).cos_(), (t * frequencies.sin).sin_()
+    return (cos, sin) if cos.dtype == dtype else (cos.to(dtype), sin.to(dtype))
 
 
 def apply_rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
