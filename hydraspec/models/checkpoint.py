@@ -77,7 +77,7 @@ def resolve_folder(checkpoint: str) -> Path:
     if looks_like_path or folder.parent.is_dir():
         raise CheckpointError(
             f"checkpoint folder {checkpoint!r} does not exist; expected a folder with config.json "
-            "and safetensors files, zoo:<name>, or a Hugging Face id <owner>/<name>: check the spelling"
+            "and safetensors files, zoo:<name>, or a hub id <owner>/<name>: check the spelling"
         )
     return download(checkpoint)
 
@@ -146,7 +146,7 @@ def _tensor_files(folder: Path) -> list[Path]:
     if pickles:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} has only pickle files ({listed(pickles)}); expected "
-            "safetensors, since loading a pickle runs code: convert it with transformers' save_pretrained"
+            "safetensors, since loading a pickle runs code: convert it with save_pretrained"
         )
     raise CheckpointError(
         f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards "

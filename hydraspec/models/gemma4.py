@@ -79,7 +79,9 @@ class PerLayerEmbedding:
         projected = torch.mm(embedded, self.projection) * self.projection_scale
         shape = (-1, self.num_layers, self.width)
         projected = rms_norm(projected.view(shape), self.norm_weight, self.eps)
-        return ((projected + looked_up.view(shape)) * 2.0**-0.5).unbind(1)
+        both = projected + looked_up.view(shape)
+        inputs: tuple[Tensor, ...] = (both * 2.0**-0.5).unbind(1)
+        return inputs
 
 
 class Gemma4Target:
@@ -135,7 +137,7 @@ class Gemma4Target:
         return self.config.layers[int(match[1])].shares_kv
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
-        """Sliding layers first, then full ones; also sets the block size that forward reads with."""
+        """Sliding layers first, then full ones; also sets the block size forward reads with."""
         self.block_size = block_size
         specs = []
         for kind in (SLIDING, FULL):

@@ -114,8 +114,8 @@ class Gemma4Assistant:
             everything = torch.arange(len(self.ordering), device=self.ordering.device)
             if not torch.equal(self.ordering.sort().values, everything):
                 raise CheckpointError(
-                    f"draft checkpoint {where!r}: masked_embedding.token_ordering does not hold every "
-                    "token id once: download it again"
+                    f"draft checkpoint {where!r}: masked_embedding.token_ordering does not hold "
+                    "every token id once: download it again"
                 )
             self.clusters = self.ordering.view(self.config.num_centroids, -1)
 
@@ -262,7 +262,8 @@ def match_target(
             continue
         if layer.kind in sources:
             continue
-        g, spec = sources[layer.kind] = groups[name]
+        sources[layer.kind] = groups[name]
+        spec = groups[name][1]
         compare(f"head_dim of {layer.kind} layers", layer.head_dim, spec.head_dim)
         compare(f"KV heads of {layer.kind} layers", layer.num_kv_heads, spec.num_kv_heads)
         if spec.window is not None:

@@ -30,8 +30,8 @@ def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
         if raw.get("model_type") in ("gemma4", "gemma4_text"):
             hint = ". It is a target: give it as target.checkpoint"
         raise CheckpointError(
-            f"checkpoint {where!r} has model_type {raw.get('model_type')!r}; method gemma4_mtp reads "
-            f"{', '.join(MODEL_TYPES)}{hint}"
+            f"checkpoint {where!r} has model_type {raw.get('model_type')!r}; method "
+            f"gemma4_mtp reads {', '.join(MODEL_TYPES)}{hint}"
         )
     # Released assistants leave per-layer inputs out of their text config or set them to 0; they
     # never have any.
@@ -51,8 +51,8 @@ def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
         )
         if config.vocab_size % centroids or top_k > centroids:
             raise CheckpointError(
-                f"config.json of {where!r}: num_centroids is {centroids}; expected a divisor of vocab_size "
-                f"{config.vocab_size}, at least centroid_intermediate_top_k ({top_k})"
+                f"config.json of {where!r}: num_centroids is {centroids}; expected a divisor of "
+                f"vocab_size {config.vocab_size}, at least centroid_intermediate_top_k ({top_k})"
             )
     backbone = _count(raw.get("backbone_hidden_size", 1536), "backbone_hidden_size", where)
     return opened, AssistantConfig(config, backbone, centroids, top_k)

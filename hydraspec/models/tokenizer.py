@@ -59,7 +59,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
         )
     except Exception as error:  # broken json, missing vocabulary, classes that need remote code
         raise CheckpointError(
-            f"the tokenizer files of {str(folder)!r} are unreadable ({type(error).__name__}: {error}): "
-            "download them again, or remove them and give prompt_token_ids"
+            f"the tokenizer files of {str(folder)!r} are unreadable ({type(error).__name__}: "
+            f"{error}): download them again, or remove them and give prompt_token_ids"
         ) from None
     return Tokenizer(inner)

@@ -56,7 +56,8 @@ class Tile:
     row_start: int
     row_stop: int
     num_keys: int  # L
-    kv_index: Tensor  # [2 * b * Hkv * L] rows of the cache seen as [rows * 2 * Hkv, H]: all keys, then all values
+    # [2 * b * Hkv * L] rows of the cache seen as [rows * 2 * Hkv, H]: all keys, then all values
+    kv_index: Tensor
     mask: Tensor  # [b * Hkv or 1, R * Hq/Hkv or 1, L], added to the scores
 
 
