@@ -109,8 +109,7 @@ class StepRecord:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVGroupSpec:
     """Layers that share a block table. A page row of one layer is [2, num_kv_heads, head_dim] (K,
-    then V).
-    """
+    then V)."""
 
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # target layer indices that own KV in this group
@@ -151,8 +150,7 @@ class SamplingFlags:
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """What the scheduler decided, as plain numbers. Requests are ordered so that segments are
-    contiguous.
-    """
+    contiguous."""
 
     slots: np.ndarray  # [B] request slots
     num_rows: np.ndarray  # [B] rows of each request
@@ -170,8 +168,8 @@ class RequestState:
     """Per-slot state that changes every step; it lives on the device and is never read by the host.
 
     token_ids holds prompt and sampled tokens; the drafts under verification stand behind the newest
-    sampled
-    token (which is number num_computed of a decoding request). Column L is a dump for masked writes.
+    sampled token (which is number num_computed of a decoding request). Column L is a dump for
+    masked writes.
     """
 
     token_ids: Tensor  # [S, L+1] int64
@@ -221,8 +219,7 @@ class TargetStep:
 @dataclass(slots=True, kw_only=True)
 class Verdict:
     """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted
-    drafts, then one more).
-    """
+    drafts, then one more)."""
 
     tokens: Tensor  # [B, K+1] int64, -1 from num_sampled on
     num_sampled: Tensor  # [B] int64, 0 for requests that do not sample in this step

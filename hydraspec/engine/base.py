@@ -51,8 +51,8 @@ class Engine(ABC):
         """Decode tokenised requests, at most `concurrency` offered at a time (None: all at once).
 
         Yields the record of each step, then the completions it brought. A request that can never be
-        served yields
-        a Completion with finish_reason "error"; the others go on. Closing the iterator drops unfinished requests.
+        served yields a Completion with finish_reason "error"; the others go on. Closing the
+        iterator drops unfinished requests.
         """
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """Drafters that propose one token at a time, each step fed with the last one's token and hidden
-state.
-"""
+state."""
 
 from __future__ import annotations
 

@@ -53,5 +53,4 @@ class BaseSpeculator(ABC):
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
         """Drafts [B, K] from the state after commit; None where K is 0. Reads nothing back to the
-        host.
-        """
+        host."""

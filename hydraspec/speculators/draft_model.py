@@ -85,8 +85,7 @@ class DraftModelSpeculator(BaseSpeculator):
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> NewestRow:
         """Where drafting starts. Requests that did not sample give a harmless row; their drafts are
-        dropped.
-        """
+        dropped."""
         rows = batch.query_start_loc[1:] - 1 - verdict.num_rejected
         newest = (verdict.num_sampled - 1).clamp_min(0).unsqueeze(1)
         seq_lens = state.num_computed.index_select(0, batch.slots)
@@ -101,8 +100,7 @@ class DraftModelSpeculator(BaseSpeculator):
         self, hidden: Tensor, batch: Batch, state: RequestState, positions: Tensor, index: int
     ) -> tuple[Tensor, Tensor | None]:
         """Draft token [B] number `index`, at `positions` [B], and what it was drawn from [B, V] if
-        probabilistic.
-        """
+        probabilistic."""
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
         return sample_draft(

@@ -66,12 +66,12 @@ def make_fake(engine, mode: FakeTensorMode) -> None:  # type: ignore[no-untyped-
 
 
 def step_and_pretend(engine) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
-    """Run the next step on fake tensors, then let the host believe that every draft was rejected.
-    """
+    """Run the next step on fake tensors, then let the host think every draft was rejected."""
     scheduled, plan = engine._next_plan()
-    batch, target_step, verdict = engine.parts.runner.step(plan)
+    _, target_step, verdict = engine.parts.runner.step(plan)
     k = engine.info.num_speculative_tokens
-    assert isinstance(verdict.tokens, FakeTensor) and isinstance(target_step.logits, FakeTensor)
+    assert isinstance(verdict.tokens, FakeTensor)
+    assert isinstance(target_step.logits, FakeTensor)
     assert verdict.tokens.shape == (len(scheduled), k + 1)
     assert target_step.hidden_states.shape[0] == int(plan.num_rows.sum())
     shape = [(item.num_rows, item.num_drafts) for item in scheduled]
@@ -92,8 +92,7 @@ def test_a_step_reads_nothing_from_the_device(
     tmp_path: Path, flavour: str, temperature: float, verification: Verification
 ) -> None:
     """Prefill in chunks, mixed steps and pure decodes, with every verifier and drafts of both
-    kinds.
-    """
+    kinds."""
     target_fields, assistant_fields = FLAVOURS[flavour]
     config = gemma4_config(**target_fields)
     folder = write_folder(tmp_path / "target", config)

@@ -30,8 +30,10 @@ def make_cache(num_blocks: tuple[int, int] = (9, 9), num_slots: int = 3) -> KVCa
 def test_only_owning_layers_have_a_cache() -> None:
     cache = make_cache()
     assert cache.caches[3] is None
-    assert cache.caches[1] is not None and cache.caches[1].shape == (36, 2, 1, 8)
-    assert cache.caches[0] is not None and cache.caches[0].shape == (18, 2, 2, 4)
+    assert cache.caches[1] is not None
+    assert cache.caches[1].shape == (36, 2, 1, 8)
+    assert cache.caches[0] is not None
+    assert cache.caches[0].shape == (18, 2, 2, 4)
 
 
 def test_allocation_is_all_or_nothing() -> None:
@@ -47,11 +49,14 @@ def test_allocation_is_all_or_nothing() -> None:
 
 def test_block_tables_name_distinct_blocks_and_never_the_null_block() -> None:
     cache = make_cache()
-    assert cache.allocate(0, 7) and cache.allocate(2, 5)
+    assert cache.allocate(0, 7)
+    assert cache.allocate(2, 5)
     full, sliding = cache.block_tables(np.array([0, 2]), max_seq_len=7)
-    assert full.shape == (2, 2) and sliding.shape == (2, 4)
+    assert full.shape == (2, 2)
+    assert sliding.shape == (2, 4)
     used = [*full[0], *full[1]]
-    assert 0 not in used and len(set(used)) == 4
+    assert 0 not in used
+    assert len(set(used)) == 4
 
 
 @pytest.mark.parametrize("num_computed", range(20))

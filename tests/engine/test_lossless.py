@@ -1,10 +1,9 @@
 """Greedy output with drafts equals greedy output without, whatever disturbs the batch.
 
 The continuations come from uncached prefills of the target, so the cache, the scheduler and the
-verifier are all on
-trial. Each scenario draws batch mix, prompt lengths across window and block borders, chunk sizes,
-cache pressure,
-stop tokens and strings, and max_model_len edges. `make test-slow` runs the whole set.
+verifier are all on trial. Each scenario draws batch mix, prompt lengths across window and block
+borders, chunk sizes, cache pressure, stop tokens and strings, and max_model_len edges. `make
+test-slow` runs the whole set.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str) -> None:
     """Catches wrong slots, stale drafts, off-by-one commits, early frees: any of them changes a
-    token.
-    """
+    token."""
     world = make_world(tmp_path, flavour, torch.float64, num_prompts=7)
     outcome = run_oracle_scenarios(world, 24, seed=1)
     assert outcome.num_preempted > 0, "no scenario met cache pressure"
@@ -126,7 +124,7 @@ def test_the_scenarios_can_fail(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     scenario = draw_scenario(world, rng, k=4)
     scenario.requests = scenario.requests[:1]
-    scenario.expected = [(scenario.expected[0][0][:-1] + [-5], scenario.expected[0][1])]
+    scenario.expected = [([*scenario.expected[0][0][:-1], -5], scenario.expected[0][1])]
     with pytest.raises(AssertionError):
         run_scenario(scenario, world.target, oracle_for(world, scenario), Outcome())
 

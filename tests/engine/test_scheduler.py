@@ -105,8 +105,10 @@ def test_the_youngest_is_preempted_and_recomputed() -> None:
     # 8 + 4 and 7 + 4 rows need 3 + 3 blocks of the 5.
     assert run_step(scheduler) == [(0, 4, 3)]
     assert scheduler.num_preempted == 1
-    assert young.num_computed == 0 and young.slot == -1
-    assert list(scheduler.waiting) == [young] and scheduler.running == [old]
+    assert young.num_computed == 0
+    assert young.slot == -1
+    assert list(scheduler.waiting) == [young]
+    assert scheduler.running == [old]
     scheduler.release(old)
     # Everything it had, the sampled token included, is read again; then it samples.
     assert run_step(scheduler) == [(1, 8, 0)]
@@ -120,8 +122,10 @@ def test_a_lone_request_uses_the_last_rows_of_the_cache_then_fails() -> None:
     assert run_step(scheduler, num_accepted=3) == [(0, 2, 1)]
     assert sequence.num_tokens == 9
     assert run_step(scheduler) == []
-    assert sequence.finish_reason == "error" and "full at 9 tokens" in (sequence.error or "")
-    assert scheduler.kv.usage == 0.0 and not scheduler.has_work
+    assert sequence.finish_reason == "error"
+    assert "full at 9 tokens" in (sequence.error or "")
+    assert scheduler.kv.usage == 0.0
+    assert not scheduler.has_work
 
 
 def test_segments_group_equal_decodes_and_keep_prefills_apart() -> None:

@@ -1,6 +1,5 @@
 """A drafter that is told the target's continuation and plants errors, so that every accepted length
-occurs.
-"""
+occurs."""
 
 from __future__ import annotations
 

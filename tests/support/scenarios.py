@@ -1,6 +1,5 @@
 """Random engine scenarios: a target with known greedy continuations, and everything that may
-disturb a batch.
-"""
+disturb a batch."""
 
 from __future__ import annotations
 

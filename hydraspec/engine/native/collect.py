@@ -1,6 +1,5 @@
 """From a step's results to host state, records and completions: the one place where the device is
-read.
-"""
+read."""
 
 from __future__ import annotations
 

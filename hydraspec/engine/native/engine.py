@@ -29,8 +29,7 @@ from hydraspec.types import (
 
 class NativeEngine(Engine):
     """Continuous batching over a paged, hybrid KV cache; each step verifies drafts and proposes the
-    next.
-    """
+    next."""
 
     def __init__(self, config: RunConfig, loaded: Loaded | None = None) -> None:
         """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
@@ -54,8 +53,7 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> tuple[StepRecord | None, list[Completion]]:
-        """One step; the record is None when nothing could run and only failed requests came back.
-        """
+        """One step; the record is None when nothing ran and only failed requests came back."""
         self._clock.start()
         scheduled, plan = self._schedule()
         if plan is None:
@@ -119,8 +117,9 @@ class NativeEngine(Engine):
         if tokenizer is None:
             what = "a text prompt" if request.prompt_token_ids is None else "sampling.stop"
             raise WorkloadError(
-                f"request {request.id}: {what} needs a tokenizer, and {self.parts.config.target.checkpoint} has "
-                "none: give prompt_token_ids and no stop strings, or add tokenizer.json to the folder"
+                f"request {request.id}: {what} needs a tokenizer, and "
+                f"{self.parts.config.target.checkpoint} has none: give prompt_token_ids and no "
+                "stop strings, or add tokenizer.json to the folder"
             )
         if request.prompt_token_ids is not None:
             return request.prompt_token_ids

@@ -26,8 +26,7 @@ class FinishCheck:
 
     def append(self, sequence: Sequence, tokens: Seq[int]) -> list[int]:
         """Add `tokens` up to the end of the request; returns those that were kept and sets
-        finish_reason.
-        """
+        finish_reason."""
         sampling = sequence.request.sampling
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -46,8 +45,7 @@ class FinishCheck:
         return list(tokens)
 
     def _stop_string(self, sequence: Sequence) -> bool:
-        """Whether the text now holds a stop string; then the text is cut before the earliest one.
-        """
+        """Whether the text holds a stop string; then the text is cut before the earliest one."""
         assert self._decode is not None, "tokenize() refuses stop strings without a tokenizer"
         text = self._decode(sequence.output_token_ids)
         places = [

@@ -1,8 +1,8 @@
 """Input preparation: from the scheduler's plain numbers and the device-resident state to a `Batch`.
 
 Everything that depends on the plan's shape alone is a `Layout`, built once and kept; everything
-that depends on what
-was accepted is computed on the device. Nothing here reads the device from the host.
+that depends on what was accepted is computed on the device. Nothing here reads the device from the
+host.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from hydraspec.types import Batch, KVGroupSpec, RequestState, StepPlan
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Layout:
     """Index tensors that follow from (rows, drafts, samples) of each request, whatever the tokens
-    are.
-    """
+    are."""
 
     num_rows: Tensor  # [B]
     num_drafts: Tensor  # [B]
@@ -38,8 +37,7 @@ class Layout:
 
 class LayoutCache:
     """Layouts by the plan's shape. Steady decoding repeats the same few, so the cache is small and
-    cleared when full.
-    """
+    cleared when full."""
 
     def __init__(self, device: torch.device, max_entries: int = 256) -> None:
         self._device = device
@@ -100,8 +98,7 @@ def prepare(
     device: torch.device,
 ) -> Batch:
     """Inputs of the target's forward. Ids, positions, lengths and cache rows are read off the
-    device state.
-    """
+    device state."""
     slots = torch.from_numpy(plan.slots).to(device)
     num_computed = state.num_computed.index_select(0, slots)
     positions = num_computed.index_select(0, layout.row_request).add_(layout.row_offset)
@@ -135,8 +132,7 @@ def prepare(
 
 def slot_mapping(table: Tensor, row_request: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """The cache row [T] that each token row writes: its block of `table` [B, P], times block size,
-    plus the offset.
-    """
+    plus the offset."""
     blocks = positions.div(block_size, rounding_mode="floor")
     entry = (row_request * table.shape[1]).add_(blocks)
     rows = table.reshape(-1).index_select(0, entry).mul_(block_size)

@@ -1,9 +1,9 @@
 """Paged KV cache in groups: block tables and pools on the host, one cache tensor per owning layer
 on the device.
 
-Each group has its own pool (docs/adr/0002): layers of one attention type share a block table, sliding groups give
-blocks back as the window moves. Block 0 of every pool is a null block: freed table entries point at
-it, it stays zero.
+Each group has its own pool (docs/adr/0002): layers of one attention type share a block table,
+sliding groups give blocks back as the window moves. Block 0 of every pool is a null block: freed
+table entries point at it, it stays zero.
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ class KVCache:
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
-        be.
-        """
+        be."""
         for group in self._groups:
             spec = group.spec
             tokens = (

@@ -1,6 +1,5 @@
 """Builds the parts of a native engine from a RunConfig: device, target, drafter, cache, state,
-scheduler.
-"""
+scheduler."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ SINGLE_THREAD_WIDTH = 512
 @dataclass(slots=True, kw_only=True)
 class Loaded:
     """The parts of one engine. A baseline shares target, tokenizer and cache tensors with its
-    origin.
-    """
+    origin."""
 
     config: RunConfig
     target: TargetModel
@@ -74,8 +72,7 @@ def load(config: RunConfig) -> Loaded:
 
 def load_baseline(loaded: Loaded) -> Loaded:
     """The same target without a drafter. It takes over the cache tensors, so only one of the two
-    may be running.
-    """
+    may be running."""
     config = replace(
         loaded.config, method=replace(loaded.config.method, name="none", num_speculative_tokens=0)
     )
@@ -213,8 +210,9 @@ def _new_cache(
     for spec, count in zip(specs, num_blocks, strict=True):
         if count < size.blocks_wanted(spec, 1):
             warnings.append(
-                f"the {spec.name} KV cache holds {(count - 1) * spec.block_size} tokens, less than one request "
-                f"of max_model_len={max_model_len}; raise engine.kv_cache.memory_gib or lower target.max_model_len"
+                f"the {spec.name} KV cache holds {(count - 1) * spec.block_size} tokens, less than "
+                f"one request of max_model_len={max_model_len}; raise engine.kv_cache.memory_gib "
+                "or lower target.max_model_len"
             )
     return KVCache(
         specs,
@@ -229,8 +227,7 @@ def _new_cache(
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device) -> int:
     """engine.kv_cache.memory_gib, or most of the free device memory, or a careful share of the
-    host's.
-    """
+    host's."""
     memory_gib = config.engine.kv_cache.memory_gib
     if memory_gib is not None:
         return int(memory_gib * GIB)

@@ -20,8 +20,7 @@ from hydraspec.types import Batch, RequestState, StepPlan, TargetStep, Verdict
 
 class Runner:
     """Runs the verbs of a step. Each is a method so that the engine can time it and a graph can
-    hold it.
-    """
+    hold it."""
 
     def __init__(
         self,

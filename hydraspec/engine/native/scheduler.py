@@ -1,6 +1,5 @@
 """Continuous batching on the host: which requests run in the next step, and with how many rows.
-Plain numbers only.
-"""
+Plain numbers only."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class Scheduled:
 
 class Scheduler:
     """First come, first served. When the cache is full the youngest running request is preempted
-    and recomputed.
-    """
+    and recomputed."""
 
     def __init__(
         self,
@@ -93,8 +91,9 @@ class Scheduler:
         """Queue a request; one that can never be served fails at once."""
         if sequence.num_tokens >= self.max_model_len:
             sequence.fail(
-                f"the prompt has {sequence.num_tokens} tokens; target.max_model_len is {self.max_model_len} and "
-                "leaves no room for an answer: shorten the prompt or raise target.max_model_len"
+                f"the prompt has {sequence.num_tokens} tokens; target.max_model_len is "
+                f"{self.max_model_len} and leaves no room for an answer: shorten the prompt or "
+                "raise target.max_model_len"
             )
         elif not self.kv.can_ever_hold(sequence.num_tokens + 1):
             sequence.fail(
@@ -108,8 +107,7 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's rows: decoding requests first, then running prefills, then new
-        requests.
-        """
+        requests."""
         self.admitted.clear()
         self.num_preempted = 0
         budget = self.max_num_batched_tokens
@@ -134,8 +132,7 @@ class Scheduler:
 
     def _rows_for(self, sequence: Sequence, budget: int) -> Scheduled | None:
         """Rows this sequence wants: the newest token and its drafts, or the next chunk of its
-        prompt.
-        """
+        prompt."""
         remaining = sequence.num_tokens - sequence.num_computed
         if not sequence.decoding:
             rows = min(remaining, budget)
@@ -147,8 +144,7 @@ class Scheduler:
 
     def _make_room(self, item: Scheduled, chosen: dict[Sequence, Scheduled]) -> bool:
         """Own blocks for the item's rows, preempting younger requests as needed; False if it has to
-        wait.
-        """
+        wait."""
         sequence = item.sequence
         while not self.kv.allocate(sequence.slot, sequence.num_computed + item.num_rows):
             victim = self.running[-1]
@@ -168,7 +164,8 @@ class Scheduler:
         rows = self.kv.tokens_that_fit(sequence.slot) - sequence.num_computed
         if rows < 1:
             sequence.fail(
-                f"the KV cache is full at {sequence.num_tokens} tokens: raise engine.kv_cache.memory_gib"
+                f"the KV cache is full at {sequence.num_tokens} tokens: "
+                "raise engine.kv_cache.memory_gib"
             )
             self.release(sequence)
             self.failed.append(sequence)
@@ -250,8 +247,7 @@ def _sampling_flags(scheduled: list[Scheduled]) -> SamplingFlags:
 
 def _segments(scheduled: list[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:
     """Decoding requests with equally many rows form one segment; every prefill chunk is a segment
-    of its own.
-    """
+    of its own."""
     segments: list[RowSegment] = []
     first_row = 0
     for index, item in enumerate(scheduled):

@@ -1,6 +1,5 @@
 """The persistent per-slot state on the device: created once, written at admission, commit and
-propose.
-"""
+propose."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def write_request(
     state: RequestState, slot: int, token_ids: list[int], sampling: SamplingParams
 ) -> None:
     """Give `slot` to a request: its tokens, nothing computed, no drafts left from the slot's last
-    owner.
-    """
+    owner."""
     state.token_ids[slot].zero_()
     state.token_ids[slot, : len(token_ids)] = torch.tensor(token_ids, device=state.token_ids.device)
     state.num_computed[slot] = 0
@@ -53,8 +51,7 @@ def write_request(
 
 def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
     """Write the verdict into the state: emitted tokens behind the computed ones, then the new
-    computed count.
-    """
+    computed count."""
     ends = batch.seq_lens - batch.num_drafts  # position of the first predicted token
     num_computed = batch.seq_lens - verdict.num_rejected
     _write_behind(state, batch, ends, verdict.tokens)
@@ -63,8 +60,7 @@ def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
 
 def store_draft(state: RequestState, batch: Batch, draft: Draft) -> None:
     """Put the drafts behind each request's newest sampled token, where the next step's rows read
-    them.
-    """
+    them."""
     newest = state.num_computed.index_select(0, batch.slots)
     _write_behind(state, batch, newest + 1, draft.tokens)
     if draft.probs is not None and state.draft_probs is not None:

@@ -1,6 +1,5 @@
 """Wall time per phase of a step. Only the CPU is timed this way: on CUDA a launch returns before
-the work is done.
-"""
+the work is done."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ R = TypeVar("R")
 
 class PhaseClock:
     """Accumulates seconds per phase since `start`. Disabled, phases read null and only the total is
-    taken.
-    """
+    taken."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
