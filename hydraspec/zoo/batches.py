@@ -21,6 +21,9 @@ from hydraspec.zoo.corpus import training_examples
 from hydraspec.zoo.recipes import SEQUENCE_LENGTH
 from hydraspec.zoo.tokenizer import encode
 
+SHARD_SIZE = 5000
+SEED_STRIDE = 100_000  # shard i of data seed s draws from seed s * SEED_STRIDE + i
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -58,10 +61,9 @@ def generate_sequences(
     tokenizer_folder: Path, count: int, seed: int, workers: int | None = None
 ) -> Sequences:
     """`count` training sequences; the same for the same seed whatever the number of workers."""
-    shard_size = 5000
-    starts = range(0, count, shard_size)
+    starts = range(0, count, SHARD_SIZE)
     jobs = [
-        (tokenizer_folder, seed * 100_000 + i, min(shard_size, count - start))
+        (tokenizer_folder, seed * SEED_STRIDE + i, min(SHARD_SIZE, count - start))
         for i, start in enumerate(starts)
     ]
     workers = min(workers or os.cpu_count() or 1, len(jobs))

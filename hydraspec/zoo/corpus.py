@@ -1,4 +1,4 @@
-"""The synthetic corpus: seeded examples, and the rule that keeps the held-out prompts out of training.
+"""The synthetic corpus: seeded examples, and the rule that keeps held-out prompts out of training.
 
 Every prompt falls into one of `NUM_BUCKETS` buckets by the hash of its text. Training draws only
 prompts outside `HELD_OUT_BUCKET`, the workload only prompts inside it, so the two are disjoint for
@@ -76,10 +76,7 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def workload_examples() -> list[Example]:
-    """The held-out prompts of the `tiny` workload, the categories in turn, no prompt twice.
-
-    The kinds inside a category are taken in turn too, so that 16 prompts represent it evenly.
-    """
+    """The held-out prompts of the `tiny` workload, the categories in turn, no prompt twice."""
     rng = random.Random(WORKLOAD_SEED)
     examples: list[Example] = []
     seen: set[str] = set()

@@ -68,7 +68,11 @@ def read_workload(path: Path = WORKLOAD_PATH) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def generate_greedy(
-    target: Gemma4ForCausalLM, prompts: list[list[int]], limits: list[int], stops: set[int], extra: int
+    target: Gemma4ForCausalLM,
+    prompts: list[list[int]],
+    limits: list[int],
+    stops: set[int],
+    extra: int,
 ) -> list[Generation]:
     """Greedy continuation of every prompt, uncached, right-padded; `extra` tokens past the end."""
     device = target.device

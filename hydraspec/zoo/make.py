@@ -18,7 +18,15 @@ from rich.console import Console
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerFast
 
-from hydraspec.zoo import corpus, evaluate, modeling, recipes, tokenizer, train_assistant, train_target
+from hydraspec.zoo import (
+    corpus,
+    evaluate,
+    modeling,
+    recipes,
+    tokenizer,
+    train_assistant,
+    train_target,
+)
 from hydraspec.zoo.batches import Sequences, generate_sequences
 
 TOKENIZER_FOLDER = "tokenizer"

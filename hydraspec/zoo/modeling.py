@@ -139,6 +139,7 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = stop_tokens
     model.to(torch.bfloat16).save_pretrained(str(folder))
+    (folder / "model.safetensors").chmod(0o644)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if "text_config" in config:

@@ -56,11 +56,11 @@ class TargetRecipe:
 class AssistantRecipe:
     """Shape of a two-layer assistant (sliding, full), and how it is trained."""
 
-    hidden_size: int = 96
-    intermediate_size: int = 192
+    steps: int  # few on purpose, see README.md
+    hidden_size: int = 64
+    intermediate_size: int = 64
     num_centroids: int | None = None
     centroid_top_k: int = 6
-    steps: int = 6000
     batch_size: int = 256
     learning_rate: float = 4e-3
     weight_decay: float = 0.01
@@ -112,7 +112,7 @@ TARGETS: dict[str, TargetRecipe] = {
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 0,
         },
-        steps=12000,
+        steps=8500,
     ),
     # Per-layer inputs, shared KV and double-wide MLPs on the sharing layers, as E2B and E4B.
     "tiny_gemma4_e": TargetRecipe(
@@ -127,7 +127,8 @@ TARGETS: dict[str, TargetRecipe] = {
             "num_kv_shared_layers": 4,
             "use_double_wide_mlp": True,
         },
-        steps=12000,
+        steps=8900,
+        learning_rate=2.5e-3,
     ),
     # A mixture of experts beside a dense MLP in every layer, as the 26B-A4B model.
     "tiny_gemma4_moe": TargetRecipe(
@@ -146,12 +147,13 @@ TARGETS: dict[str, TargetRecipe] = {
             "top_k_experts": 2,
             "moe_intermediate_size": 32,
         },
-        steps=12000,
+        steps=8000,
+        learning_rate=2.5e-3,
     ),
 }
 
 ASSISTANTS: dict[str, AssistantRecipe] = {
-    "tiny_gemma4": AssistantRecipe(),
-    "tiny_gemma4_e": AssistantRecipe(num_centroids=32),
-    "tiny_gemma4_moe": AssistantRecipe(),
+    "tiny_gemma4": AssistantRecipe(steps=150),
+    "tiny_gemma4_e": AssistantRecipe(steps=200, num_centroids=32),
+    "tiny_gemma4_moe": AssistantRecipe(steps=200),
 }

@@ -13,7 +13,8 @@ from hydraspec.zoo.corpus import Example, training_examples
 VOCAB_SIZE = 768
 PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
 TURN_START, TURN_END = "<|turn>", "<turn|>"
-SPECIAL_TOKENS = (PAD, EOS, BOS, UNKNOWN, TURN_START, TURN_END)  # ids 0..5, the first three as Gemma
+# Ids 0..5; the first three are those of Gemma.
+SPECIAL_TOKENS = (PAD, EOS, BOS, UNKNOWN, TURN_START, TURN_END)
 TOKENIZER_SEED = 10_000
 TOKENIZER_EXAMPLES = 40_000
 
@@ -48,7 +49,9 @@ def train_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     examples = itertools.islice(training_examples(TOKENIZER_SEED), TOKENIZER_EXAMPLES)
-    texts = itertools.chain.from_iterable((e.prompt, e.response, "model\n", "user\n") for e in examples)
+    texts = itertools.chain.from_iterable(
+        (e.prompt, e.response, "model\n", "user\n") for e in examples
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -21,7 +21,7 @@ from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 from hydraspec.zoo.batches import Sequences
 from hydraspec.zoo.centroids import cluster_targets, fit_ordering
 from hydraspec.zoo.modeling import causal_masks, draft_masks, initialise, run_draft_step, run_target
-from hydraspec.zoo.recipes import SEQUENCE_LENGTH, AssistantRecipe
+from hydraspec.zoo.recipes import AssistantRecipe
 from hydraspec.zoo.training import Schedule, train
 
 DRAFT_ROWS = 72  # more than the longest response has
@@ -108,6 +108,7 @@ def train_assistant(
         batch_size=recipe.batch_size,
         seed=recipe.seed,
         max_seconds=max_seconds,
+        warmup_steps=max(1, recipe.steps // 10),
     )
     loss = train(assistant, torch.compile(loss_of) if compiled else loss_of, data, schedule, title)
     log.info("%s: final loss %.4f", title, loss)

@@ -11,8 +11,13 @@ from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM
 
 from hydraspec.zoo.batches import Sequences
-from hydraspec.zoo.modeling import causal_masks, initialise, run_target, save_checkpoint
-from hydraspec.zoo.modeling import vary_layer_scalars
+from hydraspec.zoo.modeling import (
+    causal_masks,
+    initialise,
+    run_target,
+    save_checkpoint,
+    vary_layer_scalars,
+)
 from hydraspec.zoo.recipes import SEQUENCE_LENGTH, TargetRecipe
 from hydraspec.zoo.training import Schedule, train
 

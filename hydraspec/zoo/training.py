@@ -15,7 +15,6 @@ from hydraspec.zoo.batches import Sequences
 
 log = logging.getLogger(__name__)
 
-WARMUP_STEPS = 200
 LOG_EVERY = 100
 Loss = Callable[[Sequences], Tensor]
 
@@ -30,15 +29,16 @@ class Schedule:
     batch_size: int
     seed: int
     max_seconds: float | None = None
+    warmup_steps: int = 200
 
     def progress(self, step: int, elapsed: float) -> float:
         done = step / self.steps
         return done if self.max_seconds is None else max(done, elapsed / self.max_seconds)
 
-
-def rate(progress: float, step: int) -> float:
-    """Share of the peak learning rate: linear warm-up, flat to 30 %, linear to zero."""
-    return min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, max(0.0, (1 - progress) / 0.7))
+    def rate(self, step: int, progress: float) -> float:
+        """Learning rate: linear warm-up, flat to 30 % of the way, then linear to zero."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return self.learning_rate * warm * min(1.0, max(0.0, (1 - progress) / 0.7))
 
 
 def make_optimiser(model: nn.Module, schedule: Schedule, device: torch.device) -> torch.optim.AdamW:
@@ -64,7 +64,9 @@ def _make_step(
 
     def step() -> Tensor:
         optimiser.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda", cache_enabled=False):
+        with torch.autocast(
+            device.type, torch.bfloat16, device.type == "cuda", cache_enabled=False
+        ):
             loss = loss_of(static)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -90,7 +92,9 @@ def _make_step(
     return replay
 
 
-def train(model: nn.Module, loss_of: Loss, data: Sequences, schedule: Schedule, title: str) -> float:
+def train(
+    model: nn.Module, loss_of: Loss, data: Sequences, schedule: Schedule, title: str
+) -> float:
     """Train in place and return the last loss (mean over the last `LOG_EVERY` steps)."""
     device = data.tokens.device
     generator = torch.Generator(device).manual_seed(schedule.seed)
@@ -102,7 +106,9 @@ def train(model: nn.Module, loss_of: Loss, data: Sequences, schedule: Schedule, 
     log.info("%s: ready after %.1f s", title, time.monotonic() - start)
     start, total, last = time.monotonic(), torch.zeros((), device=device), float("nan")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), disable=not log.isEnabledFor(logging.INFO)) as bar:
+    with Progress(
+        *columns, TimeRemainingColumn(), disable=not log.isEnabledFor(logging.INFO)
+    ) as bar:
         task = bar.add_task(title, total=schedule.steps)
         for step in range(schedule.steps):
             progress = schedule.progress(step, time.monotonic() - start)
@@ -112,7 +118,7 @@ def train(model: nn.Module, loss_of: Loss, data: Sequences, schedule: Schedule, 
             static.tokens.copy_(batch.tokens)
             static.prompt_length.copy_(batch.prompt_length)
             static.length.copy_(batch.length)
-            learning_rate.fill_(schedule.learning_rate * rate(progress, step))
+            learning_rate.fill_(schedule.rate(step, progress))
             total += step_once()
             if (step + 1) % LOG_EVERY == 0:
                 last = total.item() / LOG_EVERY

@@ -33,14 +33,16 @@ CONTAINERS = ("bags", "bins", "cases", "crates", "jars", "packs", "sacks", "tray
 
 # Plain nouns for sorting and reversing; a few share their first letters on purpose.
 NOUNS = (
-    "anchor", "arrow", "basket", "beach", "bridge", "bucket", "butter", "camel", "candle", "carpet",
-    "castle", "cheese", "cloud", "copper", "corner", "desert", "dragon", "eagle", "engine", "feather",
-    "field", "finger", "flower", "forest", "garden", "ginger", "hammer", "harbor", "helmet", "honey",
-    "island", "jacket", "jungle", "kettle", "kitten", "ladder", "lemon", "letter", "magnet", "market",
-    "meadow", "mirror", "monkey", "needle", "ocean", "onion", "orange", "palace", "paper", "pepper",
-    "pillow", "planet", "pocket", "potato", "rabbit", "river", "rocket", "saddle", "salad", "shadow",
-    "silver", "spider", "spoon", "sugar", "summer", "table", "temple", "thunder", "ticket", "tiger",
-    "tunnel", "turtle", "valley", "velvet", "violin", "wagon", "walnut", "window", "winter", "zebra",
+    "anchor", "arrow", "basket", "beach", "bridge", "bucket", "butter", "camel",
+    "candle", "carpet", "castle", "cheese", "cloud", "copper", "corner", "desert",
+    "dragon", "eagle", "engine", "feather", "field", "finger", "flower", "forest",
+    "garden", "ginger", "hammer", "harbor", "helmet", "honey", "island", "jacket",
+    "jungle", "kettle", "kitten", "ladder", "lemon", "letter", "magnet", "market",
+    "meadow", "mirror", "monkey", "needle", "ocean", "onion", "orange", "palace",
+    "paper", "pepper", "pillow", "planet", "pocket", "potato", "rabbit", "river",
+    "rocket", "saddle", "salad", "shadow", "silver", "spider", "spoon", "sugar",
+    "summer", "table", "temple", "thunder", "ticket", "tiger", "tunnel", "turtle",
+    "valley", "velvet", "violin", "wagon", "walnut", "window", "winter", "zebra",
 )  # fmt: skip
 
 # (base form, third person present, simple past)
