@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape as plain_markup
 from rich.table import Table
@@ -19,7 +21,7 @@ from rich.table import Table
 from hydraspec.lab.folder import OVERRIDES, REPORT, SUMMARY
 from hydraspec.lab.report_charts import Bar, horizontal_bars
 from hydraspec.lab.report_style import card, page, table
-from hydraspec.metrics.console import interval, number
+from hydraspec.metrics.console import number
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 
 ALWAYS = ("method", "num_speculative_tokens")
@@ -47,8 +49,8 @@ MEASURES = (
     "lossless",
     "accuracy",
 )
-TITLES = {"num_speculative_tokens": "K", "method": "method"}
-HEADINGS = ("acceptance length", "rate", "tok/s", "speedup", "lossless", "exact match")
+TITLES = {"num_speculative_tokens": "K", "concurrency": "at once"}
+HEADINGS = ("acceptance length", "tok/s", "speedup", "lossless", "exact match")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,8 +107,7 @@ def read(sweep_dir: Path) -> Comparison:
         elif "reused_from" not in summary:
             settings = _settings(summary, _typed(folder / OVERRIDES))
             rows.append(Row(job=folder.name, summary=summary, settings=settings))
-    names = list(dict.fromkeys(name for row in rows for name in (*ALWAYS, *row.settings)))
-    columns = [name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1]
+    columns = _varying(rows)
     _mark_best(rows, columns)
     return Comparison(
         rows=rows,
@@ -163,17 +164,26 @@ def _job_number(folder: Path) -> tuple[int, str]:
 def _cells(row: Row, columns: Sequence[str]) -> list[str]:
     summary = row.summary
     accuracy = summary["accuracy"]
-    verdict = summary["lossless"]["verdict"].replace("_", " ")
+    verdict = summary["lossless"]["verdict"].replace("not_checked", "-")
     return [
         row.job,
         *(_shown(row.settings.get(column)) for column in columns),
-        interval(summary["acceptance_length"]),
-        number(summary["acceptance_rate"]),
+        _plus_minus(summary["acceptance_length"]),
         number(summary["output_tokens_per_second"], 0),
-        interval(summary["speedup"], "x"),
+        _plus_minus(summary["speedup"]),
         verdict if summary["status"] == "ok" else f"{verdict} ({summary['status']})",
         number(accuracy["exact_match"], 3) if accuracy else "-",
     ]
+
+
+def _plus_minus(estimate: Mapping[str, Any] | None) -> str:
+    """The mean and half the 95 % interval: short enough for a column."""
+    if estimate is None or estimate["mean"] is None:
+        return "-"
+    if not estimate["ci95"]:
+        return number(estimate["mean"])
+    low, high = estimate["ci95"]
+    return f"{estimate['mean']:.2f} ±{(high - low) / 2:.2f}"
 
 
 def _shown(value: object) -> str:
@@ -185,20 +195,30 @@ def _header(columns: Sequence[str]) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = ["Marked: the most tokens per second among jobs that differ in the method only."]
+    notes = [
+        "Marked: the most tokens per second among jobs that differ in the method only.",
+        "±: half a 95 % interval, bootstrap over requests.",
+    ]
     if comparison.unfinished:
         notes.append(f"Without a result: job {', '.join(comparison.unfinished)}.")
     return notes
 
 
 def _print(comparison: Comparison, console: Console) -> None:
-    shown = Table(title="Comparison", title_justify="left", title_style="bold")
-    for heading in _header(comparison.columns):
-        shown.add_column(plain_markup(heading), justify="right")
-    for row in comparison.rows:
-        cells = _cells(row, comparison.columns)
-        if row.is_best:
-            cells[0] = f"* {cells[0]}"
+    shown = Table(
+        title="Comparison",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    lines = [_cells(row, comparison.columns) for row in comparison.rows]
+    for i, heading in enumerate(_header(comparison.columns)):
+        width = max(len(cells[i]) for cells in lines)  # headings may wrap, figures may not
+        shown.add_column(plain_markup(heading), justify="right", min_width=min(width, 20))
+    for row, cells in zip(comparison.rows, lines, strict=True):
+        cells[0] = f"* {cells[0]}" if row.is_best else cells[0]
         style = "bold green" if row.is_best else ""
         shown.add_row(*map(plain_markup, cells), style=style)
     console.print(shown)
@@ -254,47 +274,58 @@ def _common(comparison: Comparison) -> str:
     return ", ".join(parts)
 
 
-def _label(row: Row, columns: Sequence[str]) -> str:
-    parts = [
-        f"{TITLES.get(c, c.rpartition('.')[2])}={_shown(row.settings.get(c))}"
-        for c in columns
-        if c != "method"
-    ]
-    name = str(row.settings.get("method")) if "method" in columns else ""
-    return " ".join(filter(None, [name, *parts]))[:26]
+def _varying(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in (*ALWAYS, *row.settings))
+    return [name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1]
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """What tells the rows apart, short enough for a chart."""
+    columns = _varying(rows) or [ALWAYS[0]]
+    labels = []
+    for row in rows:
+        parts = [_label(column, row.settings.get(column)) for column in columns]
+        labels.append(", ".join(parts)[:26])
+    return labels
+
+
+def _label(column: str, value: object) -> str:
+    if column == "method":
+        return _shown(value)
+    return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(value)}"
 
 
 def _speedups(comparison: Comparison) -> str:
+    rows = [row for row in comparison.rows if row.summary["speedup"]]
+    if not rows:
+        return ""
     bars = [
         Bar(
-            label=_label(row, comparison.columns),
+            label=label,
             value=row.summary["speedup"]["mean"],
             text=f"{row.summary['speedup']['mean']:.2f}",
             color="var(--good)" if row.is_best else "var(--method)",
             ci95=row.summary["speedup"]["ci95"],
         )
-        for row in comparison.rows
-        if row.summary["speedup"]
+        for row, label in zip(rows, _labels(rows), strict=True)
     ]
-    if not bars:
-        return ""
     chart = horizontal_bars(bars, description="Speedup of each job", mark=1.0)
     return card("Speedup over method=none", chart, note="Each against its own baseline; dashed: 1")
 
 
 def _lengths(comparison: Comparison) -> str:
+    rows = [row for row in comparison.rows if row.summary["num_drafts"]]
+    if not rows:
+        return ""
     bars = [
         Bar(
-            label=_label(row, comparison.columns),
+            label=label,
             value=row.summary["acceptance_length"]["mean"],
             text=number(row.summary["acceptance_length"]["mean"]),
             color="var(--second)",
             ci95=row.summary["acceptance_length"]["ci95"],
         )
-        for row in comparison.rows
-        if row.summary["acceptance_length"]["mean"] is not None
+        for row, label in zip(rows, _labels(rows), strict=True)
     ]
-    if not bars:
-        return ""
     chart = horizontal_bars(bars, description="Acceptance length of each job", mark=1.0)
     return card("Acceptance length", chart, note="Tokens per verification; dashed: none accepted")

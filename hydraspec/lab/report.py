@@ -18,7 +18,7 @@ from hydraspec.lab.report_charts import (
     horizontal_bars,
     stacked_bars,
 )
-from hydraspec.lab.report_style import card, legend, page, table
+from hydraspec.lab.report_style import card, facts, legend, page, table
 from hydraspec.metrics.console import number
 from hydraspec.metrics.files import Json, plain
 
@@ -238,6 +238,7 @@ def _breakdown(summary: Json) -> str:
         stacked_bars(stacks, description="Mean milliseconds per step by phase"),
         legend([(name, colors[name]) for name in phases]),
         table(["mean ms per step", *(label for label, _ in sides)], rows),
+        note="Over all steps, those that read prompts included",
     )
 
 
@@ -277,7 +278,7 @@ def _lossless(summary: Json) -> str:
                 [f"{title}: request, output token", f"{found['request']}, {found['position']}"]
             )
             rows.append([f"{title}: margin of the target's two best", margin])
-    return card("Lossless", table(["", ""], rows), note=VERDICTS[lossless["verdict"]][2])
+    return card("Lossless", facts(rows), note=VERDICTS[lossless["verdict"]][2])
 
 
 def _settings(summary: Json, resolved: Mapping[str, object]) -> str:
@@ -295,7 +296,7 @@ def _settings(summary: Json, resolved: Mapping[str, object]) -> str:
         rows.append(["drafter", spec])
     config = escape(yaml.safe_dump(plain(resolved), sort_keys=False, allow_unicode=True))
     details = f"<details><summary>Configuration</summary><pre>{config}</pre></details>"
-    return card("How it was run", table(["", ""], rows), details)
+    return card("How it was run", facts(rows), details)
 
 
 def _kv(summary: Json) -> str:

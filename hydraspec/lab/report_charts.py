@@ -130,7 +130,7 @@ def stacked_bars(stacks: Sequence[Stack], *, description: str) -> str:
 
 
 def _label_width(labels: Sequence[str]) -> int:
-    return min(200, 24 + round(7.8 * max((len(label) for label in labels), default=0)))
+    return min(230, 24 + round(7.8 * max((len(label) for label in labels), default=0)))
 
 
 def _whisker(low: float, high: float, y: float) -> str:

@@ -30,6 +30,7 @@ main { max-width: 1080px; margin: 0 auto; padding: 32px 20px 64px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
 h2 { font-size: 17px; margin: 0 0 4px; }
 p { margin: 4px 0 0; }
+a { color: var(--method); }
 .muted { color: var(--muted); } .small { font-size: 13px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(225px, 1fr)); gap: 14px; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
@@ -57,7 +58,9 @@ p { margin: 4px 0 0; }
 table { border-collapse: collapse; width: 100%; margin-top: 10px; font-size: 14px; }
 th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid var(--line); }
 th { font-weight: 550; color: var(--muted); font-size: 13px; vertical-align: bottom; }
-th:first-child, td:first-child, td.left, th.left { text-align: left; }
+th:first-child, td:first-child, .facts td { text-align: left; }
+.facts td:first-child { color: var(--muted); white-space: nowrap; padding-right: 24px; }
+.facts td { vertical-align: top; }
 tbody tr:last-child td { border-bottom: 0; }
 td { font-variant-numeric: tabular-nums; }
 tr.best td { background: var(--good-soft); }
@@ -106,15 +109,25 @@ def page(title: str, body: str) -> str:
     )
 
 
+def facts(rows: list[list[str]]) -> str:
+    """A table of names and what they are, both to the left; texts are escaped here."""
+    body = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows
+    )
+    return f'<div class="scroll"><table class="facts"><tbody>{body}</tbody></table></div>'
+
+
 def table(header: list[str], rows: list[list[str]], *, best: set[int] | None = None) -> str:
-    """A table of texts, escaped here. `best` are rows to mark."""
+    """A table of figures, texts escaped here. `best` are rows to mark."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
     body = []
     for number, row in enumerate(rows):
         mark = ' class="best"' if best and number in best else ""
         body.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
-    return f'<div class="scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
 
 
 def card(title: str, *contents: str, note: str = "") -> str:
