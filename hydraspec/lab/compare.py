@@ -210,7 +210,7 @@ def _print(comparison: Comparison, console: Console) -> None:
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         pad_edge=False,
     )
     lines = [_cells(row, comparison.columns) for row in comparison.rows]
