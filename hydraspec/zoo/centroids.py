@@ -42,5 +42,5 @@ def _assign(similarity: Tensor, size: int) -> list[list[int]]:
 
 def cluster_targets(probabilities: Tensor, token_ordering: Tensor, num_centroids: int) -> Tensor:
     """Probability mass per cluster: [..., V] -> [..., num_centroids]."""
-    ordered = probabilities[..., token_ordering.long()]
-    return ordered.unflatten(-1, (num_centroids, -1)).sum(-1)
+    ordered: Tensor = probabilities[..., token_ordering.long()]
+    return ordered.reshape(*ordered.shape[:-1], num_centroids, -1).sum(-1)

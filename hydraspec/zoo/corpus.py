@@ -75,12 +75,12 @@ def training_examples(seed: int) -> Iterator[Example]:
             yield draw(category, rng, held_out=False)
 
 
-def workload_examples() -> list[Example]:
-    """The held-out prompts of the `tiny` workload, the categories in turn, no prompt twice."""
+def workload_examples(per_category: int = WORKLOAD_PER_CATEGORY) -> list[Example]:
+    """Held-out prompts, the categories in turn, no prompt twice; the first 64 are `tiny`."""
     rng = random.Random(WORKLOAD_SEED)
     examples: list[Example] = []
     seen: set[str] = set()
-    while len(examples) < WORKLOAD_PER_CATEGORY * len(CATEGORIES):
+    while len(examples) < per_category * len(CATEGORIES):
         category = list(CATEGORIES)[len(examples) % len(CATEGORIES)]
         example = draw(category, rng, held_out=True)
         if example.prompt not in seen:
@@ -89,10 +89,10 @@ def workload_examples() -> list[Example]:
     return examples
 
 
-def workload_lines() -> Iterator[str]:
-    """The lines of `data/tiny.jsonl` in the workload format."""
+def workload_lines(per_category: int = WORKLOAD_PER_CATEGORY) -> Iterator[str]:
+    """Held-out prompts as lines of a workload file; by default those of `data/tiny.jsonl`."""
     counts = dict.fromkeys(CATEGORIES, 0)
-    for example in workload_examples():
+    for example in workload_examples(per_category):
         number = counts[example.category]
         counts[example.category] += 1
         yield json.dumps(

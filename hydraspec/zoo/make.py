@@ -1,4 +1,4 @@
-"""Make the zoo: `python -m hydraspec.zoo.make corpus|tokenizer|target|assistant|evaluate name=…`.
+"""Make the zoo: `python -m hydraspec.zoo.make COMMAND --name NAME`.
 
 Each command reads what the earlier ones wrote, is seeded, and writes into `--out` (default: the
 package's own `checkpoints/` folder). Training runs on a GPU where there is one.
@@ -29,9 +29,9 @@ from hydraspec.zoo import (
 )
 from hydraspec.zoo.batches import Sequences, generate_sequences
 
-TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
+TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
 console = Console()
 
 
@@ -44,13 +44,8 @@ def _stop_tokens(tokens: PreTrainedTokenizerFast) -> list[int]:
     return [tokens.convert_tokens_to_ids(name) for name in names]
 
 
-def _copy_tokenizer(out: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        shutil.copy(out / TOKENIZER_FOLDER / name, folder / name)
-
-
-def _data(args: argparse.Namespace, seed: int) -> Sequences:
-    data = generate_sequences(args.out / TOKENIZER_FOLDER, args.examples, seed)
+def _data(args: argparse.Namespace, count: int, seed: int) -> Sequences:
+    data = generate_sequences(args.out / args.name, count, seed)
     return data.to(torch.device(args.device))
 
 
@@ -62,44 +57,47 @@ def make_corpus(args: argparse.Namespace) -> None:
 
 
 def make_tokenizer(args: argparse.Namespace) -> None:
-    tokenizer.save_tokenizer(tokenizer.train_tokenizer(), args.out / TOKENIZER_FOLDER)
+    """Train the tokenizer (the same for every name) into the target's folder."""
+    tokenizer.save_tokenizer(tokenizer.train_tokenizer(), args.out / args.name)
 
 
 def make_target(args: argparse.Namespace) -> None:
+    """Train a target; needs its tokenizer."""
     folder = args.out / args.name
     model = train_target.train_target(
         recipes.TARGETS[args.name],
-        _data(args, TARGET_DATA_SEED),
+        _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
         title=args.name,
         compiled=args.compile,
         max_seconds=args.max_seconds,
     )
-    tokens = _load_tokenizer(args.out / TOKENIZER_FOLDER)
-    train_target.save_target(model, folder, _stop_tokens(tokens))
-    _copy_tokenizer(args.out, folder)
+    train_target.save_target(model, folder, _stop_tokens(_load_tokenizer(folder)))
 
 
 def make_assistant(args: argparse.Namespace) -> None:
+    """Train an assistant; needs its target."""
     folder = args.out / f"{args.name}-assistant"
     target = modeling.load_target(args.out / args.name, args.device)
     assistant = train_assistant.train_assistant(
         recipes.ASSISTANTS[args.name],
         target,
-        _data(args, ASSISTANT_DATA_SEED),
+        _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED),
         title=folder.name,
-        compiled=args.compile,
-        max_seconds=args.max_seconds,
     )
-    tokens = _load_tokenizer(args.out / TOKENIZER_FOLDER)
-    modeling.save_checkpoint(assistant, folder, _stop_tokens(tokens))
-    _copy_tokenizer(args.out, folder)
+    source = args.out / args.name
+    modeling.save_checkpoint(assistant, folder, _stop_tokens(_load_tokenizer(source)))
+    for name in TOKENIZER_FILES:
+        shutil.copy(source / name, folder / name)
 
 
 def make_evaluation(args: argparse.Namespace) -> None:
+    """Print exact match and acceptance on held-out prompts."""
     target = modeling.load_target(args.out / args.name, args.device)
     folder = args.out / f"{args.name}-assistant"
     assistant = modeling.load_assistant(folder, args.device) if folder.exists() else None
-    result = evaluate.evaluate(target, assistant, _load_tokenizer(args.out / args.name), k=args.k)
+    lines = [json.loads(line) for line in corpus.workload_lines(args.per_category)]
+    tokens = _load_tokenizer(args.out / args.name)
+    result = evaluate.evaluate(target, assistant, tokens, k=args.k, workload=lines)
     console.print_json(json.dumps({"name": args.name, "k": args.k, **result}))
 
 
@@ -118,9 +116,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--examples", type=int, default=400_000, help="training examples drawn")
-    parser.add_argument("--max-seconds", type=float, help="end training early, decay included")
+    parser.add_argument("--max-seconds", type=float, help="shorten a target's training to this")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--per-category", type=int, default=corpus.WORKLOAD_PER_CATEGORY)
     parser.add_argument("-k", type=int, default=3, help="drafts a step in the evaluation")
     return parser.parse_args()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
 from hydraspec.zoo.recipes import FULL, SLIDING
 
@@ -30,7 +31,9 @@ class TargetOutput:
     kv: SharedKV  # per layer type, keys and values [B, kv heads, T, head dim]
 
 
-def dense_experts(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def dense_experts(
+    experts: Gemma4TextExperts, hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
     """All experts on all tokens, weighted: wasteful but static, so that a CUDA graph can hold it.
 
     hidden [N, D], index and weights [N, k] -> [N, D].

@@ -154,6 +154,6 @@ TARGETS: dict[str, TargetRecipe] = {
 
 ASSISTANTS: dict[str, AssistantRecipe] = {
     "tiny_gemma4": AssistantRecipe(steps=150),
-    "tiny_gemma4_e": AssistantRecipe(steps=200, num_centroids=32),
-    "tiny_gemma4_moe": AssistantRecipe(steps=200),
+    "tiny_gemma4_e": AssistantRecipe(steps=150, num_centroids=32),
+    "tiny_gemma4_moe": AssistantRecipe(steps=150),
 }

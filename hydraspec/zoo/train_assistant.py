@@ -89,10 +89,11 @@ def train_assistant(
     data: Sequences,
     *,
     title: str,
-    compiled: bool,
-    max_seconds: float | None = None,
 ) -> Gemma4AssistantForCausalLM:
-    """Train from scratch on the data's device; the target is left as it is."""
+    """Train from scratch on the data's device; the target is left as it is.
+
+    Not compiled: that would take longer than the training.
+    """
     device = data.tokens.device
     target.requires_grad_(False)
     target.config._experts_implementation = "zoo_dense"
@@ -107,9 +108,8 @@ def train_assistant(
         weight_decay=recipe.weight_decay,
         batch_size=recipe.batch_size,
         seed=recipe.seed,
-        max_seconds=max_seconds,
         warmup_steps=max(1, recipe.steps // 10),
     )
-    loss = train(assistant, torch.compile(loss_of) if compiled else loss_of, data, schedule, title)
+    loss = train(assistant, loss_of, data, schedule, title)
     log.info("%s: final loss %.4f", title, loss)
     return assistant

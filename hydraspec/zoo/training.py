@@ -15,7 +15,7 @@ from hydraspec.zoo.batches import Sequences
 
 log = logging.getLogger(__name__)
 
-LOG_EVERY = 100
+LOG_EVERY = 50
 Loss = Callable[[Sequences], Tensor]
 
 
@@ -124,7 +124,7 @@ def train(
                 last = total.item() / LOG_EVERY
                 total.zero_()
                 bar.update(task, completed=step + 1, description=f"{title} loss {last:.4f}")
-                if (step + 1) % (10 * LOG_EVERY) == 0:
+                if (step + 1) % (20 * LOG_EVERY) == 0:
                     spent = time.monotonic() - start
                     log.info("%s: step %d loss %.4f, %.0f s", title, step + 1, last, spent)
     return last

@@ -102,6 +102,13 @@ def test_chat_template_and_stop_tokens(name: str) -> None:
     assert len(tokens) == _config(CHECKPOINTS / name)["vocab_size"]
 
 
+def test_tokenizer_recipe_gives_the_shipped_file(tmp_path: Path) -> None:
+    tokenizer.save_tokenizer(tokenizer.train_tokenizer(), tmp_path)
+    for name in (*TARGETS, *(f"{n}-assistant" for n in ASSISTANTS)):
+        shipped = CHECKPOINTS / name / "tokenizer.json"
+        assert shipped.read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
 def test_digits_are_single_tokens() -> None:
     tokens = AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny_gemma4")
     assert tokens.tokenize("407") == ["4", "0", "7"]
