@@ -1,0 +1,128 @@
+"""Norms, rotary positions, activation, experts and the centroid head, each against its
+definition.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydraspec_kernels.centroid_head import centroid_greedy, centroid_head
+from hydraspec_kernels.gated_activation import gated_activation
+from hydraspec_kernels.moe import moe, route
+from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
+from hydraspec_kernels.moe.reference import moe_reference
+from hydraspec_kernels.rms_norm import rms_norm, unit_norm
+from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
+
+
+def test_the_norms_weight_is_w_and_not_one_plus_w() -> None:
+    x = torch.tensor([[3.0, 4.0]])
+    out = rms_norm(x, torch.tensor([1.0, 2.0]), 0.0)
+    assert torch.allclose(out, torch.tensor([[3.0, 8.0]]) / math.sqrt(12.5))
+    assert torch.allclose(rms_norm(x, None, 0.0), x / math.sqrt(12.5))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1.0])
+def test_the_folded_norm_is_the_norm(eps: float) -> None:
+    x = torch.randn(5, 7, dtype=torch.float64)
+    x[0] = 0  # eps alone keeps a zero row finite
+    floor = torch.tensor(math.sqrt(7 * eps), dtype=torch.float64)
+    assert torch.allclose(unit_norm(x, floor) * math.sqrt(7), rms_norm(x, None, eps), atol=1e-12)
+
+
+def test_a_narrow_norm_rounds_once() -> None:
+    x, w = torch.randn(3, 64).bfloat16(), torch.rand(64).bfloat16()
+    wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6) * w.float()
+    assert torch.equal(rms_norm(x, w, 1e-6), wide.bfloat16())
+
+
+def test_proportional_rope_turns_the_first_quarter_of_the_pairs() -> None:
+    theta = rope_frequencies(512, 1e6, share=0.25)
+    assert torch.allclose(theta[:64], 1e6 ** (-2 * torch.arange(64) / 512))  # denominator 512
+    assert (theta[64:] == 0).all()
+    x = torch.randn(1, 1, 512)
+    out = apply_rope(x.clone(), *rope_table(torch.tensor([5]), mirrored(theta), x.dtype))
+    untouched = [*range(64, 256), *range(320, 512)]
+    assert torch.equal(out[..., untouched], x[..., untouched])
+    a, b = x[0, 0, 0], x[0, 0, 256]  # the pair (0, 256) turns by 5 radians
+    turned = torch.stack((a * math.cos(5) - b * math.sin(5), b * math.cos(5) + a * math.sin(5)))
+    assert torch.allclose(out[0, 0, [0, 256]], turned, atol=1e-6)
+
+
+def test_rope_scores_depend_on_distance_only() -> None:
+    frequencies = mirrored(rope_frequencies(16, 1e4))
+    q, k = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    frequencies = type(frequencies)(*(f.double() for f in frequencies))
+
+    def score(p: int, j: int) -> torch.Tensor:
+        table = rope_table(torch.tensor([p, j]), frequencies, torch.float64)
+        a, b = apply_rope(torch.stack((q, k))[:, None].clone(), *table)[:, 0]
+        return a @ b
+
+    assert torch.allclose(score(9, 4), score(105, 100))
+
+
+def test_the_gate_is_the_first_half() -> None:
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    out = gated_activation(torch.cat((gate, up), -1))
+    assert torch.allclose(out, F.gelu(gate, approximate="tanh") * up)
+
+
+def test_routing_renormalises_and_then_scales() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    weights, experts = route(logits, 2, torch.tensor([1.0, 0.5, 1.0, 4.0]))
+    assert experts.tolist() == [[1, 3]]
+    share = torch.softmax(torch.tensor([3.0, 2.0]), 0)
+    assert torch.allclose(weights, (share * torch.tensor([0.5, 4.0]))[None])
+    assert not torch.allclose(weights.sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("path", [moe, moe_gather, moe_dense])
+def test_expert_paths_agree(path: object, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydraspec_kernels.moe.cpu.MAX_CHUNK_NUMBERS", 100)  # several chunks
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=draw, dtype=torch.float64)
+    gate_up = torch.randn(7, 8, 12, generator=draw, dtype=torch.float64)
+    down = torch.randn(7, 6, 8, generator=draw, dtype=torch.float64)
+    logits = torch.randn(rows, 7, generator=draw, dtype=torch.float64)
+    weights, experts = route(logits, 3, torch.ones(7, dtype=torch.float64))
+    expected = moe_reference(x, weights, experts, gate_up, down)
+    assert torch.allclose(path(x, weights, experts, gate_up, down), expected)  # type: ignore[operator]
+
+
+@pytest.fixture
+def head() -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(3)
+    d, table = torch.randn(6, 8, generator=draw), torch.randn(40, 8, generator=draw)
+    centroids = torch.randn(8, 10, generator=draw)
+    clusters = torch.randperm(40, generator=draw).view(10, 4)
+    return d, table, centroids, clusters
+
+
+def test_the_centroid_head_is_the_dense_head_on_its_candidates(head: tuple) -> None:
+    d, table, centroids, clusters = head
+    logits = centroid_head(d, table, centroids, clusters, 3)
+    dense = d @ table.t()
+    for row in range(6):
+        ids = clusters[(d[row] @ centroids).topk(3).indices].flatten()
+        assert torch.allclose(logits[row, ids], dense[row, ids], atol=1e-6)
+        others = torch.ones(40, dtype=torch.bool)
+        others[ids] = False
+        assert (logits[row, others] == torch.finfo(torch.float32).min).all()
+    assert torch.equal(centroid_greedy(d, table, centroids, clusters, 3, None), logits.argmax(-1))
+    every = centroid_head(d, table, centroids, clusters, 10)
+    assert torch.allclose(every, dense, atol=1e-6)
+
+
+def test_ties_go_to_the_lowest_id_and_banned_tokens_never_win(head: tuple) -> None:
+    d, _, centroids, clusters = head
+    same = torch.ones(40, 8)
+    candidates = clusters[(d @ centroids).topk(3, dim=-1).indices].flatten(1)
+    lowest = candidates.amin(-1)
+    assert torch.equal(centroid_greedy(d, same, centroids, clusters, 3, None), lowest)
+    banned = torch.zeros(40, dtype=torch.bool)
+    banned[lowest] = True
+    chosen = centroid_greedy(d, same, centroids, clusters, 3, banned)
+    assert not banned[chosen].any()

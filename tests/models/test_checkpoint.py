@@ -1,0 +1,311 @@
+"""Reading checkpoints: every layout that is published, and one clear message for what cannot be
+used.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gemma4_oracle import PagedRun, load, make_target, text_config, to_public_layout
+from safetensors.torch import load_file, save_file
+
+from hydraspec.errors import CheckpointError, ConfigurationError
+from hydraspec.models import checkpoint as reading
+from hydraspec.models import load_target
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+SHARED = text_config(
+    num_hidden_layers=6,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=96,
+)
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    return PagedRun(load(folder), 1).step({0: PROMPT})[0][1]
+
+
+def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    make_target(SHARED, 1).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
+def test_prefixes_and_towers(prefix: str, saved: Path) -> None:
+    expected = logits_of(saved)
+
+    def change(tensors: dict) -> dict:
+        named = {prefix + k.removeprefix("model."): v for k, v in tensors.items()}
+        towers = ("vision_tower.a.weight", "embed_vision.embedding.weight", "audio_tower.b.bias")
+        return named | {f"model.{name}": torch.zeros(2, 2) for name in towers}
+
+    rewrite(saved, change)
+    assert torch.equal(logits_of(saved), expected)
+
+
+def test_both_config_layouts_and_shards(saved: Path, tmp_path: Path) -> None:
+    expected = logits_of(saved)
+    make_target(SHARED, 1).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    assert torch.equal(logits_of(tmp_path / "shards"), expected)
+    to_public_layout(tmp_path / "shards", SHARED)
+    assert torch.equal(logits_of(tmp_path / "shards"), expected)
+
+
+def test_kv_tensors_of_sharing_layers_and_a_tied_heads_second_name_are_ignored(saved: Path) -> None:
+    expected = logits_of(saved)
+    extra = {
+        "model.layers.4.self_attn.k_proj.weight": torch.ones(3, 3),
+        "model.layers.5.self_attn.v_proj.weight": torch.ones(3, 3),
+        "model.layers.5.self_attn.k_norm.weight": torch.ones(3),
+        "lm_head.weight": torch.zeros(96, 32),
+    }
+    rewrite(saved, lambda tensors: tensors | extra)
+    assert torch.equal(logits_of(saved), expected)
+
+
+def test_surplus_tensors_are_listed(saved: Path) -> None:
+    rewrite(saved, lambda t: t | {"model.layers.0.mlp.gate_proj.bias": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"surplus tensors: layers\.0\.mlp\.gate_proj\.bias"):
+        load(saved)
+
+
+def test_missing_and_misshapen_tensors_are_listed(saved: Path) -> None:
+    def change(tensors: dict) -> dict:
+        del tensors["model.layers.2.layer_scalar"], tensors["model.norm.weight"]
+        tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(64, 32)
+        return tensors
+
+    rewrite(saved, change)
+    with pytest.raises(CheckpointError) as caught:
+        load(saved)
+    assert caught.value.exit_code == 3
+    for part in (
+        *("missing tensors: layers.2.layer_scalar, norm.weight", str(saved)),
+        "misshapen tensors: layers.1.self_attn.q_proj.weight is [64, 32]",
+        "config.json says [128, 32]",
+    ):
+        assert part in str(caught.value)
+
+
+def test_long_lists_are_cut(saved: Path) -> None:
+    rewrite(saved, lambda t: {k: v for k, v in t.items() if "layernorm" not in k})
+    with pytest.raises(CheckpointError, match=r"and \d+ more") as caught:
+        load(saved)
+    assert str(caught.value).count("layernorm.weight") == reading.MAX_LISTED
+
+
+def damage_remove_folder(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def damage_remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def damage_truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no safetensors at all")
+
+
+def damage_pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def damage_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def damage_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damage_quantised_config(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "fp8"})
+
+
+def damage_quantised_tensor(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda t: t | {name: t[name].to(torch.float8_e4m3fn)})
+
+
+def damage_model_type(folder: Path) -> None:
+    edit_config(folder, model_type="llama")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+DAMAGE = {
+    damage_remove_folder: "does not exist; expected a folder with config.json",
+    damage_remove_config: "has no config.json",
+    damage_config: "config.json' is not readable json",
+    damage_truncate: "model.safetensors' is cut short or not a safetensors file",
+    damage_header: "model.safetensors' is cut short or not a safetensors file",
+    damage_pickle_only: "only pickle files (pytorch_model.bin)",
+    damage_no_weights: "has no safetensors file",
+    damage_shard: "lacks model-00001-of-00002.safetensors, which its index lists",
+    damage_quantised_config: "is quantised (quantization_config, method 'fp8')",
+    damage_quantised_tensor: "is quantised: layers.0.mlp.up_proj.weight (F8_E4M3)",
+    damage_model_type: "model_type 'llama'; targets are gemma4, gemma4_text",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_an_unusable_checkpoint_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    make_target(SHARED, 1).save_pretrained(folder)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=re.escape(DAMAGE[damage])) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+
+
+BAD_VALUES = {
+    "hidden_activation": "silu",
+    "use_bidirectional_attention": "all",
+    "hidden_size": None,
+    "layer_types": ["sliding_attention"],
+    "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}},
+    "num_kv_shared_layers": 5,
+    "num_attention_heads": 3,
+    "per_layer_config": {"one": 1},
+}
+
+
+@pytest.mark.parametrize("key", BAD_VALUES)
+def test_a_config_we_cannot_compute_is_refused(key: str, saved: Path) -> None:
+    edit_config(saved, **{key: BAD_VALUES[key]})
+    with pytest.raises(CheckpointError, match=f"{key} is .*; expected"):
+        load(saved)
+
+
+def test_a_file_and_an_unknown_zoo_name(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; expected a folder"):
+        load(saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match="'zoo:nothing' is not in the zoo"):
+        load_anything("zoo:nothing")
+
+
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="hf download nobody/nothing-of-the-kind"):
+        load_anything("nobody/nothing-of-the-kind")
+
+
+def load_anything(checkpoint: str, **changes: object) -> object:
+    arguments = {
+        "weights": "checkpoint",
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "seed": 0,
+        "max_model_len": None,
+    }
+    return load_target(checkpoint, **(arguments | changes))
+
+
+def test_random_weights_read_no_tensor_file(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    one, same, other = (load_anything(str(saved), weights="random", seed=s) for s in (1, 1, 2))
+    assert torch.equal(one.table, same.table)
+    assert not torch.equal(one.table, other.table)
+    logits = PagedRun(one, 1).step({0: PROMPT})[0][1]
+    assert logits.isfinite().all()
+
+
+def test_max_model_len_beyond_the_checkpoint(saved: Path) -> None:
+    assert load_anything(str(saved), max_model_len=256)
+    with pytest.raises(CheckpointError, match=r"max_model_len 257 .*max_position_embeddings 256"):
+        load_anything(str(saved), max_model_len=257)
+
+
+def test_unknown_weights(saved: Path) -> None:
+    with pytest.raises(ConfigurationError, match="weights is 'zeros'"):
+        load_anything(str(saved), weights="zeros")
+
+
+def test_generation_config_comes_first(saved: Path) -> None:
+    assert load(saved).eos_token_ids == (1,)
+    generation = {"eos_token_id": [1, 50, 4000], "suppress_tokens": [7]}
+    (saved / "generation_config.json").write_text(json.dumps(generation))
+    target = load(saved)
+    assert target.eos_token_ids == (1, 50)
+    assert target.suppress_token_ids == (7,)
+    logits = PagedRun(target, 1).step({0: PROMPT})[0][1]
+    assert torch.equal(logits.isinf().nonzero()[:, 1].unique(), torch.tensor([7]))
+
+
+def test_weights_stream_one_tensor_at_a_time(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is closed before the next tensor is read, and no tensor outlives its copy."""
+    alive, peak, opened = 0, 0, 0
+    real = reading.safe_open
+
+    class Watched:
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            self.file = real(*args, **kwargs)
+
+        def __enter__(self) -> "Watched":
+            nonlocal opened
+            opened += 1
+            assert opened == 1, "two files are open"
+            self.inner = self.file.__enter__()
+            self.keys, self.get_slice = self.inner.keys, self.inner.get_slice
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            nonlocal opened
+            opened -= 1
+            self.file.__exit__(*args)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            nonlocal alive, peak
+            import weakref
+
+            tensor = self.inner.get_tensor(name)
+            size = tensor.nbytes
+            alive += size
+            peak = max(peak, alive)
+
+            def gone() -> None:
+                nonlocal alive
+                alive -= size
+
+            weakref.finalize(tensor, gone)
+            return tensor
+
+    monkeypatch.setattr(reading, "safe_open", Watched)
+    target = load(saved)
+    sizes = [v.nbytes for v in load_file(saved / "model.safetensors").values()]
+    assert alive == 0
+    assert peak == max(sizes)
+    assert target.memory_bytes() == sum(sizes)  # the tied head counts once
+
+
+def test_an_untied_head_is_read(tmp_path: Path) -> None:
+    make_target(text_config(tie_word_embeddings=False), 1).save_pretrained(tmp_path)
+    target = load(tmp_path)
+    assert target.head.data_ptr() != target.table.data_ptr()
