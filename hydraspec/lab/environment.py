@@ -42,7 +42,7 @@ def describe(info: EngineInfo) -> Json:
         "versions": {name: _version(name) for name in PACKAGES},
         "device": info.device,
         "dtype": info.dtype,
-        "cpu": {"model": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
+        "cpu": {"model": _cpu_model(), "cores": _cores()},
         "gpus": _gpus(),
         "num_threads": torch.get_num_threads(),
         "git": _git(),
@@ -60,6 +60,13 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _cores() -> int | None:
+    """Cores this process may use; not every system says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _cpu_model() -> str | None:

@@ -205,6 +205,7 @@ def _speed(summary: Json) -> str:
             ("time per output token, ms", "time_per_output_token_ms", 3),
             ("time to first token, ms", "time_to_first_token_ms", 2),
             ("steps", "num_steps", 0),
+            ("time in steps, prompts included, s", "total_step_time_s", 2),
             ("output tokens", "num_output_tokens", 0),
         )
     ]

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,8 @@ def run(
             load_s=time.perf_counter() - started,
         )
         folder.write_environment(environment.describe(engine.info))
-        return _Run(prepared).execute()
+        with closing(_Run(prepared)) as measured:
+            return measured.execute()
     finally:
         if tracker is not None:
             tracker.close()
@@ -136,6 +137,10 @@ class _Run:
         finished = any(c.finished for c in self.measurement.meters[Side.method].completed)
         return self._save("ok" if finished else "failed", lossless)
 
+    def close(self) -> None:
+        """Give the terminal back, also where saving failed."""
+        self.progress.close()
+
     # ------------------------------------------------------------------ verdict
 
     def _judge(self) -> Lossless:
@@ -165,8 +170,8 @@ class _Run:
         reason = f"{type(error).__name__}: {error}"
         try:
             self._save("failed", NOT_CHECKED, warnings=[f"the run ended early: {reason}"])
-        except OSError:
-            self.progress.close()
+        except OSError as other:
+            error.add_note(f"and what had finished could not be saved: {other}")
 
     def _save(self, status: str, lossless: Lossless, warnings: Sequence[str] = ()) -> Json:
         """Write every file, then tell tracker and console; an interrupt waits until files are
@@ -254,7 +259,8 @@ def _tracker(
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Let a Ctrl-C wait until the files are written; it is raised at the end."""
-    if threading.current_thread() is not threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(signal.getsignal(signal.SIGINT)):  # or ignored already
         yield
         return
     received: list[int] = []

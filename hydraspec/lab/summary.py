@@ -97,6 +97,7 @@ def _speed(meter: Meter, requests: Sequence[Request]) -> Json:
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "time_breakdown_ms": meter.time_breakdown_ms(),
+        "total_step_time_s": meter.total_step_time_s(),
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
     }
 

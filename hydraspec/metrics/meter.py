@@ -116,12 +116,14 @@ class Meter:
         self.num_steps = 0
         self.num_preemptions = 0
         self.peak_kv_usage = 0.0
+        self._step_ms = 0.0
         self._phase_sums = dict.fromkeys(PHASES, 0.0)
         self._phase_steps = dict.fromkeys(PHASES, 0)
 
     def add_step(self, record: StepRecord) -> None:
         """Count a step. Its wall time goes to the requests in it in proportion to their rows."""
         self.num_steps += 1
+        self._step_ms += record.total_ms
         self.num_preemptions += record.num_preempted
         self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
         for phase, milliseconds in record.phase_ms.items():
@@ -230,6 +232,10 @@ class Meter:
         waits = [c.completion.ttft_ms for c in self.completed if c.completion]
         known = [w for w in waits if w is not None]
         return ratio(sum(known), len(known))
+
+    def total_step_time_s(self) -> float:
+        """Wall time of all steps, those that read prompts included: what the machine was busy for."""
+        return self._step_ms / 1000
 
     def time_breakdown_ms(self) -> dict[str, float | None]:
         """Mean milliseconds per step of each phase, over the steps where it was measured; null

@@ -344,6 +344,18 @@ def test_a_full_disk_leaves_no_half_written_file(
     ]
 
 
+def test_a_full_disk_under_a_growing_file_is_one_clear_error(
+    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    config.metrics.steps = True
+    use_engine(FakeEngine())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "steps.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device; free some space") as caught:
+        run_config()
+    assert caught.value.filename == str(tmp_path / "run" / "steps.jsonl")
+
+
 def test_numbers_that_are_not_finite_become_null() -> None:
     line = files.json_line({"a": math.nan, "b": [math.inf, 1.5], "c": (1, 2)})
     assert json.loads(line, parse_constant=no_constant) == {

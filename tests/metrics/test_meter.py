@@ -210,6 +210,7 @@ def test_time_breakdown_is_per_step_and_null_where_not_measured() -> None:
     assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
     assert breakdown["forward"] == pytest.approx(3.0)
     assert breakdown["propose"] is None
+    assert meter.total_step_time_s() == pytest.approx(0.002)
 
 
 def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:
