@@ -104,7 +104,7 @@ class Meter:
 
     Every metric is over the requests that completed; in an interrupted run the others are left
     out, so that counts, speeds and requests.jsonl speak of the same requests. Only
-    `time_breakdown_ms` is over steps.
+    `time_breakdown_ms` and `total_step_time_s` are over steps.
     """
 
     def __init__(self, requests: Iterable[Request], *, num_speculative_tokens: int = 0) -> None:
@@ -234,7 +234,7 @@ class Meter:
         return ratio(sum(known), len(known))
 
     def total_step_time_s(self) -> float:
-        """Wall time of all steps, those that read prompts included: what the machine was busy for."""
+        """Wall time of all steps in seconds, those that read prompts included."""
         return self._step_ms / 1000
 
     def time_breakdown_ms(self) -> dict[str, float | None]:
