@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemma4_oracle import FULL, SLIDING, PagedRun, load, make_target, text_config
+from gemma4_oracle import (
+    FULL,
+    SLIDING,
+    PagedRun,
+    Pass,
+    final_hidden,
+    load,
+    make_target,
+    text_config,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydraspec.models import load_target
 from hydraspec.models.gemma4 import canonical_name, rounded
 from hydraspec.models.gemma4_assistant import load_assistant
 from hydraspec.models.gemma4_config import read_gemma4_config
-from hydraspec.types import Batch
 
 EVERYTHING = text_config(
     num_hidden_layers=6,
@@ -134,13 +142,13 @@ def test_layer_scalars_of_any_size_are_kept(scalars: list[float], tmp_path: Path
     assert (logits - expected).abs().max() < 1e-4 * (expected.max() - expected.min())
 
 
-def fake_batch(mode: FakeTensorMode, batch: Batch) -> Batch:
+def faked(mode: FakeTensorMode, batch: Pass) -> Pass:
     def fake(value: object) -> object:
         if isinstance(value, torch.Tensor):
             return mode.from_tensor(value)
         return [fake(v) for v in value] if isinstance(value, list) else value
 
-    return Batch(**{f.name: fake(getattr(batch, f.name)) for f in dataclasses.fields(batch)})
+    return Pass(**{f.name: fake(getattr(batch, f.name)) for f in dataclasses.fields(batch)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,13 +172,13 @@ def test_forward_and_draft_steps_never_ask_the_device(dtype: torch.dtype, tmp_pa
     run = PagedRun(target, 3)
     batch = run.batch({0: [1], 1: [2, 3], 2: [4, 5, 6, 7]})
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
-        fake = fake_batch(mode, batch)
+        fake = faked(mode, batch)
         caches = [None if c is None else mode.from_tensor(c) for c in run.caches]
-        hidden, _ = target.forward(fake, caches)
+        hidden = final_hidden(target, fake, caches)
         assert hidden.shape == (7, 32)
         assert target.compute_logits(hidden).shape == (7, 96)
         context = assistant.begin(fake.seq_lens - 1, fake.seq_lens, fake.block_tables, 12, caches)
-        h, tokens = hidden[:3], fake.slots
+        h, tokens = hidden[:3], fake.input_ids[:3]
         for _ in range(2):
             d, h = assistant.step(context, tokens, h)
             tokens = assistant.greedy_tokens(d)

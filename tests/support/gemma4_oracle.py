@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hydraspec.models import TargetModel, load_target
-from hydraspec.types import Batch, RowSegment
+from hydraspec.types import RowSegment
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -186,6 +186,26 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
 
 
 @dataclass
+class Pass:
+    """What a target's forward reads of a batch, and where each request's rows end."""
+
+    requests: list[int]
+    ends: list[int]
+    segments: tuple[RowSegment, ...]
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    seq_lens: Tensor  # [B]
+    slot_mapping: list[Tensor]  # per KV group [T]
+    block_tables: list[Tensor]  # per KV group [B, P]
+
+
+def final_hidden(target: Any, batch: Pass, caches: list[Tensor | None]) -> Tensor:
+    """Hidden states after the final norm [T, D]; forward may return aux states beside them."""
+    out = target.forward(batch, caches)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@dataclass
 class PagedRun:
     """Drives a target over shuffled block tables; whatever no request owns is NaN (but block 0,
     zero).
@@ -218,7 +238,7 @@ class PagedRun:
                 self.caches[layer] = cache
         self.lengths = [0] * self.num_requests
 
-    def batch(self, tokens: dict[int, list[int]]) -> Batch:
+    def batch(self, tokens: dict[int, list[int]]) -> Pass:
         """Rows for the given requests, ordered by row count; lengths move on."""
         order = sorted(tokens, key=lambda r: len(tokens[r]))
         rows = torch.tensor([len(tokens[r]) for r in order])
@@ -232,21 +252,15 @@ class PagedRun:
         ]
         for r in order:
             self.lengths[r] += len(tokens[r])
-        return Batch(
+        return Pass(
+            requests=order,
+            ends=rows.cumsum(0).tolist(),
             segments=self._segments([len(tokens[r]) for r in order], (start + rows).tolist()),
-            slots=torch.tensor(order),
             input_ids=torch.tensor([t for r in order for t in tokens[r]]),
             positions=positions,
-            query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), rows.cumsum(0))),
             seq_lens=start + rows,
             slot_mapping=slots,
             block_tables=tables,
-            logits_rows=None,
-            verify_rows=torch.zeros(len(order), 1, dtype=torch.int64),
-            draft_tokens=torch.zeros(len(order), 0, dtype=torch.int64),
-            num_drafts=torch.zeros(len(order), dtype=torch.int64),
-            samples=torch.ones(len(order), dtype=torch.bool),
-            all_greedy=True,
         )
 
     def _segments(self, rows: list[int], lens: list[int]) -> tuple[RowSegment, ...]:
@@ -262,13 +276,13 @@ class PagedRun:
         """One forward: per request its hidden states [R, D] and logits [R, V]."""
         batch = self.batch(tokens)
         with torch.inference_mode():
-            hidden, _ = self.target.forward(batch, self.caches)
+            hidden = final_hidden(self.target, batch, self.caches)
             logits = self.target.compute_logits(hidden)
         self._free_passed_blocks()
-        ends = batch.query_start_loc.tolist()
+        starts = [0, *batch.ends]
         return {
-            int(r): (hidden[ends[i] : ends[i + 1]], logits[ends[i] : ends[i + 1]])
-            for i, r in enumerate(batch.slots.tolist())
+            r: (hidden[starts[i] : starts[i + 1]], logits[starts[i] : starts[i + 1]])
+            for i, r in enumerate(batch.requests)
         }
 
     def _free_passed_blocks(self) -> None:
