@@ -112,7 +112,7 @@ class KVGroupSpec:
     then V)."""
 
     name: str  # "full" or "sliding"
-    layers: tuple[int, ...]  # target layer indices that own KV in this group
+    layers: tuple[int, ...]  # indices into KVCache.caches: target layers, then a drafter's own
     num_kv_heads: int
     head_dim: int
     block_size: int
@@ -183,17 +183,31 @@ class RequestState:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
-    """Inputs of one forward pass, on the device."""
+class Rows:
+    """What one forward pass of a target or a draft head reads, on the device.
+
+    Row r of a request with R rows stands at position seq_len - R + r. The G groups are those of the
+    model that runs: a target reads the first entries, a draft head with KV of its own reads others.
+    """
 
     segments: tuple[RowSegment, ...]
-    slots: Tensor  # [B] int64
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    query_start_loc: Tensor  # [B+1] int64
-    seq_lens: Tensor  # [B] int64, computed tokens plus the rows of this step
+    seq_lens: Tensor  # [B] int64, computed tokens plus the rows of this pass
     slot_mapping: list[Tensor]  # per KV group [T] int64: cache row each token row writes
     block_tables: list[Tensor]  # per KV group [B, P] int64
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch(Rows):
+    """Inputs of a step: the target's rows, and what verification and drafting need beside them.
+
+    slot_mapping and block_tables hold the target's groups first, then those a drafter owns.
+    """
+
+    slots: Tensor  # [B] int64
+    row_request: Tensor  # [T] int64, batch index of the request a row belongs to
+    query_start_loc: Tensor  # [B+1] int64
     logits_rows: Tensor | None  # [N] int64 rows of T that need logits; None means every row
     verify_rows: Tensor  # [B, K+1] int64 rows of N; entries past num_drafts repeat a valid row
     draft_tokens: Tensor  # [B, K] int64, -1 where there is no draft
@@ -213,7 +227,8 @@ class TargetStep:
 
     hidden_states: Tensor  # [T, D] after the final norm
     logits: Tensor  # [N, V] after the soft cap, before temperature
-    aux_hidden_states: list[Tensor] = field(default_factory=list)  # A times [T, D]
+    # A times [T, D], in the order the speculator asked for: id i is the residual stream after i layers.
+    aux_hidden_states: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

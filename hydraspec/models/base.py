@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hydraspec.types import Batch, KVGroupSpec
+from hydraspec.types import KVGroupSpec, Rows
 
 
 class TargetModel(Protocol):
@@ -35,8 +36,13 @@ class TargetModel(Protocol):
         """The layer whose cache `layer` reads: itself, unless it shares."""
         ...
 
-    def forward(self, batch: Batch, kv_caches: list[Tensor | None]) -> Tensor:
-        """Hidden states [T, D] after the final norm.
+    def forward(
+        self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id, in their order.
+
+        Aux id i is the residual stream after i decoder layers, un-normed: 0 is the embedding output
+        (scaled as the first layer reads it), num_layers is what the final norm reads.
 
         kv_caches has one entry a layer, [num_blocks * block_size, 2, Hkv, H] or None for layers
         that share. Keys and values are written through batch.slot_mapping before they are read.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from hydraspec.models.gemma4_config import (
 from hydraspec.models.gemma4_layer import DecoderLayer
 from hydraspec.models.layers import Norm, Place, Tensors
 from hydraspec.models.weights import fill, memory_bytes
-from hydraspec.types import Batch, KVGroupSpec
+from hydraspec.types import KVGroupSpec, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -171,8 +172,11 @@ class Gemma4Target:
         """The layer whose cache `layer` reads: itself, unless it shares."""
         return self.config.layers[layer].kv_source
 
-    def forward(self, batch: Batch, kv_caches: list[Tensor | None]) -> Tensor:
+    def forward(
+        self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel.forward."""
+        assert not aux_layer_ids, "aux hidden states of Gemma 4 are not built yet"
         h = self.embed(batch.input_ids)
         inputs = None if self.per_layer is None else self.per_layer(batch.input_ids, h)
         passes = self._passes(batch)
@@ -182,9 +186,9 @@ class Gemma4Target:
                 f"layer {i} reads layer {self.kv_source(i)}, which has no cache"
             )
             h = layer(h, passes[layer.kind], cache, None if inputs is None else inputs[i])
-        return self.norm.scaled(h)
+        return self.norm.scaled(h), []
 
-    def _passes(self, batch: Batch) -> dict[str, GroupPass]:
+    def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         assert self.groups, "call kv_groups before forward"
         passes = {}
         for g, (kind, shape) in enumerate(self.groups.items()):

@@ -21,11 +21,20 @@ class BaseSpeculator(ABC):
     """
 
     owns_kv_cache: ClassVar[bool] = False  # drafts write KV of their own into further groups
-    needs_aux_hidden_states: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
         self.num_speculative_tokens = config.method.num_speculative_tokens
         self.spec: DraftSpec | None = None
+        self.aux_layer_ids: tuple[int, ...] = ()  # target states that propose reads
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions behind a request's rows that drafting writes KV to."""
+        return max(0, self.num_speculative_tokens - 1) if self.owns_kv_cache else 0
+
+    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+        """KV groups the drafter owns; their layers count from `first_layer`, behind the target's."""
+        return []
 
     @abstractmethod
     def load(self, target: TargetModel) -> None:

@@ -14,37 +14,60 @@ from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.sampling.sampler import sample_draft
 from hydraspec.speculators.base import BaseSpeculator
-from hydraspec.types import Batch, KVGroupSpec, RequestState, TargetStep, Verdict
+from hydraspec.types import (
+    Batch,
+    ConfigurationError,
+    KVGroupSpec,
+    RequestState,
+    Rows,
+    TargetStep,
+    Verdict,
+)
 
 
 class DraftHead(Protocol):
-    """What a draft head in `models/` offers its speculator."""
+    """What every draft head in `models/` offers."""
 
     spec: DraftSpec
 
-    def begin(
-        self,
-        positions: Tensor,
-        seq_lens: Tensor,
-        block_tables: list[Tensor],
-        max_seq_len: int,
-        kv_caches: list[Tensor | None],
-    ) -> Any: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[B, H_draft] -> [B, V_draft]."""
+        ...
 
-    def step(self, context: Any, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
-
-    def greedy_tokens(self, hidden: Tensor) -> Tensor: ...
+    def greedy_tokens(self, hidden: Tensor) -> Tensor:
+        """[B, H_draft] -> [B] ids of the target's vocabulary."""
+        ...
 
     def memory_bytes(self) -> int: ...
+
+
+class OwnCacheHead(DraftHead, Protocol):
+    """A draft head whose layers write KV of their own."""
+
+    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+        """Its KV groups; layer i of the head is number `first_layer` + i."""
+        ...
+
+    def combine_target_hidden(self, target_step: TargetStep) -> Tensor:
+        """What a pass over the target's rows takes as hidden state, [T, H]."""
+        ...
+
+    def forward(
+        self, rows: Rows, hidden: Tensor, kv_caches: list[Tensor], *, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """States [T, H_draft] for `compute_logits`, and [T, H] that the next step takes as hidden.
+
+        `kv_caches` has one entry per layer of the head. `step` is the number of the draft that the
+        newest rows yield; 0 is the pass over the target's rows.
+        """
+        ...
 
 
 @dataclass(slots=True)
 class NewestRow:
     """Each request's newest computed row after verification, and the token sampled behind it."""
 
-    hidden: Tensor  # [B, D] target hidden state of the last accepted row
+    rows: Tensor  # [B] its place among the step's T rows
     token_ids: Tensor  # [B] the newly sampled token
     positions: Tensor  # [B] position of the row, p
     seq_lens: Tensor  # [B] valid target KV, p + 1: rejected rows are not counted
@@ -53,44 +76,59 @@ class NewestRow:
 class DraftModelSpeculator(BaseSpeculator):
     """Holds a draft head and samples its tokens, greedily or from its distribution."""
 
-    head: DraftHead
+    head: Any  # a DraftHead; leaves narrow it
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.config = config
         self.is_probabilistic = config.method.draft_sampling is DraftSampling.probabilistic
-        self.kv_caches: list[Tensor | None] = []
-        self._vocab_size = 0
+        self.target_caches: list[Tensor | None] = []
+        self.draft_caches: list[Tensor] = []
+        self.draft_specs: list[KVGroupSpec] = []
 
     @abstractmethod
-    def load_draft_model(self, target: TargetModel) -> DraftHead:
-        """Read the head that `method.checkpoint` names and check it against `target`."""
+    def load_draft_model(self, target: TargetModel, checkpoint: str) -> DraftHead:
+        """Read the head from `checkpoint` and check it against `target`."""
 
     def load(self, target: TargetModel) -> None:
-        self.head = self.load_draft_model(target)
+        self.head = self.load_draft_model(target, self._checkpoint())
         self.spec = self.head.spec
-        self._vocab_size = target.vocab_size
+        self.aux_layer_ids = self.head.spec.aux_layer_ids
+
+    def _checkpoint(self) -> str:
+        method, target = self.config.method, self.config.target
+        checkpoint = method.checkpoint or target.drafters.get(method.name)
+        if checkpoint is None:
+            raise ConfigurationError(
+                f"method.checkpoint is null and target={target.name} names no drafter for "
+                f"method={method.name}: set it to the drafter's folder or hub id"
+            )
+        return checkpoint
+
+    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+        if self.owns_kv_cache:
+            self.draft_specs = self.head.kv_groups(block_size, first_layer)
+        return self.draft_specs
 
     def bind_kv_caches(self, specs: Sequence[KVGroupSpec], caches: list[Tensor | None]) -> None:
-        self.kv_caches = caches
+        self.target_caches = caches
+        owned = sorted(layer for spec in self.draft_specs for layer in spec.layers)
+        self.draft_caches = [cache for layer in owned if (cache := caches[layer]) is not None]
 
     @property
     def draft_vocab_size(self) -> int | None:
-        return self._vocab_size if self.is_probabilistic else None
+        return self.head.spec.vocab_size if self.is_probabilistic else None
 
     def memory_bytes(self) -> int:
-        return self.head.memory_bytes()
+        size: int = self.head.memory_bytes()
+        return size
 
-    def newest_row(
-        self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
-    ) -> NewestRow:
-        """Where drafting starts. Requests that did not sample give a harmless row; their drafts are
-        dropped."""
-        rows = batch.query_start_loc[1:] - 1 - verdict.num_rejected
+    def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRow:
+        """Where drafting starts. Requests that did not sample give a harmless row."""
         newest = (verdict.num_sampled - 1).clamp_min(0).unsqueeze(1)
         seq_lens = state.num_computed.index_select(0, batch.slots)
         return NewestRow(
-            hidden=target_step.hidden_states.index_select(0, rows),
+            rows=batch.query_start_loc[1:] - 1 - verdict.num_rejected,
             token_ids=verdict.tokens.gather(1, newest).squeeze(1).clamp_min(0),
             positions=seq_lens - 1,
             seq_lens=seq_lens,
@@ -99,8 +137,10 @@ class DraftModelSpeculator(BaseSpeculator):
     def sample_draft(
         self, hidden: Tensor, batch: Batch, state: RequestState, positions: Tensor, index: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft token [B] number `index`, at `positions` [B], and what it was drawn from [B, V] if
-        probabilistic."""
+        """Draft token [B] number `index` at `positions` [B], and what it was drawn from.
+
+        The probabilities [B, V_draft] are None for greedy drafts.
+        """
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
         return sample_draft(

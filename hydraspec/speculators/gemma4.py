@@ -1,26 +1,42 @@
-"""Gemma 4's MTP assistant: Q-only attention over the target's KV, one constant position, no KV of
-its own."""
+"""Gemma 4's MTP assistant: Q-only attention over the target's KV at one constant position."""
 
 from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
 
 from hydraspec.models.base import TargetModel
 from hydraspec.models.gemma4_assistant import Gemma4Assistant, load_assistant
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
-from hydraspec.types import ConfigurationError
+from hydraspec.speculators.draft_model import NewestRow
+from hydraspec.types import Batch, RequestState, TargetStep
 
 
 class Gemma4Speculator(AutoRegressiveSpeculator):
-    """Every draft step reads the target's KV of positions 0..p and rotates at p, the last row with
-    target KV."""
+    """Every draft step reads the target's KV of positions 0..p and rotates at p.
 
-    def load_draft_model(self, target: TargetModel) -> Gemma4Assistant:
-        method = self.config.method
-        checkpoint = method.checkpoint or self.config.target.drafters.get(method.name)
-        if checkpoint is None:
-            raise ConfigurationError(
-                f"method.checkpoint is null and target={self.config.target.name} names no drafter "
-                f"for method={method.name}: set it to the assistant's folder or hub id"
-            )
-        return load_assistant(
-            checkpoint, weights=method.weights.value, target=target, seed=self.config.seed
+    p is the last row with target KV (docs/adr/0001). The drafter writes no KV and needs no prefill.
+    """
+
+    owns_kv_cache: ClassVar[bool] = False
+    head: Gemma4Assistant
+
+    def load_draft_model(self, target: TargetModel, checkpoint: str) -> Gemma4Assistant:
+        weights = self.config.method.weights.value
+        return load_assistant(checkpoint, weights=weights, target=target, seed=self.config.seed)
+
+    def first_step(
+        self, row: NewestRow, target_step: TargetStep, batch: Batch, state: RequestState
+    ) -> tuple[Tensor, Tensor]:
+        max_seq_len = max(segment.max_seq_len for segment in batch.segments)
+        self.context = self.head.begin(
+            row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches
         )
+        hidden = target_step.hidden_states.index_select(0, row.rows)
+        return self.head.step(self.context, row.token_ids, hidden)
+
+    def next_step(
+        self, row: NewestRow, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
+    ) -> tuple[Tensor, Tensor]:
+        return self.head.step(self.context, tokens, feedback)

@@ -58,12 +58,14 @@ def make_engine(
 ) -> NativeEngine:
     """An engine over a loaded target; `cache_share` below 1 shrinks every pool."""
     max_len = config.target.max_model_len or target.max_position_embeddings
-    specs = target.kv_groups(config.engine.kv_cache.block_size)
+    block_size = config.engine.kv_cache.block_size
+    specs = target.kv_groups(block_size) + speculator.kv_groups(block_size, target.num_layers)
     size = CacheSize(
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=max_len,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         num_speculative_tokens=speculator.num_speculative_tokens,
+        num_lookahead_tokens=speculator.num_lookahead_tokens,
     )
     wanted = plan_num_blocks(specs, size, target.dtype, 1 << 40)
     floor = [
@@ -72,9 +74,9 @@ def make_engine(
     kv = KVCache(
         specs,
         [max(low, int(count * cache_share)) for low, count in zip(floor, wanted, strict=True)],
-        num_layers=target.num_layers,
+        num_layers=max([target.num_layers, *(n + 1 for spec in specs for n in spec.layers)]),
         num_slots=config.engine.max_num_seqs,
-        max_tokens=max_len + speculator.num_speculative_tokens + 1,
+        max_tokens=size.max_tokens,
         dtype=target.dtype,
         device=target.device,
     )

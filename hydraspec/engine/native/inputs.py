@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hydraspec_kernels.slot_mapping import slot_mapping
 from torch import Tensor
 
 from hydraspec.types import Batch, KVGroupSpec, RequestState, StepPlan
@@ -111,6 +112,7 @@ def prepare(
     return Batch(
         segments=plan.segments,
         slots=slots,
+        row_request=layout.row_request,
         input_ids=tokens.clamp_min(0),  # a padding draft (-1) still needs a row of the embedding
         positions=positions,
         query_start_loc=layout.query_start_loc,
@@ -128,12 +130,3 @@ def prepare(
         all_greedy=plan.all_greedy,
         flags=plan.flags,
     )
-
-
-def slot_mapping(table: Tensor, row_request: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """The cache row [T] that each token row writes: its block of `table` [B, P], times block size,
-    plus the offset."""
-    blocks = positions.div(block_size, rounding_mode="floor")
-    entry = (row_request * table.shape[1]).add_(blocks)
-    rows = table.reshape(-1).index_select(0, entry).mul_(block_size)
-    return rows.add_(positions).sub_(blocks.mul_(block_size))

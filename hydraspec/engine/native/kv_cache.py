@@ -9,6 +9,7 @@ table entries point at it, it stays zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,16 +31,22 @@ class CacheSize:
     max_model_len: int
     max_num_batched_tokens: int
     num_speculative_tokens: int
+    num_lookahead_tokens: int = 0  # positions behind the rows that a drafter writes
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions a block table must be able to name."""
+        return self.max_model_len + self.num_speculative_tokens + self.num_lookahead_tokens + 1
 
     def blocks_wanted(self, spec: KVGroupSpec, num_seqs: int) -> int:
         """Blocks that serve `num_seqs` requests of full length at once, the null block included."""
-        lookahead = self.num_speculative_tokens + 1
-        whole = _ceil_div(self.max_model_len + lookahead, spec.block_size)
+        whole = _ceil_div(self.max_tokens, spec.block_size)
         if spec.window is None:
             return num_seqs * whole + 1
         # A window, unaligned at both ends, per request; the rows of one step on top, shared by all
         # requests.
-        window = _ceil_div(spec.window + lookahead, spec.block_size) + 1
+        behind = self.max_tokens - self.max_model_len
+        window = _ceil_div(spec.window + behind, spec.block_size) + 1
         step = _ceil_div(self.max_num_batched_tokens, spec.block_size) + num_seqs
         return min(num_seqs * window + step, num_seqs * whole) + 1
 
@@ -145,6 +152,12 @@ class KVCache:
             shape = (group.num_blocks * spec.block_size, 2, spec.num_kv_heads, spec.head_dim)
             for layer in spec.layers:
                 self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
+
+    def leading(self, num_groups: int) -> KVCache:
+        """The first groups alone, over the same blocks and tensors; only one view may be in use."""
+        view = copy(self)
+        view.specs, view._groups = self.specs[:num_groups], self._groups[:num_groups]
+        return view
 
     @property
     def num_bytes(self) -> int:

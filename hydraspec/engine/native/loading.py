@@ -73,6 +73,8 @@ def load(config: RunConfig) -> Loaded:
 def load_baseline(loaded: Loaded) -> Loaded:
     """The same target without a drafter. It takes over the cache tensors, so only one of the two
     may be running."""
+    block_size = loaded.config.engine.kv_cache.block_size
+    target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
     config = replace(
         loaded.config, method=replace(loaded.config.method, name="none", num_speculative_tokens=0)
     )
@@ -90,7 +92,7 @@ def assemble(
     max_model_len = _max_model_len(config, target)
     num_drafts = speculator.num_speculative_tokens
     warnings: list[str] = []
-    kv = kv or _new_cache(config, target, max_model_len, num_drafts, warnings)
+    kv = kv or _new_cache(config, target, speculator, max_model_len, warnings)
     state = new_request_state(
         num_slots=config.engine.max_num_seqs,
         max_model_len=max_model_len,
@@ -109,6 +111,7 @@ def assemble(
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_model_len=max_model_len,
         num_speculative_tokens=num_drafts,
+        num_lookahead_tokens=speculator.num_lookahead_tokens,
     )
     return Loaded(
         config=config,
@@ -195,18 +198,24 @@ def _max_model_len(config: RunConfig, target: TargetModel) -> int:
 
 
 def _new_cache(
-    config: RunConfig, target: TargetModel, max_model_len: int, num_drafts: int, warnings: list[str]
+    config: RunConfig,
+    target: TargetModel,
+    speculator: BaseSpeculator,
+    max_model_len: int,
+    warnings: list[str],
 ) -> KVCache:
-    specs = target.kv_groups(config.engine.kv_cache.block_size)
+    """A cache for the target's groups and, behind them, those the drafter owns."""
+    block_size = config.engine.kv_cache.block_size
+    specs = target.kv_groups(block_size) + speculator.kv_groups(block_size, target.num_layers)
     size = CacheSize(
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        num_speculative_tokens=num_drafts,
+        num_speculative_tokens=speculator.num_speculative_tokens,
+        num_lookahead_tokens=speculator.num_lookahead_tokens,
     )
-    num_blocks = plan_num_blocks(
-        specs, size, target.dtype, _cache_budget_bytes(config, target.device)
-    )
+    budget_bytes = _cache_budget_bytes(config, target.device)
+    num_blocks = plan_num_blocks(specs, size, target.dtype, budget_bytes)
     for spec, count in zip(specs, num_blocks, strict=True):
         if count < size.blocks_wanted(spec, 1):
             warnings.append(
@@ -217,9 +226,11 @@ def _new_cache(
     return KVCache(
         specs,
         num_blocks,
-        num_layers=target.num_layers,
         num_slots=config.engine.max_num_seqs,
-        max_tokens=max_model_len + num_drafts + 1,
+        max_tokens=size.max_tokens,
+        num_layers=max(
+            [target.num_layers, *(layer + 1 for spec in specs for layer in spec.layers)]
+        ),
         dtype=target.dtype,
         device=target.device,
     )

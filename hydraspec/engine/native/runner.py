@@ -42,9 +42,11 @@ class Runner:
         return prepare(plan, self._layouts.get(plan), self.state, self.kv.specs, self.target.device)
 
     def forward(self, batch: Batch) -> TargetStep:
-        hidden = self.target.forward(batch, self.kv.caches)
+        hidden, aux = self.target.forward(batch, self.kv.caches, self.speculator.aux_layer_ids)
         rows = hidden if batch.logits_rows is None else hidden.index_select(0, batch.logits_rows)
-        return TargetStep(hidden_states=hidden, logits=self.target.compute_logits(rows))
+        return TargetStep(
+            hidden_states=hidden, logits=self.target.compute_logits(rows), aux_hidden_states=aux
+        )
 
     def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
         return self.verifier(target_step.logits, batch, self.state, batch.flags)

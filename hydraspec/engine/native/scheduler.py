@@ -69,8 +69,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_speculative_tokens: int,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.kv = kv
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
@@ -95,7 +97,7 @@ class Scheduler:
                 f"{self.max_model_len} and leaves no room for an answer: shorten the prompt or "
                 "raise target.max_model_len"
             )
-        elif not self.kv.can_ever_hold(sequence.num_tokens + 1):
+        elif not self.kv.can_ever_hold(sequence.num_tokens + 1 + self.num_lookahead_tokens):
             sequence.fail(
                 f"the prompt has {sequence.num_tokens} tokens, more than the KV cache can hold: "
                 "raise engine.kv_cache.memory_gib"
@@ -146,7 +148,7 @@ class Scheduler:
         """Own blocks for the item's rows, preempting younger requests as needed; False if it has to
         wait."""
         sequence = item.sequence
-        while not self.kv.allocate(sequence.slot, sequence.num_computed + item.num_rows):
+        while not self._allocate(item):
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
@@ -161,7 +163,7 @@ class Scheduler:
     def _shrink(self, item: Scheduled) -> bool:
         """A request alone in a full cache: fewer drafts or a shorter chunk, else it fails."""
         sequence = item.sequence
-        rows = self.kv.tokens_that_fit(sequence.slot) - sequence.num_computed
+        rows = self._tokens_that_fit(sequence.slot) - sequence.num_computed
         if rows < 1:
             sequence.fail(
                 f"the KV cache is full at {sequence.num_tokens} tokens: "
@@ -173,16 +175,24 @@ class Scheduler:
         item.num_rows = min(item.num_rows, rows)
         if not item.is_prefill:
             item.num_drafts = item.num_rows - 1
-        return self.kv.allocate(sequence.slot, sequence.num_computed + item.num_rows)
+        return self._allocate(item)
+
+    def _allocate(self, item: Scheduled) -> bool:
+        """Own blocks for the item's rows and for what a drafter writes behind them."""
+        num_tokens = item.sequence.num_computed + item.num_rows + self.num_lookahead_tokens
+        return self.kv.allocate(item.sequence.slot, num_tokens)
+
+    def _tokens_that_fit(self, slot: int) -> int:
+        return self.kv.tokens_that_fit(slot) - self.num_lookahead_tokens
 
     def _admit(self, sequence: Sequence, budget: int, chosen: dict[Sequence, Scheduled]) -> bool:
         slot = self._free_slots[-1]
-        rows = min(sequence.num_tokens, budget, self.kv.tokens_that_fit(slot))
+        rows = min(sequence.num_tokens, budget, self._tokens_that_fit(slot))
         # A short first chunk is worth it only when the cache is small; never squeeze in behind
         # running requests.
         if rows < min(sequence.num_tokens, budget) and self.running:
             return False
-        if rows < 1 or not self.kv.allocate(slot, rows):
+        if rows < 1 or not self.kv.allocate(slot, rows + self.num_lookahead_tokens):
             return False
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
@@ -223,7 +233,7 @@ class Scheduler:
             num_drafts=np.array([item.num_drafts for item in scheduled], dtype=np.int64),
             samples=np.array(samples),
             segments=_segments(scheduled, seq_lens),
-            block_tables=self.kv.block_tables(slots, max(seq_lens)),
+            block_tables=self.kv.block_tables(slots, max(seq_lens) + self.num_lookahead_tokens),
             all_greedy=all(
                 item.sequence.request.sampling.temperature == 0.0
                 for item, sampled in zip(scheduled, samples, strict=True)

@@ -1,0 +1,18 @@
+"""Where a token row's keys and values go in a paged cache.
+
+Letters: T rows, B requests, P blocks in a table row.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def slot_mapping_reference(
+    table: Tensor, request: Tensor, positions: Tensor, block_size: int
+) -> Tensor:
+    """table [B, P], request [T] and positions [T] -> table[request, p // size] * size + p % size."""
+    blocks = positions.div(block_size, rounding_mode="floor")
+    entry = (request * table.shape[1]).add_(blocks)
+    rows = table.reshape(-1).index_select(0, entry).mul_(block_size)
+    return rows.add_(positions).sub_(blocks.mul_(block_size))
