@@ -24,7 +24,7 @@ def download(hub_id: str) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CheckpointError(
             f"checkpoint {hub_id!r} is neither a folder here nor reachable on the Hugging Face hub "
-            f"({type(error).__name__}: {reason}). If it is a folder, check the path; if it is a "
-            "hub id, check the spelling, the network and access rights (`hf auth login`), or fetch it "
+            f"({type(error).__name__}: {reason}). If it is a folder, check the path; if a hub id, "
+            "check the spelling, the network and access rights (`hf auth login`), or fetch it "
             f"elsewhere with `hf download {hub_id}` and give the folder"
         ) from None
