@@ -227,7 +227,7 @@ class TargetStep:
 
     hidden_states: Tensor  # [T, D] after the final norm
     logits: Tensor  # [N, V] after the soft cap, before temperature
-    # A times [T, D], in the order the speculator asked for: id i is the residual stream after i layers.
+    # A times [T, D], in the order asked for: id i is the residual stream after i layers.
     aux_hidden_states: list[Tensor] = field(default_factory=list)
 
 

@@ -39,7 +39,7 @@ class TargetModel(Protocol):
     def forward(
         self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id, in their order.
+        """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id, in order.
 
         Aux id i is the residual stream after i decoder layers, un-normed: 0 is the embedding output
         (scaled as the first layer reads it), num_layers is what the final norm reads.

@@ -33,7 +33,7 @@ class BaseSpeculator(ABC):
         return max(0, self.num_speculative_tokens - 1) if self.owns_kv_cache else 0
 
     def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
-        """KV groups the drafter owns; their layers count from `first_layer`, behind the target's."""
+        """KV groups the drafter owns; their layers count from `first_layer`."""
         return []
 
     @abstractmethod

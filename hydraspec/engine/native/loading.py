@@ -78,7 +78,7 @@ def load_baseline(loaded: Loaded) -> Loaded:
     config = replace(
         loaded.config, method=replace(loaded.config.method, name="none", num_speculative_tokens=0)
     )
-    return assemble(config, loaded.target, loaded.tokenizer, NoSpeculator(config), loaded.runner.kv)
+    return assemble(config, loaded.target, loaded.tokenizer, NoSpeculator(config), target_kv)
 
 
 def assemble(

@@ -11,7 +11,7 @@ from torch import Tensor
 def slot_mapping_reference(
     table: Tensor, request: Tensor, positions: Tensor, block_size: int
 ) -> Tensor:
-    """table [B, P], request [T] and positions [T] -> table[request, p // size] * size + p % size."""
+    """table [B, P], request [T], positions p [T] -> table[request, p // size] * size + p % size."""
     blocks = positions.div(block_size, rounding_mode="floor")
     entry = (request * table.shape[1]).add_(blocks)
     rows = table.reshape(-1).index_select(0, entry).mul_(block_size)
