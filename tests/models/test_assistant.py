@@ -15,7 +15,6 @@ from gemma4_oracle import (
     make_target,
     text_config,
 )
-from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.gemma4_assistant import Gemma4Assistant, load_assistant
@@ -53,23 +52,6 @@ def build(folder: Path, head: str, **draft: object) -> tuple[object, Gemma4Assis
     return oracle, assistant, run
 
 
-def kv_of(run: PagedRun, request: int, length: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """transformers' shared KV states of one request, sliding ones cut to the window.
-
-    transformers' flipped mask shows a sliding draft layer one entry more than the target's own
-    window.
-    """
-    states = {}
-    for group, table in zip(run.groups, run.tables, strict=True):
-        cache = run.caches[group.layers[-1]]
-        first = 0 if group.window is None else max(0, length - group.window)
-        j = torch.arange(first, length)
-        rows = cache[table[request, j // run.block_size] * run.block_size + j % run.block_size]
-        kind = SLIDING if group.window else FULL
-        states[kind] = tuple(rows[:, i].transpose(0, 1)[None] for i in (0, 1))
-    return states
-
-
 def begin(assistant: Gemma4Assistant, run: PagedRun, slack: int = 5) -> object:
     lens = torch.tensor(run.lengths)
     longest = max(run.lengths) + slack
@@ -94,7 +76,7 @@ def test_one_step_matches_transformers(head: str, tmp_path: Path) -> None:
             expected = oracle(
                 inputs_embeds=torch.cat((embedded[r], hidden[r]))[None, None],
                 position_ids=torch.tensor([[len(prompt) - 1]]),
-                shared_kv_states=kv_of(run, r, len(prompt)),
+                shared_kv_states=run.shared_kv(r, len(prompt), SLIDING, FULL),
             )
         assert (feedback[r] - expected.last_hidden_state[0, 0]).abs().max() < TOLERANCE
         # transformers fills unselected tokens with the batch's smallest score - 1; only selected

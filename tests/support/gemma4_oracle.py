@@ -134,7 +134,7 @@ def oracle_logits(model: Gemma4ForCausalLM, prompt: list[int]) -> Tensor:
 
 def make_assistant(text: dict[str, Any], seed: int, **top: Any) -> Gemma4AssistantForCausalLM:
     """transformers' assistant in float32 with stirred weights."""
-    _mend_assistant_config()
+    mend_assistant_config()
     text = text | {"num_kv_shared_layers": text["num_hidden_layers"]}
     config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text), **top)
     model = Gemma4AssistantForCausalLM(config).eval()
@@ -142,7 +142,7 @@ def make_assistant(text: dict[str, Any], seed: int, **top: Any) -> Gemma4Assista
     return model
 
 
-def _mend_assistant_config() -> None:
+def mend_assistant_config() -> None:
     """transformers 5.23 refuses every assistant: its config wants a layer that owns KV, and none
     does.
     """
@@ -179,6 +179,18 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
         str(folder),
         weights="checkpoint",
         dtype=dtype,
+        device=torch.device("cpu"),
+        seed=0,
+        max_model_len=None,
+    )
+
+
+def load_zoo(name: str) -> TargetModel:
+    """A shipped target in float32."""
+    return load_target(
+        f"zoo:{name}",
+        weights="checkpoint",
+        dtype=torch.float32,
         device=torch.device("cpu"),
         seed=0,
         max_model_len=None,
@@ -284,6 +296,26 @@ class PagedRun:
             r: (hidden[starts[i] : starts[i + 1]], logits[starts[i] : starts[i + 1]])
             for i, r in enumerate(batch.requests)
         }
+
+    def shared_kv(
+        self, request: int, length: int, sliding: str, full: str
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """transformers' shared KV states of one request, sliding ones cut to the window.
+
+        transformers' flipped mask shows a sliding draft layer one entry more than the target's own
+        window.
+        """
+        states = {}
+        for group, table in zip(self.groups, self.tables, strict=True):
+            cache = self.caches[group.layers[-1]]
+            assert cache is not None
+            j = torch.arange(0 if group.window is None else max(0, length - group.window), length)
+            rows = cache[
+                table[request, j // self.block_size] * self.block_size + j % self.block_size
+            ]
+            kind = sliding if group.window else full
+            states[kind] = tuple(rows[:, i].transpose(0, 1)[None] for i in (0, 1))
+        return states
 
     def _free_passed_blocks(self) -> None:
         for group, table in zip(self.groups, self.tables, strict=True):
