@@ -36,7 +36,10 @@ check: lint type test ## Lint, type and test: what has to be green
 wheel: $(VENV)/.stamp-dev ## Build the wheel, then compose a run from it where the checkout cannot be seen
 	bash .ci/wheel $(BIN)/python
 
-bench: $(VENV)/.stamp-test ## Sweep K over the default target and compare with method=none
+bench: $(VENV)/.stamp-test ## Time the native engine against transformers on this CPU
+	$(BIN)/python tests/bench/transformers_on_cpu.py $(ARGS)
+
+sweep: $(VENV)/.stamp-test ## Sweep K over the default target and compare with method=none
 	$(BIN)/python -m hydraspec -m experiment=k_sweep $(ARGS)
 
 clean: ## Remove caches and build products; .venv and outputs stay
@@ -57,4 +60,4 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: help run setup test test-slow lint type check wheel bench clean
+.PHONY: help run setup test test-slow lint type check wheel bench sweep clean
