@@ -33,6 +33,7 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 32
     slack: int = 0  # max_seq_len above the truth
+    scale: float = 1.0
 
 
 CASES = {
@@ -55,6 +56,7 @@ CASES = {
     "a KV head per query head": Case((3, 3), (6, 11), kv_heads=4),
     "blocks of one": Case((2, 2), (6, 11), block_size=1),
     "wide heads": Case((2, 2), (6, 11), head_dim=512, heads=2, kv_heads=1),
+    "scaled scores": Case((1, 3), (6, 11), scale=3.0),
 }
 
 
@@ -100,12 +102,13 @@ def check(case: Case) -> None:
         head_dim=case.head_dim,
         block_size=case.block_size,
         window=case.window,
+        scale=case.scale,
     )
     made = plan_attention(shape, segments, table, lens, positions, query.dtype)
     out = paged_attention(query, cache, made)
     request_of_row = torch.repeat_interleave(torch.arange(len(case.rows)), torch.tensor(case.rows))
     expected = paged_attention_reference(
-        query, cache, table, positions, request_of_row, case.block_size, case.window
+        query, cache, table, positions, request_of_row, case.block_size, case.window, case.scale
     )
     assert (out - expected.flatten(1)).abs().max() < TOLERANCE
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydraspec_kernels.centroid_head import centroid_greedy, centroid_head
-from hydraspec_kernels.gated_activation import gated_activation
+from hydraspec_kernels.gated_activation import gated_activation, gated_silu
 from hydraspec_kernels.moe import moe, route
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference
-from hydraspec_kernels.rms_norm import rms_norm, unit_norm
+from hydraspec_kernels.rms_norm import rms_norm, unit_norm, unit_norm_
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 
 
@@ -29,6 +29,7 @@ def test_the_folded_norm_is_the_norm(eps: float) -> None:
     x[0] = 0  # eps alone keeps a zero row finite
     floor = torch.tensor(math.sqrt(7 * eps), dtype=torch.float64)
     assert torch.allclose(unit_norm(x, floor) * math.sqrt(7), rms_norm(x, None, eps), atol=1e-12)
+    assert torch.equal(unit_norm_(x.clone(), floor), unit_norm(x, floor))
 
 
 def test_a_narrow_norm_rounds_once() -> None:
@@ -65,8 +66,9 @@ def test_rope_scores_depend_on_distance_only() -> None:
 
 def test_the_gate_is_the_first_half() -> None:
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
-    out = gated_activation(torch.cat((gate, up), -1))
-    assert torch.allclose(out, F.gelu(gate, approximate="tanh") * up)
+    both = torch.cat((gate, up), -1)
+    assert torch.allclose(gated_activation(both), F.gelu(gate, approximate="tanh") * up)
+    assert torch.allclose(gated_silu(both), F.silu(gate) * up)
 
 
 def test_routing_renormalises_and_then_scales() -> None:

@@ -1,14 +1,22 @@
-"""gelu_tanh(gate) * up."""
+"""gelu_tanh(gate) * up, and silu(gate) * up."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hydraspec_kernels.gated_activation.reference import gated_activation_reference
+from hydraspec_kernels.gated_activation.reference import (
+    gated_activation_reference,
+    gated_silu_reference,
+)
 
-__all__ = ["gated_activation"]
+__all__ = ["gated_activation", "gated_silu"]
 
 
 def gated_activation(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2I], gate half first -> [..., I] in the same dtype."""
+    """gate_up [..., 2I], gate half first -> gelu_tanh(gate) * up, [..., I] in the same dtype."""
     return gated_activation_reference(gate_up)
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2I], gate half first -> silu(gate) * up, [..., I] in the same dtype."""
+    return gated_silu_reference(gate_up)

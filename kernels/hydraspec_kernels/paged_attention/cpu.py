@@ -36,7 +36,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, shape: GroupShape, tile:
     else:
         q = query.view(b, rows, heads, group, dim).transpose(1, 2)
         q = q.reshape(b * heads, rows * group, dim)
-    scores = torch.baddbmm(tile.mask, q, keys)
+    scores = torch.baddbmm(tile.mask, q, keys, alpha=shape.scale)
     out = torch.bmm(torch.softmax(scores, -1), values)
     if rows == 1 or heads == 1:
         return out.view(b * rows, shape.num_heads * dim)

@@ -37,13 +37,17 @@ class Segment(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GroupShape:
-    """What a KV group's attention looks like. window None: a row sees everything up to itself."""
+    """What a KV group's attention looks like. window None: a row sees everything up to itself.
+
+    scale multiplies the scores: 1 for Gemma 4, 1/sqrt(head_dim) for most others.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     window: int | None
+    scale: float = 1.0
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Attention over a paged cache, one request at a time, as its definition says.
 
-softmax(q K^T) V over the keys a row may see: positions j with max(0, p - window + 1) <= j <= p,
-where p is the row's own position. Gemma 4 has no 1/sqrt(H): its query and key norms take that
-role.
+softmax(scale q K^T) V over the keys a row may see: positions j with max(0, p - window + 1) <= j
+<= p, where p is the row's own position. Gemma 4's scale is 1 (its query and key norms take that
+role), most others' 1/sqrt(H).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def paged_attention_reference(
     request_of_row: Tensor,
     block_size: int,
     window: int | None,
+    scale: float = 1.0,
 ) -> Tensor:
     """query [T, Hq, H], cache [rows, 2, Hkv, H], block_table [B, P], positions and request_of_row
     [T] -> [T, Hq, H].
@@ -34,6 +35,6 @@ def paged_attention_reference(
         j = torch.arange(first, p + 1, device=query.device)
         entries = cache[block_table[b, j // block_size] * block_size + j % block_size]
         k, v = entries.repeat_interleave(group, dim=2).unbind(1)  # [j, Hq, H]
-        s = torch.einsum("hd,jhd->hj", query[t].double(), k.double())
+        s = torch.einsum("hd,jhd->hj", query[t].double(), k.double()) * scale
         out[t] = torch.einsum("hj,jhd->hd", s.softmax(-1), v.double()).to(query.dtype)
     return out

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hydraspec_kernels.rms_norm.cpu import unit_norm
+from hydraspec_kernels.rms_norm.cpu import unit_norm, unit_norm_
 from hydraspec_kernels.rms_norm.reference import rms_norm_reference
 
-__all__ = ["rms_norm", "unit_norm"]
+__all__ = ["rms_norm", "unit_norm", "unit_norm_"]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

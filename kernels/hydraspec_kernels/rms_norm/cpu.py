@@ -15,3 +15,8 @@ def unit_norm(x: Tensor, floor: Tensor) -> Tensor:
     dtype.
     """
     return x / _vector_norm(x, 2, -1, True).hypot_(floor)
+
+
+def unit_norm_(x: Tensor, floor: Tensor) -> Tensor:
+    """`unit_norm` in place, for a view of a projection that nobody else reads."""
+    return x.div_(_vector_norm(x, 2, -1, True).hypot_(floor))
