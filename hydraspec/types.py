@@ -109,7 +109,7 @@ class StepRecord:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVGroupSpec:
     """Layers that share a block table. A page row of one layer is [2, num_kv_heads, head_dim] (K,
-    then V)."""
+    then V), unless `row_shape` says otherwise (a latent cache: values are a part of the key)."""
 
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # indices into KVCache.caches: target layers, then a drafter's own
@@ -117,6 +117,12 @@ class KVGroupSpec:
     head_dim: int
     block_size: int
     window: int | None  # a query at p sees positions > p - window; None sees all
+    row_shape: tuple[int, ...] | None = None  # None: [2, num_kv_heads, head_dim]
+
+    @property
+    def page_row(self) -> tuple[int, ...]:
+        """Shape of what one token takes in the cache of one layer."""
+        return self.row_shape or (2, self.num_kv_heads, self.head_dim)
 
 
 # --------------------------------------------------------------------------- a step

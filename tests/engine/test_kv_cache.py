@@ -111,3 +111,28 @@ def test_sliding_pool_does_not_grow_with_the_length() -> None:
         for length in (1_000, 100_000)
     )
     assert short.blocks_wanted(SLIDING, 4) == long.blocks_wanted(SLIDING, 4)
+
+
+def test_a_latent_row_is_counted_and_allocated_by_its_shape() -> None:
+    """A compressed cache holds one vector a token, not keys and values."""
+    latent = KVGroupSpec(
+        name="latent",
+        layers=(0, 1),
+        num_kv_heads=1,
+        head_dim=24,
+        block_size=4,
+        window=None,
+        row_shape=(1, 24),
+    )
+    assert row_bytes(latent, torch.float32) == 2 * 24 * 4
+    cache = KVCache(
+        [latent],
+        [5],
+        num_layers=2,
+        num_slots=1,
+        max_tokens=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert cache.caches[1] is not None
+    assert cache.caches[1].shape == (20, 1, 24)

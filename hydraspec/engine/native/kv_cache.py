@@ -8,6 +8,7 @@ table entries point at it, it stays zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class CacheSize:
 
 def row_bytes(spec: KVGroupSpec, dtype: torch.dtype) -> int:
     """Bytes one token takes in one group, over all its layers."""
-    return len(spec.layers) * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return len(spec.layers) * math.prod(spec.page_row) * dtype.itemsize
 
 
 def plan_num_blocks(
@@ -122,7 +123,7 @@ class _Group:
 class KVCache:
     """Block tables, pools and cache tensors of all groups.
 
-    `caches[layer]` is [num_blocks * block_size, 2, num_kv_heads, head_dim] for a layer that owns
+    `caches[layer]` is [num_blocks * block_size, *page_row] (see KVGroupSpec) for a layer that owns
     KV, else None.
     """
 
@@ -149,7 +150,7 @@ class KVCache:
         self.caches: list[Tensor | None] = [None] * num_layers
         for group in self._groups:
             spec = group.spec
-            shape = (group.num_blocks * spec.block_size, 2, spec.num_kv_heads, spec.head_dim)
+            shape = (group.num_blocks * spec.block_size, *spec.page_row)
             for layer in spec.layers:
                 self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -19,6 +19,23 @@ def route_reference(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tens
     return w / w.sum(-1, keepdim=True) * scale[e], e
 
 
+def route_grouped_reference(
+    logits: Tensor, bias: Tensor, k: int, num_groups: int, kept_groups: int
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3's routing (arXiv 2412.19437, sections 2.1.2 and 2.1.3): logits [T, E], bias [E]
+    -> scores and experts [T, k].
+
+    A group's score is the sum of its two best biased scores; experts outside the kept groups cannot
+    be chosen. The bias chooses only: the weights are the plain sigmoid scores.
+    """
+    scores = logits.sigmoid()
+    biased = (scores + bias.to(scores.dtype)).unflatten(1, (num_groups, -1))
+    best = biased.topk(2, dim=-1).values.sum(-1).topk(kept_groups, dim=-1).indices
+    lost = torch.ones_like(biased[..., 0]).scatter_(1, best, 0.0) > 0
+    e = biased.masked_fill(lost[..., None], -torch.inf).flatten(1).topk(k, dim=-1).indices
+    return scores.gather(1, e), e
+
+
 def moe_reference(x: Tensor, w: Tensor, e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """x [T, D], w and e [T, k], gate_up [E, D, 2I], down [E, I, D] -> sum_k w_k
     down_k(act(gate_up_k(x))), [T, D].

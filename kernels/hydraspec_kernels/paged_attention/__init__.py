@@ -23,5 +23,8 @@ __all__ = [
 
 
 def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
-    """query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H]."""
+    """query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
+
+    A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim].
+    """
     return paged_attention_cpu(query, cache, plan)

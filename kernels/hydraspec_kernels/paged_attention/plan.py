@@ -39,7 +39,9 @@ class Segment(Protocol):
 class GroupShape:
     """What a KV group's attention looks like. window None: a row sees everything up to itself.
 
-    scale multiplies the scores: 1 for Gemma 4, 1/sqrt(head_dim) for most others.
+    scale multiplies the scores: 1 for Gemma 4, 1/sqrt(head_dim) for most others. With latent_dim
+    the cache holds one key a row, [rows, 1, H], whose first latent_dim numbers are also the value
+    (DeepSeek's compressed cache); there is one KV head then.
     """
 
     num_heads: int
@@ -48,6 +50,12 @@ class GroupShape:
     block_size: int
     window: int | None
     scale: float = 1.0
+    latent_dim: int | None = None
+
+    @property
+    def head_rows(self) -> int:
+        """Rows one token takes of the cache seen as [rows, H]."""
+        return 1 if self.latent_dim is not None else 2 * self.num_kv_heads
 
 
 @dataclass(slots=True)
@@ -60,7 +68,8 @@ class Tile:
     row_start: int
     row_stop: int
     num_keys: int  # L
-    # [2 * b * Hkv * L] rows of the cache seen as [rows * 2 * Hkv, H]: all keys, then all values
+    # [2 * b * Hkv * L] rows of the cache seen as [rows * 2 * Hkv, H]: all keys, then all values;
+    # of a latent cache [b * L]
     kv_index: Tensor
     mask: Tensor  # [b * Hkv or 1, R * Hq/Hkv or 1, L], added to the scores
 
@@ -155,9 +164,9 @@ def _plan_tile(
 
 def _leading_rows(shape: GroupShape, table: Tensor, num_keys: int) -> Tensor:
     """First head row of positions 0..L, [b, L]. Positions past the table repeat its last entry."""
-    per_block = shape.block_size * 2 * shape.num_kv_heads
+    per_block = shape.block_size * shape.head_rows
     num_blocks = -(-num_keys // shape.block_size)
-    inside = torch.arange(0, per_block, 2 * shape.num_kv_heads, device=table.device)
+    inside = torch.arange(0, per_block, shape.head_rows, device=table.device)
     rows = ((table[:, :num_blocks] * per_block)[:, :, None] + inside).view(table.shape[0], -1)
     if num_blocks > table.shape[1]:  # max_seq_len is an upper bound and may pass the table
         return torch.nn.functional.pad(rows, (0, num_keys - rows.shape[1]))
@@ -169,11 +178,13 @@ def _looked_up_rows(shape: GroupShape, table: Tensor, key: Tensor) -> Tensor:
     block = torch.div(key, shape.block_size, rounding_mode="floor")
     block.clamp_max_(table.shape[1] - 1)
     slot = table.gather(1, block).sub_(block).mul_(shape.block_size).add_(key)
-    return slot.mul_(2 * shape.num_kv_heads)
+    return slot.mul_(shape.head_rows)
 
 
 def _head_rows(shape: GroupShape, base: Tensor) -> Tensor:
-    """Rows of all keys, then all values: [2 * b * Hkv * L] from base [b, L]."""
+    """Rows of all keys, then all values: [2 * b * Hkv * L] from base [b, L] (latent: [b * L])."""
+    if shape.latent_dim is not None:
+        return base.view(-1)
     heads = shape.num_kv_heads
     if heads == 1:
         return torch.stack((base, base + 1)).view(-1)
