@@ -8,6 +8,7 @@ test-slow` runs the whole set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,15 @@ from scenarios import (
     seeded,
     uncached_continuation,
 )
-from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
+from tiny_targets import assistant_config, gemma4_config, write_folder
 
+from hydraspec.engine.native import runner
+from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.scheduler import Scheduler, Sequence
 from hydraspec.models import load_target
+from hydraspec.sampling import verifier
 from hydraspec.speculators.gemma4 import Gemma4Speculator
+from hydraspec.types import Batch, RequestState, Verdict
 
 FLAVOURS = {
     "dense": {},
@@ -50,7 +56,8 @@ FLAVOURS = {
 
 
 def make_world(tmp_path: Path, flavour: str, dtype: torch.dtype, num_prompts: int) -> World:
-    config = gemma4_config(**FLAVOURS[flavour])
+    # Untied: with a tied head a random target mostly repeats its last token, whatever it reads.
+    config = gemma4_config(**FLAVOURS[flavour], tie_word_embeddings=False)
     folder = write_folder(tmp_path / flavour, config)
     target = load_target(
         str(folder),
@@ -80,10 +87,14 @@ def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str) -> None:
-    """Catches wrong slots, stale drafts, off-by-one commits, early frees: any of them changes a
-    token."""
-    world = make_world(tmp_path, flavour, torch.float64, num_prompts=7)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str, dtype: torch.dtype) -> None:
+    """Catches wrong slots, stale drafts, off-by-one commits, early frees: any changes a token.
+
+    In float32 another order of summation may turn a near tie; on these seeds none occurs, so the
+    margin rule of the lossless verdict is not needed.
+    """
+    world = make_world(tmp_path, flavour, dtype, num_prompts=7)
     outcome = run_oracle_scenarios(world, 24, seed=1)
     assert outcome.num_preempted > 0, "no scenario met cache pressure"
 
@@ -91,9 +102,9 @@ def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_oracle_drafts_are_lossless_everywhere(tmp_path: Path, flavour: str) -> None:
-    """200 scenarios a flavour; every accepted length 0..K occurs at least 20 times at every K."""
+    """480 scenarios a flavour; every accepted length 0..K occurs at least 20 times at every K."""
     world = make_world(tmp_path, flavour, torch.float64, num_prompts=14)
-    outcome = run_oracle_scenarios(world, 200, seed=2)
+    outcome = run_oracle_scenarios(world, 480, seed=2)
     assert outcome.num_preempted > 20
     for k in range(1, 9):
         for accepted in range(k + 1):
@@ -118,16 +129,61 @@ def test_random_assistant_is_lossless(tmp_path: Path, flavour: str, dtype: torch
     assert outcome.num_scenarios == 8
 
 
-def test_the_scenarios_can_fail(tmp_path: Path) -> None:
-    """A verifier that accepts one draft too many is caught."""
-    world = make_world(tmp_path, "dense", torch.float64, num_prompts=5)
-    rng = np.random.default_rng(5)
-    scenario = draw_scenario(world, rng, k=4)
-    scenario.requests = scenario.requests[:1]
-    scenario.expected = [([*scenario.expected[0][0][:-1], -5], scenario.expected[0][1])]
+def keep_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device forgets that drafts were rejected: positions drift."""
+    true_commit = runner.commit
+
+    def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
+        verdict.num_rejected = torch.zeros_like(verdict.num_rejected)
+        true_commit(state, batch, verdict)
+
+    monkeypatch.setattr(runner, "commit", commit)
+
+
+def slide_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding blocks are freed while the window still needs their newest position."""
+    true_slide = KVCache.slide
+    monkeypatch.setattr(
+        KVCache, "slide", lambda self, slot, n: true_slide(self, slot, n + self.specs[0].block_size)
+    )
+
+
+def accept_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier lets the first wrong draft pass."""
+    true_verify = verifier.verify_greedy
+
+    def verify(logits: torch.Tensor, batch: Batch) -> Verdict:
+        verdict = true_verify(logits, batch)
+        more = (verdict.num_rejected > 0).long()
+        width = torch.arange(verdict.tokens.shape[1])
+        wrong = (width == verdict.num_sampled[:, None] - 1) & (more[:, None] > 0)
+        drafts = torch.nn.functional.pad(batch.draft_tokens, (0, 1), value=0)
+        verdict.tokens = torch.where(wrong, drafts, verdict.tokens)
+        return verdict
+
+    monkeypatch.setattr(verifier, "verify_greedy", verify)
+
+
+def forget_the_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted request is resumed as if its KV were still there."""
+
+    def preempt(self: Scheduler, sequence: Sequence) -> None:
+        computed = sequence.num_computed
+        true_preempt(self, sequence)
+        sequence.token_ids[-1] = (sequence.token_ids[-1] + (computed > 0)) % 64
+
+    true_preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+@pytest.mark.parametrize(
+    "plant", [keep_rejected, slide_too_far, accept_one_more, forget_the_preempted]
+)
+def test_planted_bugs_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """The scenarios above prove something only if they fail when the engine is wrong."""
+    world = make_world(tmp_path, "dense", torch.float64, num_prompts=7)
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
-        run_scenario(scenario, world.target, oracle_for(world, scenario), Outcome())
-
-
-def test_config_of_a_test_run_is_whole() -> None:
-    assert run_config("x", method="gemma4_mtp", k=5).method.num_speculative_tokens == 5
+        run_oracle_scenarios(world, 24, seed=1)
