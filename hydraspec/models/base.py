@@ -24,6 +24,8 @@ class TargetModel(Protocol):
     device: torch.device
     eos_token_ids: tuple[int, ...]
     suppress_token_ids: tuple[int, ...]  # minus infinity in the logits
+    table: Tensor  # [V, D] token embedding, unscaled
+    head: Tensor  # [V, D] output projection; the same tensor as table where the two are tied
     block_size: int  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
@@ -55,7 +57,9 @@ class TargetModel(Protocol):
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""
+        """[...] -> [..., D], a new tensor, scaled as the first layer reads it (Gemma: by sqrt(D)
+        rounded to the model's dtype).
+        """
         ...
 
     def memory_bytes(self) -> int:

@@ -1,14 +1,15 @@
 """Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are
 used.
 
-Knows the Hugging Face folder layout and nothing about any architecture.
+Knows the Hugging Face folder layout and Mistral's, and nothing about any architecture.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
+from hydraspec.models import mistral_names
+from hydraspec.models.config_reader import text_part
 from hydraspec.models.hub import download
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo" / "checkpoints"
@@ -34,6 +37,7 @@ class TensorEntry:
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str
+    convert: Callable[[Tensor], Tensor] | None = None  # to Hugging Face's order of rows
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
 
     def entries(self) -> dict[str, TensorEntry]:
-        """Every tensor by name, read from the files' headers.
+        """Every tensor by its Hugging Face name, read from the files' headers.
 
         Raises CheckpointError: no safetensors, a shard missing, a file cut short or not
         safetensors.
@@ -53,7 +57,20 @@ class Checkpoint:
         found: dict[str, TensorEntry] = {}
         for file in _tensor_files(self.folder):
             found.update(_read_header(file))
+        if mistral_names.is_consolidated(found):
+            return _from_consolidated(found, self.config)
         return found
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Ids under a key of generation_config.json, else of config.json; those outside the
+        vocabulary are dropped.
+        """
+        for source in (self.generation_config, self.config, text_part(self.config)):
+            value = source.get(key)
+            if value is not None:
+                ids = value if isinstance(value, list) else [value]
+                return tuple(int(i) for i in ids if 0 <= int(i) < vocab_size)
+        return ()
 
 
 def resolve_folder(checkpoint: str) -> Path:
@@ -94,12 +111,15 @@ def _zoo_folder(name: str) -> Path:
 def open_checkpoint(checkpoint: str) -> Checkpoint:
     """Resolve and read the json files. Tensors stay unread. Raises CheckpointError."""
     folder = resolve_folder(checkpoint)
-    if not (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
+        config = read_json(folder / "config.json")
+    elif (folder / "params.json").is_file():
+        config = mistral_names.config_of_params(read_json(folder / "params.json"), str(folder))
+    else:
         raise CheckpointError(
             f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
-            "save_pretrained or a Hugging Face download wrote"
+            "save_pretrained or a Hugging Face download wrote (or Mistral's, with params.json)"
         )
-    config = read_json(folder / "config.json")
     for part in (config, config.get("text_config") or {}):
         if isinstance(part, dict) and part.get("quantization_config"):
             kind = part["quantization_config"]
@@ -128,18 +148,15 @@ def read_json(file: Path) -> dict[str, Any]:
 def _tensor_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{str(index)!r} has no weight_map: fetch it again")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise CheckpointError(
-                f"checkpoint {str(folder)!r} lacks {listed(absent)}, which its index lists "
-                f"({len(files)} files): download it again"
-            )
-        return files
+        return _indexed_files(index)
     files = sorted(folder.glob("*.safetensors"))
+    # Some releases hold the same weights twice, in Hugging Face's and in Mistral's own format.
+    ours = [file for file in files if not file.name.startswith("consolidated")]
+    if ours:
+        return ours
+    index = folder / "consolidated.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(index)
     if files:
         return files
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
@@ -152,6 +169,32 @@ def _tensor_files(folder: Path) -> list[Path]:
         f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards "
         "with model.safetensors.index.json: download it again"
     )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{str(index)!r} has no weight_map: fetch it again")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"checkpoint {str(index.parent)!r} lacks {listed(absent)}, which its index lists "
+            f"({len(files)} files): download it again"
+        )
+    return files
+
+
+def _from_consolidated(
+    entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
+) -> dict[str, TensorEntry]:
+    """Mistral's own names to Hugging Face's, and what turns the rows of wq and wk."""
+    found = {}
+    for name, entry in entries.items():
+        heads = mistral_names.rotary_heads(name, text_part(config))
+        convert = None if heads is None else partial(mistral_names.half_split, heads=heads)
+        found[mistral_names.hugging_face_name(name)] = replace(entry, convert=convert)
+    return found
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
@@ -197,7 +240,9 @@ def load_tensors(
     for name, destination in wanted.items():
         entry = entries[name]
         with safe_open(entry.file, framework="pt") as opened:
-            destination.copy_(opened.get_tensor(entry.name))
+            tensor = opened.get_tensor(entry.name)
+            destination.copy_(tensor if entry.convert is None else entry.convert(tensor))
+            del tensor
 
 
 def _check_entries(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.attention import GroupPass
+from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint import Checkpoint
 from hydraspec.models.gemma4_config import (
     FULL,
@@ -27,7 +28,6 @@ from hydraspec.models.gemma4_config import (
     SLIDING,
     Gemma4Config,
     read_gemma4_config,
-    text_part,
 )
 from hydraspec.models.gemma4_layer import DecoderLayer
 from hydraspec.models.layers import Norm, Place, Tensors
@@ -106,6 +106,7 @@ class Gemma4Target:
         self.theta = rope_thetas(config, place)
         self.groups: dict[str, GroupShape] = {}
         self.block_size = 16  # until kv_groups says otherwise
+        self.stream_scales: list[float] = []  # c after each layer: the stream is held as h / c
         self._suppressed: Tensor | None = None
 
     def tensors(self) -> Tensors:
@@ -124,6 +125,7 @@ class Gemma4Target:
         scale = 1.0
         for layer in self.layers:
             scale = layer.finish(scale)
+            self.stream_scales.append(scale)
         self.norm.fold_gain(stream_in=scale)
         if self.suppress_token_ids:
             self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
@@ -176,8 +178,9 @@ class Gemma4Target:
         self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel.forward."""
-        assert not aux_layer_ids, "aux hidden states of Gemma 4 are not built yet"
+        aux = AuxCollector(aux_layer_ids, self.num_layers)
         h = self.embed(batch.input_ids)
+        aux.see(0, h)
         inputs = None if self.per_layer is None else self.per_layer(batch.input_ids, h)
         passes = self._passes(batch)
         for i, layer in enumerate(self.layers):
@@ -186,7 +189,8 @@ class Gemma4Target:
                 f"layer {i} reads layer {self.kv_source(i)}, which has no cache"
             )
             h = layer(h, passes[layer.kind], cache, None if inputs is None else inputs[i])
-        return self.norm.scaled(h), []
+            aux.see(i + 1, h, self.stream_scales[i])
+        return self.norm.scaled(h), aux.states()
 
     def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         assert self.groups, "call kv_groups before forward"
@@ -248,8 +252,8 @@ def load_gemma4(
     _check_uniform(config, where)
     with torch.no_grad():
         model = Gemma4Target(config, Place(dtype, device))
-        model.eos_token_ids = _token_ids(checkpoint, "eos_token_id", config.vocab_size)
-        model.suppress_token_ids = _token_ids(checkpoint, "suppress_tokens", config.vocab_size)
+        model.eos_token_ids = checkpoint.token_ids("eos_token_id", config.vocab_size)
+        model.suppress_token_ids = checkpoint.token_ids("suppress_tokens", config.vocab_size)
         fill(
             model.tensors(),
             checkpoint,
@@ -272,15 +276,3 @@ def _check_uniform(config: Gemma4Config, where: str) -> None:
                 f"config.json of {where!r}: {kind} layers have several shapes (head_dim, KV heads) "
                 f"{sorted(found)}; expected one, since they share a KV block table"
             )
-
-
-def _token_ids(checkpoint: Checkpoint, key: str, vocab_size: int) -> tuple[int, ...]:
-    """Ids under a key of generation_config.json, else of config.json; those outside the
-    vocabulary are dropped.
-    """
-    for source in (checkpoint.generation_config, checkpoint.config, text_part(checkpoint.config)):
-        value = source.get(key)
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            return tuple(int(i) for i in ids if 0 <= int(i) < vocab_size)
-    return ()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint import Checkpoint, open_checkpoint
-from hydraspec.models.gemma4_config import Gemma4Config, read_gemma4_config, text_part
+from hydraspec.models.config_reader import text_part
+from hydraspec.models.gemma4_config import Gemma4Config, read_gemma4_config
 
 MODEL_TYPES = ("gemma4_assistant",)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hydraspec.errors import CheckpointError
+from hydraspec.models.config_reader import ConfigReader, text_part
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 GROUP_NAMES = {SLIDING: "sliding", FULL: "full"}
@@ -84,35 +84,6 @@ class Gemma4Config:
         return owners[-1] if owners else None
 
 
-class _Reader:
-    """Looks keys up and says what is wrong with them, naming the folder."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def fail(self, key: str, expected: str) -> CheckpointError:
-        found = repr(self.values[key]) if key in self.values else "nothing"
-        return CheckpointError(
-            f"config.json of {self.where!r}: {key} is {found}; expected {expected}"
-        )
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return DEFAULTS.get(key, default) if value is None else value
-
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.fail(key, f"an integer of at least {least}")
-        return value
-
-
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's keys, wherever the file keeps them."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
-
-
 def read_gemma4_config(
     config: Mapping[str, Any], where: str, *, is_assistant: bool = False
 ) -> Gemma4Config:
@@ -122,7 +93,7 @@ def read_gemma4_config(
     here). Raises CheckpointError for keys that are absent, out of range or ask for what we do not
     compute.
     """
-    reader = _Reader(text_part(config), where)
+    reader = ConfigReader(text_part(config), where, DEFAULTS)
     _refuse_unsupported(reader)
     num_layers = reader.count("num_hidden_layers")
     kinds = _layer_kinds(reader, num_layers)
@@ -154,14 +125,14 @@ def read_gemma4_config(
     )
 
 
-def _refuse_unsupported(reader: _Reader) -> None:
+def _refuse_unsupported(reader: ConfigReader) -> None:
     if reader.get("hidden_activation") != "gelu_pytorch_tanh":
         raise reader.fail("hidden_activation", "gelu_pytorch_tanh, the only one released")
     if reader.get("use_bidirectional_attention") == "all":
         raise reader.fail("use_bidirectional_attention", "null or vision: decoding is causal")
 
 
-def _layer_kinds(reader: _Reader, num_layers: int) -> list[str]:
+def _layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
     kinds = reader.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)]
@@ -173,7 +144,7 @@ def _layer_kinds(reader: _Reader, num_layers: int) -> list[str]:
 
 
 def _layer_shape(
-    reader: _Reader, i: int, kinds: list[str], first_shared: int, is_assistant: bool
+    reader: ConfigReader, i: int, kinds: list[str], first_shared: int, is_assistant: bool
 ) -> LayerShape:
     kind, shares = kinds[i], i >= first_shared
     k_eq_v = kind == FULL and bool(reader.get("attention_k_eq_v", False))
@@ -200,7 +171,7 @@ def _layer_shape(
     )
 
 
-def _head_shape(reader: _Reader, i: int, kind: str, k_eq_v: bool) -> tuple[int, int]:
+def _head_shape(reader: ConfigReader, i: int, kind: str, k_eq_v: bool) -> tuple[int, int]:
     """head_dim and KV heads of a layer: per_layer_config where the file has it, else the global_
     keys.
     """
@@ -222,7 +193,7 @@ def _head_shape(reader: _Reader, i: int, kind: str, k_eq_v: bool) -> tuple[int, 
         raise reader.fail("per_layer_config", "layer indices with head_dim and KV heads") from None
 
 
-def _rope_shape(reader: _Reader, kind: str) -> RopeShape:
+def _rope_shape(reader: ConfigReader, kind: str) -> RopeShape:
     parameters = reader.get("rope_parameters", DEFAULT_ROPE)
     values = parameters.get(kind) if isinstance(parameters, Mapping) else None
     if not isinstance(values, Mapping) or values.get("rope_type") not in (

@@ -11,8 +11,16 @@ from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint import open_checkpoint
 
 TARGETS: dict[str, str] = {
+    "deepseek_v3": "hydraspec.models.deepseek:load_deepseek",
     "gemma4": "hydraspec.models.gemma4:load_gemma4",
     "gemma4_text": "hydraspec.models.gemma4:load_gemma4",
+    "llama": "hydraspec.models.dense:load_dense",
+    "mimo": "hydraspec.models.dense:load_dense",
+    "ministral": "hydraspec.models.dense:load_dense",
+    "mistral": "hydraspec.models.dense:load_dense",
+    "mistral3": "hydraspec.models.dense:load_dense",  # a multimodal wrapper around mistral
+    "qwen2": "hydraspec.models.dense:load_dense",
+    "qwen3": "hydraspec.models.dense:load_dense",
 }
 
 

@@ -152,7 +152,7 @@ def damage_quantised_tensor(folder: Path) -> None:
 
 
 def damage_model_type(folder: Path) -> None:
-    edit_config(folder, model_type="llama")
+    edit_config(folder, model_type="gpt2")
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -171,7 +171,7 @@ DAMAGE = {
     damage_shard: "lacks model-00001-of-00002.safetensors, which its index lists",
     damage_quantised_config: "is quantised (quantization_config, method 'fp8')",
     damage_quantised_tensor: "is quantised: layers.0.mlp.up_proj.weight (F8_E4M3)",
-    damage_model_type: "model_type 'llama'; targets are gemma4, gemma4_text",
+    damage_model_type: "model_type 'gpt2'; targets are ",
 }
 
 

@@ -1,0 +1,49 @@
+"""Looks keys of a raw config.json up and says what is wrong with them, naming the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hydraspec.errors import CheckpointError
+
+
+class ConfigReader:
+    """Keys of one config. A key that is absent or null has the family's default, if it has one."""
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self.values, self.where, self.defaults = values, where, defaults or {}
+
+    def fail(self, key: str, expected: str) -> CheckpointError:
+        """The error for a key's value; raise it."""
+        found = repr(self.values[key]) if key in self.values else "nothing"
+        return CheckpointError(
+            f"config.json of {self.where!r}: {key} is {found}; expected {expected}"
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, else the family's default, else `default`."""
+        value = self.values.get(key)
+        return self.defaults.get(key, default) if value is None else value
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`. Raises CheckpointError."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.fail(key, f"an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number. Raises CheckpointError."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.fail(key, "a number above 0")
+        return float(value)
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's keys: top level, or `text_config` of a multimodal wrapper."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config

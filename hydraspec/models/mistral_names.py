@@ -1,0 +1,138 @@
+"""Mistral's own checkpoint format: params.json and consolidated.safetensors.
+
+Its names differ from Hugging Face's, and the rows of wq and wk are in the order that turns
+neighbours (2i, 2i + 1), where Hugging Face's turns halves (i, i + H/2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hydraspec.errors import CheckpointError
+
+_PARTS = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_TOP = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "eagle_linear": "model.fc",  # EAGLE-1 heads
+}
+_SUFFIXES = {"qscale_act": "input_scale", "qscale_weight": "weight_scale"}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.([^.]+)")
+_ROTARY = {"attention.wq": "num_attention_heads", "attention.wk": "num_key_value_heads"}
+_ROTARY_SUFFIXES = ("weight", "bias", "qscale_weight")
+
+_SAME_MEANING = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "sliding_window": "sliding_window",
+}
+_YARN = {"factor": "factor", "alpha": "beta_slow", "beta": "beta_fast"}
+_YARN |= {"original_max_position_embeddings": "original_max_position_embeddings"}
+_UNSUPPORTED = ("moe", "llama_4_scaling", "q_lora_rank", "kv_lora_rank")
+EOS = 2  # </s> of every Mistral tokenizer; params.json does not say
+
+
+def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """params.json as a Hugging Face config of model_type mistral. Raises CheckpointError."""
+    for key in _UNSUPPORTED:
+        if params.get(key) is not None:
+            raise CheckpointError(
+                f"params.json of {where!r}: {key} is {params[key]!r}; expected a dense Mistral "
+                "model without it: give the Hugging Face files of this release if it has them"
+            )
+    config = {ours: params[key] for key, ours in _SAME_MEANING.items() if key in params}
+    window = config.setdefault("sliding_window", None)
+    theta = params.get("rope_theta") or (1e6 if window is None else 1e4)  # mistral-inference's
+    length = params.get("max_position_embeddings") or params.get("max_seq_len") or 128_000
+    config |= {
+        "model_type": "mistral",
+        "rope_theta": theta,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": bool(params.get("tied_embeddings", False)),
+        "eos_token_id": EOS,
+    }
+    yarn = params.get("yarn")
+    if yarn:
+        config["rope_scaling"] = {"rope_type": "yarn"}
+        config["rope_scaling"] |= {_YARN[key]: yarn[key] for key in yarn.keys() & _YARN.keys()}
+        if not yarn.get("apply_scale", True):
+            config["rope_scaling"]["attention_factor"] = 1.0
+    if params.get("quantization"):
+        config["quantization_config"] = {"quant_method": params["quantization"]}
+    return config
+
+
+def is_consolidated(names: Iterable[str]) -> bool:
+    """Whether tensors have Mistral's own names."""
+    found = (_LAYER.fullmatch(name) for name in names)
+    return any(match is not None and match[2] in _PARTS for match in found)
+
+
+def hugging_face_name(name: str) -> str:
+    """A consolidated tensor's Hugging Face name; names that are not Mistral's own stay."""
+    match = _LAYER.fullmatch(name)
+    if match is not None and match[2] in _PARTS:
+        suffix = _SUFFIXES.get(match[3], match[3])
+        return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{suffix}"
+    stem, _, suffix = name.rpartition(".")
+    return f"{_TOP[stem]}.{_SUFFIXES.get(suffix, suffix)}" if stem in _TOP else name
+
+
+def consolidated_name(name: str) -> str:
+    """The inverse of `hugging_face_name`, for writing the format."""
+    stem, _, suffix = name.rpartition(".")
+    suffix = {theirs: ours for ours, theirs in _SUFFIXES.items()}.get(suffix, suffix)
+    top = {theirs: ours for ours, theirs in _TOP.items()}
+    if stem in top:
+        return f"{top[stem]}.{suffix}"
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    parts = {theirs: ours for ours, theirs in _PARTS.items()}
+    if match is None or match[2] not in parts:
+        return name
+    return f"layers.{match[1]}.{parts[match[2]]}.{suffix}"
+
+
+def rotary_heads(name: str, config: Mapping[str, Any]) -> int | None:
+    """Heads in the rows of a consolidated tensor that the rotary order concerns, else None."""
+    match = _LAYER.fullmatch(name)
+    if match is None or match[2] not in _ROTARY or match[3] not in _ROTARY_SUFFIXES:
+        return None
+    heads = config.get(_ROTARY[match[2]]) or config.get("num_attention_heads")
+    return heads if isinstance(heads, int) else None
+
+
+def half_split(rows: Tensor, heads: int) -> Tensor:
+    """Rows [heads * H, ...] from neighbours' order to halves'. Scalars (one number) stay."""
+    if rows.numel() == 1:
+        return rows
+    parts = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return parts.transpose(1, 2).reshape(rows.shape)
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """The inverse of `half_split`, for writing the format."""
+    if rows.numel() == 1:
+        return rows
+    parts = rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return parts.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,110 @@
+"""Rotary frequencies of checkpoints that stretch them: linear, dynamic, Llama 3 and YaRN scaling.
+
+Reads both published layouts: `rope_theta` beside `rope_scaling`, and one `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from hydraspec_kernels.rope import rope_frequencies
+from torch import Tensor
+
+from hydraspec.models.config_reader import ConfigReader
+
+DEFAULT_THETA = 10_000.0
+
+
+class Rope(NamedTuple):
+    """What a config says about rotary positions."""
+
+    theta: Tensor  # [H/2] float32 on the CPU: radians a position
+    # YaRN's factor of cosines and sines. Query and key both carry it, so that folding its square
+    # into the score scale leaves the table plain.
+    gain: float
+
+
+def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+    """Frequencies of a raw config. Raises CheckpointError for a scaling we do not compute."""
+    key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    values = reader.get(key, {})
+    if not isinstance(values, Mapping) or any(isinstance(v, Mapping) for v in values.values()):
+        raise reader.fail(key, "one set of rotary parameters for all layers")
+    kind = values.get("rope_type", values.get("type", "default"))
+    scaled = SCALINGS.get(kind)
+    if scaled is None or values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise reader.fail(key, f"rope_type {', '.join(SCALINGS)}, turning the whole head")
+    part = ConfigReader(
+        {"rope_theta": reader.get("rope_theta", DEFAULT_THETA)} | dict(values), reader.where
+    )
+    part.defaults = {"original_max_position_embeddings": max_position_embeddings}
+    return scaled(part, head_dim)
+
+
+def _plain(reader: ConfigReader, head_dim: int) -> Rope:
+    # Dynamic scaling starts beyond max_position_embeddings, where no run goes.
+    return Rope(rope_frequencies(head_dim, reader.number("rope_theta")), 1.0)
+
+
+def _linear(reader: ConfigReader, head_dim: int) -> Rope:
+    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
+    theta = rope_frequencies(head_dim, reader.number("rope_theta"), factor=reader.number("factor"))
+    return Rope(theta, 1.0)
+
+
+def _llama3(reader: ConfigReader, head_dim: int) -> Rope:
+    """Llama 3.1: wavelengths beyond the original context are divided by `factor`, short ones kept,
+    those between blended.
+    """
+    theta = rope_frequencies(head_dim, reader.number("rope_theta"))
+    factor, original = reader.number("factor"), reader.number("original_max_position_embeddings")
+    low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
+    turns = original / (2 * math.pi / theta)  # within the original context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope((1 - smooth) * theta / factor + smooth * theta, 1.0)
+
+
+def _yarn(reader: ConfigReader, head_dim: int) -> Rope:
+    """YaRN (Peng et al. 2023), as transformers computes it: section 3.2's ramp over dimensions, and
+    section 3.4's temperature as a gain of cosines and sines.
+    """
+    base, factor = reader.number("rope_theta"), reader.number("factor")
+    original = reader.number("original_max_position_embeddings")
+    gain = reader.get("attention_factor")
+    if gain is None:
+        mscale, all_dim = reader.get("mscale"), reader.get("mscale_all_dim")
+        gain = yarn_mscale(factor)
+        if mscale and all_dim:
+            gain = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = (
+        dimension(reader.number("beta_fast", 32.0)),
+        dimension(reader.number("beta_slow", 1.0)),
+    )
+    if reader.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    theta = rope_frequencies(head_dim, base)
+    return Rope(theta / factor * (1 - keep) + theta * keep, float(gain))
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's recommended gain for a context stretched by `factor` (paper, equation 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+SCALINGS: dict[Any, Callable[[ConfigReader, int], Rope]] = {
+    "default": _plain,
+    "linear": _linear,
+    "dynamic": _plain,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
