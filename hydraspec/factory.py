@@ -17,6 +17,9 @@ ENGINES = {
 }
 SPECULATORS = {
     "none": "hydraspec.speculators.none:NoSpeculator",
+    "eagle": "hydraspec.speculators.eagle:EagleSpeculator",
+    "eagle3": "hydraspec.speculators.eagle:EagleSpeculator",
+    "peagle": "hydraspec.speculators.peagle:PEagleSpeculator",
     "gemma4_mtp": "hydraspec.speculators.gemma4:Gemma4Speculator",
 }
 

@@ -186,6 +186,7 @@ class RequestState:
     min_p: Tensor  # [S] float32
     seed: Tensor  # [S] int64
     draft_probs: Tensor | None = None  # [S, K, V_draft] float32, probabilistic drafts only
+    draft_vocab_map: Tensor | None = None  # [V_draft] int64 target ids; None: V_draft is V
 
 
 @dataclass(slots=True, kw_only=True)

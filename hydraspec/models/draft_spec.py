@@ -32,10 +32,15 @@ class DraftSpec:
     shares_embedding: bool  # tokens enter through the target's embedding
     shares_head: bool  # logits come from the target's head
     aux_layer_ids: tuple[int, ...] = ()  # target states it reads; 0 is the embedding output
-    norm_before_fc: bool = False
+    target_hidden_width: int | None = None  # width of those; None: hidden_width
+    norm_before_fc: bool = False  # one norm over the concatenated target states
+    fc_norm: bool = False  # one norm for each of them
     norm_before_residual: bool = False
     has_vocab_map: bool = False  # draft ids differ from target ids
     mask_token_id: int | None = None  # parallel drafting
+    num_layers: int = 0  # decoder layers with KV of their own
+    format: str = ""  # which published format the checkpoint is in
+    notes: tuple[str, ...] = ()  # what was assumed; goes into the summary's warnings
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
 
     def check_shapes(self, where: str, found: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:

@@ -230,8 +230,13 @@ def _draft_distribution(batch: Batch, state: RequestState, vocab_size: int) -> T
     num_drafts = batch.draft_tokens.shape[1]
     if state.draft_probs is None or num_drafts == 0:
         return None
-    assert state.draft_probs.shape[-1] == vocab_size, "draft and target vocabularies differ"
-    return state.draft_probs.index_select(0, batch.slots)[:, :num_drafts]
+    probs = state.draft_probs.index_select(0, batch.slots)[:, :num_drafts]
+    if state.draft_vocab_map is None:
+        assert probs.shape[-1] == vocab_size, "draft and target vocabularies differ"
+        return probs
+    # What the drafter's vocabulary lacks it proposes with probability 0.
+    whole = probs.new_zeros(*probs.shape[:2], vocab_size)
+    return whole.index_copy_(2, state.draft_vocab_map, probs)
 
 
 def _next_token(trial: Trial, acceptance: Acceptance) -> Tensor:

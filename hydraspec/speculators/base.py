@@ -53,6 +53,11 @@ class BaseSpeculator(ABC):
         """Width of the draft probabilities that the engine keeps; None while drafts are greedy."""
         return None
 
+    @property
+    def draft_vocab_map(self) -> Tensor | None:
+        """[V_draft] the target's ids of the drafter's vocabulary; None where they are the same."""
+        return None
+
     def memory_bytes(self) -> int:
         """Bytes of weights the drafter holds beside the target's."""
         return 0

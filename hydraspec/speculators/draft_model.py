@@ -143,7 +143,7 @@ class DraftModelSpeculator(BaseSpeculator):
         """
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
-        return sample_draft(
+        tokens, probs = sample_draft(
             self.head.compute_logits(hidden),
             state.temperature.index_select(0, batch.slots),
             state.seed.index_select(0, batch.slots),
@@ -151,3 +151,5 @@ class DraftModelSpeculator(BaseSpeculator):
             index,
             batch.flags,
         )
+        ids = self.draft_vocab_map
+        return tokens if ids is None else ids.index_select(0, tokens), probs

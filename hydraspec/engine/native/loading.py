@@ -99,6 +99,7 @@ def assemble(
         num_speculative_tokens=num_drafts,
         draft_vocab_size=speculator.draft_vocab_size,
         device=target.device,
+        draft_vocab_map=speculator.draft_vocab_map,
     )
     verifier = build_verifier(
         config.method.verification.value,
@@ -134,6 +135,9 @@ def _info(
     spec = speculator.spec
     if spec is not None:
         log.info("drafter: %s", spec)
+        warnings.extend(spec.notes)
+        for note in spec.notes:
+            log.warning(note)
     return EngineInfo(
         engine="native",
         target=config.target.name,

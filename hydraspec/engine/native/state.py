@@ -15,8 +15,12 @@ def new_request_state(
     num_speculative_tokens: int,
     draft_vocab_size: int | None,
     device: torch.device,
+    draft_vocab_map: torch.Tensor | None = None,
 ) -> RequestState:
-    """Zeroed state. `draft_vocab_size` None: drafts are greedy and no probabilities are kept."""
+    """Zeroed state. `draft_vocab_size` None: drafts are greedy and no probabilities are kept.
+
+    `draft_vocab_map` [V_draft]: the target's ids of a narrower draft vocabulary.
+    """
     # Drafts of the last token stand past max_model_len; one more column takes masked writes.
     columns = max_model_len + num_speculative_tokens + 2
     probs = None
@@ -31,6 +35,7 @@ def new_request_state(
         min_p=torch.zeros(num_slots, device=device),
         seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
         draft_probs=probs,
+        draft_vocab_map=draft_vocab_map,
     )
 
 

@@ -1,0 +1,32 @@
+"""EAGLE-1 and EAGLE-3 heads: one or a few decoder layers fed with the target's hidden states."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hydraspec.models.base import TargetModel
+from hydraspec.models.eagle import EagleHead
+from hydraspec.models.eagle_loading import load_eagle
+from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
+
+
+class EagleSpeculator(AutoRegressiveSpeculator):
+    """`method=eagle` and `method=eagle3`: which states enter, and what is fed back, is the head's
+    DraftSpec.
+    """
+
+    head: EagleHead
+
+    def load_draft_model(self, target: TargetModel, checkpoint: str) -> EagleHead:
+        method = self.config.method
+        return load_eagle(
+            checkpoint,
+            method=method.name,
+            weights=method.weights.value,
+            target=target,
+            seed=self.config.seed,
+        )
+
+    @property
+    def draft_vocab_map(self) -> Tensor | None:
+        return self.head.vocab_map
