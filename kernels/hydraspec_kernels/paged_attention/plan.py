@@ -184,7 +184,7 @@ def _looked_up_rows(shape: GroupShape, table: Tensor, key: Tensor) -> Tensor:
 def _head_rows(shape: GroupShape, base: Tensor) -> Tensor:
     """Rows of all keys, then all values: [2 * b * Hkv * L] from base [b, L] (latent: [b * L])."""
     if shape.latent_dim is not None:
-        return base.view(-1)
+        return base.reshape(-1)
     heads = shape.num_kv_heads
     if heads == 1:
         return torch.stack((base, base + 1)).view(-1)
