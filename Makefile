@@ -39,6 +39,9 @@ wheel: $(VENV)/.stamp-dev ## Build the wheel, then compose a run from it where t
 bench: $(VENV)/.stamp-test ## Time the native engine against transformers on this CPU
 	$(BIN)/python tests/bench/transformers_on_cpu.py $(ARGS)
 
+table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the README's table
+	$(BIN)/python tests/bench/readme_table.py $(ARGS)
+
 sweep: $(VENV)/.stamp-test ## Sweep K over the default target and compare with method=none
 	$(BIN)/python -m hydraspec -m experiment=k_sweep $(ARGS)
 
@@ -60,4 +63,4 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: help run setup test test-slow lint type check wheel bench sweep clean
+.PHONY: help run setup test test-slow lint type check wheel bench table sweep clean

@@ -16,7 +16,7 @@ def derive(config: RunConfig) -> None:
     _name_target(config.target)
     if config.method.name == "none":
         config.method = _plain_decoding(config)
-    elif config.method.checkpoint is None:
+    elif config.method.needs_checkpoint and config.method.checkpoint is None:
         config.method.checkpoint = _default_drafter(config)
 
 

@@ -63,6 +63,7 @@ class MethodConfig:
     name: str
     num_speculative_tokens: int
     checkpoint: str | None = None  # null: what target.drafters names for the method
+    needs_checkpoint: bool = True  # false for drafters without weights
     weights: Weights = Weights.checkpoint
     draft_sampling: DraftSampling = DraftSampling.greedy
     verification: Verification = Verification.standard

@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import time
+from itertools import takewhile
 
 from hydraspec.engine.native.finish import FinishCheck
 from hydraspec.engine.native.scheduler import Scheduled, Scheduler, Sequence
@@ -30,7 +31,8 @@ class Collector:
         requests, completions = [], self.failed()
         for place, item in enumerate(scheduled):
             emitted = tokens[place][: num_sampled[place]]
-            requests.append(self._apply(item, drafts[place][: item.num_drafts], emitted, now))
+            offered = list(takewhile(lambda token: token >= 0, drafts[place][: item.num_drafts]))
+            requests.append(self._apply(item, offered, emitted, now))
             if item.sequence.finish_reason:
                 self._scheduler.release(item.sequence)
                 completions.append(self._completion(item.sequence))
