@@ -80,7 +80,7 @@ def build_step(
     batch = Batch(
         segments=(),
         slots=slots,
-        row_request=torch.arange(num_requests).repeat_interleave(num_drafts + 1),
+        row_request=torch.zeros(num_requests * num_rows, dtype=torch.long),
         input_ids=torch.zeros(num_requests * num_rows, dtype=torch.long),
         positions=torch.zeros(num_requests * num_rows, dtype=torch.long),
         query_start_loc=torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)),
