@@ -13,7 +13,7 @@ import torch
 from hydraspec_kernels.gated_activation import gated_silu
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention, plan_attention
 from hydraspec_kernels.rms_norm import rms_norm, unit_norm_
-from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored, rope_table
+from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored
 from torch import Tensor
 
 from hydraspec.models.attention import GroupPass
@@ -129,7 +129,7 @@ class DenseAttention:
 
 
 class SiluMLP:
-    """down(silu(gate(x)) * up(x)), plus a residual."""
+    """residual + down(silu(gate(x)) * up(x))."""
 
     def __init__(self, size: int, inner: int, place: Place, *, bias: bool = False) -> None:
         self.inner = inner
@@ -151,16 +151,13 @@ class SiluMLP:
             found["down_proj.bias"] = self.down_bias
         return found
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, D] normed and residual [T, D] -> [T, D]; without a residual, the MLP alone."""
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [T, D] normed and residual [T, D] -> [T, D]."""
         if self.gate_up_bias is None:
             inner = gated_silu(torch.mm(x, self.gate_up))
         else:
             inner = gated_silu(torch.addmm(self.gate_up_bias, x, self.gate_up))
-        if residual is None:
-            out = torch.mm(inner, self.down)
-        else:
-            out = torch.addmm(residual, inner, self.down)
+        out = torch.addmm(residual, inner, self.down)
         return out if self.down_bias is None else out.add_(self.down_bias)
 
 
@@ -228,15 +225,3 @@ def group_pass(
         shape, rows.segments, rows.block_tables[group], rows.seq_lens, rows.positions, dtype
     )
     return GroupPass(*table, plan, rows.slot_mapping[group])
-
-
-__all__ = [
-    "AttentionShape",
-    "DenseAttention",
-    "DenseLayer",
-    "SiluMLP",
-    "dense_frequencies",
-    "dense_group",
-    "group_pass",
-    "rope_table",
-]

@@ -9,6 +9,7 @@ from pathlib import Path
 from hydraspec.errors import CheckpointError
 
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+SECOND_COPY = ["consolidated*"]  # Mistral's format, often beside Hugging Face's
 
 
 def download(hub_id: str) -> Path:
@@ -19,6 +20,11 @@ def download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        folder = Path(
+            snapshot_download(hub_id, allow_patterns=PATTERNS, ignore_patterns=SECOND_COPY)
+        )
+        if any(folder.glob("*.safetensors")):
+            return folder
         return Path(snapshot_download(hub_id, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises its own, requests', httpx' and OS errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""

@@ -16,6 +16,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models import load_target
 from hydraspec.models.checkpoint import open_checkpoint
 from hydraspec.models.dense_config import read_dense_config
+from hydraspec.models.hub import download
 from hydraspec.models.mistral_names import (
     config_of_params,
     consolidated_name,
@@ -121,6 +122,23 @@ def test_a_sharded_consolidated_folder(mistral: Path, tmp_path: Path) -> None:
     (own / shards[1]).unlink()
     with pytest.raises(CheckpointError, match=f"lacks {shards[1]}"):
         load(own)
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_a_download_takes_one_format(
+    has_both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fake(hub_id: str, allow_patterns: list[str], ignore_patterns: list[str] = ()) -> str:
+        asked.append(list(ignore_patterns))
+        if has_both:
+            (tmp_path / "model.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
+    assert download("mistralai/some") == tmp_path
+    assert asked == [["consolidated*"]] + [[]] * (not has_both)
 
 
 def test_the_rotary_order_of_rows() -> None:
@@ -291,6 +309,41 @@ def test_a_config_we_cannot_compute_is_refused(key: str, mistral: Path) -> None:
     edit_config(mistral, **{key: BAD_VALUES[key]})
     with pytest.raises(CheckpointError, match=r"\w+ is .*; expected"):
         load(mistral)
+
+
+# Keys that decide, as released config.json files have them -> head_dim, window, biases, YaRN gain.
+SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+SIZES |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+YARN_ROPE = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+QWEN_WINDOW = {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28}
+RELEASED: dict[str, tuple[dict[str, Any], tuple]] = {
+    "Llama 3.1": ({"model_type": "llama", "rope_scaling": LLAMA3_ROPE}, (128, None, False, 1.0)),
+    "Mistral v0.1": ({"model_type": "mistral"}, (128, 4096, False, 1.0)),
+    "Mistral v0.3": ({"model_type": "mistral", "sliding_window": None}, (128, None, False, 1.0)),
+    "Mistral Nemo": (
+        {"model_type": "mistral", "sliding_window": None, "hidden_size": 5120, "head_dim": 128},
+        (128, None, False, 1.0),
+    ),
+    "Qwen2.5": ({"model_type": "qwen2", **QWEN_WINDOW}, (128, None, True, 1.0)),
+    "Qwen3 with YaRN": (
+        {"model_type": "qwen3", "sliding_window": None, "rope_scaling": YARN_ROPE},
+        (128, None, False, 1.138629436111989),
+    ),
+    "Qwen3 0.6B": ({"model_type": "qwen3", "hidden_size": 1024}, (128, None, False, 1.0)),
+    "MiMo": ({"model_type": "mimo", "attention_bias": True}, (128, None, True, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configs(name: str) -> None:
+    raw, expected = RELEASED[name]
+    config = read_dense_config(SIZES | raw, name)
+    assert config.out_bias is False
+    found = (config.head_dim, config.sliding_window, config.qkv_bias, config.rope.gain)
+    assert found == pytest.approx(expected)
+    assert config.score_scale == pytest.approx(128**-0.5 * expected[3] ** 2)
 
 
 def test_a_window_that_is_turned_off(tmp_path: Path) -> None:
