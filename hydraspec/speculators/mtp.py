@@ -1,0 +1,28 @@
+"""Multi-token prediction: the layers that DeepSeek-V3 and MiMo ship behind their last one."""
+
+from __future__ import annotations
+
+from hydraspec.models.base import TargetModel
+from hydraspec.models.mtp import MTPHead
+from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
+
+
+class MTPSpeculator(AutoRegressiveSpeculator):
+    """Each step runs the next MTP layer, over KV of its own, behind the last step's state."""
+
+    head: MTPHead
+
+    def _checkpoint(self) -> str:
+        """The target's own folder, unless the method or the target names another."""
+        method, target = self.config.method, self.config.target
+        return method.checkpoint or target.drafters.get(method.name) or target.checkpoint
+
+    def load_draft_model(self, target: TargetModel, checkpoint: str) -> MTPHead:
+        return load_mtp(
+            checkpoint,
+            weights=self.config.method.weights.value,
+            target=target,
+            num_drafts=self.num_speculative_tokens,
+            seed=self.config.seed,
+        )
