@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec import sweep
-from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate
+from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.messages import nearest
 from hydraspec.errors import ConfigurationError, UserError
@@ -173,10 +173,10 @@ def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
             f"{flag}: unknown flag\n  allowed: group=choice, key=value, and the flags of --help\n"
             f"  to do: {f'did you mean {meant}?' if meant else 'remove it'}"
         )
-    overrides = list(args.overrides)
     rest = list(argv)
-    for override in overrides:
+    for override in args.overrides:
         rest.remove(override)
+    overrides = with_method(args.overrides)
     sys.argv[1:] = rest + overrides  # Hydra's own parser wants flags first
     shows = (args.help, args.hydra_help, args.cfg, args.info, args.shell_completion)
     return overrides, bool(args.multirun), not any(shows)

@@ -22,12 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config import RunConfig, to_run_config
 from hydraspec.config.build import check_key
-from hydraspec.config.choices import choices_of
+from hydraspec.config.choices import choices_of, packaged_drafters
 from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
 
 CONFIG_MODULE = "hydraspec.conf"
 CONFIG_NAME = "config"
+DEFAULT_METHOD = "gemma4_mtp"  # as in conf/config.yaml
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -45,6 +47,7 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
     Raises:
         ConfigurationError: for the first job that cannot work.
     """
+    overrides = with_method(overrides)
     parsed = _parse(overrides)
     for override in parsed:
         _check_override_key(override)
@@ -63,6 +66,31 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
             for job in itertools.product(*(_values_of(override) for override in swept + parsed))
         ]
         return Plan(jobs=jobs, folder=Path(hydra.sweep.dir), is_sweep=True)
+
+
+def with_method(overrides: Sequence[str]) -> list[str]:
+    """`overrides`, and `method=auto` where what is given says more of the method than the default.
+
+    That is a drafter's folder (method.checkpoint), or a target without a drafter for the default
+    method. Who chooses a method, or an experiment, which may choose one, keeps the choice.
+    """
+    parsed = _parse(overrides)
+    if {"method", "method.name", "experiment"} & {override.key_or_group for override in parsed}:
+        return list(overrides)
+    if any(_says_the_method(override) for override in parsed):
+        return [*overrides, f"method={AUTO}"]
+    return list(overrides)
+
+
+def _says_the_method(override: Override) -> bool:
+    if override.is_delete() or override.key_or_group not in ("method.checkpoint", "target"):
+        return False
+    if override.is_sweep_override():
+        return override.key_or_group == "method.checkpoint"
+    value = override.value()
+    if override.key_or_group == "method.checkpoint":
+        return value is not None
+    return value in choices_of("target") and DEFAULT_METHOD not in packaged_drafters(str(value))
 
 
 def _compose_hydra(overrides: Sequence[Override]) -> DictConfig:

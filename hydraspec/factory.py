@@ -5,8 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hydraspec.config.checks import check_method
+from hydraspec.config.derive import no_drafter, take_over
 from hydraspec.config.messages import listing, refusal
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import AUTO, RunConfig
 
 if TYPE_CHECKING:
     from hydraspec.engine.base import Engine
@@ -15,11 +17,13 @@ if TYPE_CHECKING:
 ENGINES = {
     "native": "hydraspec.engine.native.engine:NativeEngine",
 }
+DETECTION = "hydraspec.models.detect:resolve"
 SPECULATORS = {
     "none": "hydraspec.speculators.none:NoSpeculator",
     "eagle": "hydraspec.speculators.eagle:EagleSpeculator",
     "eagle3": "hydraspec.speculators.eagle:EagleSpeculator",
     "peagle": "hydraspec.speculators.peagle:PEagleSpeculator",
+    "mtp": "hydraspec.speculators.mtp:MTPSpeculator",
     "gemma4_mtp": "hydraspec.speculators.gemma4:Gemma4Speculator",
 }
 
@@ -38,6 +42,24 @@ def build_speculator(config: RunConfig) -> BaseSpeculator:
     """The speculator that `method.name` names, not loaded yet."""
     speculator: BaseSpeculator = _load("method.name", config.method.name, SPECULATORS)(config)
     return speculator
+
+
+def resolve_drafter(config: RunConfig) -> None:
+    """Where `method=auto`, take method, K and target from the drafter's folder, in place.
+
+    Raises:
+        CheckpointError: a folder that holds no drafter.
+        ConfigurationError: no drafter is given or named, or its K is out of range.
+    """
+    if config.method.name != AUTO:
+        return
+    module, _, attribute = DETECTION.partition(":")
+    target, drafter = config.target.checkpoint, config.method.checkpoint
+    found = getattr(import_module(module), attribute)(target, drafter)
+    if found is None:
+        raise no_drafter(config)
+    take_over(config, found.method, found.drafter, found.target, found.num_speculative_tokens)
+    check_method(config)
 
 
 def _load(key: str, name: str, table: dict[str, str]) -> type[Any]:

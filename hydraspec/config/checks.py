@@ -10,6 +10,7 @@ import math
 from hydraspec.config.choices import choices_of
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.schema import (
+    AUTO,
     DraftSampling,
     EngineConfig,
     MethodConfig,
@@ -24,7 +25,7 @@ from hydraspec.config.schema import (
 MAX_SPECULATIVE_TOKENS = 32
 MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
 MAX_SEED = 2**63 - 1  # seeds live in int64 tensors
-ALIASES = {"gemma4"}  # choices that are recorded under another name
+ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 
 
 def check(config: RunConfig) -> None:
@@ -49,7 +50,7 @@ def check_names(config: RunConfig) -> None:
         ("tracker", config.tracker.name),
     ):
         known = set(choices_of(group)) - ALIASES
-        if name not in known:
+        if name not in known and (group, name) != ("method", AUTO):
             meant = nearest(name, known)
             remedy = f"did you mean {group}={meant}?" if meant else f"choose with {group}=<choice>"
             raise refusal(
@@ -68,8 +69,14 @@ def check_names(config: RunConfig) -> None:
         )
 
 
+def check_method(config: RunConfig) -> None:
+    """What concerns method and K, for once a checkpoint has said them."""
+    _check_method(config.method)
+    _check_engine(config.engine, config.method)
+
+
 def _check_method(method: MethodConfig) -> None:
-    if method.name == "none":
+    if method.name == "none" or (method.name == AUTO and method.num_speculative_tokens == 0):
         return
     k = method.num_speculative_tokens
     if not 1 <= k <= MAX_SPECULATIVE_TOKENS:

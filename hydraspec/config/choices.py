@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -18,12 +19,22 @@ def choices_of(group: str) -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
 
 
-@cache
 def packaged_value(group: str, choice: str, key: str) -> str | None:
     """A top-level text value of a choice's YAML; None without the choice or the value."""
+    value = _packaged(group, choice).get(key)
+    return value if isinstance(value, str) and value != "???" else None
+
+
+def packaged_drafters(target: str) -> tuple[str, ...]:
+    """Methods that a target's YAML names a drafter for, in its order."""
+    drafters = _packaged("target", target).get("drafters")
+    return tuple(drafters) if isinstance(drafters, dict) else ()
+
+
+@cache
+def _packaged(group: str, choice: str) -> dict[Any, Any]:
     if choice not in choices_of(group):
-        return None
+        return {}
     text = files("hydraspec.conf").joinpath(group, f"{choice}.yaml").read_text(encoding="utf-8")
     loaded = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    value = loaded.get(key) if isinstance(loaded, dict) else None
-    return value if isinstance(value, str) and value != "???" else None
+    return loaded if isinstance(loaded, dict) else {}

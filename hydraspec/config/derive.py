@@ -6,9 +6,11 @@ import dataclasses
 
 from hydraspec.config.choices import packaged_value
 from hydraspec.config.messages import refusal, show
-from hydraspec.config.schema import MethodConfig, RunConfig, TargetConfig
+from hydraspec.config.schema import AUTO, MethodConfig, RunConfig, TargetConfig
+from hydraspec.errors import ConfigurationError
 
 ZOO = "zoo:"
+DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
 
 def derive(config: RunConfig) -> None:
@@ -18,6 +20,27 @@ def derive(config: RunConfig) -> None:
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:
         config.method.checkpoint = _default_drafter(config)
+
+
+def take_over(config: RunConfig, method: str, drafter: str, target: str, proposed: int) -> None:
+    """Fill in what folders say where `method=auto`: method, drafter, target, and K if it is 0."""
+    config.method.name, config.method.checkpoint = method, drafter
+    config.method.num_speculative_tokens = config.method.num_speculative_tokens or proposed
+    if target != config.target.checkpoint:
+        config.target.checkpoint, config.target.name = target, folder_name(target)
+
+
+def no_drafter(config: RunConfig) -> ConfigurationError:
+    """The refusal of a method that nothing names a drafter for."""
+    known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
+    return refusal(
+        "method.checkpoint",
+        None,
+        f"leaves method={config.method.name} without a drafter: target {config.target.name} "
+        "names none",
+        allowed=f"a folder or a hub id (drafters the target names: {known or 'none'})",
+        remedy="add method.checkpoint=<folder or hub id>, or choose method=none",
+    )
 
 
 def _name_target(target: TargetConfig) -> None:
@@ -48,15 +71,13 @@ def _plain_decoding(config: RunConfig) -> MethodConfig:
     return plain
 
 
-def _default_drafter(config: RunConfig) -> str:
-    target, method = config.target, config.method
-    if method.name not in target.drafters:
-        known = ", ".join(f"{name}: {where}" for name, where in target.drafters.items()) or "none"
-        raise refusal(
-            "method.checkpoint",
-            None,
-            f"leaves method={method.name} without a drafter: target {target.name} names none",
-            allowed=f"a folder or a hub id (drafters the target names: {known})",
-            remedy="add method.checkpoint=<folder or hub id>, or choose method=none",
-        )
-    return target.drafters[method.name]
+def _default_drafter(config: RunConfig) -> str | None:
+    """What the target names for the method; for `auto` the first it names, if any."""
+    drafters, method = config.target.drafters, config.method.name
+    if method == AUTO:
+        return next(iter(drafters.values()), None)
+    if method in DRAFTS_ITSELF and method not in drafters:
+        return config.target.checkpoint
+    if method not in drafters:
+        raise no_drafter(config)
+    return drafters[method]

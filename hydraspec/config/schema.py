@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 DERIVED = {"derived": True}
+AUTO = "auto"  # method.name until the drafter's folder has said which method it is for
 
 
 class Weights(Enum):
@@ -61,7 +62,7 @@ class TargetConfig:
 @dataclass(slots=True, kw_only=True)
 class MethodConfig:
     name: str
-    num_speculative_tokens: int
+    num_speculative_tokens: int  # 0 with name=auto: what the drafter proposes
     checkpoint: str | None = None  # null: what target.drafters names for the method
     needs_checkpoint: bool = True  # false for drafters without weights
     weights: Weights = Weights.checkpoint

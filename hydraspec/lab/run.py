@@ -39,8 +39,9 @@ def run(
     """Run a configuration and return its summary, which is also `run_dir`/summary.json.
 
     `resolved` is the configuration as plain containers and `overrides` what was typed; both are
-    only recorded. The status is "failed" if no request finished. An interrupt or an error while
-    decoding is raised again once what had finished is saved.
+    only recorded. With `method=auto` the drafter's folder fills `config` in. The status is "failed"
+    if no request finished. An interrupt or an error while decoding is raised again once what had
+    finished is saved.
 
     Raises:
         WorkloadError: before anything is decoded, with file and line.
@@ -49,6 +50,7 @@ def run(
     """
     folder = RunFolder(run_dir)
     folder.write_config(resolved, overrides)
+    factory.resolve_drafter(config)
     workload = workloads.read(config)
     tracker = _tracker(config, folder, resolved)
     engine: Engine | None = None

@@ -21,6 +21,7 @@ ASSISTANT = "Gemma 4 assistant"
 TARGET_WITH_MTP = "Hugging Face, with MTP layers"
 
 SPECULATORS_METHODS = ("eagle", "eagle3", "peagle", "mtp")
+DEFAULT_K = {"eagle": 3, "eagle3": 3, "peagle": 3, "gemma4_mtp": 3, "mtp": 1}  # as in conf/
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 KNOWN = (
     "a speculators folder (eagle, eagle3, peagle, mtp), EAGLE-1 or EAGLE-3 as published by its "
@@ -124,6 +125,49 @@ def _detect_eagle(opened: Checkpoint) -> Detected | None:
         return Detected(method="peagle", format=AUTHORS)
     deep = any(name.endswith("hidden_norm.weight") for name in names)
     return Detected(method="eagle3" if deep else "eagle", format=AUTHORS)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Resolved:
+    """What runs where nobody chose a method."""
+
+    method: str
+    drafter: str
+    target: str
+    num_speculative_tokens: int
+
+
+def resolve(target: str, drafter: str | None) -> Resolved | None:
+    """Method, K, drafter and target of a drafter's folder; None if there is no drafter.
+
+    Without a drafter the target may hold one: its own MTP layers, or it is itself a speculators
+    folder, whose verifier then is the target. Raises CheckpointError: a folder that holds no
+    drafter, or names no verifier.
+    """
+    opened = open_draft(target if drafter is None else drafter)
+    found = detect(opened)
+    if found is None:
+        if drafter is None:
+            return None
+        raise CheckpointError(
+            f"checkpoint {str(opened.folder)!r} (model_type {opened.config.get('model_type')!r}) "
+            f"is no drafter; expected {KNOWN}"
+        )
+    runs = target
+    if drafter is None and found.format != TARGET_WITH_MTP:
+        if found.verifier is None:
+            raise CheckpointError(
+                f"target {str(opened.folder)!r} is a drafter for method={found.method} "
+                f"({found.format}) that names no target: give the target as target.checkpoint and "
+                "this folder as method.checkpoint"
+            )
+        runs = found.verifier
+    return Resolved(
+        method=found.method,
+        drafter=target if drafter is None else drafter,
+        target=runs,
+        num_speculative_tokens=found.num_speculative_tokens or DEFAULT_K[found.method],
+    )
 
 
 def check_method(opened: Checkpoint, method: str) -> Detected:

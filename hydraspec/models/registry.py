@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ def load_target(
     if model_type not in TARGETS:
         raise CheckpointError(
             f"checkpoint {str(opened.folder)!r} has model_type {model_type!r}; targets are "
-            f"{', '.join(sorted(TARGETS))}" + _assistant_hint(model_type)
+            f"{', '.join(sorted(TARGETS))}" + _drafter_hint(opened.config)
         )
     module, function = TARGETS[model_type].split(":")
     load = getattr(importlib.import_module(module), function)
@@ -56,7 +58,9 @@ def load_target(
     return model
 
 
-def _assistant_hint(model_type: object) -> str:
-    if isinstance(model_type, str) and model_type.endswith("_assistant"):
+def _drafter_hint(config: Mapping[str, Any]) -> str:
+    if str(config.get("model_type")).endswith("_assistant"):
         return ". It is an assistant: give it as method.checkpoint"
+    if "speculators_model_type" in config:
+        return ". It is a drafter: leave the method out to run it with the target that it names"
     return ""

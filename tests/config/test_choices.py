@@ -13,7 +13,7 @@ from hydraspec.config import to_dict, to_run_config
 from hydraspec.config.build import schema_keys
 from hydraspec.config.checks import ALIASES
 from hydraspec.config.choices import choices_of
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import AUTO, RunConfig
 
 GROUPS = (
     "target",
@@ -26,10 +26,13 @@ GROUPS = (
     "tracker",
     "experiment",
 )
+DRAFTER = "method.checkpoint=/models/drafter"
 NEEDED = {  # what a choice asks its user for
-    "target=custom": ["target.checkpoint=/models/some", "method.checkpoint=/models/drafter"],
+    "target=custom": ["target.checkpoint=/models/some"],
     "workload=jsonl": ["workload.path=prompts.jsonl"],
 }
+# Not every target names a drafter for them.
+NEEDED |= {f"method={name}": [DRAFTER] for name in factory.SPECULATORS if name != "none"}
 YAML_FILES = sorted(
     path.relative_to(str(files("hydraspec.conf"))).as_posix()
     for path in files("hydraspec.conf").joinpath(".").rglob("*.yaml")
@@ -52,9 +55,14 @@ def test_choice_composes_and_passes_the_checks(override):
     ("method", "target"), list(product(choices_of("method"), choices_of("target")))
 )
 def test_every_method_meets_every_target(method, target):
-    config = composed(f"method={method}", f"target={target}")
-    assert config.method.name == {"gemma4": "gemma4_mtp"}.get(method, method)
-    assert (config.method.checkpoint is None) == (method == "none")
+    recorded = {"gemma4": "gemma4_mtp"}.get(method, method)
+    asked = [f"target={target}", *NEEDED.get(f"target={target}", [])]
+    drafters = plan([*asked, "method=none"]).jobs[0].target.drafters
+    given = [] if recorded in drafters or recorded in ("none", AUTO) else [DRAFTER]
+    config = plan([*asked, f"method={method}", *given]).jobs[0]
+    assert config.method.name == recorded
+    expected = next(iter(drafters.values()), None) if method == AUTO else drafters.get(recorded)
+    assert config.method.checkpoint == ("/models/drafter" if given else expected)
 
 
 def test_group_list_is_complete():
@@ -87,11 +95,12 @@ def test_yaml_is_a_short_document(path):
 
 def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
     """A key that only the dataclass knows could not be set without `+`."""
+    others = {"method.needs_checkpoint"}  # of drafters without weights: docs/adding_a_speculator.md
     random_only = {f"workload.{key}" for key in ("num_requests", "prompt_tokens", "output_tokens")}
     with initialize_config_module("hydraspec.conf", version_base="1.3"):
         for workload, absent in (("tiny", random_only), ("random", {"workload.path"})):
             cfg = compose("config", [f"workload={workload}"])
-            for key in set(schema_keys()) - absent:
+            for key in set(schema_keys()) - absent - others:
                 assert OmegaConf.select(cfg, key, default="absent") != "absent", key
 
 

@@ -3,15 +3,17 @@
 import pytest
 
 from hydraspec.compose import plan
+from hydraspec.config.choices import choices_of
 from hydraspec.errors import ConfigurationError
 
+METHODS = ", ".join(choices_of("method"))
 SYNTHETIC = "method.verification=synthetic"
 LENGTH = "method.synthetic_acceptance_length"
 
 # what is typed → what the message has to say
 REFUSED = {
     # misspelt
-    "method=gema4_mtp": ["method=gema4_mtp", "gemma4, gemma4_mtp, none", "method=gemma4_mtp?"],
+    "method=gema4_mtp": ["method=gema4_mtp", METHODS, "method=gemma4_mtp?"],
     "target=tiny_gema4": ["target=tiny_gema4", "tiny_gemma4_moe", "target=tiny_gemma4?"],
     "workload=gsm8k": ["workload=gsm8k", "jsonl, random, tiny"],
     "experiment=ksweep": ["did you mean experiment=k_sweep?"],
@@ -29,9 +31,9 @@ REFUSED = {
     "+warnings=[x]": ["warnings=[x] is no key"],
     "++method._target_=os.system": ["_target_", "classes are chosen by name"],
     "method={name:none,k:1}": ["method.k:", "num_speculative_tokens"],
-    "+target.drafters.eagle=/x": ["target.drafters.eagle=/x", "gemma4_mtp"],
+    "+target.drafters.eagle4=/x": ["target.drafters.eagle4=/x", "gemma4_mtp"],
     # removed or empty
-    "~method": ["method has no value", "gemma4, gemma4_mtp, none"],
+    "~method": ["method has no value", METHODS],
     "~seed_": ["seed_"],
     "tracker=null": ["tracker=null", "none, wandb"],
     "method.name=null": ["method.name=null is empty", "allowed: text"],
@@ -81,8 +83,11 @@ REFUSED = {
     "+workload.num_requests=3": ["workload.num_requests=3", "workload=random"],
     "workload=random +workload.path=x": ["workload.path=x", "workload=jsonl"],
     "tracker=none tracker.project=x": ["tracker.project"],
-    "target=custom target.checkpoint=/m": ["method.checkpoint=null", "names none", "method=none"],
-    "method.name=eagle": ["method.name=eagle"],
+    "method=eagle3 target=custom target.checkpoint=/m": [
+        *("method.checkpoint=null", "names none", "method=none"),
+    ],
+    "method.name=eagle4": ["method.name=eagle4"],
+    "method=eagle3": ["method=eagle3", "target tiny_gemma4 names none"],
     "cudagraph.name=full": ["cudagraph.name=full", "full_and_piecewise, none"],
     # what Hydra's grammar does not take
     "method": ["method: cannot be read", "write key=value"],
