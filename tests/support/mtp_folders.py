@@ -19,6 +19,7 @@ NAMES = {
     "speculators": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
 }
 KINDS = tuple(NAMES)
+VOCAB = 24  # of agreeable targets
 
 
 def qwen_config(**changes: Any) -> dict[str, Any]:
@@ -32,6 +33,7 @@ def qwen_config(**changes: Any) -> dict[str, Any]:
         "head_dim": 8,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
+        "eos_token_id": 1,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     } | changes
@@ -140,13 +142,13 @@ def mtp_tensors(
 
 
 def agreeable(kind: str, folder: Path, num_mtp: int, weight: float, seed: int) -> Path:
-    """A target of eight tokens, and MTP layers that are often right and often wrong.
+    """A target of few tokens, and MTP layers that are often right and often wrong.
 
     The target mostly maps a token's embedding to the next token, its layers weigh in by `weight`;
     the MTP layer passes the embedding on, and its block weighs in as much. So they agree unless
     what they read besides tips the balance.
     """
-    sizes = {"vocab_size": 8, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 96}
     config = deepseek_config(**sizes) if kind == "deepseek" else qwen_config(**sizes)
     write_mtp(folder, kind, config, num_mtp, seed)
     tensors = load_file(folder / "model.safetensors")
@@ -164,5 +166,6 @@ def agreeable(kind: str, folder: Path, num_mtp: int, weight: float, seed: int) -
             tensor.fill_(1.0)
         elif name == "model.embed_tokens.weight":
             tensor.div_(tensor.pow(2).mean(-1, keepdim=True).sqrt())
+            tensors["lm_head.weight"].copy_(tensor.roll(1, 0) * len(eye) ** -0.5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
