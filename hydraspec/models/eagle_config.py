@@ -79,7 +79,7 @@ def _read_eagle3(opened: Checkpoint, method: str, form: str) -> EagleConfig:
     config = EagleConfig(
         method=method,
         format=form,
-        layers=_layers(raw, where) if form == SPECULATORS else raw,
+        layers=_layers(raw if form != SPECULATORS else _nested(raw, where)),
         aux_layer_ids=ids,
         num_aux=_stated_count(raw, nested, where),
         use_aux=flag("use_aux_hidden_state", True),
@@ -187,7 +187,7 @@ def _read_eagle1(opened: Checkpoint, form: str) -> EagleConfig:
                 f"config.json of {where!r}: layernorms is true (HASS); method=eagle reads heads "
                 "without extra norms: use an eagle3 head"
             )
-        layers = _layers(raw, where)
+        layers = _layers(_nested(raw, where))
     else:
         inner = raw.get("model")
         layers = {**raw, **inner} if isinstance(inner, dict) else raw
@@ -207,17 +207,21 @@ def _read_eagle1(opened: Checkpoint, form: str) -> EagleConfig:
 # ------------------------------------------------------------------ parts
 
 
-def _layers(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The config of a speculators head's decoder layers. A Llama layer with a window is read as a
-    Mistral one, which is the same; rotary parameters per kind of layer give the sliding ones'.
-    """
+def _nested(raw: dict[str, Any], where: str) -> dict[str, Any]:
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise CheckpointError(
             f"config.json of {where!r} has no transformer_layer_config; expected the config of the "
             "head's layers: download it again"
         )
-    layers = dict(layers)
+    return layers
+
+
+def _layers(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of a head's decoder layers. A Llama layer with a window is read as a Mistral one,
+    which is the same; of rotary parameters per kind of layer, the sliding ones' are taken.
+    """
+    layers = dict(raw)
     rope = layers.get("rope_parameters") or {}
     if "sliding_attention" in rope:
         layers["rope_parameters"] = rope["sliding_attention"]

@@ -1,0 +1,197 @@
+"""EAGLE heads against their plain definition: every flag, every format, one step and whole chains.
+
+Catches a swapped concatenation, a norm left out or folded twice, feedback of the wrong state, a
+shifted position, a window off by one, a wrong row order of Mistral's files: in the field each shows
+only as lower acceptance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eagle_folders import (
+    FakeTarget,
+    draw_eagle1,
+    draw_eagle3,
+    matrix,
+    write,
+    write_authors,
+    write_consolidated,
+    write_speculators,
+)
+from eagle_oracle import PlainEagle
+from hydraspec_kernels.slot_mapping import slot_mapping
+
+from hydraspec.models.eagle import EagleHead
+from hydraspec.models.eagle_loading import load_eagle
+from hydraspec.types import Rows, RowSegment, TargetStep
+
+NUM_CONFIGS = 24
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64 both, sums in another order
+BLOCK = 4
+
+
+class PagedRows:
+    """One request's rows over a shuffled block table, as an engine would lay them out."""
+
+    def __init__(self, head: EagleHead, length: int) -> None:
+        self.specs = head.kv_groups(BLOCK, first_layer=6)
+        blocks = -(-length // BLOCK)
+        self.table = 1 + torch.randperm(blocks)[None]
+        self.caches = [
+            torch.zeros((blocks + 1) * BLOCK, 2, spec.num_kv_heads, spec.head_dim).double()
+            for spec in self.specs
+            for _ in spec.layers
+        ]
+
+    def rows(self, tokens: torch.Tensor, first: int) -> Rows:
+        n = len(tokens)
+        positions = torch.arange(first, first + n)
+        slots = slot_mapping(self.table, torch.zeros_like(positions), positions, BLOCK)
+        return Rows(
+            segments=(RowSegment(0, 0, 1, n, first + n),),
+            input_ids=tokens,
+            positions=positions,
+            seq_lens=torch.tensor([first + n]),
+            slot_mapping=[slots] * len(self.specs),
+            block_tables=[self.table] * len(self.specs),
+        )
+
+
+def draw_text(rng: np.random.Generator, head: PlainEagle, target: FakeTarget, n: int):  # type: ignore[no-untyped-def]
+    text = torch.from_numpy(rng.integers(0, target.vocab_size, n))
+    width = target.hidden_size
+    aux = [matrix(rng, n - 1, width) * 5 for _ in head.aux_layer_ids]
+    return text, aux, matrix(rng, n - 1, width) * 5
+
+
+def target_step(final: torch.Tensor, aux: list[torch.Tensor]) -> TargetStep:
+    return TargetStep(hidden_states=final, logits=torch.empty(0), aux_hidden_states=aux)
+
+
+def load(folder: Path, method: str, target: FakeTarget) -> EagleHead:
+    return load_eagle(str(folder), method=method, weights="checkpoint", target=target, seed=0)  # type: ignore[arg-type]
+
+
+def check_chain(rng: np.random.Generator, plain: PlainEagle, head: EagleHead, target: FakeTarget):  # type: ignore[no-untyped-def]
+    """States and tokens of a prefill in two chunks and a chain of K steps."""
+    k, n = 5, int(rng.integers(3, 14))
+    text, aux, final = draw_text(rng, plain, target, n)
+    drafts, states = plain.draft(text, aux, final, k)
+    hidden = head.combine_target_hidden(target_step(final, aux))
+    torch.testing.assert_close(hidden, plain.combine(aux, final), **CLOSE)
+    paged = PagedRows(head, n + k)
+    cut = int(rng.integers(1, n - 1)) if n > 2 else 0
+    if cut:
+        head.forward(paged.rows(text[1 : cut + 1], 0), hidden[:cut], paged.caches, step=0)
+    rows = paged.rows(text[cut + 1 :], cut)
+    found, feedback = head.forward(rows, hidden[cut:], paged.caches, step=0)
+    for step in range(k):
+        torch.testing.assert_close(found[-1], states[step], **CLOSE)
+        logits, banned = plain.logits(states[step]), head.banned
+        assert banned is None
+        torch.testing.assert_close(head.compute_logits(found[-1:])[0], logits, **CLOSE)
+        token = head.greedy_tokens(found[-1:])
+        assert token.item() == drafts[step].item()
+        found, feedback = head.forward(
+            paged.rows(token, n - 1 + step), feedback[-1:], paged.caches, step=step + 1
+        )
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+def test_eagle3_chain(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng([31, seed])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle3(rng, target)
+    if seed % 2:
+        folder = write_speculators(tmp_path / "d", plain)
+    else:
+        folder = write_authors(tmp_path / "d", plain, prefix="model." if seed % 4 else "")
+    head = load(folder, "eagle3", target)
+    assert head.spec.aux_layer_ids == plain.aux_layer_ids
+    assert head.spec.feedback == ("post_norm" if plain.flags["norm_output"] else "pre_norm")
+    check_chain(rng, plain, head, target)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+@pytest.mark.parametrize("is_mistral", [True, False], ids=["mistral", "llama"])
+def test_eagle1_chain(tmp_path: Path, seed: int, is_mistral: bool) -> None:
+    rng = np.random.default_rng([32, seed, is_mistral])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle1(rng, target, is_mistral=is_mistral)
+    if is_mistral:
+        plain.layer.pop("rope_scaling", None)
+        folder = write_consolidated(tmp_path / "d", plain)
+    else:
+        config = {**plain.layer, "architectures": ["EagleLlamaForCausalLM"]}
+        tensors = {n: t.contiguous() for n, t in plain.weights.items() if n != "lm_head.weight"}
+        folder = write(tmp_path / "d", config, tensors)
+    head = load(folder, "eagle", target)
+    assert head.embedding is target.table  # also where the file holds a copy
+    assert head.head is target.head
+    assert head.spec.feedback == ("post_norm" if is_mistral else "pre_norm")
+    check_chain(rng, plain, head, target)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+def test_peagle_masks(tmp_path: Path, seed: int) -> None:
+    """The newest row and K - 1 mask rows behind a cached prefix, in one pass."""
+    rng = np.random.default_rng([33, seed])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle3(rng, target, "peagle")
+    write_folder = write_speculators if seed % 2 else write_authors
+    head = load(write_folder(tmp_path / "d", plain), "peagle", target)
+    k, n = int(rng.integers(1, 8)), int(rng.integers(3, 14))
+    text, aux, final = draw_text(rng, plain, target, n)
+    drafts, states = plain.draft(text, aux, final, k)
+    hidden = head.combine_target_hidden(target_step(final, aux))
+    assert head.mask_hidden is not None
+    torch.testing.assert_close(head.mask_hidden, plain.mask_state(), **CLOSE)
+    paged = PagedRows(head, n + k)
+    head.forward(paged.rows(text[1:-1], 0), hidden[:-1], paged.caches, step=0)
+    tokens = torch.cat((text[-1:], torch.full((k - 1,), plain.mask_token)))
+    entering = torch.cat((hidden[-1:], head.mask_hidden.expand(k - 1, -1)))
+    found, _ = head.forward(paged.rows(tokens, n - 2), entering, paged.caches, step=0)
+    torch.testing.assert_close(found, states, **CLOSE)
+    assert head.greedy_tokens(found).tolist() == drafts.tolist()
+
+
+def test_embeddings_are_shared_raw_where_the_file_has_none(tmp_path: Path) -> None:
+    """A target that scales its embedding lends the table, not the scaled rows."""
+    rng = np.random.default_rng(5)
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle3(rng, target)
+    while plain.layer["hidden_size"] != 16:
+        plain = draw_eagle3(rng, target)
+    plain.weights["embed_tokens.weight"] = target.table
+    kept = load(write_speculators(tmp_path / "copy", plain), "eagle3", target)
+    left_out = write_speculators(tmp_path / "none", plain, without=("embed_tokens.weight",))
+    shared = load(left_out, "eagle3", target)
+    assert kept.embedding is target.table
+    assert shared.embedding is target.table
+    assert shared.spec.shares_embedding
+    assert kept.memory_bytes() == shared.memory_bytes()
+    check_chain(rng, plain, shared, target)
+
+
+def test_suppressed_tokens_are_never_drafted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle3(rng, target)
+    while plain.ids is None:
+        plain = draw_eagle3(rng, target)
+    states = matrix(rng, 200, plain.layer["hidden_size"])
+    target.suppress_token_ids = tuple(plain.choose(states).unique()[:3].tolist())
+    head = load(write_speculators(tmp_path / "d", plain), "eagle3", target)
+    chosen = set(head.greedy_tokens(states).tolist())
+    assert not chosen & set(target.suppress_token_ids)
+    assert chosen <= set(plain.ids.tolist())

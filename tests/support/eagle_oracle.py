@@ -1,0 +1,155 @@
+"""EAGLE heads by their definition: plain torch over whole sequences, no cache, no folding, one
+request. Shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, positions: Tensor, base: float, factor: float) -> Tensor:
+    """x [n, heads, H]; dimension i turns with i + H/2."""
+    half = x.shape[-1] // 2
+    # Published models take the frequencies in float32.
+    theta = 1.0 / base ** (torch.arange(0, 2 * half, 2).float() / (2 * half)) / factor
+    angle = positions.double()[:, None, None] * theta.double()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+@dataclass
+class PlainEagle:
+    """A head's flags and weights (names of the published EAGLE-3 files, `layers.0.` for
+    `midlayer.`).
+    """
+
+    method: str
+    layer: dict[str, Any]  # a Hugging Face config of the layers
+    weights: dict[str, Tensor]  # float64
+    flags: dict[str, Any] = field(default_factory=dict)
+    aux_layer_ids: tuple[int, ...] = ()
+    ids: Tensor | None = None  # target ids of the draft vocabulary
+    mask_token: int | None = None
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.flags.get(name, default))
+
+    # ------------------------------------------------------------------ definition
+
+    def combine(self, aux: list[Tensor], final: Tensor) -> Tensor:
+        """Target states [n, D_target] -> [n, D]."""
+        if self.method == "eagle" or not self.flag("use_aux_hidden_state", True):
+            return final
+        eps = self.layer["rms_norm_eps"]
+        if self.flag("fc_norm"):
+            aux = [norm(x, self.weights[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(aux)]
+        x = torch.cat(aux, -1)
+        if self.flag("norm_before_fc"):
+            x = norm(x, self.weights["input_norm.weight"], eps)
+        return x @ self.weights["fc.weight"].T
+
+    def mask_state(self) -> Tensor:
+        """[D]"""
+        flat = self.weights["mask_hidden"].reshape(1, -1)
+        return self.combine(list(flat.chunk(len(self.aux_layer_ids), -1)), flat)[0]
+
+    def run(self, tokens: Tensor, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """All rows at once: tokens [n], hidden [n, D] at positions first, first + 1, ...
+
+        Returns the states for the head and those that are fed back, [n, D] each.
+        """
+        eps, w = self.layer["rms_norm_eps"], self.weights
+        positions = torch.arange(first, first + len(tokens))
+        e = w["embed_tokens.weight"][tokens]
+        x = hidden
+        if self.method == "eagle":
+            x = torch.cat((e, hidden), -1) @ w["fc.weight"].T + w.get("fc.bias", 0.0)
+        for i in range(self.layer["num_hidden_layers"]):
+            name = f"layers.{i}"
+            if self.method != "eagle" and i == 0:
+                g = norm(x, w[f"{name}.hidden_norm.weight"], eps)
+                entering = torch.cat((norm(e, w[f"{name}.input_layernorm.weight"], eps), g), -1)
+                x = g if self.flag("norm_before_residual") else x
+            elif self.method == "eagle" and i == 0 and not self.flag("is_mistral"):
+                entering = x
+            else:
+                entering = norm(x, w[f"{name}.input_layernorm.weight"], eps)
+            x = x + self.attention(i, entering, positions)
+            inner = norm(x, w[f"{name}.post_attention_layernorm.weight"], eps)
+            gate = torch.nn.functional.silu(self.linear(f"{name}.mlp.gate_proj", inner))
+            up = self.linear(f"{name}.mlp.up_proj", inner)
+            x = x + self.linear(f"{name}.mlp.down_proj", gate * up)
+        if self.method == "eagle" and not self.flag("is_mistral"):
+            return x, x
+        states = norm(x, w["norm.weight"], eps)
+        posts = self.flag("norm_output") or self.method == "eagle"
+        return states, states if posts else x
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
+
+    def attention(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
+        heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
+        size, name = self.layer["head_dim"], f"layers.{i}.self_attn"
+        q = self.linear(f"{name}.q_proj", x).view(-1, heads, size)
+        k = self.linear(f"{name}.k_proj", x).view(-1, kv_heads, size)
+        v = self.linear(f"{name}.v_proj", x).view(-1, kv_heads, size)
+        if self.layer["model_type"] == "qwen3":
+            eps = self.layer["rms_norm_eps"]
+            q = norm(q, self.weights[f"{name}.q_norm.weight"], eps)
+            k = norm(k, self.weights[f"{name}.k_norm.weight"], eps)
+        base = self.layer.get("rope_theta", 10000.0)
+        factor = (self.layer.get("rope_scaling") or {}).get("factor", 1.0)
+        q, k = (rotate(part, positions, base, factor) for part in (q, k))
+        k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * size**-0.5
+        ahead = positions[:, None] - positions[None, :]
+        hidden = ahead < 0
+        kinds = self.layer.get("layer_types") or []
+        if kinds and kinds[i] == "sliding_attention":
+            hidden |= ahead >= self.layer["sliding_window"]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out = torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1)
+        return self.linear(f"{name}.o_proj", out)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states @ self.weights["lm_head.weight"].T * self.flags.get("logit_scale", 1.0)
+
+    def choose(self, states: Tensor) -> Tensor:
+        """The target's ids of the best draft tokens."""
+        best = self.logits(states).argmax(-1)
+        return best if self.ids is None else self.ids[best]
+
+    # ------------------------------------------------------------------ drafting
+
+    def draft(self, text: Tensor, aux: list[Tensor], final: Tensor, k: int) -> tuple[Tensor, ...]:
+        """Drafts [k] behind `text`, and the states they come from [k, D].
+
+        aux and final hold the target's states of every token but the newest, [n - 1, D_target].
+        """
+        hidden = self.combine(aux, final)
+        if self.method == "peagle":
+            states = self.masked_states(text, hidden, k)
+            return self.choose(states), states
+        tokens, found, drafts = text[1:], [], []
+        for _ in range(k):
+            states, feedback = self.run(tokens, hidden)
+            found.append(states[-1])
+            drafts.append(self.choose(states[-1:]))
+            tokens = torch.cat((tokens, drafts[-1]))
+            hidden = torch.cat((hidden, feedback[-1:]))
+        return torch.cat(drafts), torch.stack(found)
+
+    def masked_states(self, text: Tensor, hidden: Tensor, k: int) -> Tensor:
+        """P-EAGLE: the states of the newest row and of k - 1 mask rows behind it, in one pass."""
+        masks = torch.full((k - 1,), self.mask_token)
+        rows = torch.cat((hidden, self.mask_state().expand(k - 1, -1)))
+        return self.run(torch.cat((text[1:], masks)), rows)[0][len(text) - 2 :]
