@@ -23,42 +23,12 @@ from eagle_folders import (
     write_speculators,
 )
 from eagle_oracle import PlainEagle
-from hydraspec_kernels.slot_mapping import slot_mapping
+from eagle_rows import PagedRows, load, target_step
 
 from hydraspec.models.eagle import EagleHead
-from hydraspec.models.eagle_loading import load_eagle
-from hydraspec.types import Rows, RowSegment, TargetStep
 
 NUM_CONFIGS = 24
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64 both, sums in another order
-BLOCK = 4
-
-
-class PagedRows:
-    """One request's rows over a shuffled block table, as an engine would lay them out."""
-
-    def __init__(self, head: EagleHead, length: int) -> None:
-        self.specs = head.kv_groups(BLOCK, first_layer=6)
-        blocks = -(-length // BLOCK)
-        self.table = 1 + torch.randperm(blocks)[None]
-        self.caches = [
-            torch.zeros((blocks + 1) * BLOCK, 2, spec.num_kv_heads, spec.head_dim).double()
-            for spec in self.specs
-            for _ in spec.layers
-        ]
-
-    def rows(self, tokens: torch.Tensor, first: int) -> Rows:
-        n = len(tokens)
-        positions = torch.arange(first, first + n)
-        slots = slot_mapping(self.table, torch.zeros_like(positions), positions, BLOCK)
-        return Rows(
-            segments=(RowSegment(0, 0, 1, n, first + n),),
-            input_ids=tokens,
-            positions=positions,
-            seq_lens=torch.tensor([first + n]),
-            slot_mapping=[slots] * len(self.specs),
-            block_tables=[self.table] * len(self.specs),
-        )
 
 
 def draw_text(rng: np.random.Generator, head: PlainEagle, target: FakeTarget, n: int):  # type: ignore[no-untyped-def]
@@ -66,14 +36,6 @@ def draw_text(rng: np.random.Generator, head: PlainEagle, target: FakeTarget, n:
     width = target.hidden_size
     aux = [matrix(rng, n - 1, width) * 5 for _ in head.aux_layer_ids]
     return text, aux, matrix(rng, n - 1, width) * 5
-
-
-def target_step(final: torch.Tensor, aux: list[torch.Tensor]) -> TargetStep:
-    return TargetStep(hidden_states=final, logits=torch.empty(0), aux_hidden_states=aux)
-
-
-def load(folder: Path, method: str, target: FakeTarget) -> EagleHead:
-    return load_eagle(str(folder), method=method, weights="checkpoint", target=target, seed=0)  # type: ignore[arg-type]
 
 
 def check_chain(rng: np.random.Generator, plain: PlainEagle, head: EagleHead, target: FakeTarget):  # type: ignore[no-untyped-def]
