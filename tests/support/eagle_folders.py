@@ -242,7 +242,12 @@ def write_authors(
     return write(folder, config, authors_names(saved(head), prefix))
 
 
-def write_consolidated(folder: Path, head: PlainEagle) -> Path:
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+def write_consolidated(
+    folder: Path, head: PlainEagle, *, without: tuple[str, ...] = TABLES
+) -> Path:
     """EAGLE-1 as Mistral publishes it: params.json, consolidated.safetensors, no tables."""
     layer = head.layer
     folder.mkdir(parents=True, exist_ok=True)
@@ -260,7 +265,7 @@ def write_consolidated(folder: Path, head: PlainEagle) -> Path:
     }
     (folder / "params.json").write_text(json.dumps(params))
     tensors = {}
-    for name, tensor in saved(head, without=("embed_tokens.weight", "lm_head.weight")).items():
+    for name, tensor in saved(head, without=without).items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleaved(tensor, tensor.shape[0] // layer["head_dim"])
         tensors[consolidated_name(f"model.{name}")] = tensor.contiguous()

@@ -130,21 +130,29 @@ class PlainEagle:
 
     # ------------------------------------------------------------------ drafting
 
-    def draft(self, text: Tensor, aux: list[Tensor], final: Tensor, k: int) -> tuple[Tensor, ...]:
+    def draft(
+        self,
+        text: Tensor,
+        aux: list[Tensor],
+        final: Tensor,
+        k: int,
+        read: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Drafts [k] behind `text`, and the states they come from [k, D].
 
         aux and final hold the target's states of every token but the newest, [n - 1, D_target].
+        Each step reads the draft before it, or what `read` [k] says stands there.
         """
         hidden = self.combine(aux, final)
         if self.method == "peagle":
             states = self.masked_states(text, hidden, k)
             return self.choose(states), states
         tokens, found, drafts = text[1:], [], []
-        for _ in range(k):
+        for step in range(k):
             states, feedback = self.run(tokens, hidden)
             found.append(states[-1])
             drafts.append(self.choose(states[-1:]))
-            tokens = torch.cat((tokens, drafts[-1]))
+            tokens = torch.cat((tokens, drafts[-1] if read is None else read[step : step + 1]))
             hidden = torch.cat((hidden, feedback[-1:]))
         return torch.cat(drafts), torch.stack(found)
 

@@ -1,0 +1,98 @@
+"""EAGLE heads in the engine: the text is the target's own, and every draft is the plain uncached
+loop's, token for token, in float64.
+
+The loop (tests/support/eagle_oracle.py) runs whole passes over the text, fed with target states
+from one fresh prefill. The scenarios mix prompts and decodes, chunk prefills, preempt, end at block
+borders and at max_model_len, with K from 1 to 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_worlds import MAX_K, WORLDS, EagleWorld, make_world
+from scenarios import Outcome, Scenario, draw_scenario, make_engine
+from torch import Tensor
+
+from hydraspec.config.schema import Weights
+from hydraspec.factory import build_speculator
+from hydraspec.speculators import parallel
+from hydraspec.types import Rows, StepRecord
+
+
+def run(world: EagleWorld, scenario: Scenario, outcome: Outcome, plant: Any = None) -> None:
+    """Run it; assert outputs, and drafts and accepted counts of every step."""
+    method = scenario.config.method
+    method.name, method.checkpoint = world.plain.method, world.drafter
+    method.weights = Weights.checkpoint
+    if scenario.config.target.max_model_len is None:  # no longer than needed: pools become tight
+        scenario.config.target.max_model_len = max(
+            len(request.prompt_token_ids or ()) + request.sampling.max_tokens
+            for request in scenario.requests
+        )
+    speculator = build_speculator(scenario.config)
+    speculator.load(world.target)
+    if plant is not None:
+        plant(speculator)
+    engine = make_engine(scenario.config, world.target, speculator, scenario.cache_share)
+    texts = []
+    for request in scenario.requests:
+        prompt = tuple(request.prompt_token_ids or ())
+        texts.append((*prompt, *world.continuations[prompt]))
+    for event in engine.run(scenario.requests, concurrency=scenario.concurrency):
+        if isinstance(event, StepRecord):
+            outcome.num_preempted += event.num_preempted
+            for part in event.requests:
+                if part.draft_token_ids:
+                    check_drafts(world, texts[part.index], part, method, outcome)
+        else:
+            tokens, reason = scenario.expected[event.index]
+            assert event.output_token_ids == tokens, (scenario, event.error)
+            assert event.finish_reason == reason, scenario
+    outcome.num_scenarios += 1
+    assert engine.parts.runner.kv.usage == 0.0, "blocks leaked"
+
+
+def check_drafts(world: EagleWorld, text: tuple[int, ...], part, method, outcome: Outcome) -> None:  # type: ignore[no-untyped-def]
+    drafts, newest = part.draft_token_ids, part.num_computed_tokens
+    expected = world.expected_drafts(text, newest + 1)
+    assert drafts == expected[: len(drafts)], (part, text[newest])
+    right = 0
+    while right < len(drafts) and drafts[right] == text[newest + 1 + right]:
+        right += 1
+    assert part.num_accepted == right
+    if len(drafts) == method.num_speculative_tokens:
+        outcome.accepted[len(drafts), right] += 1
+
+
+def run_scenarios(world: EagleWorld, count: int, seed: int, plant: Any = None) -> Outcome:
+    outcome = Outcome()
+    for number in range(count):
+        rng = np.random.default_rng([seed, number])
+        run(world, draw_scenario(world, rng, 1 + number % MAX_K), outcome, plant)
+    return outcome
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_drafts_and_acceptance_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
+    """Catches a wrong row, a stale key, a shifted token, a mask row out of place."""
+    outcome = run_scenarios(make_world(tmp_path, name, num_prompts=5), 12, seed=1)
+    assert {right for _, right in outcome.accepted} >= {0, 1, 2, 3}
+    assert outcome.num_preempted > 0, "no scenario met cache pressure"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORLDS)
+def test_drafts_and_acceptance_equal_the_plain_loop_everywhere(name: str, tmp_path: Path) -> None:
+    """320 scenarios a world; every accepted length 0..K occurs at every K."""
+    outcome = run_scenarios(make_world(tmp_path, name, num_prompts=14), 320, seed=2)
+    assert outcome.num_preempted > 20
+    for k in range(1, MAX_K + 1):
+        for right in range(k + 1):
+            assert outcome.accepted[k, right] > 0, (k, right)

@@ -1,0 +1,219 @@
+"""Targets with EAGLE heads that are often right and often wrong, and the plain loop's drafts behind
+every prefix of their texts.
+
+A head is random but for its own output matrix, which is fitted (ridge regression) to the target's
+texts: states of a wrong row or position then give other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dense_oracle import small
+from eagle_folders import (
+    draw_weights,
+    write,
+    write_authors,
+    write_consolidated,
+    write_speculators,
+)
+from eagle_oracle import PlainEagle
+from hydraspec_kernels.slot_mapping import slot_mapping
+from scenarios import KNOWN_TOKENS, World, random_prompt, seeded, uncached_continuation
+from tiny_targets import gemma4_config, write_folder
+from torch import Tensor
+
+from hydraspec.models import load_target
+from hydraspec.models.base import TargetModel
+from hydraspec.types import Rows, RowSegment
+
+MAX_K = 8
+RIDGE = 0.3
+
+LAYER: dict[str, Any] = {
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 100.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "sliding_window": 6,
+    "use_sliding_window": True,
+}
+
+
+@dataclass
+class EagleWorld(World):
+    """A world with its drafter's folder and definition."""
+
+    plain: PlainEagle = field(default_factory=lambda: PlainEagle("eagle3", {}, {}))
+    drafter: str = ""
+    states: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = field(default_factory=dict)
+    drafts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def target_states(self, text: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+        """Aux and final states of every token, from one fresh pass."""
+        if text not in self.states:
+            self.states[text] = fresh_states(self.target, text, self.plain.aux_layer_ids)
+        return self.states[text]
+
+    def expected_drafts(self, text: tuple[int, ...], length: int) -> list[int]:
+        """The MAX_K drafts of the definition behind the first `length` tokens of a text."""
+        key = text[:length]
+        if key not in self.drafts:
+            aux, final = self.target_states(text)
+            tokens = torch.tensor(key)
+            cut = [x[: length - 1] for x in aux]
+            found, _ = self.plain.draft(tokens, cut, final[: length - 1], MAX_K)
+            self.drafts[key] = found.tolist()
+        return self.drafts[key]
+
+
+def fresh_states(
+    target: TargetModel, text: tuple[int, ...], ids: tuple[int, ...]
+) -> tuple[list[Tensor], Tensor]:
+    """One uncached pass over a text: states after `ids` layers, and final ones, [n, D] each."""
+    block_size, n = target.block_size, len(text)
+    groups = target.kv_groups(8)
+    table = torch.arange(1, -(-n // 8) + 1)[None]
+    positions = torch.arange(n)
+    slots = slot_mapping(table, torch.zeros_like(positions), positions, 8)
+    caches: list[Tensor | None] = [None] * target.num_layers
+    for group in groups:
+        for layer in group.layers:
+            shape = ((table.shape[1] + 1) * 8, 2, group.num_kv_heads, group.head_dim)
+            caches[layer] = torch.zeros(shape, dtype=target.dtype)
+    rows = Rows(
+        segments=(RowSegment(0, 0, 1, n, n),),
+        input_ids=torch.tensor(text),
+        positions=positions,
+        seq_lens=torch.tensor([n]),
+        slot_mapping=[slots] * len(groups),
+        block_tables=[table] * len(groups),
+    )
+    with torch.inference_mode():
+        final, aux = target.forward(rows, caches, ids)
+    target.kv_groups(block_size)
+    return [x.clone() for x in aux], final.clone()
+
+
+def fit_head(world: EagleWorld, texts: list[tuple[int, ...]], first: dict[Any, int]) -> None:
+    """Make the head's output matrix answer with the texts' own tokens where it can."""
+    features, answers = [], []
+    ids = world.plain.ids
+    place = torch.full((world.vocab_size,), -1)
+    place[torch.arange(world.vocab_size) if ids is None else ids] = torch.arange(
+        world.vocab_size if ids is None else len(ids)
+    )
+    for text in texts:
+        aux, final = world.target_states(text)
+        tokens = torch.tensor(text)
+        for length in range(first[text], len(text) - MAX_K):
+            cut, ahead = [x[: length - 1] for x in aux], tokens[length : length + MAX_K]
+            _, states = world.plain.draft(
+                tokens[:length], cut, final[: length - 1], MAX_K, read=ahead
+            )
+            known = place[ahead] >= 0
+            features.append(states[known])
+            answers.append(place[ahead][known])
+    x, y = torch.cat(features), torch.cat(answers)
+    wanted = torch.nn.functional.one_hot(y, len(world.plain.weights["lm_head.weight"])).double()
+    gram = x.T @ x + RIDGE * len(x) / x.shape[1] * torch.eye(x.shape[1])
+    world.plain.weights["lm_head.weight"] = torch.linalg.solve(gram, x.T @ wanted).T.contiguous()
+
+
+def make_target(folder: Path, name: str) -> TargetModel:
+    configs: dict[str, dict[str, Any]] = {
+        "gemma4": gemma4_config(tie_word_embeddings=False),
+        "qwen3": small(model_type="qwen3", vocab_size=64, eos_token_id=1),
+        "llama": small(model_type="llama", vocab_size=64, hidden_size=64, eos_token_id=1),
+        "mistral": small(
+            model_type="mistral", vocab_size=64, hidden_size=64, sliding_window=7, eos_token_id=1
+        ),
+    }
+    write_folder(folder, configs[name])
+    return load_target(
+        str(folder),
+        weights="random",
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        seed=7,
+        max_model_len=None,
+    )
+
+
+# name -> method, target, changes of the layer, flags, aux layers, width, tokens left out
+WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...], int, int]] = {
+    "eagle3 on gemma4": (
+        *("eagle3", "gemma4", {"model_type": "llama"}),
+        *({"norm_before_residual": True}, (0, 1, 3), 96, 9),
+    ),
+    "eagle3 on qwen3": (
+        *("eagle3", "qwen3", {"model_type": "qwen3", **SLIDING}),
+        *({"norm_output": True, "fc_norm": True}, (1, 2), 96, 0),
+    ),
+    "peagle on gemma4": (
+        *("peagle", "gemma4", {"model_type": "llama", "num_hidden_layers": 2}),
+        *({"norm_before_fc": True}, (1, 2, 3), 128, 9),
+    ),
+    "peagle on qwen3": (
+        *("peagle", "qwen3", {"model_type": "qwen3", **SLIDING}),
+        *({"fc_norm": True, "norm_output": True}, (0, 2), 128, 0),
+    ),
+    "eagle on mistral": (
+        *("eagle", "mistral", {"model_type": "mistral", "sliding_window": None}),
+        *({"is_mistral": True}, (), 64, 0),
+    ),
+    "eagle on llama": ("eagle", "llama", {"model_type": "llama"}, {}, (), 64, 0),
+}
+
+
+def make_world(folder: Path, name: str, num_prompts: int) -> EagleWorld:
+    method, kind, changes, flags, aux, width, left_out = WORLDS[name]
+    target = make_target(folder / "target", kind)
+    layer = LAYER | {"vocab_size": target.vocab_size, "hidden_size": width} | changes
+    rng = seeded(17)
+    mask = target.vocab_size - 1 if method == "peagle" else None
+    plain = PlainEagle(method, layer, {}, flags, aux, None, mask)
+    rows = target.vocab_size - left_out
+    if left_out:
+        kept = rng.permutation(target.vocab_size)[:rows]
+        plain.ids = torch.from_numpy(kept).sort().values
+    plain.weights = draw_weights(rng, plain, target, rows=rows)
+    world = EagleWorld(folder=str(folder / "target"), target=target, plain=plain)
+    if method == "eagle":
+        plain.weights["embed_tokens.weight"] = target.table
+    texts, first = [], {}
+    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
+    for length in rng.permutation(lengths)[:num_prompts]:
+        prompt = random_prompt(rng, int(length), target.vocab_size)
+        world.continuations[prompt] = uncached_continuation(target, prompt, KNOWN_TOKENS)
+        texts.append((*prompt, *world.continuations[prompt]))
+        first[texts[-1]] = len(prompt) + 1
+    fit_head(world, texts, first)
+    world.drafter = str(write_drafter(folder / "drafter", plain))
+    return world
+
+
+def write_drafter(folder: Path, plain: PlainEagle) -> Path:
+    """In the format that such a head is published in."""
+    if plain.flag("is_mistral"):
+        return write_consolidated(folder, plain, without=("embed_tokens.weight",))
+    if plain.method == "eagle":
+        config = {**plain.layer, "architectures": ["EagleLlamaForCausalLM"]}
+        return write(folder, config, {n: t.contiguous() for n, t in plain.weights.items()})
+    if plain.layer["num_hidden_layers"] == 1:
+        return write_authors(folder, plain)
+    return write_speculators(folder, plain)
