@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepseek_oracle import deepseek_config
+from mtp_folders import qwen_config
 from scenarios import make_engine
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -19,6 +21,7 @@ from hydraspec.config.schema import DraftSampling, Verification
 from hydraspec.engine.native.scheduler import Sequence
 from hydraspec.models import load_target
 from hydraspec.speculators.gemma4 import Gemma4Speculator
+from hydraspec.speculators.mtp import MTPSpeculator
 from hydraspec.types import Request, SamplingParams
 
 FLAVOURS = {
@@ -125,6 +128,41 @@ def test_a_step_reads_nothing_from_the_device(
         shapes = [step_and_pretend(engine) for _ in range(4)]
     assert shapes[0] == [(12, 0)]  # a chunk that does not sample
     assert shapes[1] == [(3, 0), (3, 0)]
+    assert shapes[2] == [(4, 3), (4, 3)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mimo"])
+@pytest.mark.parametrize("num_mtp", [1, 3])
+def test_a_step_with_mtp_layers_reads_nothing_from_the_device(
+    tmp_path: Path, model_type: str, temperature: float, num_mtp: int
+) -> None:
+    """A latent cache, grouped routing, blanked first rows, layers taking turns."""
+    config = deepseek_config() if model_type == "deepseek_v3" else qwen_config()
+    raw = {"model_type": model_type, "num_nextn_predict_layers": num_mtp} | config
+    folder = write_folder(tmp_path, raw)
+    settings = run_config(
+        folder,
+        method="mtp",
+        max_num_batched_tokens=12,
+        draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
+    )
+    target = load_target(
+        str(folder),
+        weights="random",
+        dtype=torch.bfloat16 if num_mtp == 1 else torch.float32,
+        device=torch.device("cpu"),
+        seed=0,
+        max_model_len=None,
+    )
+    speculator = MTPSpeculator(settings)
+    speculator.load(target)
+    engine = make_engine(settings, target, speculator)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        make_fake(engine, mode)
+        add(engine, 0, 15, temperature)
+        add(engine, 1, 3, temperature)
+        shapes = [step_and_pretend(engine) for _ in range(4)]
     assert shapes[2] == [(4, 3), (4, 3)]
 
 

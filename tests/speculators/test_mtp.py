@@ -7,8 +7,10 @@ borders and at max_model_len. The targets are built so that drafts are often rig
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +29,12 @@ from scenarios import (
     seeded,
     uncached_continuation,
 )
+from torch import Tensor
 
 from hydraspec.config.schema import Weights
+from hydraspec.models.mtp import MTPHead
 from hydraspec.speculators.mtp import MTPSpeculator
-from hydraspec.types import StepRecord
+from hydraspec.types import Rows, StepRecord
 
 MAX_K = 8
 # Layout, MTP layers, and how much weighs what is not the last token: chosen so that most drafts are
@@ -62,9 +66,9 @@ class MTPWorld(World):
         return self.drafts[key]
 
 
-def make_world(folder: Path, name: str, num_prompts: int) -> MTPWorld:
+def make_world(folder: Path, name: str, num_prompts: int, seed: int = 3) -> MTPWorld:
     kind, num_mtp, weight = WORLDS[name]
-    agreeable(kind, folder, num_mtp, weight, seed=3)
+    agreeable(kind, folder, num_mtp, weight, seed)
     world = MTPWorld(
         folder=str(folder),
         target=load(folder, torch.float64),
@@ -78,7 +82,12 @@ def make_world(folder: Path, name: str, num_prompts: int) -> MTPWorld:
     return world
 
 
-def run(world: MTPWorld, scenario: Scenario, outcome: Outcome) -> None:
+def run(
+    world: MTPWorld,
+    scenario: Scenario,
+    outcome: Outcome,
+    plant: Callable[[MTPHead], None] | None = None,
+) -> None:
     """Run it; assert outputs, and drafts and accepted counts of every step."""
     scenario.config.method.name = "mtp"
     scenario.config.method.weights = Weights.checkpoint
@@ -89,6 +98,8 @@ def run(world: MTPWorld, scenario: Scenario, outcome: Outcome) -> None:
         )
     speculator = MTPSpeculator(scenario.config)
     speculator.load(world.target)
+    if plant is not None:
+        plant(speculator.head)
     engine = make_engine(scenario.config, world.target, speculator, scenario.cache_share)
     k, texts = scenario.config.method.num_speculative_tokens, []
     for request in scenario.requests:
@@ -142,19 +153,24 @@ def valid_k(number: int, num_mtp: int) -> int:
     return fitting[number % len(fitting)]
 
 
-def run_scenarios(world: MTPWorld, count: int, seed: int) -> Outcome:
-    outcome = Outcome()
+def run_scenarios(
+    world: MTPWorld,
+    count: int,
+    seed: int,
+    outcome: Outcome,
+    plant: Callable[[MTPHead], None] | None = None,
+) -> None:
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        run(world, draw_scenario(world, rng, valid_k(number, world.num_mtp)), outcome)
-    return outcome
+        run(world, draw_scenario(world, rng, valid_k(number, world.num_mtp)), outcome, plant)
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_drafts_and_acceptance_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
     """Catches a wrong row, a stale key, a shifted token, the wrong layer's turn: any changes a
     draft."""
-    outcome = run_scenarios(make_world(tmp_path, name, num_prompts=6), 16, seed=1)
+    outcome = Outcome()
+    run_scenarios(make_world(tmp_path, name, num_prompts=6), 16, 1, outcome)
     assert {right for _, right in outcome.accepted} >= {0, 1, 2, 3, 4}
     assert outcome.num_preempted > 0, "no scenario met cache pressure"
 
@@ -162,10 +178,63 @@ def test_drafts_and_acceptance_equal_the_plain_loop(name: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
 def test_drafts_and_acceptance_equal_the_plain_loop_everywhere(name: str, tmp_path: Path) -> None:
-    """320 scenarios a world; every accepted length 0..K occurs at every K."""
-    world = make_world(tmp_path, name, num_prompts=14)
-    outcome = run_scenarios(world, 320, seed=2)
+    """320 scenarios, on four targets; every accepted length 0..K occurs at every K."""
+    outcome = Outcome()
+    for seed in range(3, 7):
+        world = make_world(tmp_path / str(seed), name, num_prompts=12, seed=seed)
+        run_scenarios(world, 80, seed, outcome)
+    assert outcome.num_scenarios == 320
     assert outcome.num_preempted > 20
     for k in {valid_k(number, world.num_mtp) for number in range(MAX_K)}:
         for right in range(k + 1):
             assert outcome.accepted[k, right] > 0, (k, right)
+
+
+def one_layer_for_all_turns(head: MTPHead) -> None:
+    head.layers[1] = head.layers[0]
+
+
+def holes_between_turns(head: MTPHead) -> None:
+    """Only the layer whose turn it is gets the row."""
+    true_forward = head.forward
+
+    def forward(rows: Rows, *args: Any, step: int) -> tuple[Tensor, Tensor]:
+        head.num_drafts = MAX_K if step == 0 else 0
+        return true_forward(rows, *args, step=step)
+
+    head.forward = forward  # type: ignore[method-assign]
+
+
+def the_row_after(head: MTPHead) -> None:
+    """Rotates one position further in drafting steps than in the pass over the target's rows."""
+    true_forward = head.forward
+
+    def forward(rows: Rows, *args: Any, step: int) -> tuple[Tensor, Tensor]:
+        return true_forward(replace(rows, positions=rows.positions + (step > 0)), *args, step=step)
+
+    head.forward = forward  # type: ignore[method-assign]
+
+
+def no_feedback(head: MTPHead) -> None:
+    """Every step reads the target's state."""
+    true_forward = head.forward
+
+    def forward(rows: Rows, hidden: Tensor, *args: Any, step: int) -> tuple[Tensor, Tensor]:
+        out, _ = true_forward(rows, hidden, *args, step=step)
+        return out, hidden
+
+    head.forward = forward  # type: ignore[method-assign]
+
+
+def unblanked(head: MTPHead) -> None:
+    layout = replace(head.config.layout, blanks_first_position=False)
+    head.config = replace(head.config, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "plant", [one_layer_for_all_turns, holes_between_turns, the_row_after, no_feedback, unblanked]
+)
+def test_planted_mistakes_are_caught(plant: Callable[[MTPHead], None], tmp_path: Path) -> None:
+    world = make_world(tmp_path, "mimo, two layers", num_prompts=6)
+    with pytest.raises(AssertionError):
+        run_scenarios(world, 16, 1, Outcome(), plant)

@@ -1,8 +1,8 @@
 """MTP layers written down plainly: whole uncached passes in float64 over tensors straight from a
 file.
 
-Shares no code with the engine. One decoder block each for DeepSeek-V3 (keys and values expanded,
-experts token by token) and for Qwen2 and Qwen3.
+Shares no code with the engine. One decoder block for DeepSeek-V3 (keys and values expanded), one
+for Qwen2 and Qwen3.
 """
 
 from __future__ import annotations
@@ -78,21 +78,20 @@ def deepseek_attention(x: Tensor, w: Weights, c: dict[str, Any]) -> Tensor:
 
 
 def deepseek_experts(x: Tensor, w: Weights, c: dict[str, Any]) -> Tensor:
+    """Every expert on every row, with a share of zero where it was not chosen."""
     count, groups = c["n_routed_experts"], c["n_group"]
-    rows = []
-    for row in x:
-        scores = (w["mlp.gate.weight"] @ row).sigmoid()
-        biased = scores + w["mlp.gate.e_score_correction_bias"]
-        best = biased.view(groups, -1).topk(2).values.sum(-1).topk(c["topk_group"]).indices.tolist()
-        allowed = [i for i in range(count) if i // (count // groups) in best]
-        chosen = sorted(allowed, key=lambda i: -float(biased[i]))[: c["num_experts_per_tok"]]
-        shares = scores[chosen]
-        if c["norm_topk_prob"]:
-            shares = shares / shares.sum()
-        parts = [swiglu(row, w, f"mlp.experts.{i}") for i in chosen]
-        routed = (shares[:, None] * c["routed_scaling_factor"] * torch.stack(parts)).sum(0)
-        rows.append(routed + swiglu(row, w, "mlp.shared_experts"))
-    return torch.stack(rows)
+    scores = (x @ w["mlp.gate.weight"].t()).sigmoid()
+    biased = scores + w["mlp.gate.e_score_correction_bias"]
+    sums = biased.unflatten(1, (groups, -1)).sort(-1, descending=True).values[..., :2].sum(-1)
+    rank = sums.argsort(-1, descending=True).argsort(-1)
+    is_open = (rank < c["topk_group"]).repeat_interleave(count // groups, 1)
+    order = biased.masked_fill(~is_open, -torch.inf).argsort(-1, descending=True).argsort(-1)
+    shares = scores * (order < c["num_experts_per_tok"])
+    if c["norm_topk_prob"]:
+        shares = shares / shares.sum(-1, keepdim=True)
+    routed = [shares[:, i : i + 1] * swiglu(x, w, f"mlp.experts.{i}") for i in range(count)]
+    shared = swiglu(x, w, "mlp.shared_experts")
+    return torch.stack(routed).sum(0) * c["routed_scaling_factor"] + shared
 
 
 def deepseek_block(x: Tensor, w: Weights, c: dict[str, Any]) -> Tensor:
