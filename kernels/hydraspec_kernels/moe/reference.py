@@ -29,10 +29,13 @@ def route_grouped_reference(
     be chosen. The bias chooses only: the weights are the plain sigmoid scores.
     """
     scores = logits.sigmoid()
-    biased = (scores + bias.to(scores.dtype)).unflatten(1, (num_groups, -1))
-    best = biased.topk(2, dim=-1).values.sum(-1).topk(kept_groups, dim=-1).indices
-    lost = torch.ones_like(biased[..., 0]).scatter_(1, best, 0.0) > 0
-    e = biased.masked_fill(lost[..., None], -torch.inf).flatten(1).topk(k, dim=-1).indices
+    biased = scores + bias.to(scores.dtype)
+    if kept_groups < num_groups:
+        groups = biased.unflatten(1, (num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(kept_groups, dim=-1).indices
+        lost = torch.ones_like(groups[..., 0]).scatter_(1, best, 0.0) > 0
+        biased = groups.masked_fill(lost[..., None], -torch.inf).flatten(1)
+    e = biased.topk(k, dim=-1).indices
     return scores.gather(1, e), e
 
 
