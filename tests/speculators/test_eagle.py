@@ -8,22 +8,17 @@ borders and at max_model_len, with K from 1 to 8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from eagle_worlds import MAX_K, WORLDS, EagleWorld, make_world
 from scenarios import Outcome, Scenario, draw_scenario, make_engine
-from torch import Tensor
 
 from hydraspec.config.schema import Weights
 from hydraspec.factory import build_speculator
-from hydraspec.speculators import parallel
-from hydraspec.types import Rows, StepRecord
+from hydraspec.types import StepRecord
 
 
 def run(world: EagleWorld, scenario: Scenario, outcome: Outcome, plant: Any = None) -> None:
