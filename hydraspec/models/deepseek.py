@@ -6,6 +6,7 @@ multi-token-prediction layers behind the last one belong to the drafter (mtp.py)
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -44,6 +45,7 @@ class DeepseekTarget:
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, place)
         self.theta = latent_frequencies(config, place)
         self.block_size = 16  # until kv_groups says otherwise
+        self._suppressed: Tensor | None = None
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without the leading `model.`."""
@@ -59,6 +61,8 @@ class DeepseekTarget:
         for layer in self.layers:
             layer.finish()
         self.norm.fold_gain()
+        if self.suppress_token_ids:
+            self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
 
     def ignores(self, name: str) -> bool:
         """Tensors that files may hold without our needing them: the MTP layers among them."""
@@ -98,8 +102,11 @@ class DeepseekTarget:
         return self.norm.scaled(h), aux.states()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V]."""
-        return torch.mm(hidden, self.head.t())
+        """[N, D] -> [N, V], suppressed tokens at minus infinity."""
+        logits = torch.mm(hidden, self.head.t())
+        if self._suppressed is not None:
+            logits.index_fill_(1, self._suppressed, -math.inf)
+        return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], unscaled."""
@@ -128,6 +135,7 @@ def load_deepseek(
     with torch.no_grad():
         model = DeepseekTarget(config, Place(dtype, device))
         model.eos_token_ids = checkpoint.token_ids("eos_token_id", config.vocab_size)
+        model.suppress_token_ids = checkpoint.token_ids("suppress_tokens", config.vocab_size)
         if weights == "checkpoint" and names_single_experts(checkpoint):
             unpack_experts(model.layers)
         fill(

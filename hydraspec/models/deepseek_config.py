@@ -9,15 +9,18 @@ from typing import Any
 from hydraspec.models.config_reader import ConfigReader
 from hydraspec.models.rope_scaling import Rope, read_rope, yarn_mscale
 
-# Every key the arithmetic needs is in released files; these may be left out.
+# Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
+    "first_k_dense_replace": 3,
     "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
     "max_position_embeddings": 4096,
+    # Only released files have these.
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
@@ -84,7 +87,7 @@ def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfi
     num_layers, rope_dim = reader.count("num_hidden_layers"), reader.count("qk_rope_head_dim")
     if rope_dim % 2:
         raise reader.fail("qk_rope_head_dim", "an even number, since it is rotated in pairs")
-    dense = min(num_layers, reader.count("first_k_dense_replace", 0, least=0))
+    num_dense = reader.count("first_k_dense_replace", least=0)
     max_positions = reader.count("max_position_embeddings")
     num_mtp = reader.count("num_nextn_predict_layers", 0, least=0)
     return DeepseekConfig(
@@ -92,7 +95,7 @@ def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfi
         hidden_size=reader.count("hidden_size"),
         intermediate_size=reader.count("intermediate_size"),
         num_layers=num_layers,
-        num_dense_layers=reader.count("first_k_dense_replace", 0, least=0),
+        num_dense_layers=num_dense,
         num_mtp_layers=num_mtp,
         num_heads=reader.count("num_attention_heads"),
         q_rank=None if config.get("q_lora_rank") is None else reader.count("q_lora_rank"),
@@ -107,7 +110,7 @@ def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfi
         rope=read_rope(reader, rope_dim, max_positions),
         rope_interleaved=bool(reader.get("rope_interleave", True)),
         score_scale=_score_scale(reader, reader.count("qk_nope_head_dim") + rope_dim),
-        experts=_experts_shape(reader) if dense < num_layers + num_mtp else None,
+        experts=_experts_shape(reader) if num_dense < num_layers + num_mtp else None,
     )
 
 

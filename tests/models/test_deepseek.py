@@ -183,6 +183,16 @@ def test_a_bad_checkpoint_is_named(changes: dict, words: list[str], tmp_path: Pa
         assert word in str(refused.value)
 
 
+def test_suppressed_tokens_are_never_drawn_and_stops_are_read(tmp_path: Path) -> None:
+    save(tmp_path)
+    generation = {"suppress_tokens": [3, 95, 400], "eos_token_id": [1, 7]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    target = load(tmp_path)
+    _, logits = PagedRun(target, 1).step({0: [1, 2]})[0]
+    assert torch.isneginf(logits).nonzero()[:, 1].tolist() == [3, 95] * 2
+    assert target.eos_token_ids == (1, 7)
+
+
 def test_random_weights_need_no_tensors(tmp_path: Path) -> None:
     config = {"model_type": "deepseek_v3"} | released_layout(deepseek_config())
     (tmp_path / "config.json").write_text(json.dumps(config))
