@@ -32,16 +32,29 @@ class Sequences:
     tokens: Tensor  # [N, T] int16
     prompt_length: Tensor  # [N] int32
     length: Tensor  # [N] int32
+    index: Tensor  # [N] int64: which sequence of the whole set each is
 
     def to(self, device: torch.device) -> Sequences:
-        fields = (self.tokens, self.prompt_length, self.length)
+        fields = (self.tokens, self.prompt_length, self.length, self.index)
         return Sequences(*(field.to(device) for field in fields))
+
+    def rows(self, rows: Tensor) -> Sequences:
+        """Some of the sequences, tokens as int64."""
+        kept = (self.prompt_length[rows], self.length[rows], self.index[rows])
+        return Sequences(self.tokens[rows].long(), *kept)
+
+    def copy_(self, other: Sequences) -> None:
+        """Overwrite in place, as a captured graph needs."""
+        self.tokens.copy_(other.tokens)
+        self.prompt_length.copy_(other.prompt_length)
+        self.length.copy_(other.length)
+        self.index.copy_(other.index)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Sequences:
         """A batch drawn with replacement, tokens as int64."""
         device = self.tokens.device
         rows = torch.randint(len(self.tokens), (batch_size,), generator=generator, device=device)
-        return Sequences(self.tokens[rows].long(), self.prompt_length[rows], self.length[rows])
+        return self.rows(rows)
 
 
 def _shard(job: tuple[Path, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -70,4 +83,4 @@ def generate_sequences(
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         shards = list(pool.map(_shard, jobs))
     arrays = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-    return Sequences(*(torch.from_numpy(array) for array in arrays))
+    return Sequences(*(torch.from_numpy(array) for array in arrays), torch.arange(count))

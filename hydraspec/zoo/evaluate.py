@@ -1,4 +1,4 @@
-"""A plain uncached evaluation of target and assistant, written from the definition.
+"""A plain uncached evaluation of target and drafter, written from the definition.
 
 It needs no engine: the target's greedy text comes from whole forwards over the growing text. Since
 the target is causal, one more forward over the finished text gives the hidden state and KV of every
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,23 @@ from typing import Any
 import torch
 from rich.progress import track
 from torch import Tensor
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from hydraspec.zoo.corpus import WORKLOAD_PATH, extract_answer
-from hydraspec.zoo.modeling import causal_masks, draft_masks, run_draft_step, run_target
+from hydraspec.zoo.draft_heads import DraftHead
+from hydraspec.zoo.modeling import (
+    causal_masks,
+    draft_masks,
+    run_draft_step,
+    run_target,
+    target_masks,
+)
+from hydraspec.zoo.train_drafter import draft_rows
 
 
 @dataclass
@@ -34,6 +48,10 @@ class Generation:
     tokens: list[int]
     prompt_length: int
     end: int  # index after the stop token, or after the last token the limit allows
+
+
+# Drafts [P, K] of every row from the prompt's last to the text's end, for a text and K.
+DraftRows = Callable[[Generation, int], Tensor]
 
 
 @dataclass
@@ -68,7 +86,7 @@ def read_workload(path: Path = WORKLOAD_PATH) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def generate_greedy(
-    target: Gemma4ForCausalLM,
+    target: PreTrainedModel,
     prompts: list[list[int]],
     limits: list[int],
     stops: set[int],
@@ -84,8 +102,7 @@ def generate_greedy(
             break
         longest = max(len(texts[i]) for i in active)
         tokens = torch.tensor([texts[i] + [0] * (longest - len(texts[i])) for i in active])
-        masks = causal_masks(longest, target.config.sliding_window, device)
-        logits = run_target(target, tokens.to(device), masks).logits
+        logits = run_target(target, tokens.to(device), target_masks(target, longest)).logits
         last = torch.tensor([len(texts[i]) - 1 for i in active], device=device)
         chosen = logits[torch.arange(len(active), device=device), last].argmax(-1).tolist()
         for i, token in zip(active, chosen, strict=True):
@@ -120,6 +137,22 @@ def draft_all_rows(
     return torch.stack(drafts, dim=-1).cpu()
 
 
+def by_assistant(target: Gemma4ForCausalLM, assistant: Gemma4AssistantForCausalLM) -> DraftRows:
+    """Drafts of a Gemma 4 assistant."""
+    return lambda text, k: draft_all_rows(target, assistant, text, k)
+
+
+def by_head(target: PreTrainedModel, head: DraftHead, aux_layer_ids: tuple[int, ...]) -> DraftRows:
+    """Drafts of a head with KV of its own."""
+
+    def rows(text: Generation, k: int) -> Tensor:
+        tokens = torch.tensor([text.tokens], device=target.device)
+        drafts = draft_rows(target, head, tokens, aux_layer_ids, k)[0]
+        return drafts[text.prompt_length - 1 : text.end - 1].cpu()
+
+    return rows
+
+
 def count_drafts(text: Generation, drafts: Tensor) -> list[int]:
     """Accepted drafts of every verify step, in order."""
     counts, row = [], text.prompt_length - 1
@@ -135,8 +168,8 @@ def count_drafts(text: Generation, drafts: Tensor) -> list[int]:
 
 
 def evaluate(
-    target: Gemma4ForCausalLM,
-    assistant: Gemma4AssistantForCausalLM | None,
+    target: PreTrainedModel,
+    drafters: dict[str, DraftRows],
     tokenizer: PreTrainedTokenizerFast,
     *,
     k: int = 3,
@@ -154,18 +187,20 @@ def evaluate(
     stops = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
     texts = generate_greedy(target, prompts, [line["max_tokens"] for line in lines], stops, k + 1)
     correct: dict[str, list[bool]] = defaultdict(list)
-    counts: dict[str, Counts] = defaultdict(Counts)
+    counts: dict[str, dict[str, Counts]] = {name: defaultdict(Counts) for name in drafters}
     for line, text in zip(lines, texts, strict=True):
         output = text.tokens[text.prompt_length : text.end]
         said = tokenizer.decode(output, skip_special_tokens=True)
         correct[line["category"]].append(extract_answer(said) == line["answer"])
-        if assistant is not None:
-            for accepted in count_drafts(text, draft_all_rows(target, assistant, text, k)):
-                counts["all"].add(accepted, k)
-                counts[line["category"]].add(accepted, k)
+        for name, drafter in drafters.items():
+            for accepted in count_drafts(text, drafter(text, k)):
+                counts[name]["all"].add(accepted, k)
+                counts[name][line["category"]].add(accepted, k)
     lengths = [text.end - text.prompt_length for text in texts]
     return {
         "mean_output_tokens": round(sum(lengths) / len(lengths), 2),
         "exact_match": {c: round(sum(v) / len(v), 3) for c, v in correct.items()},
-        "acceptance": {c: v.summary() for c, v in counts.items()},
+        "acceptance": {
+            name: {c: v.summary() for c, v in of.items()} for name, of in counts.items()
+        },
     }

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,11 +21,14 @@ from transformers import PreTrainedTokenizerFast
 
 from hydraspec.zoo import (
     corpus,
+    draft_files,
+    draft_recipes,
     evaluate,
     modeling,
     recipes,
     tokenizer,
     train_assistant,
+    train_drafter,
     train_target,
 )
 from hydraspec.zoo.batches import Sequences, generate_sequences
@@ -90,14 +94,36 @@ def make_assistant(args: argparse.Namespace) -> None:
         shutil.copy(source / name, folder / name)
 
 
-def make_evaluation(args: argparse.Namespace) -> None:
-    """Print exact match and acceptance on held-out prompts."""
+def make_drafters(args: argparse.Namespace) -> None:
+    """Train the drafters with KV of their own (or the one of --drafter); needs their target."""
     target = modeling.load_target(args.out / args.name, args.device)
-    folder = args.out / f"{args.name}-assistant"
-    assistant = modeling.load_assistant(folder, args.device) if folder.exists() else None
+    data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
+    for name, recipe in _drafters(args).items():
+        head = train_drafter.train_drafter(recipe, target, data, title=name)
+        draft_files.save_head(head, recipe, target, draft_files.folder_of(name, recipe, args.out))
+
+
+def _drafters(args: argparse.Namespace) -> dict[str, draft_recipes.DraftRecipe]:
+    found = {n: r for n, r in draft_recipes.DRAFTERS.items() if r.target == args.name}
+    return found if args.drafter is None else {args.drafter: found[args.drafter]}
+
+
+def make_evaluation(args: argparse.Namespace) -> None:
+    """Print exact match and every drafter's acceptance on held-out prompts."""
+    target: Any = modeling.load_target(args.out / args.name, args.device)
     lines = [json.loads(line) for line in corpus.workload_lines(args.per_category)]
     tokens = _load_tokenizer(args.out / args.name)
-    result = evaluate.evaluate(target, assistant, tokens, k=args.k, workload=lines)
+    drafters: dict[str, evaluate.DraftRows] = {}
+    folder = args.out / f"{args.name}-assistant"
+    if folder.exists():
+        assistant = modeling.load_assistant(folder, args.device)
+        drafters[folder.name] = evaluate.by_assistant(target, assistant)
+    for name, recipe in _drafters(args).items():
+        path = draft_files.folder_of(name, recipe, args.out)
+        if path.exists():
+            head = draft_files.load_head(path, recipe, target)
+            drafters[name] = evaluate.by_head(target, head, recipe.aux_layer_ids)
+    result = evaluate.evaluate(target, drafters, tokens, k=args.k, workload=lines)
     console.print_json(json.dumps({"name": args.name, "k": args.k, **result}))
 
 
@@ -106,6 +132,7 @@ COMMANDS = {
     "tokenizer": make_tokenizer,
     "target": make_target,
     "assistant": make_assistant,
+    "drafters": make_drafters,
     "evaluate": make_evaluation,
 }
 
@@ -114,6 +141,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
+    parser.add_argument("--drafter", choices=draft_recipes.DRAFTERS, help="only this one")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-seconds", type=float, help="shorten a target's training to this")

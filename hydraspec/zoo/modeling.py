@@ -1,4 +1,6 @@
-"""Building, masking and saving transformers' Gemma 4 classes the way the zoo needs them.
+"""Building, masking, running and saving transformers' classes the way the zoo needs them.
+
+The Gemma 4 side is here; what differs for the other families is in plain_targets.py.
 
 Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft steps.
 """
@@ -6,7 +8,8 @@ Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft st
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM, PreTrain
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
+from hydraspec.zoo.plain_targets import load_plain, run_plain
 from hydraspec.zoo.recipes import FULL, SLIDING
 
 Masks = dict[str, Tensor]
@@ -28,7 +32,8 @@ class TargetOutput:
 
     hidden: Tensor  # [B, T, D] after the final norm
     logits: Tensor  # [B, T, V]
-    kv: SharedKV  # per layer type, keys and values [B, kv heads, T, head dim]
+    kv: SharedKV  # Gemma 4: per layer type, keys and values [B, kv heads, T, head dim]
+    aux: list[Tensor] = field(default_factory=list)  # [B, T, D] per aux layer id
 
 
 def dense_experts(
@@ -84,15 +89,41 @@ def draft_masks(rows: Tensor, length: int, window: int) -> Masks:
     return {FULL: behind >= 0, SLIDING: (behind >= 0) & (behind < window)}
 
 
-def run_target(model: Gemma4ForCausalLM, tokens: Tensor, masks: Masks) -> TargetOutput:
-    """One uncached forward over tokens [B, T]."""
+def target_masks(model: PreTrainedModel, length: int) -> Masks:
+    """What `run_target` takes as masks."""
+    if not isinstance(model, Gemma4ForCausalLM):
+        return {}
+    return causal_masks(length, model.config.sliding_window, model.device)
+
+
+def run_target(
+    model: PreTrainedModel, tokens: Tensor, masks: Masks, aux_layer_ids: Sequence[int] = ()
+) -> TargetOutput:
+    """One uncached forward over tokens [B, T].
+
+    Aux id i is the residual stream after i layers, below the number of layers.
+    """
+    if not isinstance(model, Gemma4ForCausalLM):
+        hidden, logits, aux = run_plain(model, tokens, aux_layer_ids)
+        return TargetOutput(hidden, logits, {}, aux)
     kv: SharedKV = {}
-    hidden = model.model(
-        input_ids=tokens, attention_mask=masks, use_cache=False, shared_kv_states=kv
-    ).last_hidden_state
-    cap = model.config.final_logit_softcapping
-    logits = cap * torch.tanh(model.lm_head(hidden).float() / cap)
-    return TargetOutput(hidden, logits, kv)
+    output = model.model(
+        input_ids=tokens,
+        attention_mask=masks,
+        use_cache=False,
+        shared_kv_states=kv,
+        output_hidden_states=bool(aux_layer_ids),
+    )
+    aux = [output.hidden_states[i] for i in aux_layer_ids]
+    hidden = output.last_hidden_state
+    return TargetOutput(hidden, target_logits(model, hidden), kv, aux)
+
+
+def target_logits(model: Any, hidden: Tensor) -> Tensor:
+    """[..., D] after the final norm -> [..., V]."""
+    logits: Tensor = model.lm_head(hidden).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def run_draft_step(
@@ -154,9 +185,11 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_target(folder: Path, device: torch.device | str = "cpu") -> Gemma4ForCausalLM:
+def load_target(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The saved bfloat16 weights, run in float32."""
-    model = Gemma4ForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    if json.loads((folder / "config.json").read_text())["model_type"] != "gemma4_text":
+        return load_plain(folder, device)
+    model: PreTrainedModel = Gemma4ForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     return model.to(device).eval()
 
 

@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Gemma4ForCausalLM
+from transformers import Gemma4ForCausalLM, PreTrainedModel
 
 from hydraspec.zoo.batches import Sequences
 from hydraspec.zoo.modeling import (
-    causal_masks,
     initialise,
     run_target,
     save_checkpoint,
+    target_masks,
     vary_layer_scalars,
 )
+from hydraspec.zoo.plain_targets import CLASSES, prepare, save_plain
 from hydraspec.zoo.recipes import SEQUENCE_LENGTH, TargetRecipe
 from hydraspec.zoo.training import Schedule, train
 
@@ -25,11 +26,14 @@ PROMPT_WEIGHT = 0.05
 log = logging.getLogger(__name__)
 
 
-def build(recipe: TargetRecipe) -> Gemma4ForCausalLM:
-    model = Gemma4ForCausalLM(recipe.config())
+def build(recipe: TargetRecipe) -> PreTrainedModel:
+    model: PreTrainedModel = CLASSES.get(recipe.family, Gemma4ForCausalLM)(recipe.config())
     model.config._experts_implementation = "zoo_dense"
     initialise(model, recipe.seed)
-    vary_layer_scalars(model)
+    if isinstance(model, Gemma4ForCausalLM):
+        vary_layer_scalars(model)
+    else:
+        prepare(model, recipe.seed)
     return model
 
 
@@ -48,11 +52,11 @@ def train_target(
     title: str,
     compiled: bool,
     max_seconds: float | None = None,
-) -> Gemma4ForCausalLM:
+) -> PreTrainedModel:
     """Train from scratch on the data's device."""
     device = data.tokens.device
     model = build(recipe).to(device)
-    masks = causal_masks(SEQUENCE_LENGTH, model.config.sliding_window, device)
+    masks = target_masks(model, SEQUENCE_LENGTH)
 
     def loss_of(batch: Sequences) -> Tensor:
         logits = run_target(model, batch.tokens, masks).logits[:, :-1]
@@ -69,11 +73,18 @@ def train_target(
         seed=recipe.seed,
         max_seconds=max_seconds,
     )
-    loss = train(model, torch.compile(loss_of) if compiled else loss_of, data, schedule, title)
+    if compiled and recipe.family != "gemma4":
+        # Equal layers are compiled once; the whole forward would take ten times as long.
+        for layer in model.get_decoder().layers:
+            layer.compile()
+    elif compiled:
+        loss_of = torch.compile(loss_of)
+    loss = train(model, loss_of, data, schedule, title)
     log.info("%s: final loss %.4f", title, loss)
     return model
 
 
-def save_target(model: Gemma4ForCausalLM, folder: Path, stop_tokens: list[int]) -> None:
+def save_target(model: PreTrainedModel, folder: Path, stop_tokens: list[int]) -> None:
     model.config._experts_implementation = "eager"
-    save_checkpoint(model, folder, stop_tokens)
+    save = save_checkpoint if isinstance(model, Gemma4ForCausalLM) else save_plain
+    save(model, folder, stop_tokens)

@@ -115,9 +115,7 @@ def train(
             if progress >= 1:
                 break
             batch = data.sample(schedule.batch_size, generator)
-            static.tokens.copy_(batch.tokens)
-            static.prompt_length.copy_(batch.prompt_length)
-            static.length.copy_(batch.length)
+            static.copy_(batch)
             learning_rate.fill_(schedule.rate(step, progress))
             total += step_once()
             if (step + 1) % LOG_EVERY == 0:
