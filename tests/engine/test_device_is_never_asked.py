@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hydraspec.config.schema import DraftSampling, Verification
 from hydraspec.engine.native.scheduler import Sequence
+from hydraspec.factory import build_speculator
 from hydraspec.models import load_target
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.speculators.mtp import MTPSpeculator
@@ -156,6 +157,58 @@ def test_a_step_with_mtp_layers_reads_nothing_from_the_device(
         max_model_len=None,
     )
     speculator = MTPSpeculator(settings)
+    speculator.load(target)
+    engine = make_engine(settings, target, speculator)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        make_fake(engine, mode)
+        add(engine, 0, 15, temperature)
+        add(engine, 1, 3, temperature)
+        shapes = [step_and_pretend(engine) for _ in range(4)]
+    assert shapes[2] == [(4, 3), (4, 3)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "eagle"])
+def test_a_step_with_an_eagle_head_reads_nothing_from_the_device(
+    tmp_path: Path, method: str, temperature: float
+) -> None:
+    """A draft cache, a narrower draft vocabulary, mask rows; two kinds of draft layer."""
+    folder = write_folder(tmp_path / "target", qwen_config() | {"model_type": "qwen3"})
+    layer = {
+        **qwen_config(),
+        "model_type": "llama" if method == "eagle" else "qwen3",
+        "num_hidden_layers": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+    }
+    if method == "eagle":
+        drafter = layer | {"architectures": ["EagleLlamaForCausalLM"]}
+    else:
+        layer["layer_types"] = ["sliding_attention", "full_attention"]
+        drafter = {
+            "speculators_model_type": method,
+            "transformer_layer_config": layer,
+            "draft_vocab_size": layer["vocab_size"] // 2,
+            "eagle_aux_hidden_state_layer_ids": [0, 1],
+            "norm_before_residual": True,
+            "mask_token_id": 3,
+        }
+    settings = run_config(
+        folder,
+        method=method,
+        drafter=write_folder(tmp_path / "drafter", drafter),
+        max_num_batched_tokens=12,
+        draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
+    )
+    target = load_target(
+        str(folder),
+        weights="random",
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        seed=0,
+        max_model_len=None,
+    )
+    speculator = build_speculator(settings)
     speculator.load(target)
     engine = make_engine(settings, target, speculator)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -8,17 +8,21 @@ borders and at max_model_len, with K from 1 to 8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from eagle_worlds import MAX_K, WORLDS, EagleWorld, make_world
 from scenarios import Outcome, Scenario, draw_scenario, make_engine
+from torch import Tensor
 
 from hydraspec.config.schema import Weights
 from hydraspec.factory import build_speculator
-from hydraspec.types import StepRecord
+from hydraspec.types import Batch, RequestState, Rows, StepRecord, Verdict
 
 
 def run(world: EagleWorld, scenario: Scenario, outcome: Outcome, plant: Any = None) -> None:
@@ -86,8 +90,82 @@ def test_drafts_and_acceptance_equal_the_plain_loop(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", WORLDS)
 def test_drafts_and_acceptance_equal_the_plain_loop_everywhere(name: str, tmp_path: Path) -> None:
     """320 scenarios a world; every accepted length 0..K occurs at every K."""
-    outcome = run_scenarios(make_world(tmp_path, name, num_prompts=14), 320, seed=2)
+    outcome = run_scenarios(make_world(tmp_path, name, num_prompts=8), 320, seed=2)
     assert outcome.num_preempted > 20
     for k in range(1, MAX_K + 1):
         for right in range(k + 1):
             assert outcome.accepted[k, right] > 0, (k, right)
+
+
+# ------------------------------------------------------------------ planted mistakes
+
+
+def the_row_after(speculator: Any) -> None:
+    """Rotates one position further in drafting steps than in the pass over the target's rows."""
+    true_forward = speculator.head.forward
+
+    def forward(rows: Rows, *args: Any, step: int) -> Any:
+        return true_forward(replace(rows, positions=rows.positions + (step > 0)), *args, step=step)
+
+    speculator.head.forward = forward
+
+
+def no_feedback(speculator: Any) -> None:
+    """Every step reads the state the first one read."""
+    true_forward = speculator.head.forward
+
+    def forward(rows: Rows, hidden: Tensor, *args: Any, step: int) -> Any:
+        states, _ = true_forward(rows, hidden, *args, step=step)
+        return states, hidden
+
+    speculator.head.forward = forward
+
+
+def aux_layers_off_by_one(speculator: Any) -> None:
+    speculator.aux_layer_ids = tuple(i - 1 for i in speculator.aux_layer_ids)
+
+
+def rejected_rows_count_as_valid(speculator: Any) -> None:
+    true_layout = speculator.lay_out
+
+    def lay_out(verdict: Verdict, batch: Batch, state: RequestState) -> Any:
+        kept = replace(verdict, num_rejected=torch.zeros_like(verdict.num_rejected))
+        return true_layout(kept, batch, state)
+
+    speculator.lay_out = lay_out
+
+
+def unprojected_mask(speculator: Any) -> None:
+    speculator.head.mask_hidden = torch.zeros_like(speculator.head.mask_hidden)
+
+
+def unshifted_tokens(speculator: Any) -> None:
+    """Rows read their own token instead of the one behind."""
+    true_forward = speculator.head.forward
+
+    def forward(rows: Rows, *args: Any, step: int) -> Any:
+        tokens = rows.input_ids.roll(1) if step == 0 else rows.input_ids
+        return true_forward(replace(rows, input_ids=tokens), *args, step=step)
+
+    speculator.head.forward = forward
+
+
+MISTAKES = [
+    ("eagle3 on qwen3", the_row_after),
+    ("eagle3 on qwen3", no_feedback),
+    ("eagle3 on qwen3", aux_layers_off_by_one),
+    ("eagle3 on gemma4", unshifted_tokens),
+    ("eagle on mistral", no_feedback),
+    ("peagle on gemma4", rejected_rows_count_as_valid),
+    ("peagle on gemma4", unprojected_mask),
+    ("peagle on gemma4", unshifted_tokens),
+]
+
+
+@pytest.mark.parametrize(("name", "plant"), MISTAKES)
+def test_planted_mistakes_are_caught(
+    name: str, plant: Callable[[Any], None], tmp_path: Path
+) -> None:
+    world = make_world(tmp_path, name, num_prompts=3)
+    with pytest.raises(AssertionError, match=r"RequestStep|expected"):
+        run_scenarios(world, 12, seed=1, plant=plant)

@@ -31,7 +31,7 @@ from hydraspec.models.base import TargetModel
 from hydraspec.types import Rows, RowSegment
 
 MAX_K = 8
-RIDGE = 0.3
+RIDGE = 0.02
 
 LAYER: dict[str, Any] = {
     "intermediate_size": 24,
@@ -137,9 +137,9 @@ def make_target(folder: Path, name: str) -> TargetModel:
     configs: dict[str, dict[str, Any]] = {
         "gemma4": gemma4_config(tie_word_embeddings=False),
         "qwen3": small(model_type="qwen3", vocab_size=64, eos_token_id=1),
-        "llama": small(model_type="llama", vocab_size=64, hidden_size=64, eos_token_id=1),
+        "llama": small(model_type="llama", vocab_size=64, hidden_size=160, eos_token_id=1),
         "mistral": small(
-            model_type="mistral", vocab_size=64, hidden_size=64, sliding_window=7, eos_token_id=1
+            model_type="mistral", vocab_size=64, hidden_size=160, sliding_window=7, eos_token_id=1
         ),
     }
     write_folder(folder, configs[name])
@@ -157,15 +157,15 @@ def make_target(folder: Path, name: str) -> TargetModel:
 WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...], int, int]] = {
     "eagle3 on gemma4": (
         *("eagle3", "gemma4", {"model_type": "llama"}),
-        *({"norm_before_residual": True}, (0, 1, 3), 96, 9),
+        *({"norm_before_residual": True}, (0, 1, 3), 320, 9),
     ),
     "eagle3 on qwen3": (
         *("eagle3", "qwen3", {"model_type": "qwen3", **SLIDING}),
-        *({"norm_output": True, "fc_norm": True}, (1, 2), 96, 0),
+        *({"norm_output": True, "fc_norm": True}, (1, 2), 192, 0),
     ),
     "peagle on gemma4": (
         *("peagle", "gemma4", {"model_type": "llama", "num_hidden_layers": 2}),
-        *({"norm_before_fc": True}, (1, 2, 3), 128, 9),
+        *({"norm_before_fc": True}, (1, 2, 3), 320, 9),
     ),
     "peagle on qwen3": (
         *("peagle", "qwen3", {"model_type": "qwen3", **SLIDING}),
@@ -173,9 +173,9 @@ WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...
     ),
     "eagle on mistral": (
         *("eagle", "mistral", {"model_type": "mistral", "sliding_window": None}),
-        *({"is_mistral": True}, (), 64, 0),
+        *({"is_mistral": True}, (), 160, 0),
     ),
-    "eagle on llama": ("eagle", "llama", {"model_type": "llama"}, {}, (), 64, 0),
+    "eagle on llama": ("eagle", "llama", {"model_type": "llama"}, {}, (), 160, 0),
 }
 
 

@@ -1,0 +1,121 @@
+"""Sampled drafts in a narrower vocabulary leave the target's distribution as it is.
+
+Many requests with the same prompt and different seeds decode two tokens. The first comes straight
+from the target, the second from verification against a drafter that can propose only part of the
+vocabulary: what it lacks has to come from the residual. A chi-squared test compares the second with
+the target's own distribution, summed over the first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eagle_worlds import EagleWorld, make_world
+from scenarios import make_engine
+from scipy import stats
+from tiny_targets import run_config
+
+from hydraspec.config.schema import DraftSampling, Verification, Weights
+from hydraspec.factory import build_speculator
+from hydraspec.speculators.none import NoSpeculator
+from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+
+ALPHA = 1e-4
+NUM_REQUESTS = 1600
+TEMPERATURE = 0.7
+
+
+def truth(world: EagleWorld, prompt: tuple[int, ...]) -> np.ndarray:
+    """[V] how the second token behind `prompt` is distributed, from fresh prefills."""
+    config = run_config("unused", max_num_batched_tokens=4096, max_num_seqs=1)
+    engine = make_engine(config, world.target, NoSpeculator(config))
+
+    def after(tokens: tuple[int, ...]) -> np.ndarray:
+        logits = torch.from_numpy(engine.next_token_logits(tokens))
+        return (logits / TEMPERATURE).softmax(-1).numpy()
+
+    return sum(weight * after((*prompt, token)) for token, weight in enumerate(after(prompt)))  # type: ignore[return-value]
+
+
+def second_tokens(
+    world: EagleWorld, prompt: tuple[int, ...], verification: Verification, broken: bool
+) -> tuple[np.ndarray, list[int]]:
+    """[V] counts of the second token, and how many drafts each verify step accepted."""
+    config = run_config(
+        world.folder,
+        method=world.plain.method,
+        drafter=world.drafter,
+        k=2,
+        max_model_len=32,
+        max_num_seqs=250,
+        max_num_batched_tokens=4096,
+        draft_sampling=DraftSampling.probabilistic,
+        verification=verification,
+    )
+    config.method.weights = Weights.checkpoint
+    speculator = build_speculator(config)
+    speculator.load(world.target)
+    engine = make_engine(config, world.target, speculator)
+    if broken:
+        ids = engine.parts.runner.state.draft_vocab_map
+        assert ids is not None
+        engine.parts.runner.state.draft_vocab_map = ids.roll(1)
+    requests = [
+        Request(
+            index=index,
+            id=str(index),
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(
+                temperature=TEMPERATURE, seed=index, max_tokens=2, ignore_eos=True
+            ),
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    counts, accepted = np.zeros(world.vocab_size), []
+    for event in engine.run(requests, concurrency=None):
+        if isinstance(event, Completion):
+            counts[event.output_token_ids[1]] += 1
+        elif isinstance(event, StepRecord):
+            accepted += [part.num_accepted for part in event.requests if part.draft_token_ids]
+    return counts, accepted
+
+
+def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Of a chi-squared test, cells of fewer than five expected counts pooled."""
+    order = expected.argsort()
+    counts, expected = counts[order], expected[order]
+    pooled = int((expected.cumsum() < 5).sum()) + 1
+    counts = np.concatenate([[counts[:pooled].sum()], counts[pooled:]])
+    expected = np.concatenate([[expected[:pooled].sum()], expected[pooled:]])
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(stats.chi2.sf(statistic, len(expected) - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "verification"),
+    [
+        ("eagle3 on gemma4", Verification.standard),
+        ("eagle3 on gemma4", Verification.block),
+        ("peagle on gemma4", Verification.standard),
+    ],
+)
+def test_sampled_drafts_of_a_narrow_vocabulary_do_not_bias(
+    tmp_path: Path, name: str, verification: Verification
+) -> None:
+    """Catches probabilities under the wrong ids: a map turned by one place fails the same test."""
+    world = make_world(tmp_path, name, num_prompts=3)
+    assert world.plain.ids is not None
+    prompt = min(world.continuations, key=len)
+    expected = truth(world, prompt) * NUM_REQUESTS
+    counts, accepted = second_tokens(world, prompt, verification, broken=False)
+    assert p_value(counts, expected) > ALPHA
+    shares = np.bincount(accepted, minlength=3) / len(accepted)
+    assert shares.min() > 0.01, shares  # 0, 1 and 2 of the drafts are accepted
+    lacking = np.setdiff1d(np.arange(world.vocab_size), world.plain.ids.numpy())
+    assert counts[lacking].sum() > 20, "the residual has nothing to add"
+    if verification is Verification.standard:
+        broken, _ = second_tokens(world, prompt, verification, broken=True)
+        assert p_value(broken, expected) < ALPHA
