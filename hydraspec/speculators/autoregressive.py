@@ -24,9 +24,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
+        nobody_samples = target_step.logits.shape[0] == 0
+        if nobody_samples and not self.owns_kv_cache:
+            return None
         row = self.newest_row(verdict, batch, state)
         hidden, feedback = self.first_step(row, target_step, batch, state)
-        if target_step.logits.shape[0] == 0:  # nobody samples in this step, so nobody drafts
+        if nobody_samples:  # the draft's cache is filled, and nobody drafts
             return None
         drafts: list[Tensor] = []
         probs: list[Tensor] = []

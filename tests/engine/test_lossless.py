@@ -27,13 +27,13 @@ from scenarios import (
 )
 from tiny_targets import assistant_config, gemma4_config, write_folder
 
-from hydraspec.engine.native import runner
+from hydraspec.engine.native import engine, runner
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.scheduler import Scheduler, Sequence
 from hydraspec.models import load_target
 from hydraspec.sampling import verifier
 from hydraspec.speculators.gemma4 import Gemma4Speculator
-from hydraspec.types import Batch, RequestState, Verdict
+from hydraspec.types import Batch, RequestState, SamplingParams, Verdict
 
 FLAVOURS = {
     "dense": {},
@@ -91,12 +91,12 @@ def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome
 def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str, dtype: torch.dtype) -> None:
     """Catches wrong slots, stale drafts, off-by-one commits, early frees: any changes a token.
 
-    In float32 another order of summation may turn a near tie; on these seeds none occurs, so the
-    margin rule of the lossless verdict is not needed.
+    Float32 outputs may part at a near tie of the target (`assert_near_tie`), nowhere else.
     """
     world = make_world(tmp_path, flavour, dtype, num_prompts=7)
     outcome = run_oracle_scenarios(world, 24, seed=1)
     assert outcome.num_preempted > 0, "no scenario met cache pressure"
+    assert {accepted for _, accepted in outcome.accepted} >= set(range(7))
 
 
 @pytest.mark.slow
@@ -164,20 +164,25 @@ def accept_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "verify_greedy", verify)
 
 
-def forget_the_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preempted request is resumed as if its KV were still there."""
+def forget_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted request comes back without the token it sampled last."""
+    true_preempt, true_write = Scheduler._preempt, engine.write_request
+    preempted: list[list[int]] = []
 
     def preempt(self: Scheduler, sequence: Sequence) -> None:
-        computed = sequence.num_computed
+        preempted.append(sequence.token_ids)
         true_preempt(self, sequence)
-        sequence.token_ids[-1] = (sequence.token_ids[-1] + (computed > 0)) % 64
 
-    true_preempt = Scheduler._preempt
+    def write(state: RequestState, slot: int, tokens: list[int], sampling: SamplingParams) -> None:
+        is_resumed = any(tokens is known for known in preempted)
+        true_write(state, slot, tokens[:-1] if is_resumed else tokens, sampling)
+
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
+    monkeypatch.setattr(engine, "write_request", write)
 
 
 @pytest.mark.parametrize(
-    "plant", [keep_rejected, slide_too_far, accept_one_more, forget_the_preempted]
+    "plant", [keep_rejected, slide_too_far, accept_one_more, forget_the_newest]
 )
 def test_planted_bugs_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]

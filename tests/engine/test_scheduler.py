@@ -125,7 +125,8 @@ def test_a_lone_request_uses_the_last_rows_of_the_cache_then_fails() -> None:
     assert sequence.finish_reason == "error"
     assert "full at 9 tokens" in (sequence.error or "")
     assert scheduler.kv.usage == 0.0
-    assert not scheduler.has_work
+    assert not scheduler.running
+    assert not scheduler.waiting
 
 
 def test_segments_group_equal_decodes_and_keep_prefills_apart() -> None:

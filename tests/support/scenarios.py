@@ -202,10 +202,25 @@ def run_scenario(
     assert sorted(done) == list(range(len(scenario.requests)))
     for index, (tokens, reason) in enumerate(scenario.expected):
         got = done[index]
+        if got.output_token_ids != tokens and target.dtype == torch.float32:
+            assert_near_tie(engine, got, tokens)
+            continue
         assert got.output_token_ids == tokens, (index, scenario, got.error)
         assert got.finish_reason == reason, (index, scenario)
     assert engine.parts.runner.kv.usage == 0.0, "blocks leaked"
     return done
+
+
+def assert_near_tie(engine: NativeEngine, got: Completion, expected: list[int]) -> None:
+    """The margin rule: outputs may part only where the two best logits are within 8 eps max|logit|.
+
+    In float32 another order of summation can turn such a tie.
+    """
+    pairs = zip(got.output_token_ids, expected, strict=False)
+    common = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+    assert common is not None, "one output is the beginning of the other: no tie ends a request"
+    logits = np.sort(engine.next_token_logits(got.prompt_token_ids + expected[:common]))
+    assert logits[-1] - logits[-2] <= 8 * np.finfo(np.float32).eps * np.abs(logits).max()
 
 
 def oracle_for(world: World, scenario: Scenario) -> OracleSpeculator:

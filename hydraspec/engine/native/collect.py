@@ -42,7 +42,7 @@ class Collector:
             total_ms=clock.total_ms(),
             requests=requests,
             num_preempted=self._scheduler.num_preempted,
-            num_running=len(scheduled),
+            num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_usage=kv_usage,
         )

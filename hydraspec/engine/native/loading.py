@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from hydraspec import factory
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
 from hydraspec.engine.native.runner import Runner
@@ -75,9 +76,7 @@ def load_baseline(loaded: Loaded) -> Loaded:
     may be running."""
     block_size = loaded.config.engine.kv_cache.block_size
     target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
-    config = replace(
-        loaded.config, method=replace(loaded.config.method, name="none", num_speculative_tokens=0)
-    )
+    config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
     return assemble(config, loaded.target, loaded.tokenizer, NoSpeculator(config), target_kv)
 
 
@@ -248,5 +247,15 @@ def _cache_budget_bytes(config: RunConfig, device: torch.device) -> int:
         return int(memory_gib * GIB)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.85)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(4 * GIB, available // 2)
+    return min(4 * GIB, _available_bytes() // 2)
+
+
+def _available_bytes() -> int:
+    """Memory to be had without swapping, as Linux counts it; elsewhere half of what there is."""
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with suppress(ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 4 * GIB

@@ -85,10 +85,6 @@ class Scheduler:
         self.num_preempted = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a request; one that can never be served fails at once."""
         if sequence.num_tokens >= self.max_model_len:
@@ -112,25 +108,26 @@ class Scheduler:
         requests."""
         self.admitted.clear()
         self.num_preempted = 0
-        budget = self.max_num_batched_tokens
         chosen: dict[Sequence, Scheduled] = {}
         for sequence in sorted(self.running, key=lambda s: not s.decoding):
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
             self.kv.slide(sequence.slot, sequence.num_computed)
-            item = self._rows_for(sequence, budget)
+            item = self._rows_for(sequence, self._budget(chosen))
             if item is not None and self._make_room(item, chosen):
                 chosen[sequence] = item
-                budget -= item.num_rows
-        while self.waiting and self._free_slots and budget > 0 and not self.num_preempted:
-            if not self._admit(self.waiting[0], budget, chosen):
+        while self.waiting and self._free_slots and not self.num_preempted:
+            if not self._admit(self.waiting[0], self._budget(chosen), chosen):
                 break
-            budget -= chosen[self.waiting.popleft()].num_rows
+            self.waiting.popleft()
         # Decodes with equally many rows stand together, prefills behind them in order of arrival.
         return sorted(
             chosen.values(),
             key=lambda item: (item.is_prefill, 0 if item.is_prefill else item.num_rows),
         )
+
+    def _budget(self, chosen: dict[Sequence, Scheduled]) -> int:
+        return self.max_num_batched_tokens - sum(item.num_rows for item in chosen.values())
 
     def _rows_for(self, sequence: Sequence, budget: int) -> Scheduled | None:
         """Rows this sequence wants: the newest token and its drafts, or the next chunk of its
