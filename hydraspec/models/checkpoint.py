@@ -100,7 +100,7 @@ def resolve_folder(checkpoint: str) -> Path:
 
 
 def _zoo_folder(name: str) -> Path:
-    if (ZOO / name / "config.json").is_file():
+    if any((ZOO / name / config).is_file() for config in ("config.json", "params.json")):
         return ZOO / name
     known = sorted(p.name for p in ZOO.iterdir() if p.is_dir()) if ZOO.is_dir() else []
     raise CheckpointError(

@@ -18,10 +18,12 @@ import pytest
 import torch
 from eagle_worlds import MAX_K, WORLDS, EagleWorld, make_world
 from scenarios import Outcome, Scenario, draw_scenario, make_engine
+from tiny_targets import run_config
 from torch import Tensor
 
 from hydraspec.config.schema import Weights
 from hydraspec.factory import build_speculator
+from hydraspec.models.detect import resolve
 from hydraspec.types import Batch, RequestState, Rows, StepRecord, Verdict
 
 
@@ -169,3 +171,30 @@ def test_planted_mistakes_are_caught(
     world = make_world(tmp_path, name, num_prompts=3)
     with pytest.raises(AssertionError, match=r"RequestStep|expected"):
         run_scenarios(world, 12, seed=1, plant=plant)
+
+
+def test_zoo_folders_run_as_they_are() -> None:
+    """Every drafter of the family that ships, in its public format, found by its folder alone."""
+    for name, method in (
+        ("tiny_qwen3-eagle3", "eagle3"),
+        ("tiny_qwen3-peagle", "peagle"),
+        ("tiny_gemma4-eagle3", "eagle3"),
+        ("tiny_gemma4-peagle", "peagle"),
+        ("tiny_mistral-eagle", "eagle"),
+    ):
+        found = resolve("zoo:" + name.split("-")[0], "zoo:" + name)
+        assert found is not None
+        assert found.method == method, name
+
+
+def test_what_was_assumed_is_a_warning_of_the_run(tmp_path: Path) -> None:
+    """This world's drafter does not say norm_before_residual."""
+    world = make_world(tmp_path, "eagle3 on qwen3", num_prompts=1)
+    settings = run_config(world.folder, method="eagle3", drafter=world.drafter, max_model_len=64)
+    settings.method.weights = Weights.checkpoint
+    speculator = build_speculator(settings)
+    speculator.load(world.target)
+    info = make_engine(settings, world.target, speculator).info
+    assert any("norm_before_residual" in warning for warning in info.warnings)
+    assert info.draft_spec is not None
+    assert info.draft_spec["aux_layer_ids"] == (1, 2)
