@@ -82,5 +82,6 @@ def generate_sequences(
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         shards = list(pool.map(_shard, jobs))
-    arrays = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-    return Sequences(*(torch.from_numpy(array) for array in arrays), torch.arange(count))
+    parts = (np.concatenate(arrays) for arrays in zip(*shards, strict=True))
+    tokens, prompt_length, length = (torch.from_numpy(array) for array in parts)
+    return Sequences(tokens, prompt_length, length, torch.arange(count))

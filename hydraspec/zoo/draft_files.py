@@ -42,9 +42,8 @@ def save_head(head: DraftHead, recipe: DraftRecipe, target: PreTrainedModel, fol
     if isinstance(head, MTPHead):
         _save_mtp(head, target, folder)
     elif isinstance(head, Eagle1Head):
-        shape = head.layers[0].self_attn.shape
-        write_tensors(folder, _to_consolidated(state, shape), "consolidated")
-        _write(folder / "params.json", _params(head, shape, target))
+        write_tensors(folder, _to_consolidated(state, head.layer), "consolidated")
+        _write(folder / "params.json", _params(head, target))
     else:
         assert isinstance(head, Eagle3Head)
         if head.token_ids is not None:
@@ -62,8 +61,7 @@ def load_head(folder: Path, recipe: DraftRecipe, target: PreTrainedModel) -> Dra
     if isinstance(head, MTPHead):
         state = _read_mtp(target.config, folder)
     elif isinstance(head, Eagle1Head):
-        shape = head.layers[0].self_attn.shape
-        state = _from_consolidated(load_file(folder / "consolidated.safetensors"), shape)
+        state = _from_consolidated(load_file(folder / "consolidated.safetensors"), head.layer)
     else:
         state = load_file(folder / "model.safetensors")
         offsets = state.pop("d2t", None)
@@ -149,7 +147,8 @@ def _speculators_config(
 # ------------------------------------------------------------------ Mistral consolidated
 
 
-def _params(head: Eagle1Head, shape: LayerShape, target: PreTrainedModel) -> dict[str, Any]:
+def _params(head: Eagle1Head, target: PreTrainedModel) -> dict[str, Any]:
+    shape = head.layer
     return {
         "dim": shape.hidden_size,
         "head_dim": shape.head_dim,
@@ -217,7 +216,7 @@ def _single_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {f"{stem}.{i}.down_proj.weight": part for i, part in enumerate(tensor)}
     if last != "gate_up_proj":
         return {name: tensor}
-    found = {}
+    found: dict[str, Tensor] = {}
     for i, both in enumerate(tensor):
         gate, up = both.chunk(2)
         found |= {f"{stem}.{i}.gate_proj.weight": gate, f"{stem}.{i}.up_proj.weight": up}

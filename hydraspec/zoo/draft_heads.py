@@ -132,10 +132,10 @@ class Eagle3Head(DraftHead):
             tokens = torch.full_like(tokens, mask)
             run.state = self.combine(self.mask_hidden).expand_as(run.state)
         table = run.target.table if mask is None else self.embed_tokens.weight
-        first, *more = self.layers
+        first: Any = self.layers[0]
         positions = run.positions()
         h = first.fuse(F.embedding(tokens, table), run.state, positions, run.caches[0])
-        for layer, cache in zip(more, run.caches[1:], strict=True):
+        for layer, cache in zip(list(self.layers)[1:], run.caches[1:], strict=True):
             h = layer(h, positions, cache)
         normed = self.norm(h)
         run.state = normed if self.shape.norm_output else h
@@ -150,7 +150,7 @@ class Eagle1Head(DraftHead):
     def __init__(self, layer: LayerShape, num_layers: int) -> None:
         super().__init__()
         size = layer.hidden_size
-        self.num_layers = num_layers
+        self.layer, self.num_layers = layer, num_layers
         self.fc = linear(2 * size, size)
         self.layers = nn.ModuleList(Layer(layer) for _ in range(num_layers))
         self.norm = Norm(size, layer.eps)

@@ -43,8 +43,9 @@ def attend(query: Tensor, cache: StepCache, scale: float) -> Tensor:
     rounds = query.shape[1] // cache.keys[0].shape[1]
     keys = [k.repeat_interleave(rounds, 1) for k in cache.keys]
     values = [v.repeat_interleave(rounds, 1) for v in cache.values]
+    out: Tensor
     if len(keys) == 1:
-        out = F.scaled_dot_product_attention(query, *keys, *values, is_causal=True, scale=scale)
+        out = F.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, scale=scale)
         return out.transpose(1, 2).flatten(2)
     rows = torch.arange(query.shape[2], device=query.device)
     context = (query @ keys[0].transpose(2, 3)).float()
