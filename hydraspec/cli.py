@@ -30,6 +30,7 @@ from hydraspec.errors import ConfigurationError, UserError
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 FOLDER_ERRORS = {
     errno.ENOSPC: "there is no space left",
     errno.EDQUOT: "the disk quota is used up",
@@ -69,7 +70,8 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
             f"{' '.join(overrides)}: asks for a sweep\n"
             "  allowed: one run\n  to do: call run once for each combination, or use hydraspec -m"
         )
-    return _run_job(planned.jobs[0], _fresh(planned.folder), list(overrides))
+    folder = planned.folder if _is_typed(RUN_DIR, overrides) else _fresh(planned.folder)
+    return _run_job(planned.jobs[0], folder, list(overrides))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -78,7 +80,11 @@ def _main(argv: Sequence[str]) -> int:
         _hydra_main(lambda cfg: None)
         return 0
     planned = plan(overrides, multirun=multirun)
-    if planned.is_sweep:
+    key = SWEEP_DIR if planned.is_sweep else RUN_DIR
+    if not _is_typed(key, overrides):
+        planned.folder = _fresh(planned.folder)
+        sys.argv.append(f"{key}={_quoted(str(planned.folder))}")
+    elif planned.is_sweep:
         sweep.check_folder(planned.folder, planned.jobs)
     return _execute(planned)
 
@@ -113,7 +119,7 @@ def _job(cfg: DictConfig, planned: Plan) -> int:
     config = to_run_config(cfg)
     if not planned.is_sweep:
         return _status(_run_job(config, run_dir, overrides))
-    planned.folder = Path(settings.sweep.dir)  # Hydra's clock may be a second later
+    planned.folder = Path(settings.sweep.dir)  # as typed; Hydra's clock may be a second later
     log.info("job %s of %d: %s", settings.job.num, len(planned.jobs), " ".join(overrides))
     try:
         return _status(_run_or_take_over(config, run_dir, planned.folder, overrides))
@@ -139,8 +145,6 @@ def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str
         os.environ.setdefault("OMP_PROC_BIND", "true")
     from hydraspec.lab.run import run as run_in_lab
 
-    for warning in config.warnings:
-        log.warning(warning)
     summary: dict[str, Any] = run_in_lab(
         config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config)
     )
@@ -182,12 +186,26 @@ def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
     return overrides, bool(args.multirun), not any(shows)
 
 
+def _is_typed(key: str, overrides: Sequence[str]) -> bool:
+    """Whether a folder is the user's choice; by default it is named by the second."""
+    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
+
+
 def _fresh(folder: Path) -> Path:
-    """`folder`, numbered where it exists: two runs may start in one second."""
+    """`folder`, made, and numbered where it exists: two runs may start in one second."""
     candidate, number = folder, 1
-    while candidate.exists():
-        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-    return candidate
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+        else:
+            return candidate
+
+
+def _quoted(text: str) -> str:
+    """As a quoted string of Hydra's grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _folder_message(error: OSError) -> str:

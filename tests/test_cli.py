@@ -89,9 +89,40 @@ def test_a_run_reaches_the_lab_whole(lab, hydraspec_main, tmp_path):
     assert lab.compared == []
 
 
+def test_runs_of_one_second_have_folders_of_their_own(lab, hydraspec_main, monkeypatch, tmp_path):
+    """Catches the clock's second as the only name: the later run would overwrite the other."""
+    planned = cli.plan
+
+    def at_noon(*args, **options):
+        plan = planned(*args, **options)
+        plan.folder = Path("outputs/it's a day/12-00-00")
+        return plan
+
+    monkeypatch.setattr(cli, "plan", at_noon)
+    for _ in range(2):
+        assert hydraspec_main("method=none") == 0
+    hydraspec.run(["method=none"])
+    assert hydraspec_main("-m", "seed=1,2") == 0
+    day = tmp_path / "outputs" / "it's a day"
+    assert [folder.resolve() for _, folder, *_ in lab.runs] == [
+        *(day / name for name in ("12-00-00", "12-00-00-1", "12-00-00-2")),
+        *(day / "12-00-00-3" / job for job in "01"),
+    ]
+    assert lab.runs[0][2] == ["method=none"]
+
+
+def test_warnings_of_the_configuration_are_the_labs_to_print(lab, hydraspec_main, capsys):
+    """Catches each of them twice, once from the log and once from the final block."""
+    assert hydraspec_main("sampling.top_k=5") == 0
+    assert lab.runs[0][0].warnings == ["sampling.top_k=5 has no effect at temperature 0"]
+    assert "no effect" not in "".join(capsys.readouterr())
+
+
 def test_run_folder_is_where_it_is_said_to_be(lab, hydraspec_main, tmp_path):
     assert hydraspec_main("hydra.run.dir=here") == 0
-    assert lab.runs[0][1].resolve() == tmp_path / "here"
+    assert hydraspec_main("++hydra.run.dir=here") == 0
+    hydraspec.run(["hydra.run.dir=here"])
+    assert {folder.resolve() for _, folder, *_ in lab.runs} == {tmp_path / "here"}
 
 
 @pytest.mark.parametrize(

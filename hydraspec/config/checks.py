@@ -9,6 +9,7 @@ import math
 
 from hydraspec.config.choices import choices_of
 from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.schema import (
     AUTO,
     DraftSampling,
@@ -24,13 +25,12 @@ from hydraspec.config.schema import (
 # drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
-MAX_SEED = 2**63 - 1  # seeds live in int64 tensors
 ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 
 
 def check(config: RunConfig) -> None:
     """Refuse the first thing that cannot work; note what is only pointless in `warnings`."""
-    _within("seed", config.seed, 0, MAX_SEED)
+    _sampling_range("seed", "seed", config.seed)
     _at_least("target.max_model_len", config.target.max_model_len, 2)
     _check_method(config.method)
     _check_engine(config.engine, config.method)
@@ -177,27 +177,8 @@ def _check_cudagraph(config: RunConfig) -> None:
 
 
 def _check_sampling(sampling: SamplingConfig) -> None:
-    if not 0 <= sampling.temperature < math.inf:
-        raise refusal(
-            "sampling.temperature",
-            sampling.temperature,
-            "is out of range",
-            allowed="0 (greedy) or above",
-        )
-    _at_least("sampling.top_k", sampling.top_k, 0, "0 (off) or more")
-    if not 0 < sampling.top_p <= 1:
-        raise refusal(
-            "sampling.top_p",
-            sampling.top_p,
-            "is out of range",
-            allowed="above 0, up to 1 (off)",
-            remedy="for the most likely token alone choose sampling=greedy",
-        )
-    if not 0 <= sampling.min_p < 1:
-        raise refusal(
-            "sampling.min_p", sampling.min_p, "is out of range", allowed="0 (off) to below 1"
-        )
-    _at_least("sampling.max_tokens", sampling.max_tokens, 1)
+    for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens"):
+        _sampling_range(f"sampling.{name}", name, getattr(sampling, name))
     if "" in sampling.stop:
         raise refusal(
             "sampling.stop",
@@ -205,13 +186,14 @@ def _check_sampling(sampling: SamplingConfig) -> None:
             "holds an empty string",
             allowed="strings of one character or more",
         )
-    if any(token < 0 for token in sampling.stop_token_ids):
-        raise refusal(
-            "sampling.stop_token_ids",
-            sampling.stop_token_ids,
-            "holds a negative id",
-            allowed="0 or more",
-        )
+    for i, token in enumerate(sampling.stop_token_ids):
+        _sampling_range(f"sampling.stop_token_ids[{i}]", "stop_token_ids", token)
+
+
+def _sampling_range(key: str, name: str, value: float) -> None:
+    known = SAMPLING_RANGES[name]
+    if not known.allows(value):
+        raise refusal(key, value, "is out of range", allowed=known.allowed, remedy=known.remedy)
 
 
 def _check_workload(workload: WorkloadConfig) -> None:
@@ -219,7 +201,7 @@ def _check_workload(workload: WorkloadConfig) -> None:
     _at_least("workload.concurrency", workload.concurrency, 1, "1 or more, or null for all at once")
     _at_least("workload.num_requests", workload.num_requests, 1)
     _at_least("workload.prompt_tokens", workload.prompt_tokens, 1)
-    _at_least("workload.output_tokens", workload.output_tokens, 1)
+    _sampling_range("workload.output_tokens", "max_tokens", workload.output_tokens)
     if workload.name == "random":
         if workload.path is not None:
             raise refusal(
@@ -272,8 +254,3 @@ def _without_effect(config: RunConfig) -> list[str]:
 def _at_least(key: str, value: int | None, least: int, allowed: str = "") -> None:
     if value is not None and value < least:
         raise refusal(key, value, "is out of range", allowed=allowed or f"{least} or more")
-
-
-def _within(key: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise refusal(key, value, "is out of range", allowed=f"{least} to {most}")

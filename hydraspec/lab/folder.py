@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,10 +26,15 @@ ENVIRONMENT = "env.json"
 REPORT = "report.html"
 CONFIG = "config.yaml"
 OVERRIDES = "overrides.yaml"
+TRACKER = "wandb"
+OF_A_RUN = (STEPS, TRACE, REQUESTS, SUMMARY, REPORT, TRACKER, ENVIRONMENT)  # the mark goes last
 
 
 class RunFolder:
     """A folder of one run. Every file is written whole or not at all.
+
+    What an older run left in it is removed first, by name, and only where config.yaml and env.json
+    show that it is a run folder.
 
     Raises:
         OSError: with the path and a remedy, from every method, if it cannot be written.
@@ -37,6 +44,8 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if _is_of_a_run(path):
+                _clear(path)
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -60,6 +69,27 @@ class RunFolder:
     def write_report(self, page: str) -> None:
         """report.html."""
         write_whole(self.path / REPORT, page)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a run wrote its configuration and the versions it ran with here."""
+    try:
+        environment = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    versions = environment.get("versions") if isinstance(environment, dict) else None
+    ours = isinstance(versions, dict) and "hydraspec" in versions
+    return ours and (path / CONFIG).is_file()
+
+
+def _clear(path: Path) -> None:
+    for name in OF_A_RUN:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            if name == TRACKER:
+                shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _yaml(value: object) -> str:

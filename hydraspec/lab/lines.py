@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KEYS = ("id", *PROMPTS, "category", "answer", "max_tokens", "sampling")
-MAX_SEED = (1 << 63) - 1
+SAMPLING_KEYS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos"),
+)
 
 
 def parse_line(raw: bytes, *, place: str, index: int, defaults: SamplingParams) -> Request:
@@ -56,7 +59,13 @@ class _Line:
 
     def decode(self, raw: bytes) -> Mapping[str, Any]:
         try:
-            values = json.loads(raw.decode("utf-8-sig"), parse_constant=self._no_constant)
+            values = json.loads(
+                raw.decode("utf-8-sig"),
+                parse_constant=self._no_constant,
+                object_pairs_hook=self._object,
+            )
+            if isinstance(values, dict):
+                self.refuse_half_characters(values)
         except WorkloadError:
             raise
         except UnicodeDecodeError as error:
@@ -74,6 +83,26 @@ class _Line:
     def _no_constant(self, name: str) -> NoReturn:
         self.fail(f"not JSON: {name} is no JSON number")
 
+    def _object(self, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                self.fail(f"key {key!r} stands twice in one object; keep one of the two")
+            values[key] = value
+        return values
+
+    def refuse_half_characters(self, values: Mapping[str, Any]) -> None:
+        """A surrogate without its partner is valid JSON, and no text that a file can hold."""
+        for key, value in values.items():
+            try:
+                json.dumps([key, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = ascii(error.object[error.start])
+                self.fail(
+                    f"{ascii(key)[1:-1]}: {half} is half a character; allowed is text that UTF-8 "
+                    "can hold: write the character itself, or both halves of its escape"
+                )
+
     def refuse_unknown(
         self, values: Mapping[str, Any], known: tuple[str, ...], prefix: str
     ) -> None:
@@ -82,7 +111,7 @@ class _Line:
                 continue
             if prefix and key == "max_tokens":
                 self.fail('"max_tokens" belongs beside "sampling", not inside it')
-            if not prefix and key in _SAMPLING_CHECKS:
+            if not prefix and key in SAMPLING_KEYS:
                 self.fail(f'{key!r} belongs inside "sampling": {{"sampling": {{"{key}": ...}}}}')
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
@@ -136,60 +165,53 @@ class _Line:
         if not isinstance(value, list) or not value:
             self.refuse(key, value, allowed)
         for token in value:
-            if not _is_integer(token, 0):
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 self.refuse(key, token, allowed)
         return value
 
     def sampling(self, values: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
         merged = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
         if (max_tokens := values.get("max_tokens")) is not None:
-            if not _is_integer(max_tokens, 1):
-                self.refuse("max_tokens", max_tokens, "a whole number from 1")
+            self.within("max_tokens", "max_tokens", max_tokens)
             merged["max_tokens"] = max_tokens
         given = values.get("sampling")
         if given is None:
             return SamplingParams(**merged)
         if not isinstance(given, dict):
             self.refuse("sampling", given, "a JSON object")
-        self.refuse_unknown(given, tuple(_SAMPLING_CHECKS), "sampling.")
+        self.refuse_unknown(given, SAMPLING_KEYS, "sampling.")
         for key, value in given.items():
             if value is None:
                 continue
-            check, allowed = _SAMPLING_CHECKS[key]
-            if not check(value):
-                self.refuse(f"sampling.{key}", value, allowed)
+            self.check_sampling(key, value)
             if key in ("stop", "stop_token_ids"):
                 value = (value,) if isinstance(value, str) else tuple(value)
             merged[key] = value
         return SamplingParams(**merged)
 
+    def check_sampling(self, key: str, value: object) -> None:
+        name = f"sampling.{key}"
+        if key == "ignore_eos":
+            if not isinstance(value, bool):
+                self.refuse(name, value, "true or false")
+        elif key == "stop":
+            if not _is_stop(value):
+                self.refuse(name, value, "a non-empty string or a list of them")
+        elif key == "stop_token_ids":
+            if not isinstance(value, list):
+                self.refuse(name, value, f"a list of {SAMPLING_RANGES[key].allowed}")
+            for i, token in enumerate(value):
+                self.within(f"{name}[{i}]", key, token)
+        else:
+            self.within(name, key, value)
 
-def _is_integer(value: object, low: int, high: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: object, low: float, high: float = math.inf) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and low <= value <= high
+    def within(self, shown: str, key: str, value: object) -> None:
+        known = SAMPLING_RANGES[key]
+        if not known.allows(value):
+            self.refuse(shown, value, f"{known.allowed}; {known.remedy}")
 
 
 def _is_stop(value: object) -> bool:
     if isinstance(value, str):
         return bool(value)
     return isinstance(value, list) and all(isinstance(s, str) and s for s in value)
-
-
-_SAMPLING_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "temperature": (lambda v: _is_number(v, 0), "a number from 0 (0 is greedy)"),
-    "top_k": (lambda v: _is_integer(v, 0), "a whole number from 0 (0 is off)"),
-    "top_p": (lambda v: _is_number(v, 0, 1) and v != 0, "a number above 0 up to 1 (1 is off)"),
-    "min_p": (lambda v: _is_number(v, 0, 1), "a number from 0 to 1 (0 is off)"),
-    "seed": (lambda v: _is_integer(v, 0, MAX_SEED), f"a whole number from 0 to {MAX_SEED}"),
-    "stop": (_is_stop, "a non-empty string or a list of them"),
-    "stop_token_ids": (
-        lambda v: isinstance(v, list) and all(_is_integer(t, 0) for t in v),
-        "a list of token ids, whole numbers from 0",
-    ),
-    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
-}

@@ -26,7 +26,7 @@ METHOD, SECOND, BASELINE = "var(--method)", "var(--second)", "var(--baseline)"
 VERDICTS = {
     "identical": ("good", "Identical", "every greedy output equals the baseline's, token by token"),
     "numerical": ("good", "Numerical", "outputs differ only where the target's two best tie"),
-    "diverged": ("bad", "Diverged", "an output differs beyond rounding: this is not lossless"),
+    "diverged": ("bad", "Diverged", "an output differs beyond rounding, or was lost"),
     "not_checked": ("", "Not checked", "needs greedy sampling and a baseline to compare with"),
 }
 
@@ -272,6 +272,9 @@ def _lossless(summary: Json) -> str:
         ["greedy requests checked", str(lossless["num_requests_checked"])],
         ["with another output", str(lossless["num_requests_diverged"])],
     ]
+    for side in ("method", "baseline"):
+        if count := lossless[f"num_failed_with_{side}_only"]:
+            rows.append([f"with an error in the {side} only", str(count)])
     for title, key in (("first", "first_divergence"), ("beyond rounding", "first_beyond_margin")):
         if found := lossless[key]:
             margin = f"{found['target_margin']:.3g}, rounding allows {found['allowed_margin']:.3g}"

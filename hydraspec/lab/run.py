@@ -197,6 +197,9 @@ class _Run:
 
     def _summarise(self, status: str, lossless: Lossless, warnings: Sequence[str]) -> Json:
         info = self.engine.info
+        failures = summary.failure_warnings(
+            self.measurement.completions(Side.method), self.measurement.completions(Side.baseline)
+        )
         return summary.build(
             config=self.config,
             info=info,
@@ -211,7 +214,13 @@ class _Run:
                 "load_s": self.load_s,
                 "run_s": time.perf_counter() - self.started,
             },
-            warnings=[*self.config.warnings, *info.warnings, *warnings],
+            warnings=[
+                *self.config.warnings,
+                *info.warnings,
+                *warnings,
+                *failures,
+                *verdict.remarks(lossless, info),
+            ],
         )
 
     def _write(self, result: Json, rows: Sequence[Json]) -> None:
@@ -234,6 +243,7 @@ class _Run:
 def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> Workload:
     if workload is None:
         workload = workloads.random_requests(config, engine.info.vocab_size)
+    workloads.check_configured_stops(config, engine.info.vocab_size)
     workload.check_vocabulary(engine.info.vocab_size)
     try:
         engine.tokenize(workload.requests)

@@ -15,15 +15,11 @@ def score(text: str | None, answer: str | None) -> bool | None:
     """Whether the final answer in `text` is `answer`; null where either is missing.
 
     The final answer is what follows the last "answer is", or the whole text where that phrase is
-    absent; both sides are compared without surrounding white space and one final full stop.
+    absent; both sides are compared without surrounding white space, to the letter.
     """
     if text is None or answer is None:
         return None
-    return _normalised(text.rpartition(MARKER)[2]) == _normalised(answer)
-
-
-def _normalised(text: str) -> str:
-    return text.strip().removesuffix(".").strip()
+    return text.rpartition(MARKER)[2].strip() == answer.strip()
 
 
 def score_completion(request: Request, completion: Completion) -> bool | None:

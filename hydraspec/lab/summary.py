@@ -5,7 +5,8 @@ Defines no metric itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import EngineInfo
@@ -14,9 +15,10 @@ from hydraspec.lab.verdict import Lossless
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter, speedup
 from hydraspec.metrics.sinks import request_row
-from hydraspec.types import Request
+from hydraspec.types import Completion, Request
 
 SCHEMA_VERSION = 1
+MAX_FAILURES = 3  # kinds of error that are spelt out
 
 
 def build(
@@ -60,6 +62,33 @@ def build(
             **facts,
         }
     )
+
+
+def failure_warnings(
+    method: Mapping[int, Completion], baseline: Mapping[int, Completion]
+) -> list[str]:
+    """Why requests ended with an error: up to MAX_FAILURES kinds of each side, most frequent first.
+
+    What failed with the method too is not said again for the baseline.
+    """
+    sides = {
+        "": [c for c in method.values() if c.finish_reason == "error"],
+        "baseline: ": [
+            c
+            for index, c in baseline.items()
+            if c.finish_reason == "error"
+            and (index not in method or method[index].finish_reason != "error")
+        ],
+    }
+    warnings = []
+    for side, failed in sides.items():
+        kinds = Counter(completion.error or "no reason given" for completion in failed)
+        for text, count in kinds.most_common(MAX_FAILURES):
+            requests = "1 request" if count == 1 else f"{count} requests"
+            warnings.append(f"{side}{requests} ended with an error: {text}")
+        if (more := len(kinds) - MAX_FAILURES) > 0:
+            warnings.append(f"{side}and {more} more kinds of error: see requests.jsonl")
+    return warnings
 
 
 def request_rows(requests: Sequence[Request], meter: Meter) -> list[Json]:

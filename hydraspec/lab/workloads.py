@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, SamplingConfig, WorkloadConfig
 from hydraspec.lab.lines import parse_line
 from hydraspec.types import Request, SamplingParams, WorkloadError
@@ -28,7 +29,7 @@ class Workload:
     places: dict[str, str]  # request id -> "file:line"
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that the target does not have.
+        """Refuse prompt and stop token ids that the target does not have.
 
         Raises:
             WorkloadError: with file and line of the first one.
@@ -41,6 +42,30 @@ class Workload:
                         f"target's vocabulary of {vocab_size} tokens (ids 0 to {vocab_size - 1}); "
                         "tokenise the prompt with the target's own tokenizer"
                     )
+            for token in request.sampling.stop_token_ids:
+                if token >= vocab_size:
+                    raise WorkloadError(
+                        f"{self.places[request.id]}: sampling.stop_token_ids: {token} is outside "
+                        f"the target's vocabulary of {vocab_size} tokens (ids 0 to "
+                        f"{vocab_size - 1}); give ids of the target's own tokenizer"
+                    )
+
+
+def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
+    """Refuse ids in sampling.stop_token_ids that the target does not have.
+
+    Raises:
+        ConfigurationError: naming the first one.
+    """
+    for i, token in enumerate(config.sampling.stop_token_ids):
+        if token >= vocab_size:
+            raise refusal(
+                f"sampling.stop_token_ids[{i}]",
+                token,
+                "is outside the target's vocabulary",
+                allowed=f"0 to {vocab_size - 1}",
+                remedy="give ids of the target's own tokenizer",
+            )
 
 
 def read(config: RunConfig) -> Workload | None:

@@ -108,11 +108,15 @@ def verdict_words(summary: Mapping[str, Any]) -> str:
     lossless = summary["lossless"]
     num_checked, first = lossless["num_requests_checked"], lossless["first_divergence"]
     place = f"request {first['request']} at output token {first['position']}" if first else ""
+    diverged = f"an output differs beyond rounding (first difference: {place})"
+    count = lossless["num_failed_with_method_only"]
+    if count and lossless["first_beyond_margin"] is None:
+        diverged = f"an error in {count} of the requests that the baseline finished"
     return {
         "identical": f"identical: all {num_checked} outputs equal the baseline's, token for token",
         "numerical": "numerical: outputs differ only where the target's two best logits tie "
         f"within rounding (first: {place})",
-        "diverged": f"DIVERGED: an output differs beyond rounding (first difference: {place})",
+        "diverged": f"DIVERGED: {diverged}",
         "not_checked": "not checked",
     }[lossless["verdict"]]
 

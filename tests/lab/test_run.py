@@ -220,6 +220,7 @@ def test_requests_that_fail_leave_the_others_alone(
     rows = read_lines(tmp_path / "run" / "requests.jsonl")
     assert (rows[1]["finish_reason"], rows[1]["error"]) == ("error", "prompt is too long")
     assert rows[1]["correct"] is None
+    assert summary["warnings"] == ["2 requests ended with an error: prompt is too long"]
 
 
 def test_a_run_in_which_nothing_finished_has_failed(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_engine import Behaviour, FakeEngine
+from fake_engine import Behaviour, FakeEngine, make_info
 
-from hydraspec.lab.verdict import judge
+from hydraspec.lab.verdict import judge, remarks
 from hydraspec.types import Completion, Request, SamplingParams
 
 EPS = float(np.finfo(np.float32).eps)
@@ -106,6 +106,55 @@ def test_not_checked() -> None:
     assert judge(greedy, outputs, {}, engine, synthetic=False).verdict == "not_checked"
     failed = {0: completion(0, finish_reason="error")}
     assert judge(greedy, outputs, failed, engine, synthetic=False).verdict == "not_checked"
+
+
+FAILED = {"finish_reason": "error"}
+
+
+def test_a_request_that_only_the_method_failed_diverges() -> None:
+    """Catches "identical" over the requests that are left, where the others were lost."""
+    requests, theirs = [request(0), request(1)], both((1, 2), (3, 4))
+    ours = {0: theirs[0], 1: completion(1, **FAILED)}
+    result = judge(requests, ours, theirs, FakeEngine(), synthetic=False)
+    assert (result.verdict, result.num_requests_checked) == ("diverged", 1)
+    assert (result.num_failed_with_method_only, result.first_divergence) == (1, None)
+    assert remarks(result, make_info()) == [
+        "1 request ended with an error in method=gemma4_mtp but not in the baseline"
+    ]
+    only = judge([request(1)], {1: ours[1]}, {1: theirs[1]}, FakeEngine(), synthetic=False)
+    assert (only.verdict, only.num_requests_checked) == ("diverged", 0)
+
+
+def test_a_request_that_only_the_baseline_failed_is_not_identical() -> None:
+    requests, ours = [request(0), request(1), request(2)], both((1, 2), (3, 4), (5,))
+    theirs = {0: ours[0], 1: completion(1, **FAILED), 2: completion(2, **FAILED)}
+    result = judge(requests, ours, theirs, FakeEngine(), synthetic=False)
+    assert (result.verdict, result.num_failed_with_baseline_only) == ("not_checked", 2)
+    assert remarks(result, make_info()) == [
+        "2 requests ended with an error in the baseline but not in method=gemma4_mtp"
+    ]
+    wrong = judge(requests, both((1, 9), (3, 4), (5,)), theirs, FakeEngine(), synthetic=False)
+    assert wrong.verdict == "diverged"
+
+
+def test_requests_that_fail_on_both_sides_or_sample_decide_nothing() -> None:
+    ours = {0: completion(0, 1), 1: completion(1, **FAILED), 2: completion(2, **FAILED)}
+    theirs = {0: completion(0, 1), 1: completion(1, **FAILED), 2: completion(2, 7)}
+    requests = [request(0), request(1), request(2, 0.5)]
+    result = judge(requests, ours, theirs, FakeEngine(), synthetic=False)
+    assert (result.verdict, result.num_failed_with_method_only) == ("identical", 1)
+    assert len(remarks(result, make_info())) == 1
+    synthetic = judge(requests, ours, theirs, FakeEngine(), synthetic=True)
+    assert (synthetic.verdict, synthetic.num_failed_with_method_only) == ("not_checked", 1)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_tie_where_equality_is_expected_is_pointed_out(exact: bool) -> None:
+    engine = FakeEngine(Behaviour(margin=0.0), greedy_is_exact=exact)
+    result = judge([request(0)], both((1, 2)), both((1, 3)), engine, synthetic=False)
+    assert result.verdict == "numerical"
+    found = remarks(result, engine.info)
+    assert [("float32" in text, "identical" in text) for text in found] == [(True, True)] * exact
 
 
 def test_only_greedy_requests_of_a_mixed_workload_are_compared() -> None:

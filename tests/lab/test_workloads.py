@@ -12,7 +12,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.lab import workloads
 from hydraspec.lab.scoring import accuracy, score
 from hydraspec.lab.workloads import request_seed
-from hydraspec.types import Request, SamplingParams, WorkloadError
+from hydraspec.types import ConfigurationError, Request, SamplingParams, WorkloadError
 
 GOOD = {"prompt": "hello"}
 
@@ -64,12 +64,38 @@ BAD_LINES = {
     "max_tokens true": ({**GOOD, "max_tokens": True}, "max_tokens: true is not allowed"),
     "sampling no object": ({**GOOD, "sampling": 1}, "sampling: 1 is not allowed"),
     "temperature": ({**GOOD, "sampling": {"temperature": -1}}, "sampling.temperature: -1 is not"),
-    "top_k": ({**GOOD, "sampling": {"top_k": -1}}, "(0 is off)"),
-    "top_p": ({**GOOD, "sampling": {"top_p": 0}}, "a number above 0 up to 1"),
-    "min_p": ({**GOOD, "sampling": {"min_p": 1.1}}, "a number from 0 to 1"),
+    "top_k": ({**GOOD, "sampling": {"top_k": -1}}, "whole number, 0 (off) to 2147483647; to"),
+    "top_p 0": ({**GOOD, "sampling": {"top_p": 0}}, "top_p: 0 is not allowed; it must be above"),
+    "min_p": ({**GOOD, "sampling": {"min_p": 1}}, "min_p: 1 is not allowed; it must be 0 (off)"),
+    "temperature like 0": ({**GOOD, "sampling": {"temperature": 1e-50}}, "0 (greedy), or 0.0001"),
+    "temperature like 0.0": ({**GOOD, "sampling": {"temperature": 9.9e-5}}, "write 0"),
+    "temperature 101": ({**GOOD, "sampling": {"temperature": 101}}, "0.0001 to 100"),
+    "temperature true": ({**GOOD, "sampling": {"temperature": True}}, "true is not allowed"),
+    "temperature text": ({**GOOD, "sampling": {"temperature": "1"}}, '"1" is not allowed'),
+    "temperature of 400 digits": ({**GOOD, "sampling": {"temperature": 10**400}}, "0.0001 to"),
+    "top_k of 21 digits": ({**GOOD, "sampling": {"top_k": 10**20}}, "top_k: 1000000000"),
+    "top_k 1.5": ({**GOOD, "sampling": {"top_k": 1.5}}, "top_k: 1.5 is not allowed"),
+    "max_tokens of 32 bits": ({**GOOD, "max_tokens": 2**31}, "1 to 2147483647"),
+    "stop id of 32 bits": (
+        {**GOOD, "sampling": {"stop_token_ids": [1, 2**31]}},
+        "sampling.stop_token_ids[1]: 2147483648 is not allowed",
+    ),
+    "half a character": ({"prompt": "\ud800 x"}, r"prompt: '\ud800' is half a character"),
+    "half in id": ({**GOOD, "id": "\udfff"}, r"id: '\udfff'"),
+    "half in category": ({**GOOD, "category": "\ud800"}, "category: "),
+    "half in answer": ({**GOOD, "answer": "\ud800"}, "answer: "),
+    "half in messages": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages: "),
+    "half in stop": ({**GOOD, "sampling": {"stop": ["\ud800"]}}, "sampling: "),
+    "half in a key": ({**GOOD, "\ud800": 1}, r"\ud800: '\ud800' is half"),
+    "key twice": ('{"prompt": "a", "prompt": "b"}', "key 'prompt' stands twice"),
+    "key twice inside": (
+        '{"prompt": "a", "sampling": {"seed": 1, "seed": 1}}',
+        "key 'seed' stands twice in one object; keep one of the two",
+    ),
     "seed": ({**GOOD, "sampling": {"seed": 2**63}}, "sampling.seed: 9223372036854775808"),
     "stop": ({**GOOD, "sampling": {"stop": [""]}}, "a non-empty string or a list of them"),
-    "stop ids": ({**GOOD, "sampling": {"stop_token_ids": [-1]}}, "a list of token ids"),
+    "stop ids": ({**GOOD, "sampling": {"stop_token_ids": [-1]}}, "stop_token_ids[0]: -1 is not"),
+    "stop ids no list": ({**GOOD, "sampling": {"stop_token_ids": 1}}, "a list of whole numbers"),
     "ignore_eos": ({**GOOD, "sampling": {"ignore_eos": 1}}, "true or false"),
 }
 
@@ -145,6 +171,28 @@ def test_token_ids_are_checked_against_the_vocabulary(config: RunConfig, path: P
         workload.check_vocabulary(10)
 
 
+def test_stop_ids_are_checked_against_the_vocabulary(config: RunConfig, path: Path) -> None:
+    line = {**GOOD, "sampling": {"stop_token_ids": [9, 10]}}
+    workload = read_lines(config, path, GOOD, line)
+    workload.check_vocabulary(11)
+    with pytest.raises(WorkloadError, match=r":2: sampling\.stop_token_ids: 10 .* of 10 tokens"):
+        workload.check_vocabulary(10)
+    config.sampling.stop_token_ids = [3, 10]
+    workloads.check_configured_stops(config, 11)
+    with pytest.raises(ConfigurationError, match=r"(?s)stop_token_ids\[1\]=10 .*allowed: 0 to 9"):
+        workloads.check_configured_stops(config, 10)
+
+
+def test_edges_of_the_ranges_are_allowed(config: RunConfig, path: Path) -> None:
+    edges = [
+        {"temperature": 1e-4, "top_k": 2**31 - 1, "top_p": 1e-9, "min_p": 0.999, "seed": 2**63 - 1},
+        {"temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0},
+        {"temperature": 0, "stop_token_ids": [0, 2**31 - 1], "stop": "\U0001f600"},
+    ]
+    lines = [{**GOOD, "max_tokens": 2**31 - 1, "sampling": edge} for edge in edges]
+    assert len(read_lines(config, path, *lines).requests) == 3
+
+
 def test_the_zoo_workload_can_be_read(config: RunConfig) -> None:
     config.workload.path = "zoo:tiny"
     workload = workloads.read(config)
@@ -178,11 +226,13 @@ def test_request_seeds_differ_and_fit_a_signed_word() -> None:
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
     [
-        ("3 + 4 = 7. The answer is 7.", "7", True),
-        ("the answer is 3, no, the answer is\n 7 . ", "7", True),
+        ("3 + 4 = 7. The answer is 7", "7", True),
+        ("3 + 4 = 7. The answer is 7.", "7", False),
+        ("the answer is 3, no, the answer is\n 7 \n", " 7 ", True),
         ("the answer is 7 apples", "7", False),
         ("7", "7", True),
         (" abc. ", "abc.", True),
+        (" abc. ", "abc", False),
         ("The Answer Is 7", "7", False),
         (None, "7", None),
         ("7", None, None),

@@ -30,7 +30,13 @@ SUMMARY: dict[str, Any] = {
     "accuracy": None,
     "baseline": None,
     "speedup": None,
-    "lossless": {"verdict": "not_checked", "num_requests_checked": 0, "first_divergence": None},
+    "lossless": {
+        "verdict": "not_checked",
+        "num_requests_checked": 0,
+        "first_divergence": None,
+        "first_beyond_margin": None,
+        "num_failed_with_method_only": 0,
+    },
     "warnings": ["a [red] warning"],
 }
 
@@ -84,5 +90,13 @@ def test_figures() -> None:
     assert number(1234.5, 1) == "1,234.5"
     assert interval({"mean": 2.0, "ci95": None}, "x") == "2.00x"
     first = {"request": "r1", "position": 7}
-    lossless = {"verdict": "diverged", "num_requests_checked": 3, "first_divergence": first}
+    lossless = {
+        "verdict": "diverged",
+        "num_requests_checked": 3,
+        "first_divergence": first,
+        "first_beyond_margin": first,
+        "num_failed_with_method_only": 2,
+    }
     assert "request r1 at output token 7" in verdict_words({"lossless": lossless})
+    lossless["first_beyond_margin"] = None
+    assert "an error in 2 of the requests" in verdict_words({"lossless": lossless})

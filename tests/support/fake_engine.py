@@ -179,7 +179,7 @@ class FakeEngine(Engine):
             index=request.index,
             prompt_token_ids=list(request.prompt_token_ids or []),
             output_token_ids=output,
-            text=None if error else f"so the answer is {len(output)}.",
+            text=None if error else f"so the answer is {len(output)}",
             finish_reason="error" if error else "length",
             error=error,
             ttft_ms=None if error else 5.0,

@@ -1,0 +1,121 @@
+"""What becomes of requests that fail, of ids that cannot be, and of a folder that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import Behaviour, FakeEngine
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.summary import failure_warnings
+from hydraspec.types import Completion, ConfigurationError, WorkloadError
+
+Use = Callable[[FakeEngine], FakeEngine]
+Run = Callable[[], dict[str, Any]]
+
+
+def test_three_kinds_of_error_are_spelt_out_with_their_counts() -> None:
+    def failed(index: int, error: str | None) -> Completion:
+        return Completion(
+            index=index,
+            prompt_token_ids=[],
+            output_token_ids=[],
+            text=None,
+            finish_reason="length" if error is None else "error",
+            error=error,
+            ttft_ms=None,
+            latency_ms=1.0,
+        )
+
+    method = {i: failed(i, error) for i, error in enumerate("abbcccdde")}
+    baseline = {0: failed(0, "a"), 9: failed(9, "x"), 10: failed(10, None)}
+    assert failure_warnings(method, baseline) == [
+        "3 requests ended with an error: c",
+        "2 requests ended with an error: b",
+        "2 requests ended with an error: d",
+        "and 2 more kinds of error: see requests.jsonl",
+        "baseline: 1 request ended with an error: x",
+    ]
+
+
+def test_a_request_lost_by_the_method_alone_is_a_divergence(
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = FakeEngine(Behaviour(error_indices={2}))
+    engine.baseline = lambda: FakeEngine(is_baseline=True, method="none", num_speculative_tokens=0)  # type: ignore[method-assign]
+    use_engine(engine)
+    summary = run_config()
+    assert summary["lossless"]["verdict"] == "diverged"
+    assert len(summary["warnings"]) == 2
+    printed = capsys.readouterr().out
+    assert "DIVERGED: an error in 1 of the requests that the baseline finished" in printed
+    assert "prompt is too long" in printed
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Diverged" in report
+    assert "with an error in the method only" in report
+
+
+def test_stop_ids_outside_the_vocabulary_are_refused(
+    config: RunConfig, use_engine: Use, run_config: Run, workload_file: Path
+) -> None:
+    use_engine(FakeEngine())
+    config.sampling.stop_token_ids = [64]
+    with pytest.raises(ConfigurationError, match=r"sampling\.stop_token_ids\[0\]=64 is outside"):
+        run_config()
+    config.sampling.stop_token_ids = [63]
+    line = '{"prompt": "a", "sampling": {"stop_token_ids": [64]}}\n'
+    workload_file.write_text(line, encoding="utf-8")
+    with pytest.raises(WorkloadError, match=r"workload\.jsonl:1: sampling\.stop_token_ids: 64"):
+        run_config()
+
+
+def test_a_run_folder_is_cleared_of_the_older_run(
+    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    """Catches the older run's steps.jsonl beside a summary that knows nothing of it."""
+    config.metrics.steps = config.metrics.trace = True
+    use_engine(FakeEngine())
+    run_config()
+    folder = tmp_path / "run"
+    (folder / "wandb" / "offline-run-1").mkdir(parents=True)
+    (folder / "notes.md").write_text("mine", encoding="utf-8")
+    config.metrics.steps = config.metrics.trace = False
+    use_engine(FakeEngine(Behaviour(raise_at_step={0: RuntimeError("a bug")})))
+    with pytest.raises(RuntimeError):
+        run_config()
+    names = {path.name for path in folder.iterdir()}
+    assert {"notes.md", "summary.json", "env.json"} <= names
+    assert names.isdisjoint({"steps.jsonl", "trace.jsonl", "wandb"})
+
+
+@pytest.mark.parametrize("mark", ["{", "[]", '{"versions": {"other": "1"}}'])
+def test_a_folder_that_is_no_run_folder_keeps_its_files(tmp_path: Path, mark: str) -> None:
+    """Catches another program's steps.jsonl or wandb/ being deleted."""
+    names = ("config.yaml", "steps.jsonl", "summary.json")
+    for name in names:
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    (tmp_path / "env.json").write_text(mark, encoding="utf-8")
+    (tmp_path / "wandb").mkdir()
+    RunFolder(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "env.json", "wandb"}
+
+
+def test_a_linked_folder_is_not_followed_when_cleared(tmp_path: Path) -> None:
+    kept, folder = tmp_path / "kept", tmp_path / "run"
+    kept.mkdir()
+    (kept / "file").touch()
+    RunFolder(folder).write_environment({"versions": {"hydraspec": "0"}})
+    (folder / "config.yaml").touch()
+    (folder / "wandb").symlink_to(kept)
+    (folder / "summary.json").mkdir()
+    RunFolder(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "summary.json"]
+    assert (kept / "file").exists()

@@ -1,0 +1,88 @@
+"""Whole runs of the shipped models with the native engine, as a user of `hydraspec.run` has them.
+
+Nothing is faked. What a figure must be is wide enough for another machine's rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydraspec
+
+MIN_ACCEPTANCE_LENGTH = 2.3  # of 4 with K=3; a drafter that is read wrongly falls below 1.5
+SYNTHETIC_TOLERANCE = 0.3  # of a mean over 8 requests, about 4 of its standard errors
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Eight requests of the tiny workload; the summary, checked against summary.json."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*overrides: str) -> dict[str, Any]:
+        summary = hydraspec.run(
+            [*overrides, "workload.limit=8", "tracker=none", "hydra.run.dir=run"]
+        )
+        text = (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
+        assert json.loads(text) == summary
+        assert (summary["status"], summary["engine"]) == ("ok", "native")
+        assert (summary["num_requests"], summary["num_errors"]) == (8, 0)
+        return summary
+
+    return run_here
+
+
+def check_lossless(summary: dict[str, Any]) -> None:
+    lossless, baseline = summary["lossless"], summary["baseline"]
+    assert (lossless["verdict"], lossless["num_requests_checked"]) == ("identical", 8)
+    assert summary["acceptance_length"]["mean"] >= MIN_ACCEPTANCE_LENGTH
+    assert summary["accuracy"]["exact_match"] == baseline["accuracy"]["exact_match"] == 1.0
+    assert baseline["num_requests"] == 8
+    assert baseline["num_output_tokens"] == summary["num_output_tokens"]
+    assert summary["speedup"]["mean"] > 0
+
+
+@pytest.mark.parametrize("target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"])
+def test_a_shipped_drafter_is_lossless_and_accepted(run, target):  # type: ignore[no-untyped-def]
+    """Catches a drafter on the wrong layers or positions (acceptance), and a verifier that lets
+    wrong drafts through (verdict).
+    """
+    summary = run(f"target={target}")
+    assert (summary["target"], summary["method"]) == (target, "gemma4_mtp")
+    check_lossless(summary)
+
+
+def test_block_verification_is_lossless(run):  # type: ignore[no-untyped-def]
+    summary = run("method.verification=block")
+    assert summary["verification"] == "block"
+    check_lossless(summary)
+
+
+def test_synthetic_verification_has_the_length_asked_for(run):  # type: ignore[no-untyped-def]
+    summary = run("method.verification=synthetic", "method.synthetic_acceptance_length=2.5")
+    assert summary["acceptance_length"]["mean"] == pytest.approx(2.5, abs=SYNTHETIC_TOLERANCE)
+    assert summary["lossless"]["verdict"] == "not_checked"
+    assert summary["baseline"]["accuracy"]["exact_match"] == 1.0
+
+
+def test_probabilistic_drafts_of_a_sampled_run(run):  # type: ignore[no-untyped-def]
+    summary = run("sampling=stochastic", "method.draft_sampling=probabilistic", "baseline=false")
+    assert summary["draft_sampling"] == "probabilistic"
+    assert summary["lossless"]["verdict"] == "not_checked"
+    assert 1.5 < summary["acceptance_length"]["mean"] <= 4
+
+
+def test_prompts_that_are_too_long_say_so(run, tmp_path, capsys):  # type: ignore[no-untyped-def]
+    """Catches a failed run whose reason stands in requests.jsonl alone."""
+    summary = hydraspec.run(
+        ["workload=random", "workload.prompt_tokens=5000", "workload.limit=2", "tracker=none"]
+    )
+    assert (summary["status"], summary["num_errors"]) == ("failed", 2)
+    (warning,) = summary["warnings"]
+    assert warning.startswith("2 requests ended with an error: ")
+    assert "max_model_len" in warning
+    assert "5000" in warning
+    assert "2 requests ended with an error" in capsys.readouterr().out
