@@ -165,7 +165,7 @@ WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...
     ),
     "peagle on gemma4": (
         *("peagle", "gemma4", {"model_type": "llama", "num_hidden_layers": 2}),
-        *({"norm_before_fc": True}, (1, 2, 3), 320, 9),
+        *({"norm_before_fc": True}, (1, 2, 3), 640, 9),
     ),
     "peagle on qwen3": (
         *("peagle", "qwen3", {"model_type": "qwen3", **SLIDING}),
