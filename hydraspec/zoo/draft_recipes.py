@@ -80,6 +80,6 @@ DRAFTERS: dict[str, DraftRecipe] = {
     ),
     # Goes into its target's own folder.
     "tiny_deepseek-mtp": DraftRecipe(
-        kind="mtp", target="tiny_deepseek", step_weights=(1.0, 0.5, 0.3), steps=500
+        kind="mtp", target="tiny_deepseek", step_weights=(1.0, 0.5, 0.3), steps=1000
     ),
 }

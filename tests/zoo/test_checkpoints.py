@@ -55,7 +55,7 @@ def test_sizes() -> None:
     for name in ASSISTANTS:
         draft = CHECKPOINTS / f"{name}-assistant" / "model.safetensors"
         assert draft.stat().st_size <= ASSISTANT_LIMIT
-    whole = sum(path.stat().st_size for path in CHECKPOINTS.parent.rglob("*") if path.is_file())
+    whole = sum(path.stat().st_size for path in CHECKPOINTS.rglob("*") if path.is_file())
     assert whole <= ZOO_LIMIT
 
 
