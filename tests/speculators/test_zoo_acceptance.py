@@ -30,7 +30,7 @@ NUM_PROMPTS = 12
 @pytest.mark.parametrize("name", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"])
 @pytest.mark.parametrize("k", [3, 5])
 def test_drafts_and_acceptance_equal_the_plain_loop(name: str, k: int) -> None:
-    """Mixed categories, batched, chunked prefill, float32; draft tokens and counts match step by step."""
+    """Mixed categories, batched, chunked prefill, float32; drafts and counts match step by step."""
     lines = read_workload()[:NUM_PROMPTS]
     folder, drafter = resolve_folder(f"zoo:{name}"), resolve_folder(f"zoo:{name}-assistant")
     tokenizer = AutoTokenizer.from_pretrained(folder)
