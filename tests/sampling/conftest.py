@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydraspec.sampling.sampler import EVERYTHING
 from hydraspec.sampling.verifier import Verifier
-from hydraspec.types import Batch, RequestState, Verdict
+from hydraspec.types import Batch, RequestState, SamplingFlags, Verdict
 
 
 @dataclass(slots=True, kw_only=True)
