@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "native": "hydraspec.engine.native.engine:NativeEngine",
+    "transformers": "hydraspec.engine.transformers_engine:TransformersEngine",
 }
 DETECTION = "hydraspec.models.detect:resolve"
 SPECULATORS = {

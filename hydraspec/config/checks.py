@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from hydraspec.config.choices import choices_of
+from hydraspec.config.engines import NATIVE, check_offer
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.schema import (
@@ -123,6 +124,12 @@ def _check_method(method: MethodConfig) -> None:
 def _check_engine(engine: EngineConfig, method: MethodConfig) -> None:
     _at_least("engine.max_num_seqs", engine.max_num_seqs, 1)
     _at_least("engine.num_threads", engine.num_threads, 1)
+    check_offer(engine, method)
+    if engine.name == NATIVE:
+        _check_cache(engine, method)
+
+
+def _check_cache(engine: EngineConfig, method: MethodConfig) -> None:
     cache = engine.kv_cache
     size = cache.block_size
     if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from itertools import takewhile
 
-from hydraspec.engine.native.finish import FinishCheck
-from hydraspec.engine.native.scheduler import Scheduled, Scheduler, Sequence
+from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.native.scheduler import Scheduled, Scheduler
 from hydraspec.engine.native.timing import PhaseClock
 from hydraspec.types import Batch, Completion, RequestStep, StepRecord, Verdict
 
@@ -35,7 +35,7 @@ class Collector:
             requests.append(self._apply(item, offered, emitted, now))
             if item.sequence.finish_reason:
                 self._scheduler.release(item.sequence)
-                completions.append(self._completion(item.sequence))
+                completions.append(self._finish.completion(item.sequence))
         record = StepRecord(
             step=self._num_steps,
             phase_ms=clock.phase_ms(),
@@ -51,7 +51,7 @@ class Collector:
 
     def failed(self) -> list[Completion]:
         """Completions of requests that can never be served."""
-        completions = [self._completion(sequence) for sequence in self._scheduler.failed]
+        completions = [self._finish.completion(sequence) for sequence in self._scheduler.failed]
         self._scheduler.failed.clear()
         return completions
 
@@ -66,8 +66,7 @@ class Collector:
         kept = self._finish.append(sequence, emitted)
         if kept:
             sequence.decoding = True
-            sequence.first_token_at = sequence.first_token_at or now
-            sequence.last_token_at = now
+            sequence.note_tokens(now)
         return RequestStep(
             index=sequence.request.index,
             num_rows=item.num_rows,
@@ -76,18 +75,4 @@ class Collector:
             draft_token_ids=drafts,
             num_accepted=num_accepted,
             output_token_ids=kept,
-        )
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        offered, first = sequence.offered_at, sequence.first_token_at
-        end = sequence.last_token_at or time.perf_counter()
-        return Completion(
-            index=sequence.request.index,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt],
-            output_token_ids=sequence.output_token_ids,
-            text=self._finish.text(sequence),
-            finish_reason=sequence.finish_reason or "error",
-            error=sequence.error,
-            ttft_ms=None if first is None else (first - offered) * 1e3,
-            latency_ms=(end - offered) * 1e3,
         )

@@ -11,20 +11,14 @@ import torch
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.collect import Collector
-from hydraspec.engine.native.finish import FinishCheck
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
 from hydraspec.engine.native.scheduler import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
 from hydraspec.engine.native.timing import PhaseClock
-from hydraspec.types import (
-    Completion,
-    Request,
-    SamplingParams,
-    StepPlan,
-    StepRecord,
-    WorkloadError,
-)
+from hydraspec.engine.prompts import tokenize
+from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
 
 
 class NativeEngine(Engine):
@@ -98,34 +92,8 @@ class NativeEngine(Engine):
             self._scheduler.clear()
 
     def tokenize(self, requests: Seq[Request]) -> None:
-        vocab_size = self.info.vocab_size
-        for request in requests:
-            request.prompt_token_ids = self._encode(request)
-            bad = [token for token in request.prompt_token_ids if not 0 <= token < vocab_size]
-            if bad:
-                raise WorkloadError(
-                    f"request {request.id}: prompt token id {bad[0]} is outside the vocabulary of "
-                    f"{self.info.target}: allowed is 0 to {vocab_size - 1}"
-                )
-            if not request.prompt_token_ids:
-                raise WorkloadError(f"request {request.id}: the prompt is empty after tokenisation")
-
-    def _encode(self, request: Request) -> list[int]:
-        if request.prompt_token_ids is not None and not request.sampling.stop:
-            return request.prompt_token_ids
-        tokenizer = self.parts.tokenizer
-        if tokenizer is None:
-            what = "a text prompt" if request.prompt_token_ids is None else "sampling.stop"
-            raise WorkloadError(
-                f"request {request.id}: {what} needs a tokenizer, and "
-                f"{self.parts.config.target.checkpoint} has none: give prompt_token_ids and no "
-                "stop strings, or add tokenizer.json to the folder"
-            )
-        if request.prompt_token_ids is not None:
-            return request.prompt_token_ids
-        if request.messages is not None:
-            return tokenizer.encode_chat(request.messages)
-        return tokenizer.encode(request.prompt or "")
+        checkpoint = self.parts.config.target.checkpoint
+        tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)

@@ -13,6 +13,7 @@ import torch
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import EngineInfo
+from hydraspec.engine.machine import model_length, pick_device, set_num_threads
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.scheduler import Scheduler
@@ -24,13 +25,11 @@ from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.none import NoSpeculator
-from hydraspec.types import DTYPES, ConfigurationError
+from hydraspec.types import DTYPES
 
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-# Below this width a CPU step is bound by dispatch, and a second thread only adds hand-over time.
-SINGLE_THREAD_WIDTH = 512
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def load(config: RunConfig) -> Loaded:
         ConfigurationError: device or length that this machine or checkpoint cannot give.
         CheckpointError: a checkpoint that cannot be used.
     """
-    device = _pick_device(config)
+    device = pick_device(config)
     target = load_target(
         config.target.checkpoint,
         weights=config.target.weights.value,
@@ -63,7 +62,7 @@ def load(config: RunConfig) -> Loaded:
         max_model_len=config.target.max_model_len,
     )
     if device.type == "cpu":
-        _set_num_threads(config.engine.num_threads, target.hidden_size)
+        set_num_threads(config.engine.num_threads, target.hidden_size)
     speculator = factory.build_speculator(config)
     speculator.load(target)
     return assemble(
@@ -88,7 +87,7 @@ def assemble(
     kv: KVCache | None,
 ) -> Loaded:
     """Wire loaded models into an engine's parts; `kv` None makes a new cache."""
-    max_model_len = _max_model_len(config, target)
+    max_model_len = model_length(config, target.max_position_embeddings)
     num_drafts = speculator.num_speculative_tokens
     warnings: list[str] = []
     kv = kv or _new_cache(config, target, speculator, max_model_len, warnings)
@@ -170,34 +169,6 @@ def _resolve_cudagraph(config: RunConfig, device: torch.device) -> dict[str, str
         )
         log.info("cudagraph=%s is not used: %s", requested, reason)
     return {"requested": requested, "target": "none", "draft": "none", "reason": reason}
-
-
-def _pick_device(config: RunConfig) -> torch.device:
-    wanted = config.engine.device.value
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "engine.device=cuda, but torch sees no CUDA device: allowed here are auto and cpu"
-        )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
-def _set_num_threads(num_threads: int | None, hidden_size: int) -> None:
-    if num_threads is None and hidden_size < SINGLE_THREAD_WIDTH:
-        num_threads = 1
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-
-
-def _max_model_len(config: RunConfig, target: TargetModel) -> int:
-    wanted, limit = config.target.max_model_len, target.max_position_embeddings
-    if wanted is not None and wanted > limit:
-        raise ConfigurationError(
-            f"target.max_model_len={wanted} is above the checkpoint's max_position_embeddings: "
-            f"allowed is 2 to {limit}; lower it or leave it null"
-        )
-    return wanted or limit
 
 
 def _new_cache(

@@ -3,43 +3,23 @@ Plain numbers only."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from hydraspec.engine.finish import OfferedRequest
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.types import Request, RowSegment, SamplingFlags, StepPlan
+from hydraspec.types import RowSegment, SamplingFlags, StepPlan
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """The host's view of a request that was offered to the engine."""
+class Sequence(OfferedRequest):
+    """An offered request with its place in the cache."""
 
-    request: Request
-    token_ids: list[int]  # prompt and emitted tokens
-    num_prompt: int
     slot: int = -1
     num_computed: int = 0  # tokens with valid target KV
     decoding: bool = False  # it has sampled since it was (re)admitted
-    offered_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    text: str | None = None  # set when a stop string cut it
-    finish_reason: str | None = None
-    error: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
-
-    def fail(self, message: str) -> None:
-        self.finish_reason, self.error = "error", message
 
 
 @dataclass(slots=True)
@@ -87,13 +67,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; one that can never be served fails at once."""
-        if sequence.num_tokens >= self.max_model_len:
-            sequence.fail(
-                f"the prompt has {sequence.num_tokens} tokens; target.max_model_len is "
-                f"{self.max_model_len} and leaves no room for an answer: shorten the prompt or "
-                "raise target.max_model_len"
-            )
-        elif not self.kv.can_ever_hold(sequence.num_tokens + 1 + self.num_lookahead_tokens):
+        sequence.fail_if_too_long(self.max_model_len)
+        if not sequence.finish_reason and not self.kv.can_ever_hold(
+            sequence.num_tokens + 1 + self.num_lookahead_tokens
+        ):
             sequence.fail(
                 f"the prompt has {sequence.num_tokens} tokens, more than the KV cache can hold: "
                 "raise engine.kv_cache.memory_gib"

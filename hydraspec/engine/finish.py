@@ -1,0 +1,121 @@
+"""When a request ends, at which token, and what it hands back. Runs on the host, over the tokens
+a step emitted; every engine ends its requests here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from hydraspec.types import Completion, Request
+
+
+@dataclass(slots=True, eq=False)
+class OfferedRequest:
+    """The host's view of a request that was offered to an engine."""
+
+    request: Request
+    token_ids: list[int]  # prompt and emitted tokens
+    num_prompt: int
+    offered_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    text: str | None = None  # set when a stop string cut it
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    def fail(self, message: str) -> None:
+        self.finish_reason, self.error = "error", message
+
+    def fail_if_too_long(self, max_model_len: int) -> None:
+        """Fail a prompt that leaves no room for one token."""
+        if self.num_tokens >= max_model_len:
+            self.fail(
+                f"the prompt has {self.num_tokens} tokens; target.max_model_len is "
+                f"{max_model_len} and leaves no room for an answer: shorten the prompt or "
+                "raise target.max_model_len"
+            )
+
+    def note_tokens(self, now: float) -> None:
+        """Tokens came at `now` (time.perf_counter)."""
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+
+
+class FinishCheck:
+    """Appends emitted tokens one by one and stops at the first that ends the request.
+
+    The token that ends it is kept in the output; the text ends before a stop string.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: Seq[int],
+        max_model_len: int,
+        decode: Callable[[Seq[int]], str] | None,
+    ) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_model_len = max_model_len
+        self._decode = decode
+
+    def append(self, sequence: OfferedRequest, tokens: Seq[int]) -> list[int]:
+        """Add `tokens` up to the end of the request; returns those that were kept and sets
+        finish_reason."""
+        sampling = sequence.request.sampling
+        ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self._eos_token_ids
+        for count, token in enumerate(tokens, 1):
+            sequence.token_ids.append(token)
+            if token in ends or (sampling.stop and self._stop_string(sequence)):
+                sequence.finish_reason = "stop"
+            elif (
+                sequence.num_tokens - sequence.num_prompt >= sampling.max_tokens
+                or sequence.num_tokens >= self._max_model_len
+            ):
+                sequence.finish_reason = "length"
+            if sequence.finish_reason:
+                return list(tokens[:count])
+        return list(tokens)
+
+    def _stop_string(self, sequence: OfferedRequest) -> bool:
+        """Whether the text holds a stop string; then the text is cut before the earliest one."""
+        assert self._decode is not None, "tokenize() refuses stop strings without a tokenizer"
+        text = self._decode(sequence.output_token_ids)
+        places = [
+            place for stop in sequence.request.sampling.stop if (place := text.find(stop)) >= 0
+        ]
+        if places:
+            sequence.text = text[: min(places)]
+        return bool(places)
+
+    def text(self, sequence: OfferedRequest) -> str | None:
+        """The request's output text, or None without a tokenizer."""
+        if sequence.text is not None or self._decode is None:
+            return sequence.text
+        return self._decode(sequence.output_token_ids)
+
+    def completion(self, sequence: OfferedRequest) -> Completion:
+        """What the user of an ended request gets."""
+        offered, first = sequence.offered_at, sequence.first_token_at
+        end = sequence.last_token_at or time.perf_counter()
+        return Completion(
+            index=sequence.request.index,
+            prompt_token_ids=sequence.token_ids[: sequence.num_prompt],
+            output_token_ids=sequence.output_token_ids,
+            text=self.text(sequence),
+            finish_reason=sequence.finish_reason or "error",
+            error=sequence.error,
+            ttft_ms=None if first is None else (first - offered) * 1e3,
+            latency_ms=(end - offered) * 1e3,
+        )

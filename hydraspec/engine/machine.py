@@ -1,0 +1,42 @@
+"""What an engine settles before it decodes: device, CPU threads, longest sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.types import ConfigurationError
+
+# Below this width a CPU step is bound by dispatch, and a second thread only adds hand-over time.
+SINGLE_THREAD_WIDTH = 512
+
+
+def pick_device(config: RunConfig) -> torch.device:
+    """The device of engine.device. Raises ConfigurationError if this machine has no such one."""
+    wanted = config.engine.device.value
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "engine.device=cuda, but torch sees no CUDA device: allowed here are auto and cpu"
+        )
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def set_num_threads(num_threads: int | None, hidden_size: int) -> None:
+    """torch's CPU threads; None chooses by the target's width."""
+    if num_threads is None and hidden_size < SINGLE_THREAD_WIDTH:
+        num_threads = 1
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def model_length(config: RunConfig, limit: int) -> int:
+    """target.max_model_len, or the checkpoint's `limit`. Raises ConfigurationError beyond it."""
+    wanted = config.target.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ConfigurationError(
+            f"target.max_model_len={wanted} is above the checkpoint's max_position_embeddings: "
+            f"allowed is 2 to {limit}; lower it or leave it null"
+        )
+    return wanted or limit

@@ -1,0 +1,145 @@
+"""What looks into transformers' generate() from outside: step records, ends of requests, and
+sampling by our streams. generate()'s own loops stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
+
+from hydraspec.engine.finish import FinishCheck, OfferedRequest
+from hydraspec.sampling.sampler import process_logits, sample
+from hydraspec.sampling.streams import Purpose
+from hydraspec.types import RequestStep, SamplingFlags, StepRecord
+
+NOT_MEASURED: dict[str, float | None] = dict.fromkeys(
+    ("schedule", "prepare", "forward", "verify", "propose")
+)
+
+
+class StepWatch(StoppingCriteria):  # type: ignore[misc]
+    """Called with the tokens after each forward of the target; ends what FinishCheck ends.
+
+    A request's first step holds what generate() does before its loop. Rows of a batch that have
+    ended stay in transformers' batch until the last one ends; they are in no record, so that their
+    time is the others'.
+    """
+
+    def __init__(
+        self, sequences: Sequence[OfferedRequest], finish: FinishCheck, first_step: int
+    ) -> None:
+        self.sequences, self.finish = sequences, finish
+        self.records: list[StepRecord] = []
+        self._first_step = first_step
+        self._began = time.perf_counter()
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """input_ids [B, any], left-padded, newest token last -> [B] bool, which rows have ended."""
+        newest = input_ids[:, -1].tolist()
+        self._record([[token] for token in newest], [[] for _ in newest])
+        return self._ended(input_ids.device)
+
+    def _ended(self, device: torch.device) -> Tensor:
+        ended = [sequence.finish_reason is not None for sequence in self.sequences]
+        return torch.tensor(ended, device=device)
+
+    def _record(self, emitted: Sequence[list[int]], drafts: Sequence[list[int]]) -> None:
+        now = time.perf_counter()
+        requests = [
+            self._apply(sequence, tokens, offered, now)
+            for sequence, tokens, offered in zip(self.sequences, emitted, drafts, strict=True)
+            if sequence.finish_reason is None
+        ]
+        if not requests:  # a forward that was launched before the last end was seen
+            return
+        self.records.append(
+            StepRecord(
+                step=self._first_step + len(self.records),
+                phase_ms=dict(NOT_MEASURED),
+                total_ms=(now - self._began) * 1e3,
+                requests=requests,
+                num_running=len(requests),
+            )
+        )
+        self._began = now
+
+    def _apply(
+        self, sequence: OfferedRequest, emitted: list[int], drafts: list[int], now: float
+    ) -> RequestStep:
+        is_prefill = not self.records
+        num_known = sequence.num_tokens
+        kept = self.finish.append(sequence, emitted)
+        sequence.note_tokens(now)
+        return RequestStep(
+            index=sequence.request.index,
+            num_rows=(num_known if is_prefill else 1) + len(drafts),
+            is_prefill=is_prefill,
+            num_computed_tokens=0 if is_prefill else num_known - 1,
+            draft_token_ids=drafts,
+            num_accepted=len(emitted) - 1,
+            output_token_ids=kept,
+        )
+
+
+class AssistedWatch(StepWatch):
+    """The assisted loop, of one request, asks twice a step: with the drafts, then with what was
+    accepted and one token more.
+
+    It never ends a request at its drafts (transformers would then drop the token behind them), so
+    that what the verifier accepted is what the loop emits, less one.
+    """
+
+    def __init__(self, sequence: OfferedRequest, finish: FinishCheck, first_step: int) -> None:
+        super().__init__([sequence], finish, first_step)
+        self._drafts: list[int] | None = None
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """input_ids [1, any] -> [1] bool."""
+        (sequence,) = self.sequences
+        behind: list[int] = input_ids[0, sequence.num_tokens :].tolist()
+        if self._drafts is None:
+            self._drafts = behind
+            return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+        drafts, self._drafts = self._drafts, None
+        self._record([behind], [drafts])
+        return self._ended(input_ids.device)
+
+
+class StreamSampler(LogitsProcessor):  # type: ignore[misc]
+    """Leaves to each row only the token that its request's stream draws there.
+
+    generate() then takes the argmax. A draw depends on seed and position only, so the output with
+    drafts is the output without. A draft, itself an argmax, is kept if it is the token drawn: with
+    probability p(draft), as standard verification keeps drafts chosen outright. transformers' own
+    rule divides by the softmax of the drafter, which the drafts were not sampled from.
+    """
+
+    def __init__(
+        self, sequences: Sequence[OfferedRequest], num_padding: Sequence[int], device: torch.device
+    ) -> None:
+        settings = [sequence.request.sampling for sequence in sequences]
+        self._temperature = torch.tensor([s.temperature for s in settings], device=device)
+        self._top_k = torch.tensor([s.top_k for s in settings], device=device)
+        self._top_p = torch.tensor([s.top_p for s in settings], device=device)
+        self._min_p = torch.tensor([s.min_p for s in settings], device=device)
+        self._seed = torch.tensor([s.seed for s in settings], device=device)
+        self._num_padding = torch.tensor(num_padding, device=device)
+        self._flags = SamplingFlags(
+            any_greedy=any(s.temperature == 0.0 for s in settings),
+            any_top_k=any(s.top_k > 0 for s in settings),
+            any_top_p=any(s.top_p < 1.0 for s in settings),
+            any_min_p=any(s.min_p > 0.0 for s in settings),
+        )
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids [B, any], scores [B, V] of the next token -> [B, V], finite at one token."""
+        probs = process_logits(
+            scores, self._temperature, self._top_k, self._top_p, self._min_p, self._flags
+        )
+        position = input_ids.shape[1] - self._num_padding
+        drawn = sample(probs, self._seed, position, Purpose.BONUS, 0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.unsqueeze(1), 0.0)
