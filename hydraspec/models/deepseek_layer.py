@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hydraspec_kernels.gated_activation import gated_silu
 from hydraspec_kernels.moe import moe, route_grouped
@@ -95,7 +97,7 @@ class DeepseekLayer:
         return self.mlp(self.post_attention_norm.normed(h), h)
 
 
-def unpack_experts(layers: list[DeepseekLayer]) -> None:
+def unpack_experts(layers: Sequence[DeepseekLayer]) -> None:
     """Make `tensors` name every expert by itself, as released files do."""
     for layer in layers:
         if isinstance(layer.mlp, Experts):

@@ -6,11 +6,9 @@ scheduling or speculation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from hydraspec_kernels.paged_attention import GroupShape
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
@@ -18,11 +16,11 @@ from torch import Tensor
 from hydraspec.models.attention import GroupPass
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint import Checkpoint
+from hydraspec.models.decoder import Decoder
 from hydraspec.models.dense_config import DenseConfig, read_dense_config
 from hydraspec.models.dense_layer import DenseLayer, dense_frequencies, dense_group, group_pass
 from hydraspec.models.gemma4_config import FULL, GROUP_NAMES, SLIDING
-from hydraspec.models.layers import Norm, Place, Tensors
-from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.models.layers import Place
 from hydraspec.types import KVGroupSpec, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
@@ -51,47 +49,23 @@ def canonical_name(name: str) -> str | None:
     return None if name.startswith(_NOT_OURS) or name.endswith("rotary_emb.inv_freq") else name
 
 
-class DenseTarget:
+class DenseTarget(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: DenseConfig, place: Place) -> None:
-        self.config, self.dtype, self.device = config, place.dtype, place.device
-        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
-        self.num_layers = len(config.kinds)
-        self.max_position_embeddings = config.max_position_embeddings
-        self.eos_token_ids: tuple[int, ...] = ()
-        self.suppress_token_ids: tuple[int, ...] = ()
-        self.table = place.empty(config.vocab_size, config.hidden_size)
-        self.head = (
-            self.table if config.tied else place.empty(config.vocab_size, config.hidden_size)
+        super().__init__(
+            place,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=len(config.kinds),
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            tied=config.tied,
         )
+        self.config = config
         self.layers = [DenseLayer(config, kind, place) for kind in config.kinds]
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps, place)
         self.theta = dense_frequencies(config, place)
         self.groups: dict[str, GroupShape] = {}
-        self.block_size = 16  # until kv_groups says otherwise
-        self._suppressed: Tensor | None = None
-
-    def tensors(self) -> Tensors:
-        """Every weight by its checkpoint name without prefix."""
-        found = {"embed_tokens.weight": self.table, "norm.weight": self.norm.weight}
-        if not self.config.tied:
-            found["lm_head.weight"] = self.head
-        for i, layer in enumerate(self.layers):
-            found |= {f"layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
-        return found
-
-    def finish(self) -> None:
-        """Call once after the weights are filled."""
-        for layer in self.layers:
-            layer.finish()
-        self.norm.fold_gain()
-        if self.suppress_token_ids:
-            self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
-
-    def ignores(self, name: str) -> bool:
-        """Tensors that released checkpoints may hold without our needing them."""
-        return name == "lm_head.weight" and self.config.tied
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
         """Sliding layers first, then full ones; also sets the block size forward reads with."""
@@ -114,10 +88,6 @@ class DenseTarget:
                 )
             )
         return specs
-
-    def kv_source(self, layer: int) -> int:
-        """Itself: no layer shares KV."""
-        return layer
 
     def forward(
         self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
@@ -142,21 +112,6 @@ class DenseTarget:
             for g, (kind, shape) in enumerate(self.groups.items())
         }
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V], suppressed tokens at minus infinity."""
-        logits = torch.mm(hidden, self.head.t())
-        if self._suppressed is not None:
-            logits.index_fill_(1, self._suppressed, -math.inf)
-        return logits
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], a new tensor."""
-        return F.embedding(token_ids, self.table)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held; a tied head counts once."""
-        return memory_bytes(self.tensors())
-
 
 def load_dense(
     checkpoint: Checkpoint, *, weights: str, dtype: torch.dtype, device: torch.device, seed: int
@@ -165,15 +120,5 @@ def load_dense(
     config = read_dense_config(checkpoint.config, str(checkpoint.folder))
     with torch.no_grad():
         model = DenseTarget(config, Place(dtype, device))
-        model.eos_token_ids = checkpoint.token_ids("eos_token_id", config.vocab_size)
-        model.suppress_token_ids = checkpoint.token_ids("suppress_tokens", config.vocab_size)
-        fill(
-            model.tensors(),
-            checkpoint,
-            weights=weights,
-            seed=seed,
-            canonical=canonical_name,
-            ignored=model.ignores,
-        )
-        model.finish()
+        model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
     return model

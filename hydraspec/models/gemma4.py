@@ -22,6 +22,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.attention import GroupPass
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint import Checkpoint
+from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4_config import (
     FULL,
     GROUP_NAMES,
@@ -30,8 +31,7 @@ from hydraspec.models.gemma4_config import (
     read_gemma4_config,
 )
 from hydraspec.models.gemma4_layer import DecoderLayer
-from hydraspec.models.layers import Norm, Place, Tensors
-from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.models.layers import Place, Tensors
 from hydraspec.types import KVGroupSpec, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
@@ -85,58 +85,43 @@ class PerLayerEmbedding:
         return inputs
 
 
-class Gemma4Target:
+class Gemma4Target(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: Gemma4Config, place: Place) -> None:
-        self.config, self.dtype, self.device = config, place.dtype, place.device
-        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
-        self.num_layers = len(config.layers)
-        self.max_position_embeddings = config.max_position_embeddings
-        self.eos_token_ids: tuple[int, ...] = ()
-        self.suppress_token_ids: tuple[int, ...] = ()
-        self.table = place.empty(config.vocab_size, config.hidden_size)
-        self.head = (
-            self.table if config.tied else place.empty(config.vocab_size, config.hidden_size)
+        super().__init__(
+            place,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=len(config.layers),
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            tied=config.tied,
         )
+        self.config = config
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
         self.per_layer = PerLayerEmbedding(config, place) if config.ple_size else None
         self.layers = [DecoderLayer(config, layer, place) for layer in config.layers]
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps, place)
         self.theta = rope_thetas(config, place)
         self.groups: dict[str, GroupShape] = {}
-        self.block_size = 16  # until kv_groups says otherwise
         self.stream_scales: list[float] = []  # c after each layer: the stream is held as h / c
-        self._suppressed: Tensor | None = None
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without prefix."""
-        found = {"embed_tokens.weight": self.table, "norm.weight": self.norm.weight}
-        if not self.config.tied:
-            found["lm_head.weight"] = self.head
-        if self.per_layer is not None:
-            found |= self.per_layer.tensors()
-        for i, layer in enumerate(self.layers):
-            found |= {f"layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
-        return found
+        return super().tensors() | (self.per_layer.tensors() if self.per_layer else {})
 
-    def finish(self) -> None:
-        """Call once after the weights are filled."""
+    def finish_layers(self) -> None:
         scale = 1.0
         for layer in self.layers:
             scale = layer.finish(scale)
             self.stream_scales.append(scale)
         self.norm.fold_gain(stream_in=scale)
-        if self.suppress_token_ids:
-            self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
 
     def ignores(self, name: str) -> bool:
-        """Tensors that released checkpoints may hold without our needing them."""
-        if name == "lm_head.weight":
-            return self.config.tied
+        """Keys and values of layers that share them, and the head of a tied model."""
         match = _SHARED_KV.match(name)
         if match is None or int(match[1]) >= self.num_layers:
-            return False
+            return super().ignores(name)
         return self.config.layers[int(match[1])].shares_kv
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
@@ -210,21 +195,14 @@ class Gemma4Target:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
-        logits = torch.mm(hidden, self.head.t())
-        cap = self.config.softcap
+        logits, cap = torch.mm(hidden, self.head.t()), self.config.softcap
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
-        if self._suppressed is not None:
-            logits.index_fill_(1, self._suppressed, -math.inf)
-        return logits
+        return self.suppress(logits)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""
         return F.embedding(token_ids, self.table).mul_(self.embed_scale)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held; a tied head counts once."""
-        return memory_bytes(self.tensors())
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -252,17 +230,7 @@ def load_gemma4(
     _check_uniform(config, where)
     with torch.no_grad():
         model = Gemma4Target(config, Place(dtype, device))
-        model.eos_token_ids = checkpoint.token_ids("eos_token_id", config.vocab_size)
-        model.suppress_token_ids = checkpoint.token_ids("suppress_tokens", config.vocab_size)
-        fill(
-            model.tensors(),
-            checkpoint,
-            weights=weights,
-            seed=seed,
-            canonical=canonical_name,
-            ignored=model.ignores,
-        )
-        model.finish()
+        model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
     return model
 
 
