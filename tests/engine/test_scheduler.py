@@ -98,6 +98,34 @@ def test_prompts_that_cannot_be_served_fail_alone() -> None:
     assert fine.error is None
 
 
+def test_lookahead_counts_when_a_window_has_to_fit() -> None:
+    """Otherwise a request would wait for ever for a cache that can never take its first row."""
+    spec = KVGroupSpec(
+        name="sliding", layers=(0,), num_kv_heads=1, head_dim=2, block_size=4, window=4
+    )
+    for num_blocks, fits in ((3, False), (5, True)):
+        kv = KVCache(
+            [spec],
+            [num_blocks],
+            num_layers=1,
+            num_slots=1,
+            max_tokens=80,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        scheduler = Scheduler(
+            kv,
+            max_num_seqs=1,
+            max_num_batched_tokens=32,
+            max_model_len=64,
+            num_speculative_tokens=9,
+            num_lookahead_tokens=8,
+        )
+        sequence = add(scheduler, 20)
+        assert (sequence.finish_reason is None) == fits
+        assert bool(scheduler.schedule()) == fits
+
+
 def test_the_youngest_is_preempted_and_recomputed() -> None:
     scheduler = make_scheduler(num_blocks=6, budget=64)  # 20 tokens
     old, young = add(scheduler, 8, index=0), add(scheduler, 7, index=1)

@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 import torch
 from eagle_worlds import MAX_K, WORLDS, EagleWorld, make_world
-from scenarios import Outcome, Scenario, draw_scenario, make_engine
+from scenarios import (
+    Outcome,
+    Scenario,
+    assert_every_draft_is_offered,
+    draw_scenario,
+    make_engine,
+)
 from tiny_targets import run_config
 from torch import Tensor
 
@@ -50,6 +56,7 @@ def run(world: EagleWorld, scenario: Scenario, outcome: Outcome, plant: Any = No
         if isinstance(event, StepRecord):
             outcome.num_preempted += event.num_preempted
             for part in event.requests:
+                assert_every_draft_is_offered(scenario, part)
                 if part.draft_token_ids:
                     check_drafts(world, texts[part.index], part, method, outcome)
         else:

@@ -23,6 +23,7 @@ from scenarios import (
     Outcome,
     Scenario,
     World,
+    assert_every_draft_is_offered,
     draw_scenario,
     make_engine,
     random_prompt,
@@ -111,6 +112,7 @@ def run(
         if isinstance(event, StepRecord):
             outcome.num_preempted += event.num_preempted
             for part in event.requests:
+                assert_every_draft_is_offered(scenario, part)
                 if part.draft_token_ids:
                     step = (part.num_computed_tokens, part.draft_token_ids, part.num_accepted)
                     seen.append((part.index, *step))

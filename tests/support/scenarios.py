@@ -19,7 +19,7 @@ from hydraspec.engine.native.loading import assemble
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.none import NoSpeculator
-from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 
 LONGEST_OUTPUT = 24
 # A verify step may run past the end of a request: K more tokens and the drafts behind them must be
@@ -194,6 +194,7 @@ def run_scenario(
         if isinstance(event, StepRecord):
             outcome.num_preempted += event.num_preempted
             for part in event.requests:
+                assert_every_draft_is_offered(scenario, part)
                 if len(part.draft_token_ids) == k:
                     outcome.accepted[k, part.num_accepted] += 1
         else:
@@ -209,6 +210,17 @@ def run_scenario(
         assert got.finish_reason == reason, (index, scenario)
     assert engine.parts.runner.kv.usage == 0.0, "blocks leaked"
     return done
+
+
+def assert_every_draft_is_offered(scenario: Scenario, part: RequestStep) -> None:
+    """In a roomy cache a decoding step verifies K drafts, and fewer only at max_model_len."""
+    if part.is_prefill or scenario.cache_share < 1.0:
+        return
+    num_offered = scenario.config.method.num_speculative_tokens
+    if scenario.config.target.max_model_len is not None:
+        room = scenario.config.target.max_model_len - part.num_computed_tokens - 2
+        num_offered = min(num_offered, room)
+    assert len(part.draft_token_ids) == num_offered, part
 
 
 def assert_near_tie(engine: NativeEngine, got: Completion, expected: list[int]) -> None:

@@ -170,17 +170,15 @@ class KVCache:
         total = sum(group.num_blocks - 1 for group in self._groups)
         return 1.0 - sum(len(group.free_blocks) for group in self._groups) / total
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
+    def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
         """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
-        be."""
+        be, beside what a drafter writes behind each row."""
         for group in self._groups:
             spec = group.spec
-            tokens = (
-                num_tokens
-                if spec.window is None
-                else min(num_tokens, spec.window + spec.block_size)
-            )
-            if _ceil_div(tokens, spec.block_size) > group.num_blocks - 1:
+            tokens = num_tokens
+            if spec.window is not None:
+                tokens = min(num_tokens, spec.window + spec.block_size)
+            if _ceil_div(tokens + num_lookahead_tokens, spec.block_size) > group.num_blocks - 1:
                 return False
         return True
 

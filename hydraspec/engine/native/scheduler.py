@@ -69,7 +69,7 @@ class Scheduler:
         """Queue a request; one that can never be served fails at once."""
         sequence.fail_if_too_long(self.max_model_len)
         if not sequence.finish_reason and not self.kv.can_ever_hold(
-            sequence.num_tokens + 1 + self.num_lookahead_tokens
+            sequence.num_tokens + 1, self.num_lookahead_tokens
         ):
             sequence.fail(
                 f"the prompt has {sequence.num_tokens} tokens, more than the KV cache can hold: "
