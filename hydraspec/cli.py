@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec import sweep
+from hydraspec import factory, sweep
 from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.messages import nearest
@@ -85,6 +85,7 @@ def _main(argv: Sequence[str]) -> int:
         planned.folder = _fresh(planned.folder)
         sys.argv.append(f"{key}={_quoted(str(planned.folder))}")
     elif planned.is_sweep:
+        _bind_threads(planned.jobs[0])
         sweep.check_folder(planned.folder, planned.jobs)
     return _execute(planned)
 
@@ -132,6 +133,7 @@ def _run_or_take_over(
 ) -> dict[str, Any]:
     if config.tracker.group is None:
         config.tracker.group = sweep.group_name(sweep_dir)
+    _resolve(config)
     finished = sweep.find_finished(sweep_dir, config)
     if finished is not None:
         return sweep.take_over(finished, run_dir, overrides)
@@ -139,16 +141,26 @@ def _run_or_take_over(
 
 
 def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
-    if (config.engine.num_threads or 1) > 1:
-        # Without it runs on several threads stall at times. It has to be set before torch loads
-        # OpenMP; on one thread it would only pin every child process to the first core.
-        os.environ.setdefault("OMP_PROC_BIND", "true")
+    _resolve(config)
     from hydraspec.lab.run import run as run_in_lab
 
     summary: dict[str, Any] = run_in_lab(
         config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config)
     )
     return summary
+
+
+def _resolve(config: RunConfig) -> None:
+    """Settle what checkpoints decide, so that the run folder records what runs."""
+    _bind_threads(config)
+    factory.resolve_drafter(config)
+
+
+def _bind_threads(config: RunConfig) -> None:
+    if (config.engine.num_threads or 1) > 1:
+        # Without it runs on several threads stall at times. It has to be set before torch loads
+        # OpenMP; on one thread it would only pin every child process to the first core.
+        os.environ.setdefault("OMP_PROC_BIND", "true")
 
 
 def _compare(sweep_dir: Path) -> None:

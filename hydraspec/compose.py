@@ -71,26 +71,32 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
 def with_method(overrides: Sequence[str]) -> list[str]:
     """`overrides`, and `method=auto` where what is given says more of the method than the default.
 
-    That is a drafter's folder (method.checkpoint), or a target without a drafter for the default
-    method. Who chooses a method, or an experiment, which may choose one, keeps the choice.
+    That is a drafter's folder (method.checkpoint), a folder that may be one (target.checkpoint), or
+    a target without a drafter for the default method; among several targets one such is enough, as
+    `auto` is decided for each job. Who chooses a method, or an experiment, which may choose one,
+    keeps the choice.
     """
     parsed = _parse(overrides)
     if {"method", "method.name", "experiment"} & {override.key_or_group for override in parsed}:
         return list(overrides)
-    if any(_says_the_method(override) for override in parsed):
-        return [*overrides, f"method={AUTO}"]
+    with _messages():
+        if any(_says_the_method(override) for override in parsed):
+            return [*overrides, f"method={AUTO}"]
     return list(overrides)
 
 
 def _says_the_method(override: Override) -> bool:
-    if override.is_delete() or override.key_or_group not in ("method.checkpoint", "target"):
+    key = override.key_or_group
+    if override.is_delete() or key not in ("method.checkpoint", "target.checkpoint", "target"):
         return False
-    if override.is_sweep_override():
-        return override.key_or_group == "method.checkpoint"
-    value = override.value()
-    if override.key_or_group == "method.checkpoint":
-        return value is not None
-    return value in choices_of("target") and DEFAULT_METHOD not in packaged_drafters(str(value))
+    if key != "target":
+        return override.is_sweep_override() or override.value() is not None
+    swept = override.is_sweep_override()
+    names = override.sweep_string_iterator() if swept else [str(override.value())]
+    return any(
+        name in choices_of("target") and DEFAULT_METHOD not in packaged_drafters(name)
+        for name in names
+    )
 
 
 def _compose_hydra(overrides: Sequence[Override]) -> DictConfig:

@@ -46,20 +46,30 @@ def build_speculator(config: RunConfig) -> BaseSpeculator:
 
 
 def resolve_drafter(config: RunConfig) -> None:
-    """Where `method=auto`, take method, K and target from the drafter's folder, in place.
+    """Take from the checkpoints what the configuration leaves to them, in place.
+
+    Where `method=auto`: method, K and target as the drafter's folder says. With a method: the
+    drafter and the target where target.checkpoint is a drafter's folder. Asking twice changes
+    nothing.
 
     Raises:
         CheckpointError: a folder that holds no drafter.
         ConfigurationError: no drafter is given or named, or its K is out of range.
     """
-    if config.method.name != AUTO:
+    method, target, drafter = config.method, config.target.checkpoint, config.method.checkpoint
+    chosen = method.name != AUTO
+    asks = method.name != "none" and method.needs_checkpoint and drafter in (None, target)
+    if chosen and not asks:
         return
     module, _, attribute = DETECTION.partition(":")
-    target, drafter = config.target.checkpoint, config.method.checkpoint
-    found = getattr(import_module(module), attribute)(target, drafter)
-    if found is None:
+    found = getattr(import_module(module), attribute)(target, None if chosen else drafter)
+    is_target = found is None or (chosen and found.target == target)
+    if is_target and drafter is None:
         raise no_drafter(config)
-    take_over(config, found.method, found.drafter, found.target, found.num_speculative_tokens)
+    if is_target:  # and drafts itself
+        return
+    name = method.name if chosen else found.method
+    take_over(config, name, found.drafter, found.target, found.num_speculative_tokens)
     check_method(config)
 
 

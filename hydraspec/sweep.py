@@ -1,11 +1,12 @@
 """The folders of a sweep: equal jobs run once, and a sweep started again into its folder resumes.
 
 Belongs to the command line's layer; runs nothing itself. Jobs are equal when their configurations
-are, the tracker aside.
+are, the tracker aside. What `method=auto` stands for is recorded, and compared.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hydraspec import factory
 from hydraspec.config import RunConfig, to_dict
 from hydraspec.config.messages import refusal
 
@@ -26,10 +28,11 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
 
     Raises:
         ConfigurationError: naming the first job that differs.
+        CheckpointError: the drafter of a job that ran cannot be read any more.
     """
     for number, config in enumerate(jobs):
         recorded = _recorded(sweep_dir / str(number))
-        if recorded is not None and recorded != _identity(config):
+        if recorded is not None and recorded not in (_identity(config), _resolved(config)):
             raise refusal(
                 "hydra.sweep.dir",
                 str(sweep_dir),
@@ -40,7 +43,7 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
 
 
 def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
-    """The folder of a finished job with an equal configuration."""
+    """The folder of a finished job with an equal configuration; `config` is resolved."""
     for summary in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
         folder = summary.parent
         if _summary(folder).get("status") == "ok" and _recorded(folder) == _identity(config):
@@ -71,6 +74,12 @@ def _identity(config: RunConfig) -> dict[str, Any]:
     plain = to_dict(config)
     del plain["tracker"]
     return plain
+
+
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    resolved = copy.deepcopy(config)
+    factory.resolve_drafter(resolved)
+    return _identity(resolved)
 
 
 def _recorded(folder: Path) -> dict[str, Any] | None:

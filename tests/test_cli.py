@@ -297,6 +297,37 @@ def test_a_sweep_stops_at_a_full_disk(lab, hydraspec_main):
     assert len(lab.runs) == 2
 
 
+def test_auto_equals_the_method_it_stands_for(lab, hydraspec_main, tmp_path):
+    """Also where a sweep is started again: what is recorded is the method that ran."""
+    typed = ("target=tiny_qwen3", "method=auto,eagle3")
+    for _ in range(2):
+        assert sweep(hydraspec_main, *typed) == 0
+        assert [config.method.name for config, *_ in lab.runs] == ["eagle3"]
+    recorded = OmegaConf.load(tmp_path / "sweep" / "0" / "config.yaml")
+    assert recorded.method.name == "eagle3"
+    assert recorded.method.num_speculative_tokens == 3
+    assert recorded.method.checkpoint == "zoo:tiny_qwen3-eagle3"
+    assert sweep(hydraspec_main, "target=tiny_qwen3", "method=auto,peagle") == 2
+
+
+def test_targets_of_a_sweep_take_their_own_methods(lab, hydraspec_main):
+    assert sweep(hydraspec_main, "target=tiny_qwen3,tiny_gemma4") == 0
+    assert [config.method.name for config, *_ in lab.runs] == ["eagle3", "gemma4_mtp"]
+
+
+def test_a_drafter_as_target_is_recorded_with_its_verifier(lab, hydraspec_main):
+    folder = Path(hydraspec.__file__).parent / "zoo" / "checkpoints" / "tiny_qwen3-peagle"
+    assert hydraspec_main(f"target.checkpoint={folder}") == 0
+    ((config, _, overrides, resolved),) = lab.runs
+    assert resolved == to_dict(config)
+    assert resolved["target"]["checkpoint"] == "zoo:tiny_qwen3"
+    assert resolved["target"]["name"] == "tiny_qwen3"
+    assert resolved["method"]["name"] == "peagle"
+    assert resolved["method"]["checkpoint"] == str(folder)
+    assert resolved["method"]["num_speculative_tokens"] > 0
+    assert overrides == [f"target.checkpoint={folder}", "method=auto"]
+
+
 def test_flags_may_follow_overrides(lab, hydraspec_main):
     assert hydraspec_main("method=none", "-m", "seed=1,2") == 0
     assert [config.seed for config, *_ in lab.runs] == [1, 2]

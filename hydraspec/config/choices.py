@@ -25,10 +25,10 @@ def packaged_value(group: str, choice: str, key: str) -> str | None:
     return value if isinstance(value, str) and value != "???" else None
 
 
-def packaged_drafters(target: str) -> tuple[str, ...]:
-    """Methods that a target's YAML names a drafter for, in its order."""
+def packaged_drafters(target: str) -> dict[str, str]:
+    """The drafters that a target's YAML names, method → checkpoint, in its order."""
     drafters = _packaged("target", target).get("drafters")
-    return tuple(drafters) if isinstance(drafters, dict) else ()
+    return dict(drafters) if isinstance(drafters, dict) else {}
 
 
 @cache

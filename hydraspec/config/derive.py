@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hydraspec.config.choices import packaged_value
+from hydraspec.config.choices import packaged_drafters, packaged_value
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import AUTO, MethodConfig, RunConfig, TargetConfig
 from hydraspec.errors import ConfigurationError
@@ -14,12 +14,17 @@ DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpo
 
 
 def derive(config: RunConfig) -> None:
-    """Fill in the target's name and the drafter; blank what plain decoding ignores."""
+    """Fill in the target's name and the drafter; blank what plain decoding ignores.
+
+    A method without a drafter is refused here for a checkpoint that is the target choice's own. Any
+    other may be a drafter's folder itself: it is asked once it is opened.
+    """
+    known = _is_own(config.target)
     _name_target(config.target)
     if config.method.name == "none":
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:
-        config.method.checkpoint = _default_drafter(config)
+        config.method.checkpoint = _default_drafter(config, known)
 
 
 def take_over(config: RunConfig, method: str, drafter: str, target: str, proposed: int) -> None:
@@ -33,20 +38,35 @@ def take_over(config: RunConfig, method: str, drafter: str, target: str, propose
 def no_drafter(config: RunConfig) -> ConfigurationError:
     """The refusal of a method that nothing names a drafter for."""
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
+    named = f"drafters the target names: {known}"
+    choose = f"choose method={AUTO} or method=none"
+    if not known:
+        named = "what a target's YAML names is for that target's own checkpoint only"
+        choose = "choose method=none"
     return refusal(
         "method.checkpoint",
         None,
         f"leaves method={config.method.name} without a drafter: target {config.target.name} "
         "names none",
-        allowed=f"a folder or a hub id (drafters the target names: {known or 'none'})",
-        remedy="add method.checkpoint=<folder or hub id>, or choose method=none",
+        allowed=f"a folder or a hub id ({named})",
+        remedy=f"add method.checkpoint=<folder or hub id>, or {choose}",
     )
 
 
+def _is_own(target: TargetConfig) -> bool:
+    """Whether the checkpoint is the one in the YAML of the target's name."""
+    return packaged_value("target", target.name, "checkpoint") == target.checkpoint
+
+
 def _name_target(target: TargetConfig) -> None:
-    """Call a checkpoint that is not the choice's own by its folder, lest it pass for another."""
+    """Call a checkpoint that is not the choice's own by its folder, lest it pass for another.
+
+    The drafters of the choice are not its drafters either; those that were typed are kept.
+    """
     own = packaged_value("target", target.name, "checkpoint")
     if target.name == "custom" or (own is not None and own != target.checkpoint):
+        choice = packaged_drafters(target.name)
+        target.drafters = {m: d for m, d in target.drafters.items() if choice.get(m) != d}
         target.name = folder_name(target.checkpoint) or target.name
 
 
@@ -71,13 +91,16 @@ def _plain_decoding(config: RunConfig) -> MethodConfig:
     return plain
 
 
-def _default_drafter(config: RunConfig) -> str | None:
-    """What the target names for the method; for `auto` the first it names, if any."""
+def _default_drafter(config: RunConfig, known: bool) -> str | None:
+    """What the target names for the method; for `auto` the first it names, if any.
+
+    None also where nobody is `known` to have named all of the checkpoint's drafters.
+    """
     drafters, method = config.target.drafters, config.method.name
     if method == AUTO:
         return next(iter(drafters.values()), None)
     if method in DRAFTS_ITSELF and method not in drafters:
         return config.target.checkpoint
-    if method not in drafters:
+    if method not in drafters and known:
         raise no_drafter(config)
-    return drafters[method]
+    return drafters.get(method)

@@ -38,8 +38,8 @@ def run(
 ) -> Json:
     """Run a configuration and return its summary, which is also `run_dir`/summary.json.
 
-    `resolved` is the configuration as plain containers and `overrides` what was typed; both are
-    only recorded. With `method=auto` the drafter's folder fills `config` in. The status is "failed"
+    `config` says what runs: `method=auto` is resolved before. `resolved` is the same as plain
+    containers and `overrides` what was typed; both are only recorded. The status is "failed"
     if no request finished. An interrupt or an error while decoding is raised again once what had
     finished is saved.
 
@@ -50,7 +50,6 @@ def run(
     """
     folder = RunFolder(run_dir)
     folder.write_config(resolved, overrides)
-    factory.resolve_drafter(config)
     workload = workloads.read(config)
     tracker = _tracker(config, folder, resolved)
     engine: Engine | None = None

@@ -41,6 +41,9 @@ def speculators(kind: str, k: int | None = 5, verifier: str | None = "zoo:tiny_g
     [
         (["method.checkpoint=/d"], "auto"),
         (["target=custom", "target.checkpoint=/m"], "auto"),
+        (["target.checkpoint=/m"], "auto"),
+        (["target=tiny_gemma4_e", "target.checkpoint=/m"], "auto"),
+        (["target.checkpoint=/m", "method=eagle3"], "eagle3"),
         (["target=qwen3_8b"], "auto"),
         (["method=auto"], "auto"),
         (["method.checkpoint=null"], "gemma4_mtp"),
@@ -61,6 +64,17 @@ def test_every_job_of_a_sweep_over_folders_is_asked():
         ("auto", "/b"),
     ]
     assert with_method(["method.checkpoint=/a,/b"])[-1] == "method=auto"
+
+
+def test_every_job_of_a_sweep_over_targets_takes_a_drafter_of_its_own():
+    jobs = plan(["target=tiny_qwen3,tiny_gemma4"], multirun=True).jobs
+    for job in jobs:
+        factory.resolve_drafter(job)
+    assert [(job.target.name, job.method.name) for job in jobs] == [
+        ("tiny_qwen3", "eagle3"),
+        ("tiny_gemma4", "gemma4_mtp"),
+    ]
+    assert with_method(["target=tiny_gemma4,tiny_gemma4_e"]) == ["target=tiny_gemma4,tiny_gemma4_e"]
 
 
 def test_the_default_method_is_that_of_the_tree():
@@ -91,12 +105,63 @@ def test_an_assistant_is_detected():
     assert (config.method.name, config.method.num_speculative_tokens) == ("gemma4_mtp", 3)
 
 
-def test_a_drafter_given_as_target_runs_its_verifier(tmp_path):
-    drafter = folder(tmp_path / "d", **speculators("eagle3"))
-    config = composed("target=custom", f"target.checkpoint={drafter}")
-    factory.resolve_drafter(config)
-    assert (config.target.checkpoint, config.target.name) == ("zoo:tiny_gemma4", "tiny_gemma4")
-    assert (config.method.name, config.method.checkpoint) == ("eagle3", str(drafter))
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *([], ["target=custom"], ["target=tiny_qwen3"], ["method=peagle"]),
+        ["target=custom", "method=peagle"],
+    ],
+    ids=" ".join,
+)
+def test_a_drafter_given_as_target_runs_its_verifier(tmp_path, typed):
+    """Catches the drafter that the YAML of the chosen target names for another checkpoint."""
+    drafter = folder(tmp_path / "d", **speculators("peagle"))
+    config = composed(*typed, f"target.checkpoint={drafter}")
+    for _ in range(2):
+        factory.resolve_drafter(config)
+        assert (config.target.checkpoint, config.target.name) == ("zoo:tiny_gemma4", "tiny_gemma4")
+        assert (config.method.name, config.method.checkpoint) == ("peagle", str(drafter))
+
+
+def test_another_target_runs_with_the_drafter_given_with_it(tmp_path):
+    target = folder(tmp_path / "t", model_type="gemma4_text")
+    typed = [f"target.checkpoint={target}", "method.checkpoint=zoo:tiny_gemma4-assistant"]
+    for method in ([], ["method=gemma4_mtp"]):
+        config = composed(*typed, *method)
+        factory.resolve_drafter(config)
+        assert (config.target.checkpoint, config.target.name) == (str(target), "t")
+        assert (config.method.name, config.method.checkpoint) == (
+            "gemma4_mtp",
+            "zoo:tiny_gemma4-assistant",
+        )
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [[], ["method=gemma4_mtp"], ["method=eagle3"], ["target=custom", "method=eagle3"]],
+    ids=" ".join,
+)
+def test_drafters_of_a_choice_are_for_its_own_checkpoint(tmp_path, typed):
+    target = folder(tmp_path / "finetune", model_type="gemma4_text")
+    with pytest.raises(ConfigurationError) as refused:
+        factory.resolve_drafter(composed(*typed, f"target.checkpoint={target}"))
+    for part in ("target finetune names none", "own checkpoint only", "method=none", "=<folder"):
+        assert part in str(refused.value), refused.value
+
+
+def test_a_drafter_typed_with_another_checkpoint_is_kept():
+    config = composed("target.checkpoint=/m", "target.drafters.eagle3=/d", "method=eagle3")
+    assert config.target.drafters == {"eagle3": "/d"}
+    assert config.method.checkpoint == "/d"
+
+
+def test_layers_in_the_target_need_no_drafter(tmp_path):
+    target = folder(tmp_path / "t", model_type="deepseek_v3", num_nextn_predict_layers=1)
+    for method in ([], ["method=mtp"]):
+        config = composed("target=deepseek_v3", f"target.checkpoint={target}", *method)
+        factory.resolve_drafter(config)
+        assert (config.method.name, config.method.checkpoint) == ("mtp", str(target))
+        assert (config.target.name, config.method.num_speculative_tokens) == ("t", 1)
 
 
 def test_a_k_that_does_not_fit_the_step_is_refused_once_known(tmp_path):

@@ -90,11 +90,8 @@ REFUSED = {
     "+workload.num_requests=3": ["workload.num_requests=3", "workload=random"],
     "workload=random +workload.path=x": ["workload.path=x", "workload=jsonl"],
     "tracker=none tracker.project=x": ["tracker.project"],
-    "method=eagle3 target=custom target.checkpoint=/m": [
-        *("method.checkpoint=null", "names none", "method=none"),
-    ],
     "method.name=eagle4": ["method.name=eagle4"],
-    "method=eagle": ["method=eagle", "target tiny_gemma4 names none"],
+    "method=eagle": ["method=eagle", "target tiny_gemma4 names none", "=auto or method=none"],
     "cudagraph.name=full": ["cudagraph.name=full", "full_and_piecewise, none"],
     # what Hydra's grammar does not take
     "method": ["method: cannot be read", "write key=value"],

@@ -26,7 +26,9 @@ SUMMARY_KEYS = {
     "status",
     "engine",
     "target",
+    "target_checkpoint",
     "method",
+    "drafter",
     "num_speculative_tokens",
     "num_requests",
     "num_errors",
@@ -115,6 +117,7 @@ def test_the_run_folder(
     ]
     assert read_summary(tmp_path) == summary
     assert summary.keys() >= SUMMARY_KEYS
+    assert (summary["target_checkpoint"], summary["drafter"]) == ("zoo:tiny_fake", None)
     assert summary["baseline"].keys() >= SPEED_KEYS
     assert summary["lossless"].keys() >= {"verdict", "num_requests_checked", "first_divergence"}
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {
