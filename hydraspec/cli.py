@@ -21,11 +21,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec import factory, sweep
+from hydraspec import sweep
 from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.messages import nearest
 from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.lab.resolution import resolve
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str
 def _resolve(config: RunConfig) -> None:
     """Settle what checkpoints decide, so that the run folder records what runs."""
     _bind_threads(config)
-    factory.resolve_drafter(config)
+    resolve(config)
 
 
 def _bind_threads(config: RunConfig) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hydraspec import factory
 from hydraspec.config import RunConfig, to_dict
 from hydraspec.config.messages import refusal
+from hydraspec.lab.resolution import resolve
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
 
 def _resolved(config: RunConfig) -> dict[str, Any]:
     resolved = copy.deepcopy(config)
-    factory.resolve_drafter(resolved)
+    resolve(resolved)
     return _identity(resolved)
 
 

@@ -38,7 +38,7 @@ def run(
 ) -> Json:
     """Run a configuration and return its summary, which is also `run_dir`/summary.json.
 
-    `config` says what runs: `method=auto` is resolved before. `resolved` is the same as plain
+    `config` says what runs: see lab.resolution. `resolved` is the same as plain
     containers and `overrides` what was typed; both are only recorded. The status is "failed"
     if no request finished. An interrupt or an error while decoding is raised again once what had
     finished is saved.
