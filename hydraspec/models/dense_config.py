@@ -86,6 +86,7 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
     reader = ConfigReader(values, where, family.defaults)
     if reader.get("hidden_act", "silu") != "silu":
         raise reader.fail("hidden_act", "silu, the only one released")
+    _refuse_uncomputed(reader)
     heads, head_dim = _heads(reader)
     kinds, window = _windows(reader, family)
     max_positions = reader.count("max_position_embeddings")
@@ -110,6 +111,25 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
         tied=bool(config.get("tie_word_embeddings", reader.get("tie_word_embeddings", False))),
         rope=read_rope(reader, head_dim, max_positions),
     )
+
+
+def _refuse_uncomputed(reader: ConfigReader) -> None:
+    """Keys of neighbouring families, which would change the computation. Raises CheckpointError."""
+    for key in ("partial_rotary_factor", "residual_multiplier"):
+        if reader.get(key, 1) != 1:
+            raise reader.fail(key, "1 or nothing; no other value is computed: use another model")
+    if reader.get("attn_logit_softcapping") is not None:
+        raise reader.fail("attn_logit_softcapping", "nothing: attention scores have no soft cap")
+    without = reader.get("no_rope_layers")
+    if without and (not isinstance(without, list) or any(flag != 1 for flag in without)):
+        raise reader.fail("no_rope_layers", "1 for every layer: all layers rotate")
+    for key in ("rope_parameters", "rope_scaling"):
+        values = reader.get(key)
+        if isinstance(values, Mapping) and values.get("llama_4_scaling_beta"):
+            part = ConfigReader(
+                {f"{key}.llama_4_scaling_beta": values["llama_4_scaling_beta"]}, reader.where
+            )
+            raise part.fail(f"{key}.llama_4_scaling_beta", "0 or nothing: queries are not scaled")
 
 
 def _heads(reader: ConfigReader) -> tuple[int, int]:

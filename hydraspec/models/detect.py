@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint import Checkpoint, read_json, resolve_folder
+from hydraspec.models.checkpoint import PICKLES, Checkpoint, read_json, resolve_folder
 from hydraspec.models.mistral_names import config_of_params
 
 SPECULATORS = "speculators"
@@ -62,14 +62,18 @@ def open_draft(checkpoint: str) -> Checkpoint:
 def detect(opened: Checkpoint) -> Detected | None:
     """What the folder holds; None for anything that is no drafter.
 
-    Reads tensor names only where config.json leaves the choice open. Raises CheckpointError: a
-    speculators format that is not built.
+    Reads tensor names only where config.json leaves the choice open; a key that is null counts as
+    absent. Raises CheckpointError: a format that is not built, or a part of another type than the
+    format has.
     """
     raw = opened.config
-    if "speculators_model_type" in raw:
+    if raw.get("speculators_model_type") is not None:
         return _detect_speculators(raw, str(opened.folder))
     if str(raw.get("model_type", "")).endswith("_assistant"):
         return Detected(method="gemma4_mtp", format=ASSISTANT)
+    _refuse_unbuilt(opened)
+    if "eagle" in architectures_of(raw):  # such heads keep their target's other keys
+        return _detect_eagle(opened)
     if raw.get("num_nextn_predict_layers"):
         return Detected(method="mtp", format=TARGET_WITH_MTP)
     if not (opened.folder / "config.json").is_file():
@@ -86,18 +90,68 @@ def _detect_speculators(raw: Mapping[str, Any], where: str) -> Detected:
             f"config.json of {where!r}: speculators_model_type is {kind!r}; expected one of "
             f"{', '.join(SPECULATORS_METHODS)}: choose another drafter"
         )
-    settings = raw.get("speculators_config") or {}
-    proposals = settings.get("proposal_methods") or []
+    settings = part_of(raw, "speculators_config", where)
+    algorithm = settings.get("algorithm")
+    if algorithm not in (None, kind):
+        raise CheckpointError(
+            f"config.json of {where!r} contradicts itself: speculators_model_type is {kind!r}, "
+            f"speculators_config.algorithm is {algorithm!r}; expected the same in both: mend the "
+            "config"
+        )
+    proposals = _proposals(settings, where)
     wanted = settings.get("default_proposal_method")
     chosen = [p for p in proposals if p.get("proposal_type") == wanted] or proposals[:1]
     tokens = chosen[0].get("speculative_tokens") if chosen else None
-    verifier = (settings.get("verifier") or {}).get("name_or_path")
+    verifier = part_of(settings, "verifier", where, "speculators_config.").get("name_or_path")
     return Detected(
         method=kind,
         format=SPECULATORS,
         num_speculative_tokens=tokens if isinstance(tokens, int) else None,
         verifier=verifier if isinstance(verifier, str) and verifier else None,
     )
+
+
+def _proposals(settings: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    proposals = settings.get("proposal_methods") or []
+    if not isinstance(proposals, list) or any(not isinstance(p, Mapping) for p in proposals):
+        raise CheckpointError(
+            f"config.json of {where!r}: speculators_config.proposal_methods is {proposals!r}; "
+            "expected a list of objects with proposal_type and speculative_tokens: mend the config"
+        )
+    return proposals
+
+
+def part_of(source: Mapping[str, Any], key: str, where: str, prefix: str = "") -> dict[str, Any]:
+    """The object under a key; {} where it is absent or null. Raises CheckpointError if it is none.
+
+    prefix is what the source itself lies under, for the message.
+    """
+    part = source.get(key)
+    if part is not None and not isinstance(part, Mapping):
+        raise CheckpointError(
+            f"config.json of {where!r}: {prefix}{key} is {part!r}; expected an object: mend the "
+            "config"
+        )
+    return dict(part or {})
+
+
+def architectures_of(raw: Mapping[str, Any]) -> str:
+    """The class names in `architectures`, in small letters."""
+    names = raw.get("architectures") or []
+    return " ".join(str(name) for name in ([names] if isinstance(names, str) else names)).lower()
+
+
+def _refuse_unbuilt(opened: Checkpoint) -> None:
+    """DFlash and DSpark as their authors publish them: their tensors could pass for EAGLE's."""
+    raw = opened.config
+    marks = f"{architectures_of(raw)} {raw.get('model_type')}".lower()
+    for name in ("DFlash", "DSpark"):
+        if name.lower() in marks:
+            raise CheckpointError(
+                f"config.json of {str(opened.folder)!r}: architectures is "
+                f"{raw.get('architectures')!r}, model_type {raw.get('model_type')!r}: a {name} "
+                f"drafter, which is not built; expected {KNOWN}: choose another drafter"
+            )
 
 
 def _detect_consolidated(opened: Checkpoint) -> Detected | None:
@@ -109,10 +163,11 @@ def _detect_consolidated(opened: Checkpoint) -> Detected | None:
 def _detect_eagle(opened: Checkpoint) -> Detected | None:
     """EAGLE-1, EAGLE-3 or P-EAGLE with the names of EAGLE's authors: by what only they have."""
     raw = opened.config
-    architectures = " ".join(raw.get("architectures") or []).lower()
-    says_mask = any(key in raw for key in MASK_KEYS[1:]) or bool(raw.get("parallel_drafting"))
-    if "eagle3" in architectures or "draft_vocab_size" in raw or "peagle" in architectures:
-        parallel = says_mask or "peagle" in architectures or "mask_token_id" in raw
+    architectures = architectures_of(raw)
+    says_mask = any(raw.get(key) is not None for key in MASK_KEYS)
+    says_eagle3 = "eagle3" in architectures or "peagle" in architectures
+    if says_eagle3 or raw.get("draft_vocab_size") is not None:
+        parallel = says_mask or "peagle" in architectures or bool(raw.get("parallel_drafting"))
         return Detected(method="peagle" if parallel else "eagle3", format=AUTHORS)
     if "eagle" in architectures or raw.get("model_type") == "eagle":
         return Detected(method="eagle", format=AUTHORS)
@@ -149,10 +204,7 @@ def resolve(target: str, drafter: str | None) -> Resolved | None:
     if found is None:
         if drafter is None:
             return None
-        raise CheckpointError(
-            f"checkpoint {str(opened.folder)!r} (model_type {opened.config.get('model_type')!r}) "
-            f"is no drafter; expected {KNOWN}"
-        )
+        raise _no_drafter(opened, "")
     runs = target
     if drafter is None and found.format != TARGET_WITH_MTP:
         if found.verifier is None:
@@ -177,12 +229,9 @@ def check_method(opened: Checkpoint, method: str) -> Detected:
     (names of EAGLE's authors) passes as what is asked for: what P-EAGLE lacks is named on reading.
     """
     found = detect(opened)
-    where = str(opened.folder)
     if found is None:
-        raise CheckpointError(
-            f"method={method}, but {where!r} (model_type {opened.config.get('model_type')!r}) is "
-            f"no drafter; expected {KNOWN}"
-        )
+        raise _no_drafter(opened, f"method={method}, but ")
+    where = str(opened.folder)
     either = {found.method, method} <= {"eagle3", "peagle"} and found.format == AUTHORS
     if found.method != method and not either:
         raise CheckpointError(
@@ -190,3 +239,16 @@ def check_method(opened: Checkpoint, method: str) -> Detected:
             f"({found.format}): choose method={found.method}, or give another method.checkpoint"
         )
     return found
+
+
+def _no_drafter(opened: Checkpoint, start: str) -> CheckpointError:
+    """The refusal of a folder that holds no drafter. Raises the one about pickle files where there
+    are no others: the authors' own configs say nothing, and only tensor names would tell.
+    """
+    if any(file for pattern in PICKLES for file in opened.folder.glob(pattern)):
+        opened.entries()
+    return CheckpointError(
+        f"{start}checkpoint {str(opened.folder)!r} (model_type "
+        f"{opened.config.get('model_type')!r}) is no drafter; expected {KNOWN}: give one as "
+        "method.checkpoint (a target is given as target.checkpoint)"
+    )

@@ -42,6 +42,19 @@ class DraftSpec:
     format: str = ""  # which published format the checkpoint is in
     notes: tuple[str, ...] = ()  # what was assumed; goes into the summary's warnings
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
+    verifier: str | None = None  # the target it was made for, where the checkpoint says
+
+    def note_on_target(self, checkpoint: str) -> str | None:
+        """What to warn of where the head was made for another model than this target; None where
+        the names agree, or none is given. Folders, hub ids and zoo names of one model agree.
+        """
+        if self.verifier is None or _model_name(self.verifier) == _model_name(checkpoint):
+            return None
+        return (
+            f"the drafter was made for {self.verifier!r} (speculators_config.verifier."
+            f"name_or_path); the target is {checkpoint!r}: drafts are poor unless these are the "
+            "same model"
+        )
 
     def check_shapes(self, where: str, found: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """found maps a name to its tensor and the shape this spec implies. Raises
@@ -53,3 +66,10 @@ class DraftSpec:
                     f"draft checkpoint {where!r}: {name} is {list(tensor.shape)}, its config "
                     f"implies {list(shape)}: the files do not belong together"
                 )
+
+
+def _model_name(checkpoint: str) -> str:
+    """The last part of a folder, hub id or zoo name, in small letters; in a hub cache, the id's."""
+    parts = checkpoint.removeprefix("zoo:").rstrip("/").split("/")
+    cached = [part.rsplit("--", 1)[-1] for part in parts if part.startswith("models--")]
+    return (cached or parts)[-1].lower()

@@ -12,10 +12,25 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import ids_of_layer_outputs
 from hydraspec.models.checkpoint import Checkpoint
 from hydraspec.models.config_reader import ConfigReader
-from hydraspec.models.detect import CONSOLIDATED, MASK_KEYS, SPECULATORS, check_method
+from hydraspec.models.detect import (
+    CONSOLIDATED,
+    MASK_KEYS,
+    SPECULATORS,
+    Detected,
+    architectures_of,
+    check_method,
+    part_of,
+)
 from hydraspec.models.gemma4_config import SLIDING
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published in both countings, by nobody's rule
+COMPUTED = {  # what a head's layers do here, whatever a config says
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -38,6 +53,7 @@ class EagleConfig:
     draft_vocab_size: int | None = None
     mask_token_id: int | None = None
     logit_scale: float = 1.0
+    verifier: str | None = None  # the target it was made for
     notes: tuple[str, ...] = ()
 
 
@@ -55,31 +71,30 @@ def read_eagle(opened: Checkpoint, method: str) -> EagleConfig:
             layers=opened.config,
             norm_output=True,
         )
-    if method == "eagle":
-        return _read_eagle1(opened, found.format)
-    return _read_eagle3(opened, method, found.format)
+    read = _read_eagle1 if method == "eagle" else _read_eagle3
+    return replace(read(opened, method, found), verifier=found.verifier)
 
 
 # ------------------------------------------------------------------ EAGLE-3 and P-EAGLE
 
 
-def _read_eagle3(opened: Checkpoint, method: str, form: str) -> EagleConfig:
-    raw, where = opened.config, str(opened.folder)
-    nested = raw.get("eagle_config") or {}
+def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfig:
+    raw, where, form = opened.config, str(opened.folder), found.format
+    nested = part_of(raw, "eagle_config", where)
+    layers = _layers(raw if form != SPECULATORS else _nested(raw, where))
+    _refuse_uncomputed(raw, nested, layers, where)
 
     def flag(key: str, default: bool = False) -> bool:
-        value = raw.get(key, nested.get(key, default))
-        if not isinstance(value, bool):
-            raise CheckpointError(
-                f"config.json of {where!r}: {key} is {value!r}; expected true or false"
-            )
-        return value
+        value = _flag(key, raw, nested, where)
+        return default if value is None else value
 
-    ids = _aux_layer_ids(raw, nested, where)
+    ids, notes = _aux_layer_ids(raw, nested, where)
+    if _flag("norm_before_residual", raw, nested, where) is None:
+        notes += (_silent_norm(form, where),)
     config = EagleConfig(
         method=method,
         format=form,
-        layers=_layers(raw if form != SPECULATORS else _nested(raw, where)),
+        layers=layers,
         aux_layer_ids=ids,
         num_aux=_stated_count(raw, nested, where),
         use_aux=flag("use_aux_hidden_state", True),
@@ -89,19 +104,57 @@ def _read_eagle3(opened: Checkpoint, method: str, form: str) -> EagleConfig:
         norm_output=flag("norm_output"),
         target_hidden_size=_count(raw, "target_hidden_size", where),
         draft_vocab_size=_count(raw, "draft_vocab_size", where),
+        notes=notes,
     )
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError(
             f"config.json of {where!r}: norm_before_fc and fc_norm are both true; expected at most "
             "one, since each norms what enters fc: mend the config"
         )
-    if form == SPECULATORS and "norm_before_residual" not in raw:
-        note = (
-            f"drafter {where!r} does not say norm_before_residual; taken as false, the default of "
-            "the class that writes the format"
-        )
-        config = replace(config, notes=(note,))
     return config if method == "eagle3" else _with_mask(config, raw, where)
+
+
+def _flag(key: str, raw: dict[str, Any], nested: dict[str, Any], where: str) -> bool | None:
+    """A flag, top level or under eagle_config; None where it is absent or null in both."""
+    top, under = raw.get(key), nested.get(key)
+    if top is not None and under is not None and top != under:
+        raise CheckpointError(
+            f"config.json of {where!r} contradicts itself: {key} is {top!r}, eagle_config.{key} is "
+            f"{under!r}; expected the same in both: mend the config"
+        )
+    value = under if top is None else top
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(
+            f"config.json of {where!r}: {key} is {value!r}; expected true or false: mend the config"
+        )
+    return value
+
+
+def _silent_norm(form: str, where: str) -> str:
+    why = "the default of the class that writes the format"
+    if form != SPECULATORS:
+        why = "as the code of EAGLE's authors computes it"
+    return f"drafter {where!r} does not say norm_before_residual; taken as false, {why}"
+
+
+def _refuse_uncomputed(
+    raw: dict[str, Any], nested: dict[str, Any], layers: dict[str, Any], where: str
+) -> None:
+    for key, computed in COMPUTED.items():
+        value = _flag(key, raw, nested, where)
+        if value not in (None, computed):
+            raise CheckpointError(
+                f"config.json of {where!r}: {key} is {str(value).lower()}; expected "
+                f"{str(computed).lower()} or nothing, since no other head is computed: choose "
+                "another drafter"
+            )
+    for name, source in (("", raw), ("eagle_config.", nested), ("layers' ", layers)):
+        scale = source.get("logit_scale")
+        if scale not in (None, 1):
+            raise CheckpointError(
+                f"config.json of {where!r}: {name}logit_scale is {scale!r}; expected 1 or nothing, "
+                "since EAGLE-3 heads are computed without it: choose another drafter"
+            )
 
 
 def _with_mask(config: EagleConfig, raw: dict[str, Any], where: str) -> EagleConfig:
@@ -109,18 +162,20 @@ def _with_mask(config: EagleConfig, raw: dict[str, Any], where: str) -> EagleCon
     dflash_config.mask_token_id.
     """
     spelt = {key: raw[key] for key in MASK_KEYS if raw.get(key) is not None}
-    inner = (raw.get("dflash_config") or {}).get("mask_token_id")
+    inner = part_of(raw, "dflash_config", where).get("mask_token_id")
     if inner is not None:
         spelt["dflash_config.mask_token_id"] = inner
     if not spelt:
         raise CheckpointError(
             f"config.json of {where!r} names no mask token; method=peagle needs one of "
-            f"{', '.join(MASK_KEYS)}, dflash_config.mask_token_id: use method=eagle3 if the head "
-            "was not trained for parallel drafting"
+            f"{', '.join(MASK_KEYS)}, dflash_config.mask_token_id: {unmasked_remedy(config)}"
         )
     if len({str(value) for value in spelt.values()}) > 1:
         both = ", ".join(f"{key} {value}" for key, value in spelt.items())
-        raise CheckpointError(f"config.json of {where!r} names several mask tokens: {both}")
+        raise CheckpointError(
+            f"config.json of {where!r} names several mask tokens: {both}; expected one: mend the "
+            "config"
+        )
     key, value = next(iter(spelt.items()))
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CheckpointError(
@@ -129,37 +184,68 @@ def _with_mask(config: EagleConfig, raw: dict[str, Any], where: str) -> EagleCon
     return replace(config, mask_token_id=value)
 
 
+def unmasked_remedy(config: EagleConfig) -> str:
+    """What to do with a P-EAGLE head that lacks what mask rows read; a speculators folder runs as
+    nothing else.
+    """
+    if config.format == SPECULATORS:
+        return "download it again, or choose another drafter"
+    return "use method=eagle3 if the head was not trained for parallel drafting"
+
+
 def _aux_layer_ids(
     raw: dict[str, Any], nested: dict[str, Any], where: str
-) -> tuple[int, ...] | None:
+) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Aux layers as states after layers, and what to note about their reading. Empty lists count as
+    absent.
+    """
+    under = f"eagle_config.{AUX_KEY}"
     spelt: dict[str, tuple[int, ...]] = {}
-    for name, source in ((AUX_KEY, raw), (f"eagle_config.{AUX_KEY}", nested)):
-        if source.get(AUX_KEY) is not None:
+    for name, source in ((AUX_KEY, raw), (under, nested)):
+        unclear = source.get(UNCLEAR_AUX_KEY)
+        if unclear:
+            raise CheckpointError(
+                f"config.json of {where!r}: {name.replace(AUX_KEY, UNCLEAR_AUX_KEY)} is "
+                f"{unclear!r}, which does not say how layers are counted; expected {AUX_KEY} "
+                "(states after that many layers) or target_layer_ids (outputs of layers, counted "
+                "from 0): rename it to the one that is meant"
+            )
+        if source.get(AUX_KEY) not in (None, []):
             spelt[name] = _ids(source[AUX_KEY], name, where)
-    dflash = raw.get("dflash_config") or {}
+    dflash = part_of(raw, "dflash_config", where)
     outputs = (
         ("dflash_config.target_layer_ids", dflash.get("target_layer_ids")),
+        ("dspark_target_layer_ids", raw.get("dspark_target_layer_ids")),
         ("target_layer_ids", raw.get("target_layer_ids")),
     )
     for name, value in outputs:
-        if value is not None:
+        if value not in (None, []):
             spelt[name] = ids_of_layer_outputs(_ids(value, name, where))
     if len(set(spelt.values())) > 1:
         both = ", ".join(f"{name} means {list(ids)}" for name, ids in spelt.items())
         raise CheckpointError(
-            f"config.json of {where!r} contradicts itself, counted as states after layers: {both}"
+            f"config.json of {where!r} contradicts itself, counted as states after layers: {both}; "
+            "expected the same in all: mend the config"
         )
-    return next(iter(spelt.values()), None)
+    ids = next(iter(spelt.values()), None)
+    if ids is None or ids[0] != 1 or set(spelt) != {under}:
+        return ids, ()
+    other = list(ids_of_layer_outputs(ids))
+    note = (
+        f"drafter {where!r}: {under} {list(ids)} is read as the target's states after that many "
+        "layers. Some tools count outputs of layers from 0 instead, and start with 1: if "
+        f"acceptance is low, add {AUX_KEY} {other} at the top level and remove the nested list"
+    )
+    return ids, (note,)
 
 
 def _ids(value: object, name: str, where: str) -> tuple[int, ...]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or any(not isinstance(i, int) or isinstance(i, bool) for i in value)
+    if not isinstance(value, list) or any(
+        not isinstance(i, int) or isinstance(i, bool) for i in value
     ):
         raise CheckpointError(
-            f"config.json of {where!r}: {name} is {value!r}; expected a list of layer numbers"
+            f"config.json of {where!r}: {name} is {value!r}; expected a list of layer numbers: "
+            "mend the config"
         )
     return tuple(value)
 
@@ -176,11 +262,11 @@ def _stated_count(raw: dict[str, Any], nested: dict[str, Any], where: str) -> in
 # ------------------------------------------------------------------ EAGLE-1
 
 
-def _read_eagle1(opened: Checkpoint, form: str) -> EagleConfig:
+def _read_eagle1(opened: Checkpoint, method: str, found: Detected) -> EagleConfig:
     """EAGLE-1. Mistral's heads keep layer 0's input norm and the final norm; all others have
     neither (cnets.py of the authors' code), since the target's state is normed already.
     """
-    raw, where = opened.config, str(opened.folder)
+    raw, where, form = opened.config, str(opened.folder), found.format
     if form == SPECULATORS:
         if raw.get("layernorms"):
             raise CheckpointError(
@@ -191,16 +277,15 @@ def _read_eagle1(opened: Checkpoint, form: str) -> EagleConfig:
     else:
         inner = raw.get("model")
         layers = {**raw, **inner} if isinstance(inner, dict) else raw
-    architectures = " ".join(raw.get("architectures") or []).lower()
-    is_mistral = layers.get("model_type") == "mistral" or "mistral" in architectures
+    is_mistral = layers.get("model_type") == "mistral" or "mistral" in architectures_of(raw)
     return EagleConfig(
-        method="eagle",
+        method=method,
         format=form,
         layers=layers,
         keeps_input_norm=is_mistral,
         final_norm=is_mistral,
         norm_output=is_mistral,
-        logit_scale=float(raw.get("logit_scale") or 1.0),
+        logit_scale=ConfigReader(raw, where).number("logit_scale", 1.0),
     )
 
 
@@ -222,11 +307,11 @@ def _layers(raw: dict[str, Any]) -> dict[str, Any]:
     which is the same; of rotary parameters per kind of layer, the sliding ones' are taken.
     """
     layers = dict(raw)
-    rope = layers.get("rope_parameters") or {}
-    if "sliding_attention" in rope:
+    rope = layers.get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:
         layers["rope_parameters"] = rope["sliding_attention"]
-    kinds = layers.get("layer_types") or []
-    if layers.get("model_type") == "llama" and SLIDING in kinds:
+    kinds = layers.get("layer_types")
+    if layers.get("model_type") == "llama" and isinstance(kinds, list) and SLIDING in kinds:
         heads = layers.get("num_attention_heads")
         layers = {"num_key_value_heads": heads} | layers | {"model_type": "mistral"}
     return layers

@@ -19,7 +19,7 @@ from hydraspec.models.dense_config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle import EagleHead
-from hydraspec.models.eagle_config import EagleConfig, read_eagle
+from hydraspec.models.eagle_config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
 from hydraspec.models.layers import Place
 from hydraspec.models.weights import fill
 
@@ -197,7 +197,7 @@ def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> 
     if entry is None or head.combine is None:
         raise CheckpointError(
             f"drafter {where!r} has no mask_hidden, the state that mask rows read; method=peagle "
-            "needs it: use method=eagle3 if the head was not trained for parallel drafting"
+            f"needs it: {unmasked_remedy(head.config)}"
         )
     numbers = 1
     for count in entry.shape:
@@ -296,6 +296,12 @@ def _spec(
     shares_embedding: bool,
 ) -> DraftSpec:
     notes = list(config.notes)
+    if ids and config.aux_layer_ids is None:
+        notes.append(
+            f"the drafter's config names no aux layers; it reads the states after layers "
+            f"{list(ids)} of the target's {target.num_layers}, the default of EAGLE-3's authors: "
+            f"if acceptance is low, give {AUX_KEY}"
+        )
     if layers.max_position_embeddings < target.max_position_embeddings:
         notes.append(
             f"the drafter was made for {layers.max_position_embeddings} positions, the target for "
@@ -321,4 +327,5 @@ def _spec(
         num_layers=len(layers.kinds),
         format=config.format,
         notes=tuple(notes),
+        verifier=config.verifier,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.base import TargetModel
+from hydraspec.models.detect import check_method, open_draft
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.gemma4 import rope_thetas
 from hydraspec.models.gemma4_assistant_config import AssistantConfig, read_assistant
@@ -198,6 +199,7 @@ def load_assistant(
     Raises CheckpointError: unreadable, not an assistant, or made for another target (both values
     are named).
     """
+    check_method(open_draft(checkpoint), "gemma4_mtp")
     opened, config = read_assistant(checkpoint)
     where = str(opened.folder)
     sources = match_target(config, target, where)

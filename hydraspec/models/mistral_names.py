@@ -50,6 +50,7 @@ _SAME_MEANING = {
 _YARN = {"factor": "factor", "alpha": "beta_slow", "beta": "beta_fast"}
 _YARN |= {"original_max_position_embeddings": "original_max_position_embeddings"}
 _UNSUPPORTED = ("moe", "llama_4_scaling", "q_lora_rank", "kv_lora_rank")
+_NO_ROPE_SCALING: tuple[dict[str, str], ...] = ({}, {"rope_type": "default"}, {"type": "default"})
 EOS = 2  # </s> of every Mistral tokenizer; params.json does not say
 
 
@@ -61,6 +62,7 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"params.json of {where!r}: {key} is {params[key]!r}; expected a dense Mistral "
                 "model without it: give the Hugging Face files of this release if it has them"
             )
+    _refuse_uncomputed(params, where)
     config = {ours: params[key] for key, ours in _SAME_MEANING.items() if key in params}
     window = config.setdefault("sliding_window", None)
     theta = params.get("rope_theta") or (1e6 if window is None else 1e4)  # mistral-inference's
@@ -73,6 +75,10 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
         "eos_token_id": EOS,
     }
     yarn = params.get("yarn")
+    if yarn and not isinstance(yarn, Mapping):
+        raise CheckpointError(
+            f"params.json of {where!r}: yarn is {yarn!r}; expected an object: mend the config"
+        )
     if yarn:
         config["rope_scaling"] = {"rope_type": "yarn"}
         config["rope_scaling"] |= {_YARN[key]: yarn[key] for key in yarn.keys() & _YARN.keys()}
@@ -81,6 +87,26 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     if params.get("quantization"):
         config["quantization_config"] = {"quant_method": params["quantization"]}
     return config
+
+
+def _refuse_uncomputed(params: Mapping[str, Any], where: str) -> None:
+    """Keys that may say what is computed anyway. Raises CheckpointError where they say more."""
+    width = params.get("head_dim")
+    if width is None and params.get("dim") and params.get("n_heads"):
+        width = params["dim"] // params["n_heads"]
+    scale, plain = params.get("softmax_scale"), None if width is None else width**-0.5
+    is_plain = isinstance(scale, int | float) and plain and abs(scale - plain) < 1e-6 * plain
+    for key, is_computed, expected in (
+        ("rope_scaling", params.get("rope_scaling") in _NO_ROPE_SCALING, "none, or yarn"),
+        ("softmax_scale", is_plain, f"none, or head_dim**-0.5 ({plain})"),
+        ("use_biases", params.get("use_biases") is False, "none, or false"),
+        ("logit_scale", params.get("logit_scale") == 1, "none, or 1"),
+    ):
+        if params.get(key) is not None and not is_computed:
+            raise CheckpointError(
+                f"params.json of {where!r}: {key} is {params[key]!r}; expected {expected}, since "
+                "no more is computed: give the Hugging Face files of this release if it has them"
+            )
 
 
 def is_consolidated(names: Iterable[str]) -> bool:

@@ -9,7 +9,7 @@ from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint import Checkpoint
 from hydraspec.models.deepseek import names_single_experts
 from hydraspec.models.deepseek_layer import unpack_experts
-from hydraspec.models.detect import check_method, open_draft
+from hydraspec.models.detect import check_method, detect, open_draft
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.mtp import LatentBlocks, MTPHead
 from hydraspec.models.mtp_config import MTPConfig, check_num_drafts, read_mtp_config
@@ -30,6 +30,8 @@ def load_mtp(
     """
     opened = open_draft(checkpoint)
     where = str(opened.folder)
+    if detect(opened) is None:
+        read_mtp_config(opened)  # says which key announces no layers
     found = check_method(opened, "mtp")
     config = read_mtp_config(opened)
     check_num_drafts(num_drafts, config.num_layers, where)
@@ -61,6 +63,7 @@ def load_mtp(
         shares_head=True,
         num_layers=config.num_layers,
         format=f"{found.format} ({config.layout.name} layout)",
+        verifier=found.verifier,
     )
     return head
 
