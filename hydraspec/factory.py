@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hydraspec.config.checks import check_method
-from hydraspec.config.derive import no_drafter, take_over
+from hydraspec.config.derive import named_drafter, no_drafter, take_over
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.schema import AUTO, RunConfig
 
@@ -49,8 +49,8 @@ def resolve_drafter(config: RunConfig) -> None:
     """Take from the checkpoints what the configuration leaves to them, in place.
 
     Where `method=auto`: method, K and target as the drafter's folder says. With a method: the
-    drafter and the target where target.checkpoint is a drafter's folder. Asking twice changes
-    nothing.
+    drafter and the target where target.checkpoint is a drafter's folder. A target.checkpoint that
+    is none gets the drafter that the target's YAML names. Asking twice changes nothing.
 
     Raises:
         CheckpointError: a folder that holds no drafter.
@@ -65,7 +65,11 @@ def resolve_drafter(config: RunConfig) -> None:
     found = getattr(import_module(module), attribute)(target, None if chosen else drafter)
     is_target = found is None or (chosen and found.target == target)
     if is_target and drafter is None:
-        raise no_drafter(config)
+        method.checkpoint = named_drafter(config)
+        if method.checkpoint is None:
+            raise no_drafter(config)
+        resolve_drafter(config)
+        return
     if is_target:  # and drafts itself
         return
     name = method.name if chosen else found.method

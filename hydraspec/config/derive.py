@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hydraspec.config.choices import packaged_drafters, packaged_value
+from hydraspec.config.choices import packaged_value
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import AUTO, MethodConfig, RunConfig, TargetConfig
 from hydraspec.errors import ConfigurationError
@@ -17,7 +17,8 @@ def derive(config: RunConfig) -> None:
     """Fill in the target's name and the drafter; blank what plain decoding ignores.
 
     A method without a drafter is refused here for a checkpoint that is the target choice's own. Any
-    other may be a drafter's folder itself: it is asked once it is opened.
+    other may be a drafter's folder itself: it is asked once it is opened, and what the target's
+    YAML names is taken where it is none (`named_drafter`).
     """
     known = _is_own(config.target)
     _name_target(config.target)
@@ -38,11 +39,8 @@ def take_over(config: RunConfig, method: str, drafter: str, target: str, propose
 def no_drafter(config: RunConfig) -> ConfigurationError:
     """The refusal of a method that nothing names a drafter for."""
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
-    named = f"drafters the target names: {known}"
-    choose = f"choose method={AUTO} or method=none"
-    if not known:
-        named = "what a target's YAML names is for that target's own checkpoint only"
-        choose = "choose method=none"
+    named = f"drafters the target names: {known or 'none'}"
+    choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
     return refusal(
         "method.checkpoint",
         None,
@@ -59,14 +57,9 @@ def _is_own(target: TargetConfig) -> bool:
 
 
 def _name_target(target: TargetConfig) -> None:
-    """Call a checkpoint that is not the choice's own by its folder, lest it pass for another.
-
-    The drafters of the choice are not its drafters either; those that were typed are kept.
-    """
+    """Call a checkpoint that is not the choice's own by its folder, lest it pass for another."""
     own = packaged_value("target", target.name, "checkpoint")
     if target.name == "custom" or (own is not None and own != target.checkpoint):
-        choice = packaged_drafters(target.name)
-        target.drafters = {m: d for m, d in target.drafters.items() if choice.get(m) != d}
         target.name = folder_name(target.checkpoint) or target.name
 
 
@@ -91,16 +84,25 @@ def _plain_decoding(config: RunConfig) -> MethodConfig:
     return plain
 
 
-def _default_drafter(config: RunConfig, known: bool) -> str | None:
-    """What the target names for the method; for `auto` the first it names, if any.
-
-    None also where nobody is `known` to have named all of the checkpoint's drafters.
-    """
+def named_drafter(config: RunConfig) -> str | None:
+    """What the target's YAML names for the method; for `auto` the first it names, if any."""
     drafters, method = config.target.drafters, config.method.name
     if method == AUTO:
         return next(iter(drafters.values()), None)
-    if method in DRAFTS_ITSELF and method not in drafters:
-        return config.target.checkpoint
-    if method not in drafters and known:
-        raise no_drafter(config)
     return drafters.get(method)
+
+
+def _default_drafter(config: RunConfig, known: bool) -> str | None:
+    """`named_drafter`, or the target itself for methods whose layers it brings.
+
+    None where the checkpoint is not `known`: its folder is asked first.
+    """
+    own_layers = config.method.name in DRAFTS_ITSELF
+    if own_layers and not (known and config.method.name in config.target.drafters):
+        return config.target.checkpoint
+    if not known:
+        return None
+    named = named_drafter(config)
+    if named is None and config.method.name != AUTO:
+        raise no_drafter(config)
+    return named

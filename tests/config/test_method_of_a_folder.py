@@ -137,22 +137,33 @@ def test_another_target_runs_with_the_drafter_given_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [[], ["method=gemma4_mtp"], ["method=eagle3"], ["target=custom", "method=eagle3"]],
-    ids=" ".join,
+    ("typed", "method", "drafter"),
+    [
+        ([], "gemma4_mtp", "zoo:tiny_gemma4-assistant"),
+        (["method=gemma4_mtp"], "gemma4_mtp", "zoo:tiny_gemma4-assistant"),
+        (["method=eagle3"], "eagle3", "zoo:tiny_gemma4-eagle3"),
+        (["method=eagle3", "target.drafters.eagle3=/d"], "eagle3", "/d"),
+    ],
 )
-def test_drafters_of_a_choice_are_for_its_own_checkpoint(tmp_path, typed):
+def test_another_checkpoint_gets_the_drafters_that_the_target_names(
+    tmp_path, typed, method, drafter
+):
+    """A fine-tune may run with its base's drafter; one that does not fit is refused on load."""
+    target = folder(tmp_path / "finetune", model_type="gemma4_text")
+    config = composed(*typed, f"target.checkpoint={target}")
+    factory.resolve_drafter(config)
+    assert (config.method.name, config.method.checkpoint) == (method, drafter)
+    assert (config.target.name, config.target.checkpoint) == ("finetune", str(target))
+
+
+def test_a_method_nobody_names_a_drafter_for_is_refused(tmp_path):
     target = folder(tmp_path / "finetune", model_type="gemma4_text")
     with pytest.raises(ConfigurationError) as refused:
-        factory.resolve_drafter(composed(*typed, f"target.checkpoint={target}"))
-    for part in ("target finetune names none", "own checkpoint only", "method=none", "=<folder"):
+        factory.resolve_drafter(
+            composed("target=custom", "method=eagle3", f"target.checkpoint={target}")
+        )
+    for part in ("target finetune names none", "method=none", "=<folder"):
         assert part in str(refused.value), refused.value
-
-
-def test_a_drafter_typed_with_another_checkpoint_is_kept():
-    config = composed("target.checkpoint=/m", "target.drafters.eagle3=/d", "method=eagle3")
-    assert config.target.drafters == {"eagle3": "/d"}
-    assert config.method.checkpoint == "/d"
 
 
 def test_layers_in_the_target_need_no_drafter(tmp_path):

@@ -133,8 +133,10 @@ def _info(
     spec = speculator.spec
     if spec is not None:
         log.info("drafter: %s", spec)
-        warnings.extend(spec.notes)
-        for note in spec.notes:
+        other_model = spec.note_on_target(config.target.checkpoint)
+        notes = [*spec.notes, *([other_model] if other_model else [])]
+        warnings.extend(notes)
+        for note in notes:
             log.warning(note)
     return EngineInfo(
         engine="native",
