@@ -197,6 +197,44 @@ def test_transformers_agrees_but_for_the_first_position(tmp_path: Path) -> None:
     assert (ours - expected).abs().max() <= TOLERANCE * (expected.max() - expected.min())
 
 
+@pytest.mark.filterwarnings("ignore")  # of third parties
+@pytest.mark.parametrize("seed", range(20))
+def test_the_speculators_package_agrees(seed: int, tmp_path: Path) -> None:
+    """Its class is for training: later steps are teacher-forced there, so one step is compared."""
+    pytest.importorskip("speculators", reason="the oracle: pip install 'hydraspec[oracle]'")
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    setting = make("speculators", tmp_path, random_config("speculators", seed), 1, 1, seed)
+    layer = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    config = MTPSpeculatorConfig(
+        transformer_layer_config=layer["transformer_layer_config"],
+        speculators_config=SpeculatorsConfig(
+            algorithm="mtp",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+    )
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = MTPDraftModel(config).double().eval()
+    loaded = theirs.load_state_dict(
+        load_file(tmp_path / "drafter" / "model.safetensors"), strict=False
+    )
+    assert not loaded.unexpected_keys
+    theirs.embed_tokens.weight.data.copy_(setting.target.table)
+    theirs.lm_head.weight.data.copy_(setting.target.head)
+    texts, states = texts_and_states(setting, seed)
+    found = drafts_and_logits(setting, texts, states, seed)
+    for text, state, (_, scores) in zip(texts, states, found, strict=True):
+        # It leaves room for a target token and a state behind the row that is compared.
+        tokens, hidden = torch.tensor([[*text, 0]]), torch.nn.functional.pad(state, (0, 0, 0, 2))
+        with torch.no_grad():
+            expected = theirs(input_ids=tokens, hidden_states=hidden[None])[0][0][0, -1]
+        assert (scores[0] - expected).abs().max() <= TOLERANCE * (expected.max() - expected.min())
+
+
 # ------------------------------------------------------------------ refusals
 
 
