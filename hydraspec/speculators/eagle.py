@@ -8,12 +8,11 @@ from hydraspec.models.base import TargetModel
 from hydraspec.models.eagle import EagleHead
 from hydraspec.models.eagle_loading import load_eagle
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
+from hydraspec.speculators.draft_model import DraftModelSpeculator
 
 
-class EagleSpeculator(AutoRegressiveSpeculator):
-    """`method=eagle` and `method=eagle3`: which states enter, and what is fed back, is the head's
-    DraftSpec.
-    """
+class EagleDrafter(DraftModelSpeculator):
+    """An EAGLE head of any kind, and the vocabulary it drafts in."""
 
     head: EagleHead
 
@@ -30,3 +29,9 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     @property
     def draft_vocab_map(self) -> Tensor | None:
         return self.head.vocab_map
+
+
+class EagleSpeculator(EagleDrafter, AutoRegressiveSpeculator):
+    """`method=eagle` and `method=eagle3`: which states enter, and what is fed back, is the head's
+    DraftSpec.
+    """

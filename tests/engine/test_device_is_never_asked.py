@@ -17,12 +17,10 @@ from scenarios import make_engine
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hydraspec.config.schema import DraftSampling, Verification
+from hydraspec.config.schema import DraftSampling, RunConfig, Verification
 from hydraspec.engine.native.scheduler import Sequence
 from hydraspec.factory import build_speculator
 from hydraspec.models import load_target
-from hydraspec.speculators.gemma4 import Gemma4Speculator
-from hydraspec.speculators.mtp import MTPSpeculator
 from hydraspec.types import Request, SamplingParams
 
 FLAVOURS = {
@@ -89,6 +87,29 @@ def step_and_pretend(engine) -> list[tuple[int, int]]:  # type: ignore[no-untype
     return shape
 
 
+def four_fake_steps(
+    settings: RunConfig, dtype: torch.dtype, temperature: float
+) -> list[list[tuple[int, int]]]:
+    """(rows, drafts) of each request in four steps: a long and a short prompt, then decoding."""
+    target = load_target(
+        settings.target.checkpoint,
+        weights="random",
+        dtype=dtype,
+        device=torch.device("cpu"),
+        seed=0,
+        max_model_len=None,
+    )
+    speculator = build_speculator(settings)
+    speculator.load(target)
+    engine = make_engine(settings, target, speculator)
+    # Weights stay real and turn fake where they meet the step's tensors: state and caches are fake.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        make_fake(engine, mode)
+        add(engine, 0, 15, temperature)
+        add(engine, 1, 3, temperature)
+        return [step_and_pretend(engine) for _ in range(4)]
+
+
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
 @pytest.mark.parametrize("verification", Verification)
@@ -110,23 +131,7 @@ def test_a_step_reads_nothing_from_the_device(
         synthetic_acceptance_length=2.5 if verification is Verification.synthetic else None,
         draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
     )
-    target = load_target(
-        str(folder),
-        weights="random",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
-    speculator = Gemma4Speculator(settings)
-    speculator.load(target)
-    engine = make_engine(settings, target, speculator)
-    # Weights stay real and turn fake where they meet the step's tensors: state and caches are fake.
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        make_fake(engine, mode)
-        add(engine, 0, 15, temperature)
-        add(engine, 1, 3, temperature)
-        shapes = [step_and_pretend(engine) for _ in range(4)]
+    shapes = four_fake_steps(settings, torch.float32, temperature)
     assert shapes[0] == [(12, 0)]  # a chunk that does not sample
     assert shapes[1] == [(3, 0), (3, 0)]
     assert shapes[2] == [(4, 3), (4, 3)]
@@ -148,22 +153,9 @@ def test_a_step_with_mtp_layers_reads_nothing_from_the_device(
         max_num_batched_tokens=12,
         draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
     )
-    target = load_target(
-        str(folder),
-        weights="random",
-        dtype=torch.bfloat16 if num_mtp == 1 else torch.float32,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
+    shapes = four_fake_steps(
+        settings, torch.bfloat16 if num_mtp == 1 else torch.float32, temperature
     )
-    speculator = MTPSpeculator(settings)
-    speculator.load(target)
-    engine = make_engine(settings, target, speculator)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        make_fake(engine, mode)
-        add(engine, 0, 15, temperature)
-        add(engine, 1, 3, temperature)
-        shapes = [step_and_pretend(engine) for _ in range(4)]
     assert shapes[2] == [(4, 3), (4, 3)]
 
 
@@ -200,22 +192,7 @@ def test_a_step_with_an_eagle_head_reads_nothing_from_the_device(
         max_num_batched_tokens=12,
         draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
     )
-    target = load_target(
-        str(folder),
-        weights="random",
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
-    speculator = build_speculator(settings)
-    speculator.load(target)
-    engine = make_engine(settings, target, speculator)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        make_fake(engine, mode)
-        add(engine, 0, 15, temperature)
-        add(engine, 1, 3, temperature)
-        shapes = [step_and_pretend(engine) for _ in range(4)]
+    shapes = four_fake_steps(settings, torch.bfloat16, temperature)
     assert shapes[2] == [(4, 3), (4, 3)]
 
 

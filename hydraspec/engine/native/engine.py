@@ -36,14 +36,9 @@ class NativeEngine(Engine):
             FinishCheck(self.parts.target.eos_token_ids, self.info.max_model_len, decode),
         )
         self._last_logits: torch.Tensor | None = None
-        runner = self.parts.runner
         self._clock = PhaseClock(enabled=self.info.device == "cpu")
         self._schedule = self._clock.timed("schedule", self._next_plan)
-        self._prepare = self._clock.timed("prepare", runner.prepare)
-        self._forward = self._clock.timed("forward", runner.forward)
-        self._verify = self._clock.timed("verify", runner.verify)
-        self._commit = self._clock.timed("verify", runner.commit)
-        self._propose = self._clock.timed("propose", runner.propose)
+        self.parts.runner.time_with(self._clock)
 
     @torch.inference_mode()
     def step(self) -> tuple[StepRecord | None, list[Completion]]:
@@ -52,11 +47,7 @@ class NativeEngine(Engine):
         scheduled, plan = self._schedule()
         if plan is None:
             return None, self._collector.failed()
-        batch = self._prepare(plan)
-        target_step = self._forward(batch)
-        verdict = self._verify(batch, target_step)
-        self._commit(batch, verdict)
-        self._propose(batch, target_step, verdict)
+        batch, target_step, verdict = self.parts.runner.step(plan)
         self._last_logits = target_step.logits
         return self._collector.collect(scheduled, batch, verdict, self._clock)
 

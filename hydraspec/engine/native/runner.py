@@ -12,6 +12,7 @@ import torch
 from hydraspec.engine.native.inputs import LayoutCache, prepare
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.state import commit, store_draft
+from hydraspec.engine.native.timing import PhaseClock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
@@ -59,9 +60,15 @@ class Runner:
         if draft is not None:
             store_draft(self.state, batch, draft)
 
+    def time_with(self, clock: PhaseClock) -> None:
+        """Have `clock` take the time of every verb."""
+        for verb in ("prepare", "forward", "verify", "commit", "propose"):
+            phase = "verify" if verb == "commit" else verb
+            setattr(self, verb, clock.timed(phase, getattr(self, verb)))
+
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> tuple[Batch, TargetStep, Verdict]:
-        """One step without timing: the sequence that a test runs under FakeTensorMode."""
+        """The device's verbs, in order."""
         batch = self.prepare(plan)
         target_step = self.forward(batch)
         verdict = self.verify(batch, target_step)
