@@ -1,0 +1,21 @@
+"""How our kernels are launched: whether a tensor's kernels can run here, and dependent launches."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["runs_kernels", "supports_dependent_launch"]
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether `x` is on a device that runs the Triton kernels; elsewhere the reference runs."""
+    return x.is_cuda
+
+
+@cache
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before the one in front of it has ended (sm_90 and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
