@@ -8,6 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+import torch
+
+# Where no GPU compiles them, kernels run in Triton's interpreter. It has to know before it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import HealthCheck, settings
 
 # The same examples on every run and machine; how long one takes says nothing on a shared one.
