@@ -10,7 +10,8 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import torch
 
-# Where no GPU compiles them, kernels run in Triton's interpreter. It has to know before it is imported.
+# Where no GPU compiles them, kernels run in Triton's interpreter, which has to know before its
+# import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
