@@ -1,0 +1,52 @@
+"""Linears of few rows: x [T, K] times weight [K, N], and what follows in the same kernel.
+
+On CUDA a weight is the [K, N] view of [N, K] storage, as checkpoints hold it. Other strides, and
+shapes at which the library is faster, go to `torch.mm`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from hydraspec_kernels.linear.reference import (
+    gated_linear_reference,
+    linear_partials_reference,
+    linear_reference,
+    scaled_gelu_linear_reference,
+)
+
+__all__ = ["Activation", "gated_linear", "linear", "linear_partials", "scaled_gelu_linear"]
+
+Activation = Literal["gelu_tanh", "silu"]
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, softcap: float | None = None
+) -> Tensor:
+    """x [T, K] @ weight [K, N] + bias [N] -> [T, N] in x's dtype; softcap: cap * tanh(y / cap)."""
+    return linear_reference(x, weight, bias, softcap)
+
+
+def linear_partials(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] @ weight [K, N] -> [S, T, N]: partial sums for the consumer to add up.
+
+    S is fixed by the shape. From the kernel they are float32; elsewhere S = 1 in x's dtype.
+    """
+    return linear_partials_reference(x, weight)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+) -> Tensor:
+    """act(x @ gate) * (x @ up) -> [T, I], for weight [K, 2I] and bias [2I], gate half first."""
+    return gated_linear_reference(x, weight, bias, activation)
+
+
+def scaled_gelu_linear(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    """gelu_tanh(x [T, K] @ weight [K, N]) * factor [T, N] -> [T, N]: the gate of a per-layer input.
+
+    factor may be a view with any row stride, such as [:, layer] of [T, L, N].
+    """
+    return scaled_gelu_linear_reference(x, weight, factor)

@@ -1,0 +1,44 @@
+"""A row times a matrix, with what may follow in the same kernel: a bias, a soft cap, a gated
+activation (Shazeer 2020), or the gate of a per-layer input (Gemma 3n).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydraspec_kernels.gated_activation import gated_activation, gated_silu
+
+__all__ = [
+    "gated_linear_reference",
+    "linear_partials_reference",
+    "linear_reference",
+    "scaled_gelu_linear_reference",
+]
+
+
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
+) -> Tensor:
+    """x [T, K] times weight [K, N], plus bias [N]; then cap * tanh(. / cap)."""
+    y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    return y if softcap is None else y.div_(softcap).tanh_().mul_(softcap)
+
+
+def linear_partials_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight [K, N] as one partial sum, [1, T, N]."""
+    return torch.mm(x, weight)[None]
+
+
+def gated_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    """act(x @ gate) * (x @ up) for weight [K, 2I] and bias [2I] that hold the gate half first."""
+    y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    return gated_activation(y) if activation == "gelu_tanh" else gated_silu(y)
+
+
+def scaled_gelu_linear_reference(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    """gelu_tanh(x @ weight) * factor, [T, N]."""
+    return F.gelu(torch.mm(x, weight), approximate="tanh").mul_(factor)
