@@ -203,6 +203,8 @@ class Rows:
     seq_lens: Tensor  # [B] int64, computed tokens plus the rows of this pass
     slot_mapping: list[Tensor]  # per KV group [T] int64: cache row each token row writes
     block_tables: list[Tensor]  # per KV group [B, P] int64
+    query_start_loc: Tensor  # [B+1] int64, first row of each request; the last entry is T
+    has_padding: bool = False  # some requests or rows stand for nobody
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,7 +216,6 @@ class Batch(Rows):
 
     slots: Tensor  # [B] int64
     row_request: Tensor  # [T] int64, batch index of the request a row belongs to
-    query_start_loc: Tensor  # [B+1] int64
     logits_rows: Tensor | None  # [N] int64 rows of T that need logits; None means every row
     verify_rows: Tensor  # [B, K+1] int64 rows of N; entries past num_drafts repeat a valid row
     draft_tokens: Tensor  # [B, K] int64, -1 where there is no draft

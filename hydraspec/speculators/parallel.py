@@ -128,4 +128,7 @@ class ParallelSpeculator(DraftModelSpeculator):
                 for table, spec in zip(tables, self.draft_specs, strict=True)
             ],
             block_tables=tables,
+            query_start_loc=batch.query_start_loc
+            + torch.arange(batch.num_requests + 1, device=positions.device) * more,
+            has_padding=batch.has_padding,
         )

@@ -28,6 +28,8 @@ def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec])
         seq_lens=batch.seq_lens,
         slot_mapping=batch.slot_mapping[first:],
         block_tables=batch.block_tables[first:],
+        query_start_loc=batch.query_start_loc,
+        has_padding=batch.has_padding,
     )
 
 
@@ -52,4 +54,6 @@ def single_rows(
             for table, spec in zip(tables, specs, strict=True)
         ],
         block_tables=tables,
+        query_start_loc=torch.arange(batch.num_requests + 1, device=positions.device),
+        has_padding=batch.has_padding,
     )

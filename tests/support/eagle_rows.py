@@ -39,6 +39,7 @@ class PagedRows:
             seq_lens=torch.tensor([first + n]),
             slot_mapping=[slots] * len(self.specs),
             block_tables=[self.table] * len(self.specs),
+            query_start_loc=torch.tensor([0, n]),
         )
 
 

@@ -101,6 +101,7 @@ def fresh_states(
         seq_lens=torch.tensor([n]),
         slot_mapping=[slots] * len(groups),
         block_tables=[table] * len(groups),
+        query_start_loc=torch.tensor([0, n]),
     )
     with torch.inference_mode():
         final, aux = target.forward(rows, caches, ids)
