@@ -6,15 +6,26 @@ the group.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hydraspec_kernels.paged_attention.cpu import attend, gather_kv, paged_attention_cpu
-from hydraspec_kernels.paged_attention.plan import AttentionPlan, GroupShape, Tile, plan_attention
+from hydraspec_kernels.paged_attention.plan import (
+    AttentionPlan,
+    DevicePlan,
+    GroupShape,
+    Tile,
+    TiledPlan,
+    plan_attention,
+)
+from hydraspec_kernels.paged_attention.reference import planned_attention_reference
 
 __all__ = [
     "AttentionPlan",
+    "DevicePlan",
     "GroupShape",
     "Tile",
+    "TiledPlan",
     "attend",
     "gather_kv",
     "paged_attention",
@@ -27,4 +38,10 @@ def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor
 
     A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim].
     """
-    return paged_attention_cpu(query, cache, plan)
+    if isinstance(plan, TiledPlan):
+        return paged_attention_cpu(query, cache, plan)
+    if query.dtype is torch.float64:  # the kernels add up in float32
+        return planned_attention_reference(query, cache, plan)
+    from hydraspec_kernels.paged_attention.kernel import paged_attention_kernel  # needs triton
+
+    return paged_attention_kernel(query, cache, plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.paged_attention.plan import AttentionPlan, GroupShape, Tile
+from hydraspec_kernels.paged_attention.plan import GroupShape, Tile, TiledPlan
 
 
 def gather_kv(cache: Tensor, shape: GroupShape, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, shape: GroupShape, tile:
     return out.reshape(b * rows, shape.num_heads * dim)
 
 
-def paged_attention_cpu(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+def paged_attention_cpu(query: Tensor, cache: Tensor, plan: TiledPlan) -> Tensor:
     """query [T, Hq, H] -> [T, Hq * Hv]."""
     shape = plan.shape
     if len(plan.tiles) == 1:

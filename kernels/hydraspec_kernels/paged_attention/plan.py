@@ -1,5 +1,7 @@
-"""What the layers of one KV group share in one forward pass: which cache rows to gather, and who
-may see them.
+"""What the layers of one KV group share in one forward pass.
+
+On the CPU: which cache rows to gather, and who may see them. On CUDA only where things stand: the
+kernels find rows and visible keys themselves, so nothing of a plan depends on sequence lengths.
 
 Letters: b requests, R rows a request, L gathered entries a request, P blocks of a table row. All
 shapes come from host numbers; everything that depends on sequence lengths is computed on the
@@ -14,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from hydraspec_kernels.launch import runs_kernels
 
 # Scores of one tile at most; long prefills are cut into tiles of query rows so that memory stays
 # flat.
@@ -75,12 +79,32 @@ class Tile:
 
 
 @dataclass(slots=True)
-class AttentionPlan:
+class TiledPlan:
     """Tiles of one KV group. They cover the rows of the segments once, in order."""
 
     shape: GroupShape
     num_rows: int  # T
     tiles: list[Tile]
+
+
+@dataclass(slots=True)
+class DevicePlan:
+    """What the kernels read. All numbers of the host are bounds that a CUDA graph may freeze.
+
+    A request of sequence length 0 is padding: its rows come out as zeros, like rows behind
+    query_start_loc[B].
+    """
+
+    shape: GroupShape
+    query_start_loc: Tensor | None  # [B+1] first row of each request; None: row b is request b
+    seq_lens: Tensor  # [B], this step's rows counted
+    block_table: Tensor  # [B, P]
+    num_rows: int  # T
+    num_requests: int  # B
+    max_rows: int  # rows of the request with the most
+
+
+AttentionPlan = TiledPlan | DevicePlan
 
 
 def plan_attention(
@@ -90,14 +114,51 @@ def plan_attention(
     seq_lens: Tensor,
     positions: Tensor,
     dtype: torch.dtype,
+    query_start_loc: Tensor | None = None,
 ) -> AttentionPlan:
-    """block_table [B, P], seq_lens [B] with this step's rows counted, positions [T] -> the
-    group's plan.
+    """block_table [B, P], seq_lens [B] with this step's rows counted, positions [T],
+    query_start_loc [B+1] -> the group's plan.
 
     Row r of a request with R rows stands at position seq_len - R + r. Entries that no row may see
     are gathered from cache row 0: block 0 is reserved and stays zero, so that whatever freed
-    blocks hold cannot leak.
+    blocks hold cannot leak. Only CUDA reads query_start_loc; None there means a row a request.
     """
+    if runs_kernels(seq_lens):
+        return device_plan(shape, segments, block_table, seq_lens, query_start_loc)
+    return _tiled_plan(shape, segments, block_table, seq_lens, positions, dtype)
+
+
+def device_plan(
+    shape: GroupShape,
+    segments: Sequence[Segment],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+) -> DevicePlan:
+    """The plan the kernels read; see `plan_attention`. Makes no tensor and launches nothing."""
+    num_rows = num_requests = max_rows = 0
+    for segment in segments:
+        num_requests += segment.num_requests
+        num_rows += segment.num_requests * segment.rows_per_request
+        max_rows = max(max_rows, segment.rows_per_request)
+    if query_start_loc is None and max_rows != 1:
+        raise ValueError(
+            f"query_start_loc is None with {max_rows} rows a request: only segments of one row a "
+            "request go without it"
+        )
+    return DevicePlan(
+        shape, query_start_loc, seq_lens, block_table, num_rows, num_requests, max_rows
+    )
+
+
+def _tiled_plan(
+    shape: GroupShape,
+    segments: Sequence[Segment],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> TiledPlan:
     tiles: list[Tile] = []
     num_rows = 0
     for segment in segments:
@@ -110,7 +171,7 @@ def plan_attention(
         for start in range(0, segment.rows_per_request, step):
             stop = min(start + step, segment.rows_per_request)
             tiles.append(_plan_tile(shape, segment, start, stop, table, lens, positions, dtype))
-    return AttentionPlan(shape, num_rows, tiles)
+    return TiledPlan(shape, num_rows, tiles)
 
 
 def _rows_per_tile(shape: GroupShape, segment: Segment) -> int:
