@@ -1,0 +1,47 @@
+"""The draws of `reference.py` inside a kernel: the same words, the same float64 numbers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# int64 with the bits of SplitMix64's 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB.
+GOLDEN: tl.constexpr = tl.constexpr(-7046029254386353131)
+FIRST_MULTIPLIER: tl.constexpr = tl.constexpr(-4658895280553007687)
+SECOND_MULTIPLIER: tl.constexpr = tl.constexpr(-7723592293110705685)
+INDEX_AND_PURPOSE_BITS: tl.constexpr = tl.constexpr(16)
+PURPOSE_BITS: tl.constexpr = tl.constexpr(2)
+
+ACCEPT: tl.constexpr = tl.constexpr(1)
+RESIDUAL: tl.constexpr = tl.constexpr(2)
+BONUS: tl.constexpr = tl.constexpr(3)
+
+
+@triton.jit
+def _mix(words):
+    """SplitMix64's finaliser of int64 words; >> copies the sign, so the copies are masked."""
+    words = words ^ ((words >> 30) & ((1 << 34) - 1))
+    words = words * FIRST_MULTIPLIER
+    words = words ^ ((words >> 27) & ((1 << 37) - 1))
+    words = words * SECOND_MULTIPLIER
+    return words ^ ((words >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def stream_key(seed, position, code):
+    """The key of a draw: seed, position int64 and code = index << 2 | purpose."""
+    counter = (position.to(tl.int64) << INDEX_AND_PURPOSE_BITS) + code
+    return _mix(counter * GOLDEN + _mix(seed.to(tl.int64) + GOLDEN))
+
+
+@triton.jit
+def unit_interval(words):
+    """Top 52 bits of int64 words plus half a step, in (0, 1): float64, every step exact."""
+    odd = (words >> 12) * 2 + ((1 << 52) + 1)
+    return odd.to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+
+
+@triton.jit
+def exponential(key, tokens):
+    """Standard exponential draws, float64, of the token ids under one key."""
+    return -tl.log(unit_interval(_mix(key + tokens.to(tl.int64) * GOLDEN)))

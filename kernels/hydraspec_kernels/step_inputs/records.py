@@ -1,0 +1,50 @@
+"""The records of input preparation; all tensors int64 unless they say otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What the target's forward reads."""
+
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    seq_lens: Tensor  # [B]
+    draft_tokens: Tensor  # [B, K], -1 where there is no draft
+    slot_mapping: list[Tensor]  # per KV group [T]
+
+
+@dataclass(slots=True)
+class NewestRows:
+    """Where drafting starts."""
+
+    rows: Tensor  # [B] place of the newest computed row among the step's T rows
+    token_ids: Tensor  # [B] the token sampled behind it
+    positions: Tensor  # [B] its position p
+    seq_lens: Tensor  # [B] valid target KV, p + 1
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """One row per request."""
+
+    positions: Tensor  # [B]
+    seq_lens: Tensor  # [B]
+    slot_mapping: list[Tensor]  # per KV group [B]
+
+
+@dataclass(slots=True)
+class ParallelLayout:
+    """The rows of a pass that proposes everything at once; T' = T + B * masks."""
+
+    input_ids: Tensor  # [T']
+    positions: Tensor  # [T']
+    source: Tensor  # [T'] the step's row a row takes its hidden state from; any for masks
+    is_valid: Tensor  # [T'] bool: one of the target's rows that was not rejected
+    newest: Tensor  # [B] the row of each request that yields its first draft
+    seq_lens: Tensor  # [B]
+    slot_mapping: list[Tensor]  # per KV group [T']
