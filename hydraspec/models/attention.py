@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.paged_attention import AttentionPlan, paged_attention
-from hydraspec_kernels.rms_norm import rms_norm, unit_norm
+from hydraspec_kernels.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.rms_norm import unit_norm
 from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
 
@@ -22,7 +24,18 @@ class GroupPass:
     cos: Tensor  # [T, 1, H]
     sin: Tensor  # [T, 1, H], first half negated
     plan: AttentionPlan
-    slots: Tensor  # [T] cache rows to write
+    slots: Tensor  # [T] cache rows to write, -1 for rows that write none
+    has_padding: bool = False  # host fact: there may be such rows
+
+    def write(self, cache: Tensor, rows: Tensor) -> None:
+        """Write rows [T, ...] into cache [num_rows, ...]. Padding writes zeros into row 0, which is
+        the null block's and holds zeros.
+        """
+        if not self.has_padding:
+            cache.index_copy_(0, self.slots, rows)
+            return
+        is_padding = (self.slots < 0).view(-1, *(1,) * (rows.dim() - 1))
+        cache.index_copy_(0, self.slots.clamp(min=0), rows.masked_fill(is_padding, 0.0))
 
 
 class Attention:
@@ -43,8 +56,8 @@ class Attention:
         self.num_rotated = self.num_heads + (self.num_kv if self.writes_kv else 0)
         own_values = self.writes_kv and not self.k_eq_v
         self.heads = self.num_rotated + (self.num_kv if own_values else 0)
-        self.qkv = place.empty(config.hidden_size, self.heads * self.head_dim)
-        self.out = place.empty(self.num_heads * self.head_dim, config.hidden_size)
+        self.qkv = place.matrix(config.hidden_size, self.heads * self.head_dim)
+        self.out = place.matrix(self.num_heads * self.head_dim, config.hidden_size)
         self.qkv_bias = place.empty(self.qkv.shape[1]) if config.attention_bias else None
         self.out_bias = place.empty(config.hidden_size) if config.attention_bias else None
         self.q_norm = place.empty(self.head_dim)
@@ -52,6 +65,16 @@ class Attention:
         self.folded, self.root = place.folded, math.sqrt(self.head_dim)
         self.floor = place.number(math.sqrt(self.head_dim * self.eps))
         self.head_weight = self.q_norm
+        self.shape = QkvShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv,
+            head_dim=self.head_dim,
+            eps=self.eps,
+            q_weight=self.q_norm,
+            k_weight=self.k_norm,
+            value_norm=True,
+            k_eq_v=self.k_eq_v,
+        )
 
     def tensors(self) -> Tensors:
         parts = {"q_proj": (0, self.num_heads)}
@@ -73,13 +96,14 @@ class Attention:
 
     def finish(self, norm: Norm, stream_scale: float) -> None:
         """Fold the norm before; spread the head norms over the heads (values have weight 1)."""
+        if not self.folded:
+            return
         norm.fold_into(self.qkv, stream_scale=stream_scale)
         self.head_weight = self.qkv.new_ones(self.heads, self.head_dim)
         self.head_weight[: self.num_heads] = self.q_norm
         if self.k_norm is not None:
             self.head_weight[self.num_heads : self.num_rotated] = self.k_norm
-        if self.folded:
-            self.head_weight.mul_(self.root)
+        self.head_weight.mul_(self.root)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, D] -> rotated queries [T, Hq, H] of a layer without KV of its own."""
@@ -92,7 +116,7 @@ class Attention:
         return torch.addmm(self.out_bias, attended, self.out)
 
     def __call__(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, D] normed -> [T, D]; writes this layer's keys and values into cache before
+        """Folded: x [T, D] normed -> [T, D]; writes this layer's keys and values into cache before
         reading it.
         """
         if not self.writes_kv:
@@ -107,7 +131,7 @@ class Attention:
         else:
             apply_rope(heads[:, : self.num_rotated], shared.cos, shared.sin)
             kv = heads[:, n:].view(-1, 2, self.num_kv, self.head_dim)
-        cache.index_copy_(0, shared.slots, kv)
+        shared.write(cache, kv)
         return self.output(paged_attention(heads[:, :n], cache, shared.plan))
 
     def _project(self, x: Tensor) -> Tensor:
@@ -116,11 +140,17 @@ class Attention:
         return torch.addmm(self.qkv_bias, x, self.qkv).view(-1, self.heads, self.head_dim)
 
     def _normed_heads(self, heads: Tensor) -> Tensor:
-        if self.folded:
-            return unit_norm(heads, self.floor).mul_(self.head_weight)
-        return rms_norm(heads, self.head_weight, self.eps)
+        return unit_norm(heads, self.floor).mul_(self.head_weight)
 
     def _weightless(self, heads: Tensor) -> Tensor:
-        if self.folded:
-            return unit_norm(heads, self.floor).mul_(self.root)
-        return rms_norm(heads, None, self.eps)
+        return unit_norm(heads, self.floor).mul_(self.root)
+
+    def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+        """The same for a model that is not folded: x [T, D] normed -> [S, T, D] to add up."""
+        qkv = linear(x, self.qkv, self.qkv_bias)
+        written = cache if self.writes_kv else None
+        q = write_qkv(qkv, shared.cos, shared.sin, shared.slots, written, self.shape)
+        attended = paged_attention(q, cache, shared.plan)
+        if self.out_bias is None:
+            return linear_partials(attended, self.out)
+        return linear(attended, self.out, self.out_bias)

@@ -14,19 +14,24 @@ from hydraspec.errors import CheckpointError
 
 
 class AuxCollector:
-    """Keeps the states that are asked for while a forward passes them."""
+    """Keeps the states that are asked for while a forward passes them.
 
-    def __init__(self, ids: Sequence[int], num_layers: int) -> None:
+    in_place: later layers write into the tensors that are seen, so they are copied.
+    """
+
+    def __init__(self, ids: Sequence[int], num_layers: int, *, in_place: bool) -> None:
         assert all(0 <= i <= num_layers for i in ids), f"aux ids {ids} of {num_layers} layers"
-        self.ids = ids
+        self.ids, self.in_place = ids, in_place
         self._found: dict[int, Tensor] = dict.fromkeys(ids, _NOTHING)
 
     def see(self, i: int, h: Tensor, scale: float = 1.0) -> None:
-        """h [T, D] is the stream after i layers, held divided by `scale`. Nobody may write into h
-        later.
-        """
-        if i in self._found:
-            self._found[i] = h if scale == 1.0 else h * scale
+        """h [T, D] is the stream after i layers, held divided by `scale`."""
+        if i not in self._found:
+            return
+        if scale != 1.0:
+            self._found[i] = h * scale
+        else:
+            self._found[i] = h.clone() if self.in_place else h
 
     def states(self) -> list[Tensor]:
         """One [T, D] per id, in the order asked for."""

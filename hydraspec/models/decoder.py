@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hydraspec_kernels.linear import linear
 from torch import Tensor
 
 from hydraspec.models.checkpoint import Checkpoint
@@ -35,7 +36,7 @@ class Decoder:
         rms_norm_eps: float,
         tied: bool,
     ) -> None:
-        self.dtype, self.device = place.dtype, place.device
+        self.dtype, self.device, self.folded = place.dtype, place.device, place.folded
         self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
         self.max_position_embeddings = max_position_embeddings
         self.tied = tied
@@ -85,6 +86,13 @@ class Decoder:
             layer.finish()
         self.norm.fold_gain()
 
+    def norm_behind(self, layer: int) -> Norm:
+        """What reads the stream behind a layer: its successor's input norm, or the final norm."""
+        if layer + 1 == self.num_layers:
+            return self.norm
+        norm: Norm = self.layers[layer + 1].input_norm
+        return norm
+
     def ignores(self, name: str) -> bool:
         """Tensors that released checkpoints may hold without our needing them."""
         return name == "lm_head.weight" and self.tied
@@ -95,7 +103,7 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V], suppressed tokens at minus infinity."""
-        return self.suppress(torch.mm(hidden, self.head.t()))
+        return self.suppress(linear(hidden, self.head.t()))
 
     def suppress(self, logits: Tensor) -> Tensor:
         """Logits [N, V] with suppressed tokens at minus infinity, in place."""

@@ -63,14 +63,18 @@ class DeepseekTarget(Decoder):
         """
         shared = latent_pass(self.config, self.theta, batch, self.block_size, self.dtype)
         h = self.embed(batch.input_ids)
-        aux = AuxCollector(aux_layer_ids, self.num_layers)
+        aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
         aux.see(0, h)
+        y = h if self.folded else self.layers[0].enter(h)
         for i, layer in enumerate(self.layers):
             cache = kv_caches[i]
             assert cache is not None, f"layer {i} has no cache"
-            h = layer(h, shared, cache)
+            if self.folded:
+                h = layer(h, shared, cache)
+            else:
+                h, y = layer.advance(h, y, shared, cache, self.norm_behind(i))
             aux.see(i + 1, h)
-        return self.norm.scaled(h), aux.states()
+        return self.norm.scaled(h) if self.folded else y, aux.states()
 
 
 def names_single_experts(checkpoint: Checkpoint) -> bool:

@@ -8,6 +8,7 @@ half behind the attention ("absorption"), which is the same sum in another order
 from __future__ import annotations
 
 import torch
+from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention, plan_attention
 from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored, rope_table
 from torch import Tensor
@@ -50,12 +51,19 @@ def latent_pass(
         latent_dim=config.kv_rank,
     )
     plan = plan_attention(
-        shape, rows.segments, rows.block_tables[0], rows.seq_lens, rows.positions, dtype
+        shape,
+        rows.segments,
+        rows.block_tables[0],
+        rows.seq_lens,
+        rows.positions,
+        dtype,
+        rows.query_start_loc,
     )
     cos, sin = rope_table(rows.positions, theta, theta.cos.dtype)
     if config.rope.gain != 1.0:
         cos, sin = cos.mul_(config.rope.gain), sin.mul_(config.rope.gain)
-    return GroupPass(cos.to(dtype), sin.to(dtype), plan, rows.slot_mapping[0])
+    slots = rows.slot_mapping[0]
+    return GroupPass(cos.to(dtype), sin.to(dtype), plan, slots, rows.has_padding)
 
 
 def latent_frequencies(config: DeepseekConfig, place: Place) -> Frequencies:
@@ -84,7 +92,7 @@ class LatentAttention:
         self.config, self.num_heads = config, heads
         self.query_width = heads * config.query_dim
         self.q_width = config.q_rank or self.query_width  # columns of `down` before the cached ones
-        self.down = place.empty(size, self.q_width + config.row_size)
+        self.down = place.matrix(size, self.q_width + config.row_size)
         self.down_bias = self.out_bias = None
         if config.attention_bias:
             self.down_bias = place.empty(self.down.shape[1]).zero_()  # q_proj has none
@@ -92,12 +100,12 @@ class LatentAttention:
         self.q_norm, self.q_up = None, self.down[:, : self.q_width]
         if config.q_rank is not None:
             self.q_norm = Norm(config.q_rank, LATENT_EPS, place)
-            self.q_up = place.empty(config.q_rank, self.query_width)
+            self.q_up = place.matrix(config.q_rank, self.query_width)
         self.kv_norm = Norm(config.kv_rank, LATENT_EPS, place)
         self.kv_up = place.empty(heads, config.nope_dim + config.value_dim, config.kv_rank)
         self.key_up = self.kv_up[:, : config.nope_dim]  # [Hq, n, R]
         self.value_up = self.kv_up[:, config.nope_dim :].transpose(1, 2)  # [Hq, R, v]
-        self.out = place.empty(heads * config.value_dim, size)
+        self.out = place.matrix(heads * config.value_dim, size)
 
     def tensors(self) -> Tensors:
         q = self.q_width
@@ -135,31 +143,40 @@ class LatentAttention:
                 half_split(self.down_bias[self.q_width + config.kv_rank :])
 
     def __call__(self, x: Tensor, residual: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, D] normed, residual [T, D] -> residual + attention.
+        """Folded: x [T, D] normed, residual [T, D] -> residual + attention."""
+        out = torch.addmm(residual, self._attended(x, shared, cache), self.out)
+        return out if self.out_bias is None else out.add_(self.out_bias)
+
+    def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+        """The same for a model that is not folded, without the residual: [T, D] or partial sums of
+        it.
+        """
+        values = self._attended(x, shared, cache)
+        if self.out_bias is None:
+            return linear_partials(values, self.out)
+        return linear(values, self.out, self.out_bias)
+
+    def _attended(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+        """x [T, D] normed -> what the output projection reads, [T, Hq * v].
 
         Writes this layer's rows into cache [rows, 1, R + r] before reading it.
         """
         n, rank = self.config.nope_dim, self.config.kv_rank
-        if self.down_bias is None:
-            a = torch.mm(x, self.down)
-        else:
-            a = torch.addmm(self.down_bias, x, self.down)
+        a = linear(x, self.down, self.down_bias)
         self._cache_rows(a[:, self.q_width :], shared, cache)
         q = a[:, : self.q_width]
         if self.q_norm is not None:
-            q = torch.mm(self.q_norm.normed(q), self.q_up)
+            q = linear(self.q_norm.normed(q), self.q_up)
         q = q.unflatten(1, (self.num_heads, self.config.query_dim))
         rotated = apply_rope(q[..., n:], shared.cos, shared.sin)
         absorbed = torch.bmm(q[..., :n].transpose(0, 1), self.key_up).transpose(0, 1)
         query = torch.cat((absorbed, rotated), -1)
         latent = paged_attention(query, cache, shared.plan).view(-1, self.num_heads, rank)
-        values = torch.bmm(latent.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
-        out = torch.addmm(residual, values, self.out)
-        return out if self.out_bias is None else out.add_(self.out_bias)
+        return torch.bmm(latent.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
 
     def _cache_rows(self, kv: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """kv [T, R + r], raw -> cached rows: the normed latent, then the rotated key."""
         rank = self.config.kv_rank
         key = apply_rope(kv[:, None, rank:], shared.cos, shared.sin)
         row = torch.cat((self.kv_norm.scaled(kv[:, None, :rank]), key), -1)
-        cache.index_copy_(0, shared.slots, row)
+        shared.write(cache, row)

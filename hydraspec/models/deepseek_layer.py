@@ -13,7 +13,7 @@ from hydraspec.models.attention import GroupPass
 from hydraspec.models.deepseek_attention import LatentAttention
 from hydraspec.models.deepseek_config import DeepseekConfig, ExpertsShape
 from hydraspec.models.dense_layer import SiluMLP
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.layers import Norm, Place, Tensors, join
 
 
 class Experts:
@@ -24,10 +24,10 @@ class Experts:
         # Scores are taken in float32 or wider: near ties must not be decided by rounding.
         self.wide = torch.promote_types(place.dtype, torch.float32)
         self.shape = shape
-        self.router = place.empty(size, count, dtype=self.wide)
+        self.router = place.matrix(size, count, dtype=self.wide)
         self.bias = place.empty(count, dtype=self.wide)
-        self.gate_up = place.empty(count, size, 2 * inner)
-        self.down = place.empty(count, inner, size)
+        self.gate_up = place.matrix(count, size, 2 * inner)
+        self.down = place.matrix(count, inner, size)
         self.shared = SiluMLP(size, inner * shape.num_shared, place)
         self.packed = True  # how `tensors` names the experts
 
@@ -51,7 +51,15 @@ class Experts:
         return self.router, self.gate_up, self.shared.gate_up
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x [T, D] normed and residual [T, D] -> [T, D]."""
+        """Folded: x [T, D] normed and residual [T, D] -> [T, D]."""
+        return self._mixed(x).add_(self.shared(x, residual))
+
+    def partials(self, x: Tensor) -> Tensor:
+        """x [T, D] normed -> what it adds to the residual, [T, D]."""
+        return self._mixed(x).add_(self.shared.whole(x))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """The routed experts' weighted sum, [T, D]."""
         shape = self.shape
         logits = torch.mm(x.to(self.wide), self.router)
         weights, experts = route_grouped(
@@ -59,8 +67,7 @@ class Experts:
         )
         if shape.renormalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        mixed = moe(x, weights * shape.scale, experts, self.gate_up, self.down, gated_silu)
-        return mixed.add_(self.shared(x, residual))
+        return moe(x, weights * shape.scale, experts, self.gate_up, self.down, gated_silu)
 
 
 class DeepseekLayer:
@@ -92,9 +99,23 @@ class DeepseekLayer:
         self.post_attention_norm.fold_into(*readers, stream_scale=1.0)
 
     def __call__(self, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """h [T, D] -> [T, D], a new tensor; writes and reads cache."""
+        """Folded: h [T, D] -> [T, D], a new tensor; writes and reads cache."""
         h = self.attention(self.input_norm.normed(h), h, shared, cache)
         return self.mlp(self.post_attention_norm.normed(h), h)
+
+    def enter(self, h: Tensor) -> Tensor:
+        """What attention reads of a stream h [T, D] that comes from elsewhere."""
+        return self.input_norm.scaled(h)
+
+    def advance(
+        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, then: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """Not folded: the stream h [T, D] (changed in place) and y = enter(h) -> the stream behind
+        the layer, and its norm by `then`.
+        """
+        attended = self.attention.partials(y, shared, cache)
+        h, y = join(h, attended, post=None, then=self.post_attention_norm)
+        return join(h, self.mlp.partials(y), post=None, then=then)
 
 
 def unpack_experts(layers: Sequence[DeepseekLayer]) -> None:

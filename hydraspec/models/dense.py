@@ -93,16 +93,20 @@ class DenseTarget(Decoder):
         self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel.forward."""
-        aux = AuxCollector(aux_layer_ids, self.num_layers)
+        aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
         h = self.embed(batch.input_ids)
         aux.see(0, h)
         passes = self._passes(batch)
+        y = h if self.folded else self.layers[0].enter(h)
         for i, layer in enumerate(self.layers):
             cache = kv_caches[i]
             assert cache is not None, f"layer {i} has no cache"
-            h = layer(h, passes[layer.kind], cache)
+            if self.folded:
+                h = layer(h, passes[layer.kind], cache)
+            else:
+                h, y = layer.advance(h, y, passes[layer.kind], cache, self.norm_behind(i))
             aux.see(i + 1, h)
-        return self.norm.scaled(h), aux.states()
+        return self.norm.scaled(h) if self.folded else y, aux.states()
 
     def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         assert self.groups, "call kv_groups before forward"

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import torch
 from hydraspec_kernels.gated_activation import gated_silu
+from hydraspec_kernels.linear import gated_linear, linear, linear_partials
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention, plan_attention
-from hydraspec_kernels.rms_norm import rms_norm, unit_norm_
+from hydraspec_kernels.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.rms_norm import unit_norm_
 from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored
 from torch import Tensor
 
 from hydraspec.models.attention import GroupPass
 from hydraspec.models.dense_config import DenseConfig
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.layers import Norm, Place, Tensors, join
 from hydraspec.types import Rows
 
 
@@ -64,15 +66,23 @@ class DenseAttention:
         self.shape = shape
         self.num_rotated = shape.num_heads + shape.num_kv_heads
         self.heads = self.num_rotated + shape.num_kv_heads
-        self.qkv = place.empty(shape.input_size, self.heads * shape.head_dim)
-        self.out = place.empty(shape.num_heads * shape.head_dim, shape.output_size)
+        self.qkv = place.matrix(shape.input_size, self.heads * shape.head_dim)
+        self.out = place.matrix(shape.num_heads * shape.head_dim, shape.output_size)
         self.qkv_bias = place.empty(self.qkv.shape[1]) if shape.qkv_bias else None
         self.out_bias = place.empty(shape.output_size) if shape.out_bias else None
         self.q_norm = place.empty(shape.head_dim) if shape.qk_norm else None
         self.k_norm = place.empty(shape.head_dim) if shape.qk_norm else None
         self.folded = place.folded
         self.floor = place.number(math.sqrt(shape.head_dim * shape.eps))
-        self.head_weight: Tensor | None = None  # [Hq + Hkv, H] once finished, with head norms only
+        self.head_weight: Tensor | None = None  # [Hq + Hkv, H] once folded, with head norms only
+        self.heads_shape = QkvShape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            eps=shape.eps,
+            q_weight=self.q_norm,
+            k_weight=self.k_norm,
+        )
 
     def tensors(self) -> Tensors:
         """Weights by their names below `self_attn.`."""
@@ -96,16 +106,15 @@ class DenseAttention:
         """Spread the head norms' weights over the heads. Folding the norm before is the caller's:
         `norm.fold_into(attention.qkv, stream_scale=1)`, or rows of it.
         """
-        if self.q_norm is None or self.k_norm is None:
+        if not self.folded or self.q_norm is None or self.k_norm is None:
             return
         self.head_weight = self.qkv.new_empty(self.num_rotated, self.shape.head_dim)
         self.head_weight[: self.shape.num_heads] = self.q_norm
         self.head_weight[self.shape.num_heads :] = self.k_norm
-        if self.folded:
-            self.head_weight.mul_(math.sqrt(self.shape.head_dim))
+        self.head_weight.mul_(math.sqrt(self.shape.head_dim))
 
     def __call__(self, x: Tensor, residual: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, input_size] normed, residual [T, output_size] -> residual + attention.
+        """Folded: x [T, input_size] normed, residual [T, output_size] -> residual + attention.
 
         Writes this layer's keys and values into cache before reading it.
         """
@@ -116,16 +125,24 @@ class DenseAttention:
             heads = torch.addmm(self.qkv_bias, x, self.qkv).view(-1, self.heads, dim)
         rotated = heads[:, : self.num_rotated]
         if self.head_weight is not None:
-            if self.folded:
-                unit_norm_(rotated, self.floor).mul_(self.head_weight)
-            else:
-                rotated.copy_(rms_norm(rotated, self.head_weight, self.shape.eps))
+            unit_norm_(rotated, self.floor).mul_(self.head_weight)
         apply_rope(rotated, shared.cos, shared.sin)
         kv = heads[:, n:].view(-1, 2, self.shape.num_kv_heads, dim)
-        cache.index_copy_(0, shared.slots, kv)
+        shared.write(cache, kv)
         attended = paged_attention(heads[:, :n], cache, shared.plan)
         out = torch.addmm(residual, attended, self.out)
         return out if self.out_bias is None else out.add_(self.out_bias)
+
+    def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+        """The same for a model that is not folded, without the residual: [T, output_size] or
+        partial sums of it.
+        """
+        qkv = linear(x, self.qkv, self.qkv_bias)
+        q = write_qkv(qkv, shared.cos, shared.sin, shared.slots, cache, self.heads_shape)
+        attended = paged_attention(q, cache, shared.plan)
+        if self.out_bias is None:
+            return linear_partials(attended, self.out)
+        return linear(attended, self.out, self.out_bias)
 
 
 class SiluMLP:
@@ -133,8 +150,8 @@ class SiluMLP:
 
     def __init__(self, size: int, inner: int, place: Place, *, bias: bool = False) -> None:
         self.inner = inner
-        self.gate_up = place.empty(size, 2 * inner)
-        self.down = place.empty(inner, size)
+        self.gate_up = place.matrix(size, 2 * inner)
+        self.down = place.matrix(inner, size)
         self.gate_up_bias = place.empty(2 * inner) if bias else None
         self.down_bias = place.empty(size) if bias else None
 
@@ -152,13 +169,25 @@ class SiluMLP:
         return found
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x [T, D] normed and residual [T, D] -> [T, D]."""
+        """Folded: x [T, D] normed and residual [T, D] -> [T, D]."""
         if self.gate_up_bias is None:
             inner = gated_silu(torch.mm(x, self.gate_up))
         else:
             inner = gated_silu(torch.addmm(self.gate_up_bias, x, self.gate_up))
         out = torch.addmm(residual, inner, self.down)
         return out if self.down_bias is None else out.add_(self.down_bias)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x [T, D] -> what it adds to the residual, [T, D]."""
+        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation="silu")
+        return linear(inner, self.down, self.down_bias)
+
+    def partials(self, x: Tensor) -> Tensor:
+        """The same, or partial sums of it."""
+        if self.down_bias is not None:
+            return self.whole(x)
+        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation="silu")
+        return linear_partials(inner, self.down)
 
 
 class DenseLayer:
@@ -193,10 +222,24 @@ class DenseLayer:
         self.post_attention_norm.fold_into(self.mlp.gate_up, stream_scale=1.0)
 
     def __call__(self, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """h [T, D] -> [T, D], a new tensor; writes and reads cache."""
+        """Folded: h [T, D] -> [T, D], a new tensor; writes and reads cache."""
         x = h if self.input_norm is None else self.input_norm.normed(h)
         h = self.attention(x, h, shared, cache)
         return self.mlp(self.post_attention_norm.normed(h), h)
+
+    def enter(self, h: Tensor) -> Tensor:
+        """What attention reads of a stream h [T, D] that comes from elsewhere."""
+        return h if self.input_norm is None else self.input_norm.scaled(h)
+
+    def advance(
+        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, then: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Not folded: the stream h [T, D] (changed in place) and y = enter(h) -> the stream behind
+        the layer, and its norm by `then`.
+        """
+        attended = self.attention.partials(y, shared, cache)
+        h, y = join(h, attended, post=None, then=self.post_attention_norm)
+        return join(h, self.mlp.partials(y), post=None, then=then)
 
 
 def dense_frequencies(config: DenseConfig, place: Place) -> Frequencies:
@@ -222,6 +265,12 @@ def group_pass(
 ) -> GroupPass:
     """What the layers of one KV group share in a pass; table is `rope_table` of rows.positions."""
     plan = plan_attention(
-        shape, rows.segments, rows.block_tables[group], rows.seq_lens, rows.positions, dtype
+        shape,
+        rows.segments,
+        rows.block_tables[group],
+        rows.seq_lens,
+        rows.positions,
+        dtype,
+        rows.query_start_loc,
     )
-    return GroupPass(*table, plan, rows.slot_mapping[group])
+    return GroupPass(*table, plan, rows.slot_mapping[group], rows.has_padding)

@@ -7,10 +7,11 @@ the state that enters the target's head), EAGLE-3 a few states from within the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from hydraspec_kernels.linear import linear
 from hydraspec_kernels.paged_attention import GroupShape
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
@@ -29,7 +30,7 @@ from hydraspec.models.dense_layer import (
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle_config import EagleConfig
 from hydraspec.models.gemma4_config import FULL, SLIDING
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.layers import Norm, Place, Tensors, join
 from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
@@ -75,7 +76,7 @@ class FusedLayer:
         self.post_attention_norm.fold_into(self.mlp.gate_up, stream_scale=1.0)
 
     def __call__(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """Embeddings e and states h [T, D] -> [T, D]; writes and reads cache."""
+        """Folded: embeddings e and states h [T, D] -> [T, D]; writes and reads cache."""
         if self.norm_before_residual:
             g = h = self.hidden_norm.scaled(h)
         else:
@@ -83,6 +84,17 @@ class FusedLayer:
         x = torch.cat((self.input_norm.normed(e), g), -1)
         h = self.attention(x, h, shared, cache)
         return self.mlp(self.post_attention_norm.normed(h), h)
+
+    def advance(
+        self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor, then: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Not folded: the same, as a new stream and its norm by `then`."""
+        g = self.hidden_norm.scaled(h)
+        x = torch.cat((self.input_norm.scaled(e), g), -1)
+        h = g if self.norm_before_residual else h.clone()  # the caller's states stay as they are
+        attended = self.attention.partials(x, shared, cache)
+        h, y = join(h, attended, post=None, then=self.post_attention_norm)
+        return join(h, self.mlp.partials(y), post=None, then=then)
 
 
 class Combine:
@@ -92,7 +104,7 @@ class Combine:
         self, config: EagleConfig, num_aux: int, width: int, size: int, eps: float, place: Place
     ) -> None:
         self.width = width
-        self.fc = place.empty(num_aux * width, size)
+        self.fc = place.matrix(num_aux * width, size)
         self.whole = Norm(num_aux * width, eps, place) if config.norm_before_fc else None
         count = num_aux if config.fc_norm else 0
         self.each = [Norm(width, eps, place) for _ in range(count)]
@@ -116,7 +128,7 @@ class Combine:
         x = torch.cat(tuple(states), -1)
         if self.whole is not None:
             x = self.whole.normed(x)
-        return torch.mm(x, self.fc)
+        return linear(x, self.fc)
 
 
 class EagleHead:
@@ -135,7 +147,7 @@ class EagleHead:
         self.first: FusedLayer | None = None
         kinds = layers.kinds
         if config.method == "eagle":
-            self.fc = place.empty(2 * size, size)
+            self.fc = place.matrix(2 * size, size)
             self.layers = [
                 DenseLayer(layers, kind, place, has_input_norm=bool(i) or config.keeps_input_norm)
                 for i, kind in enumerate(kinds)
@@ -230,26 +242,43 @@ class EagleHead:
             kind: group_pass(shape, rows, g, table, self.place.dtype)
             for g, (kind, shape) in enumerate(self.groups.items())
         }
-        caches = iter(kv_caches)
+        run = self._run_folded if self.place.folded else self._advance
+        h, states = run(e, hidden, passes, iter(kv_caches))
+        return states, states if self.config.norm_output else h
+
+    def _run_folded(
+        self, e: Tensor, hidden: Tensor, passes: dict[str, GroupPass], caches: Iterator[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings and states [T, D] -> the stream behind the last layer, and its norm."""
         if self.first is not None:
             h = self.first(e, hidden, passes[self.first.kind], next(caches))
         else:
             h = self._fuse(e, hidden)
         for layer in self.layers:
             h = layer(h, passes[layer.kind], next(caches))
-        states = h if self.norm is None else self.norm.scaled(h)
-        return states, states if self.config.norm_output else h
+        return h, h if self.norm is None else self.norm.scaled(h)
+
+    def _advance(
+        self, e: Tensor, hidden: Tensor, passes: dict[str, GroupPass], caches: Iterator[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The same where nothing is folded: every layer yields its successor's input norm."""
+        behind = [*(layer.input_norm for layer in self.layers), self.norm]
+        if self.first is not None:
+            h, y = self.first.advance(e, hidden, passes[self.first.kind], next(caches), behind[0])
+        else:
+            h = self._fuse(e, hidden)
+            y = self.layers[0].enter(h)
+        for layer, then in zip(self.layers, behind[1:], strict=True):
+            h, y = layer.advance(h, y, passes[layer.kind], next(caches), then)
+        return h, y
 
     def _fuse(self, e: Tensor, hidden: Tensor) -> Tensor:
         assert self.fc is not None, "only EAGLE-1 enters through fc over embedding and state"
-        x = torch.cat((e, hidden), -1)
-        if self.fc_bias is None:
-            return torch.mm(x, self.fc)
-        return torch.addmm(self.fc_bias, x, self.fc)
+        return linear(torch.cat((e, hidden), -1), self.fc, self.fc_bias)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B, V_draft]; what the target never samples gets the dtype's minimum."""
-        logits = torch.mm(hidden, self.head.t())
+        logits = linear(hidden, self.head.t())
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         if self.banned is not None:

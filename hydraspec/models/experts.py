@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from hydraspec_kernels.linear import linear
 from hydraspec_kernels.moe import moe, route
 from hydraspec_kernels.rms_norm import rms_norm
 from torch import Tensor
 
 from hydraspec.models.gemma4_config import Gemma4Config
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.layers import Norm, Place, Tensors, join
 
 
 class Experts:
@@ -17,11 +18,11 @@ class Experts:
     def __init__(self, config: Gemma4Config, place: Place) -> None:
         size, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
         self.top_k, self.eps, self.size = config.top_k_experts, config.rms_norm_eps, size
-        self.router = place.empty(size, count)
+        self.router = place.matrix(size, count)
         self.router_scale = place.empty(size)
         self.expert_scale = place.empty(count)
-        self.gate_up = place.empty(count, size, 2 * inner)
-        self.down = place.empty(count, inner, size)
+        self.gate_up = place.matrix(count, size, 2 * inner)
+        self.down = place.matrix(count, inner, size)
         self.pre_norm = Norm(size, self.eps, place)  # before the experts
         self.dense_norm = Norm(size, self.eps, place)  # after the dense MLP
         self.post_norm = Norm(size, self.eps, place)  # after the experts
@@ -47,15 +48,21 @@ class Experts:
         self.dense_norm.fold_gain()
         self.post_norm.fold_gain()
 
-    def __call__(self, h: Tensor, normed: Tensor, dense: Tensor) -> Tensor:
-        """Stream h [T, D], its weightless norm (used when folded) and the dense MLP's output ->
-        their sum, normed.
+    def __call__(self, normed: Tensor, dense: Tensor) -> Tensor:
+        """Folded: the stream's weightless norm [T, D] and the dense MLP's output -> the sum of
+        both branches, each normed.
         """
-        if self.folded:
-            logits, x = torch.mm(normed, self.router), normed
-        else:
-            scaled = rms_norm(h, None, self.eps) * self.router_scale * self.size**-0.5
-            logits, x = torch.mm(scaled, self.router), self.pre_norm.normed(h)
-        weights, experts = route(logits, self.top_k, self.expert_scale)
-        mixed = moe(x, weights, experts, self.gate_up, self.down)
+        mixed = self._mixed(torch.mm(normed, self.router), normed)
         return self.post_norm.add(self.dense_norm.scaled(dense), mixed)
+
+    def advance(self, h: Tensor, dense: Tensor) -> Tensor:
+        """Not folded: the same from the stream h [T, D] itself."""
+        scaled = rms_norm(h, None, self.eps) * self.router_scale * self.size**-0.5
+        mixed = self._mixed(linear(scaled, self.router), self.pre_norm.scaled(h))
+        total, _ = join(self.dense_norm.scaled(dense), mixed, post=self.post_norm, then=None)
+        return total
+
+    def _mixed(self, logits: Tensor, x: Tensor) -> Tensor:
+        """Router logits [T, E] and what the experts read [T, D] -> their weighted sum [T, D]."""
+        weights, experts = route(logits, self.top_k, self.expert_scale)
+        return moe(x, weights, experts, self.gate_up, self.down)

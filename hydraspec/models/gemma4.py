@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from hydraspec_kernels.linear import linear
 from hydraspec_kernels.paged_attention import GroupShape, plan_attention
 from hydraspec_kernels.rms_norm import rms_norm
 from hydraspec_kernels.rope import Frequencies, mirrored, rope_frequencies, rope_table
@@ -59,7 +60,7 @@ class PerLayerEmbedding:
         self.width, self.num_layers = config.ple_size, len(config.layers)
         self.vocab_size, self.eps = config.ple_vocab_size, config.rms_norm_eps
         self.table = place.empty(self.vocab_size, self.num_layers * self.width)
-        self.projection = place.empty(config.hidden_size, self.num_layers * self.width)
+        self.projection = place.matrix(config.hidden_size, self.num_layers * self.width)
         self.norm_weight = place.empty(self.width)
         self.table_scale = rounded(math.sqrt(self.width), place.dtype)
         self.projection_scale = config.hidden_size**-0.5
@@ -163,19 +164,43 @@ class Gemma4Target(Decoder):
         self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel.forward."""
-        aux = AuxCollector(aux_layer_ids, self.num_layers)
+        aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
         h = self.embed(batch.input_ids)
         aux.see(0, h)
         inputs = None if self.per_layer is None else self.per_layer(batch.input_ids, h)
         passes = self._passes(batch)
+        if not self.folded:
+            return self._advance(h, inputs, passes, kv_caches, aux), aux.states()
         for i, layer in enumerate(self.layers):
-            cache = kv_caches[self.config.layers[i].kv_source]
-            assert cache is not None, (
-                f"layer {i} reads layer {self.kv_source(i)}, which has no cache"
-            )
+            cache = self._cache(kv_caches, i)
             h = layer(h, passes[layer.kind], cache, None if inputs is None else inputs[i])
             aux.see(i + 1, h, self.stream_scales[i])
         return self.norm.scaled(h), aux.states()
+
+    def _advance(
+        self,
+        h: Tensor,
+        inputs: tuple[Tensor, ...] | None,
+        passes: dict[str, GroupPass],
+        kv_caches: list[Tensor | None],
+        aux: AuxCollector,
+    ) -> Tensor:
+        """The layers and the final norm of a model that is not folded: every layer yields its
+        successor's input norm.
+        """
+        y: Tensor = self.layers[0].input_norm.scaled(h)
+        for i, layer in enumerate(self.layers):
+            cache = self._cache(kv_caches, i)
+            own = None if inputs is None else inputs[i]
+            h, y = layer.advance(h, y, passes[layer.kind], cache, own, self.norm_behind(i))
+            aux.see(i + 1, h)
+        return y
+
+    def _cache(self, kv_caches: list[Tensor | None], layer: int) -> Tensor:
+        source = self.kv_source(layer)
+        cache = kv_caches[source]
+        assert cache is not None, f"layer {layer} reads layer {source}, which has no cache"
+        return cache
 
     def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         assert self.groups, "call kv_groups before forward"
@@ -189,16 +214,15 @@ class Gemma4Target(Decoder):
                 batch.seq_lens,
                 batch.positions,
                 self.dtype,
+                batch.query_start_loc,
             )
-            passes[kind] = GroupPass(cos, sin, plan, batch.slot_mapping[g])
+            slots = batch.slot_mapping[g]
+            passes[kind] = GroupPass(cos, sin, plan, slots, batch.has_padding)
         return passes
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
-        logits, cap = torch.mm(hidden, self.head.t()), self.config.softcap
-        if cap is not None:
-            logits.div_(cap).tanh_().mul_(cap)
-        return self.suppress(logits)
+        return self.suppress(linear(hidden, self.head.t(), softcap=self.config.softcap))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 
 import torch
 from hydraspec_kernels.centroid_head import centroid_greedy, centroid_head
-from hydraspec_kernels.paged_attention import GroupShape, Tile, attend, gather_kv, plan_attention
+from hydraspec_kernels.linear import linear
+from hydraspec_kernels.paged_attention import (
+    GroupShape,
+    Tile,
+    TiledPlan,
+    attend,
+    gather_kv,
+    plan_attention,
+)
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
+from hydraspec.models.attention import GroupPass
 from hydraspec.models.base import TargetModel
 from hydraspec.models.detect import check_method, open_draft
 from hydraspec.models.draft_spec import DraftSpec
@@ -30,15 +39,22 @@ from hydraspec.types import KVGroupSpec, RowSegment
 
 
 @dataclass(slots=True)
-class KindContext:
-    """What the draft layers of one type share over the steps of a round."""
+class Gathered:
+    """The target's keys and values that the steps of a round see: gathered once, on a CPU."""
 
     shape: GroupShape
     tile: Tile
-    keys: Tensor  # [B * Hkv, H, L], gathered from the target's cache
+    keys: Tensor  # [B * Hkv, H, L]
     values: Tensor  # [B * Hkv, L, H]
-    cos: Tensor  # [B, 1, H]
-    sin: Tensor  # [B, 1, H]
+
+
+@dataclass(slots=True)
+class KindContext:
+    """What the draft layers of one type share over the steps of a round."""
+
+    shared: GroupPass
+    cache: Tensor  # of the target layer they read
+    gathered: Gathered | None  # None: the kernels read the cache where it lies
 
 
 @dataclass(slots=True)
@@ -60,8 +76,8 @@ class Gemma4Assistant:
         width, backbone = text.hidden_size, config.backbone_hidden_size
         self.config, self.target = config, target
         self.head = place.empty(text.vocab_size, width)
-        self.pre = place.empty(2 * backbone, width)
-        self.post = place.empty(width, backbone)
+        self.pre = place.matrix(2 * backbone, width)
+        self.post = place.matrix(width, backbone)
         self.layers = [DecoderLayer(text, layer, place) for layer in text.layers]
         self.norm = Norm(width, text.rms_norm_eps, place)
         self.theta = rope_thetas(text, place)
@@ -69,7 +85,7 @@ class Gemma4Assistant:
         self.centroids: Tensor | None = None
         self.ordering: Tensor | None = None
         if config.num_centroids:
-            self.centroids = place.empty(width, config.num_centroids)
+            self.centroids = place.matrix(width, config.num_centroids)
             self.ordering = place.empty(text.vocab_size, dtype=torch.int64)
         self.clusters = self.ordering
         self.sources: dict[str, tuple[int, KVGroupSpec]] = {}  # type -> KV group's place, its spec
@@ -128,7 +144,7 @@ class Gemma4Assistant:
         max_seq_len: int,  # upper bound of seq_lens
         kv_caches: list[Tensor | None],  # per target layer
     ) -> DraftContext:
-        """Gather what stays the same over the K steps of a round."""
+        """What stays the same over the K steps of a round."""
         b = positions.shape[0]
         segments = (RowSegment(0, 0, b, 1, max_seq_len),)
         kinds = {}
@@ -144,9 +160,14 @@ class Gemma4Assistant:
             plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
-            keys, values = gather_kv(cache, shape, plan.tiles[0])
             cos, sin = rope_table(positions, self.theta[kind], dtype)
-            kinds[kind] = KindContext(shape, plan.tiles[0], keys, values, cos, sin)
+            gathered = None
+            if self.place.folded:
+                assert isinstance(plan, TiledPlan), "a folded model lives on the CPU"
+                tile = plan.tiles[0]
+                gathered = Gathered(shape, tile, *gather_kv(cache, shape, tile))
+            # No layer writes KV, so nothing reads the slots.
+            kinds[kind] = KindContext(GroupPass(cos, sin, plan, positions), cache, gathered)
         return DraftContext(kinds)
 
     def step(
@@ -158,20 +179,35 @@ class Gemma4Assistant:
         Step 0 takes the newest token and the target's final-norm output at p; later steps what
         the last returned.
         """
-        h = torch.mm(torch.cat((self.target.embed(token_ids), hidden), -1), self.pre)
+        h = linear(torch.cat((self.target.embed(token_ids), hidden), -1), self.pre)
+        d = self._run_folded(h, context) if self.place.folded else self._advance(h, context)
+        return d, linear(d, self.post)
+
+    def _run_folded(self, h: Tensor, context: DraftContext) -> Tensor:
+        """The layers and the final norm, [B, Hd] -> [B, Hd]."""
         for layer in self.layers:
             part = context.kinds[layer.kind]
+            seen = part.gathered
+            assert seen is not None, "begin gathers for a folded model"
             attention = layer.attention
-            q = attention.queries(layer.input_norm.normed(h), part.cos, part.sin)
-            attended = attend(q, part.keys, part.values, part.shape, part.tile)
+            q = attention.queries(layer.input_norm.normed(h), part.shared.cos, part.shared.sin)
+            attended = attend(q, seen.keys, seen.values, seen.shape, seen.tile)
             h = layer.after_attention(h, attention.output(attended), None)
-        d = self.norm.scaled(h)
-        return d, torch.mm(d, self.post)
+        return self.norm.scaled(h)
+
+    def _advance(self, h: Tensor, context: DraftContext) -> Tensor:
+        """The same where nothing is folded: every layer yields its successor's input norm."""
+        y = self.layers[0].input_norm.scaled(h)
+        behind = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, then in zip(self.layers, behind, strict=True):
+            part = context.kinds[layer.kind]
+            h, y = layer.advance(h, y, part.shared, part.cache, None, then)
+        return y
 
     def compute_logits(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
         if self.centroids is None or self.clusters is None:
-            logits = torch.mm(d, self.head.t())
+            logits = linear(d, self.head.t())
         else:
             k = self.config.centroid_top_k
             logits = centroid_head(d, self.head, self.centroids, self.clusters, k)

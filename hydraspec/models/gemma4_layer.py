@@ -9,7 +9,7 @@ from torch import Tensor
 from hydraspec.models.attention import Attention, GroupPass
 from hydraspec.models.experts import Experts
 from hydraspec.models.gemma4_config import Gemma4Config, LayerShape
-from hydraspec.models.layers import GatedMLP, Norm, PerLayerInput, Place, Tensors
+from hydraspec.models.layers import GatedMLP, Norm, PerLayerInput, Place, Tensors, join
 
 # Layer scalars are kept out of the stream while their product stays within these bounds of 1.
 LARGEST_STREAM_SCALE = 64.0
@@ -74,21 +74,46 @@ class DecoderLayer:
     def __call__(
         self, h: Tensor, shared: GroupPass, cache: Tensor, per_layer_input: Tensor | None
     ) -> Tensor:
-        """h [T, D] -> [T, D]; cache is the one this layer reads, and writes unless it shares."""
+        """Folded: h [T, D] -> [T, D]; cache is what the layer reads, and writes unless it shares."""
         attended = self.attention(self.input_norm.normed(h), shared, cache)
         return self.after_attention(h, attended, per_layer_input)
 
     def after_attention(
         self, h: Tensor, attended: Tensor, per_layer_input: Tensor | None
     ) -> Tensor:
-        """The rest of the layer, from the attention block's output [T, D] on."""
+        """The rest of the folded layer, from the attention block's output [T, D] on."""
         h = self.post_attention_norm.add(h, attended)
         x = self.pre_mlp_norm.normed(h)
         m = self.mlp(x)
         if self.experts is not None:
-            m = self.experts(h, x, m)
+            m = self.experts(x, m)
         h = self.post_mlp_norm.add(h, m)
         if self.per_layer is not None:
             assert per_layer_input is not None
             h = self.per_layer(h, per_layer_input)
         return h if self.scalar is None else h.mul_(self.scalar)
+
+    def advance(
+        self,
+        h: Tensor,
+        y: Tensor,
+        shared: GroupPass,
+        cache: Tensor,
+        per_layer_input: Tensor | None,
+        then: Norm,
+    ) -> tuple[Tensor, Tensor]:
+        """Not folded: the stream h [T, D] (changed in place) and y = input_norm(h) -> the stream
+        behind the layer, and its norm by `then`.
+        """
+        attended = self.attention.partials(y, shared, cache)
+        h, y = join(h, attended, post=self.post_attention_norm, then=self.pre_mlp_norm)
+        if self.experts is None:
+            m = self.mlp.partials(y)
+        else:
+            m = self.experts.advance(h, self.mlp.whole(y))
+        if self.per_layer is None:
+            return join(h, m, post=self.post_mlp_norm, then=then, scale=self.scalar)
+        assert per_layer_input is not None
+        h, _ = join(h, m, post=self.post_mlp_norm, then=None)
+        p = self.per_layer.partials(h, per_layer_input)
+        return join(h, p, post=self.per_layer.norm, then=then, scale=self.scalar)

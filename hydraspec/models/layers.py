@@ -1,13 +1,13 @@
 """Parts of a decoder layer: where weights live, norms, the gated MLP, per-layer inputs.
 
-Matrices are held as [in, out], so that a row times a matrix is one `torch.mm` on contiguous
-memory (a microsecond less than `linear` per call on a CPU). Every part allocates its weights
-empty, names them as checkpoints do through `tensors` (name -> view of the checkpoint's shape),
-and is finished once they are filled.
+Matrices are seen as [in, out] (`Place.matrix`). Every part allocates its weights empty, names them
+as checkpoints do through `tensors` (name -> view of the checkpoint's shape), and is finished once
+they are filled.
 
-"Folded" (float32 and float64): norm weights move into the matrix that follows, or into one gain,
-which saves two operators a norm. Narrow types keep the published order, so that rounding stays
-the reference's.
+A model runs in one of two ways. "Folded" (float32 and float64 on the CPU): norm weights move into
+the matrix that follows, or into one gain, which saves two operators a norm; parts are called.
+Everywhere else the published order of operations is kept, and so its rounding; parts offer
+`partials` and layers `advance`, over operations that are one kernel each on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from hydraspec_kernels.add_norm import add_norm
 from hydraspec_kernels.gated_activation import gated_activation
+from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
 from hydraspec_kernels.rms_norm import rms_norm, unit_norm
 from torch import Tensor
 
@@ -32,7 +34,18 @@ class Place:
 
     @property
     def folded(self) -> bool:
-        return self.dtype in (torch.float32, torch.float64)
+        return self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
+
+    def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An empty [..., k, n] for rows to be multiplied with.
+
+        On a CPU it is contiguous, which spares `torch.mm` a microsecond a call. Elsewhere it is
+        the view of [..., n, k] storage, as checkpoints hold it and the kernels read it.
+        """
+        if self.device.type == "cpu":
+            return self.empty(*shape, dtype=dtype)
+        *batch, k, n = shape
+        return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -88,13 +101,35 @@ class Norm:
         return h + rms_norm(x, self.weight, self.eps)
 
 
+def join(
+    h: Tensor, x: Tensor, *, post: Norm | None, then: Norm | None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(h + post(x)) * scale into the stream h [T, D] itself, and then(h): what the next part reads.
+
+    x is a block's output [T, D] or partial sums of it [S, T, D]. post None adds it as it is
+    (pre-norm decoders); then None: the next part reads the stream.
+    """
+    assert post is None or then is None or post.eps == then.eps, "one kernel takes one eps"
+    norm = then or post
+    joined = add_norm(
+        h,
+        x,
+        post_weight=None if post is None else post.weight,
+        next_weight=None if then is None else then.weight,
+        eps=0.0 if norm is None else norm.eps,
+        scale=scale,
+        has_post_norm=post is not None,
+    )
+    return joined.h, joined.h if joined.y is None else joined.y
+
+
 class GatedMLP:
     """down(gelu_tanh(gate(x)) * up(x))."""
 
     def __init__(self, size: int, inner: int, place: Place) -> None:
         self.inner = inner
-        self.gate_up = place.empty(size, 2 * inner)
-        self.down = place.empty(inner, size)
+        self.gate_up = place.matrix(size, 2 * inner)
+        self.down = place.matrix(inner, size)
 
     def tensors(self) -> Tensors:
         return {
@@ -106,13 +141,21 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(gated_activation(torch.mm(x, self.gate_up)), self.down)
 
+    def whole(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        return linear(gated_linear(x, self.gate_up, activation="gelu_tanh"), self.down)
+
+    def partials(self, x: Tensor) -> Tensor:
+        """x [T, D] -> partial sums [S, T, D]."""
+        return linear_partials(gated_linear(x, self.gate_up, activation="gelu_tanh"), self.down)
+
 
 class PerLayerInput:
     """The part of a layer that mixes in its slice of the per-layer embeddings (PLE)."""
 
     def __init__(self, size: int, width: int, eps: float, place: Place) -> None:
-        self.gate = place.empty(size, width)
-        self.projection = place.empty(width, size)
+        self.gate = place.matrix(size, width)
+        self.projection = place.matrix(width, size)
         self.norm = Norm(size, eps, place)
 
     def tensors(self) -> Tensors:
@@ -131,3 +174,7 @@ class PerLayerInput:
         """h [T, D] and this layer's inputs [T, width] -> [T, D]."""
         gate = torch.nn.functional.gelu(torch.mm(h, self.gate), approximate="tanh").mul_(inputs)
         return self.norm.add(h, torch.mm(gate, self.projection))
+
+    def partials(self, h: Tensor, inputs: Tensor) -> Tensor:
+        """h [T, D] and this layer's inputs [T, width] -> what `norm` takes, [S, T, D]."""
+        return linear_partials(scaled_gelu_linear(h, self.gate, inputs), self.projection)

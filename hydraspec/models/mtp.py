@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
@@ -39,6 +40,10 @@ class Block(Protocol):
     def tensors(self) -> Tensors: ...
     def finish(self) -> None: ...
     def __call__(self, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor: ...
+    def enter(self, h: Tensor) -> Tensor: ...
+    def advance(
+        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, then: Norm
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class LatentBlocks:
@@ -93,8 +98,9 @@ class MTPLayer:
         self.layout, self.block, self.size = layout, block, size
         self.order = 1 if layout.embedding_first else -1  # of (token, hidden)
         self.token_norm, self.hidden_norm = Norm(size, eps, place), Norm(size, eps, place)
-        self.projection = place.empty(2 * size, size)
+        self.projection = place.matrix(2 * size, size)
         self.final_norm = Norm(size, eps, place)
+        self.folded = place.folded
 
     def tensors(self) -> Tensors:
         """Weights by their names below the layer's prefix."""
@@ -117,8 +123,10 @@ class MTPLayer:
     def __call__(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """Embeddings e and states h [T, D] -> [T, D], after the final norm."""
         parts = (self.token_norm.normed(e), self.hidden_norm.normed(h))[:: self.order]
-        x = torch.mm(torch.cat(parts, -1), self.projection)
-        return self.final_norm.scaled(self.block(x, shared, cache))
+        x = linear(torch.cat(parts, -1), self.projection)
+        if self.folded:
+            return self.final_norm.scaled(self.block(x, shared, cache))
+        return self.block.advance(x, self.block.enter(x), shared, cache, self.final_norm)[1]
 
 
 class MTPHead:

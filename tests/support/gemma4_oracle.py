@@ -209,6 +209,8 @@ class Pass:
     seq_lens: Tensor  # [B]
     slot_mapping: list[Tensor]  # per KV group [T]
     block_tables: list[Tensor]  # per KV group [B, P]
+    query_start_loc: Tensor  # [B+1]
+    has_padding: bool = False
 
 
 def final_hidden(target: Any, batch: Pass, caches: list[Tensor | None]) -> Tensor:
@@ -273,6 +275,7 @@ class PagedRun:
             seq_lens=start + rows,
             slot_mapping=slots,
             block_tables=tables,
+            query_start_loc=torch.nn.functional.pad(rows.cumsum(0), (1, 0)),
         )
 
     def _segments(self, rows: list[int], lens: list[int]) -> tuple[RowSegment, ...]:
