@@ -78,13 +78,23 @@ class KVCacheConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class VllmConfig:
+    """engine=vllm only."""
+
+    gpu_memory_utilization: float = 0.9  # its share of the device where memory_gib is null
+    record_steps: bool = True  # false: finished requests only, without acceptance
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineConfig:
     name: str
     device: Device = Device.auto
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None  # null: chosen from the target's width (CPU only)
+    async_scheduling: bool | None = None  # schedule a step ahead of the device; null: on CUDA
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +151,20 @@ class MetricsConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class BenchConfig:
+    name: str = "none"  # none: an ordinary run
+    engines: list[str] = field(default_factory=lambda: ["native", "vllm"])
+    methods: list[str] | None = None  # null: none, and the method chosen
+    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
+    prompt_tokens: int = 512
+    output_tokens: int = 256
+    repeats: int = 3  # timings of a figure, which is their median
+    isolate: bool = True  # every engine and method in a process of its own
+    vllm_pythonpath: str | None = None  # goes before PYTHONPATH where vLLM runs
+    timeout_s: int = 900  # of one process
+
+
+@dataclass(slots=True, kw_only=True)
 class RunConfig:
     """One run, whole. Built by `to_run_config`, the only place that sees a DictConfig."""
 
@@ -152,6 +176,7 @@ class RunConfig:
     sampling: SamplingConfig
     workload: WorkloadConfig
     tracker: TrackerConfig
+    bench: BenchConfig = field(default_factory=BenchConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     baseline: bool = True
     seed: int = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from hydraspec.types import Completion, Request
+from hydraspec.types import Completion, Request, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -67,14 +67,21 @@ class FinishCheck:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._decode = decode
+        self._ends: dict[tuple[tuple[int, ...], bool], frozenset[int]] = {}
 
     def append(self, sequence: OfferedRequest, tokens: Seq[int]) -> list[int]:
         """Add `tokens` up to the end of the request; returns those that were kept and sets
         finish_reason."""
         sampling = sequence.request.sampling
-        ends = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ends |= self._eos_token_ids
+        ends = self._end_token_ids(sampling)
+        room = sequence.num_prompt + sampling.max_tokens
+        if (
+            not sampling.stop
+            and sequence.num_tokens + len(tokens) < min(room, self._max_model_len)
+            and ends.isdisjoint(tokens)
+        ):
+            sequence.token_ids.extend(tokens)
+            return list(tokens)
         for count, token in enumerate(tokens, 1):
             sequence.token_ids.append(token)
             if token in ends or (sampling.stop and self._stop_string(sequence)):
@@ -87,6 +94,16 @@ class FinishCheck:
             if sequence.finish_reason:
                 return list(tokens[:count])
         return list(tokens)
+
+    def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        key = (sampling.stop_token_ids, sampling.ignore_eos)
+        ends = self._ends.get(key)
+        if ends is None:
+            ends = frozenset(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                ends |= self._eos_token_ids
+            self._ends[key] = ends
+        return ends
 
     def _stop_string(self, sequence: OfferedRequest) -> bool:
         """Whether the text holds a stop string; then the text is cut before the earliest one."""

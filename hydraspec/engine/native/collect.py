@@ -1,50 +1,87 @@
-"""From a step's results to host state, records and completions: the one place where the device is
-read."""
+"""From a step's results to host state, records and completions: the one place where the host waits
+for the device."""
 
 from __future__ import annotations
 
 import time
-from itertools import takewhile
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
 
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.scheduler import Scheduled, Scheduler
 from hydraspec.engine.native.timing import PhaseClock
-from hydraspec.types import Batch, Completion, RequestStep, StepRecord, Verdict
+from hydraspec.types import Completion, RequestStep, StepRecord
+
+
+class StepResult(Protocol):
+    """A step's results on the host."""
+
+    tokens: np.ndarray  # [B, K+1] emitted tokens, -1 from num_sampled on
+    num_sampled: np.ndarray  # [B]
+    draft_tokens: np.ndarray  # [B, K] the drafts under verification, -1 where there was none
+
+
+class LaunchedStep(Protocol):
+    """A plan that the device has been given."""
+
+    logits: Tensor | None  # [N, V]; None where they are not kept
+
+    def result(self) -> StepResult:
+        """The results; waits for them."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step whose results are not in the sequences yet."""
+
+    scheduled: list[Scheduled]
+    step: LaunchedStep
+    num_preempted: int  # while it was scheduled
+    kv_usage: float  # with its blocks
 
 
 class Collector:
-    """Applies verdicts to sequences, ends those that are done, and writes the step's record."""
+    """Applies results to sequences, ends those that are done, and writes the step's record."""
 
     def __init__(self, scheduler: Scheduler, finish: FinishCheck) -> None:
         self._scheduler = scheduler
         self._finish = finish
         self._num_steps = 0
 
-    def collect(
-        self, scheduled: list[Scheduled], batch: Batch, verdict: Verdict, clock: PhaseClock
-    ) -> tuple[StepRecord, list[Completion]]:
-        """Record and completions of a step; finished sequences give back slot and blocks."""
-        tokens, num_sampled = verdict.tokens.tolist(), verdict.num_sampled.tolist()
-        drafts = batch.draft_tokens.tolist()
-        kv_usage = self._scheduler.kv.usage
+    def collect(self, flight: Flight, clock: PhaseClock) -> tuple[StepRecord, list[Completion]]:
+        """Record and completions of a step; finished sequences give back slot and blocks.
+
+        What a request did in a step launched before it was known to have ended is dropped.
+        """
+        result = flight.step.result()
         now = time.perf_counter()
-        requests, completions = [], self.failed()
-        for place, item in enumerate(scheduled):
+        tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
+        num_sampled = result.num_sampled.tolist()
+        requests: list[RequestStep] = []
+        completions = self.failed()
+        for place, item in enumerate(flight.scheduled):
+            sequence = item.sequence
+            if sequence.finish_reason is not None:
+                continue
             emitted = tokens[place][: num_sampled[place]]
-            offered = list(takewhile(lambda token: token >= 0, drafts[place][: item.num_drafts]))
-            requests.append(self._apply(item, offered, emitted, now))
-            if item.sequence.finish_reason:
-                self._scheduler.release(item.sequence)
-                completions.append(self._finish.completion(item.sequence))
+            requests.append(self._apply(item, drafts[place], emitted, now))
+            self._scheduler.arrived(item)
+            if sequence.finish_reason is not None:
+                self._scheduler.release(sequence)
+                completions.append(self._finish.completion(sequence))
         record = StepRecord(
             step=self._num_steps,
             phase_ms=clock.phase_ms(),
             total_ms=clock.total_ms(),
             requests=requests,
-            num_preempted=self._scheduler.num_preempted,
+            num_preempted=flight.num_preempted,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            kv_usage=kv_usage,
+            kv_usage=flight.kv_usage,
         )
         self._num_steps += 1
         return record, completions
@@ -56,7 +93,7 @@ class Collector:
         return completions
 
     def _apply(
-        self, item: Scheduled, drafts: list[int], emitted: list[int], now: float
+        self, item: Scheduled, drafts: Seq[int], emitted: list[int], now: float
     ) -> RequestStep:
         sequence = item.sequence
         num_computed = sequence.num_computed
@@ -72,7 +109,13 @@ class Collector:
             num_rows=item.num_rows,
             is_prefill=item.is_prefill,
             num_computed_tokens=num_computed,
-            draft_token_ids=drafts,
+            draft_token_ids=_offered(drafts, item.num_drafts),
             num_accepted=num_accepted,
             output_token_ids=kept,
         )
+
+
+def _offered(drafts: Seq[int], num_drafts: int) -> list[int]:
+    """The drafts under verification, up to the first place where the drafter had none."""
+    offered = list(drafts[:num_drafts])
+    return offered[: offered.index(-1)] if -1 in offered else offered

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ import torch
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck
-from hydraspec.engine.native.collect import Collector
+from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
 from hydraspec.engine.native.scheduler import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
@@ -35,21 +37,46 @@ class NativeEngine(Engine):
             self._scheduler,
             FinishCheck(self.parts.target.eos_token_ids, self.info.max_model_len, decode),
         )
+        self._runs_ahead = _runs_ahead(self.parts)
+        self._in_flight: Flight | None = None  # launched, not collected
         self._last_logits: torch.Tensor | None = None
-        self._clock = PhaseClock(enabled=self.info.device == "cpu")
+        on_cpu = self.parts.target.device.type == "cpu"
+        self._clock = PhaseClock(enabled=on_cpu and not self._runs_ahead)
         self._schedule = self._clock.timed("schedule", self._next_plan)
         self.parts.runner.time_with(self._clock)
 
     @torch.inference_mode()
     def step(self) -> tuple[StepRecord | None, list[Completion]]:
-        """One step; the record is None when nothing ran and only failed requests came back."""
-        self._clock.start()
+        """Launch the next step and collect one: the same, or where the host runs ahead the one
+        before. The record is None when there was none to collect."""
+        if self._in_flight is None:
+            self._clock.start()
+        launched = self._launch()
+        if self._runs_ahead:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is None:
+            return None, self._collector.failed()
+        collected = self._collector.collect(launched, self._clock)
+        self._clock.start()  # with a step in flight, the next one's time counts from here
+        return collected
+
+    def _launch(self) -> Flight | None:
+        """Give the device its next step; None when nobody can run."""
         scheduled, plan = self._schedule()
         if plan is None:
-            return None, self._collector.failed()
-        batch, target_step, verdict = self.parts.runner.step(plan)
-        self._last_logits = target_step.logits
-        return self._collector.collect(scheduled, batch, verdict, self._clock)
+            return None
+        scheduler = self._scheduler
+        flight = Flight(
+            scheduled,
+            _launch(self.parts.runner, plan),
+            num_preempted=scheduler.take_num_preempted(),
+            kv_usage=scheduler.kv.usage,
+        )
+        if flight.step.logits is not None:
+            self._last_logits = flight.step.logits
+        if self._runs_ahead:
+            scheduler.launched(scheduled)
+        return flight
 
     def _next_plan(self) -> tuple[list[Scheduled], StepPlan | None]:
         scheduled = self._scheduler.schedule()
@@ -80,7 +107,15 @@ class NativeEngine(Engine):
                     yield record
                 yield from completions
         finally:
-            self._scheduler.clear()
+            self._drop_everything()
+
+    def _drop_everything(self) -> None:
+        """Forget every request, and wait until the device has too: the cache may have another
+        engine next (`baseline`)."""
+        flight, self._in_flight = self._in_flight, None
+        self._scheduler.clear()
+        if flight is not None:
+            flight.step.result()
 
     def tokenize(self, requests: Seq[Request]) -> None:
         checkpoint = self.parts.config.target.checkpoint
@@ -107,3 +142,33 @@ def _new_sequence(request: Request) -> Sequence:
     assert request.prompt_token_ids is not None, "call tokenize() first"
     tokens = list(request.prompt_token_ids)
     return Sequence(request=request, token_ids=tokens, num_prompt=len(tokens))
+
+
+def _runs_ahead(parts: Loaded) -> bool:
+    """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
+    done."""
+    wanted = parts.config.engine.async_scheduling
+    return parts.target.device.type == "cuda" if wanted is None else wanted
+
+
+@dataclass(slots=True)
+class _Eager:
+    tokens: np.ndarray
+    num_sampled: np.ndarray
+    draft_tokens: np.ndarray
+    logits: torch.Tensor
+
+    def result(self) -> _Eager:
+        return self
+
+
+def _launch(runner: Any, plan: StepPlan) -> Any:
+    if hasattr(runner, "launch"):
+        return runner.launch(plan)
+    batch, target_step, verdict = runner.step(plan)
+    return _Eager(
+        verdict.tokens.numpy(),
+        verdict.num_sampled.numpy(),
+        batch.draft_tokens.numpy(),
+        target_step.logits,
+    )

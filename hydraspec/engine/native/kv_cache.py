@@ -86,36 +86,38 @@ class _Group:
     num_blocks: int
     table: np.ndarray  # [S, P] block ids; 0 where freed or not yet allocated
     free_blocks: list[int] = field(init=False)
-    num_allocated: np.ndarray = field(init=False)  # [S] leading table entries ever filled
-    first_live: np.ndarray = field(init=False)  # [S] leading entries already given back
+    num_allocated: list[int] = field(init=False)  # [S] leading table entries ever filled
+    first_live: list[int] = field(init=False)  # [S] leading entries already given back
 
     def __post_init__(self) -> None:
         self.free_blocks = list(range(self.num_blocks - 1, 0, -1))
-        self.num_allocated = np.zeros(self.table.shape[0], dtype=np.int64)
-        self.first_live = np.zeros(self.table.shape[0], dtype=np.int64)
+        self.num_allocated = [0] * self.table.shape[0]
+        self.first_live = [0] * self.table.shape[0]
 
     def missing(self, slot: int, num_tokens: int) -> int:
-        return max(0, _ceil_div(num_tokens, self.spec.block_size) - int(self.num_allocated[slot]))
+        return max(0, _ceil_div(num_tokens, self.spec.block_size) - self.num_allocated[slot])
 
     def tokens_that_fit(self, slot: int) -> int:
-        return (int(self.num_allocated[slot]) + len(self.free_blocks)) * self.spec.block_size
+        return (self.num_allocated[slot] + len(self.free_blocks)) * self.spec.block_size
 
     def grow(self, slot: int, count: int) -> None:
-        start = int(self.num_allocated[slot])
-        for column in range(start, start + count):
-            self.table[slot, column] = self.free_blocks.pop()
+        start = self.num_allocated[slot]
+        self.table[slot, start : start + count] = self.free_blocks[: -count - 1 : -1]
+        del self.free_blocks[-count:]
         self.num_allocated[slot] = start + count
 
     def release_before(self, slot: int, first_position: int) -> None:
         """Give back blocks that hold only positions below `first_position`."""
-        end = min(first_position // self.spec.block_size, int(self.num_allocated[slot]))
-        for column in range(int(self.first_live[slot]), end):
-            self.free_blocks.append(int(self.table[slot, column]))
-            self.table[slot, column] = 0
-        self.first_live[slot] = max(end, int(self.first_live[slot]))
+        start = self.first_live[slot]
+        end = min(first_position // self.spec.block_size, self.num_allocated[slot])
+        if end <= start:
+            return
+        self.free_blocks.extend(self.table[slot, start:end].tolist())
+        self.table[slot, start:end] = 0
+        self.first_live[slot] = end
 
     def release(self, slot: int) -> None:
-        self.release_before(slot, int(self.num_allocated[slot]) * self.spec.block_size)
+        self.release_before(slot, self.num_allocated[slot] * self.spec.block_size)
         self.num_allocated[slot] = 0
         self.first_live[slot] = 0
 
@@ -189,6 +191,8 @@ class KVCache:
     def allocate(self, slot: int, num_tokens: int) -> bool:
         """Own blocks for positions below `num_tokens`, in every group or in none."""
         missing = [group.missing(slot, num_tokens) for group in self._groups]
+        if not any(missing):
+            return True
         if any(
             count > len(group.free_blocks)
             for count, group in zip(missing, self._groups, strict=True)
@@ -202,8 +206,8 @@ class KVCache:
     def slide(self, slot: int, num_computed: int) -> None:
         """Free sliding blocks that no query at position `num_computed` or later can see.
 
-        A drafter that reads the target's KV at position num_computed - 1 has run before the next
-        step is scheduled.
+        A drafter that reads the target's KV at position num_computed - 1 has been launched before
+        the next step is scheduled, and the device works in order.
         """
         for group in self._groups:
             if group.spec.window is not None:
@@ -214,7 +218,8 @@ class KVCache:
             group.release(slot)
 
     def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[np.ndarray]:
-        """Per group [B, P]: the tables of `slots`, wide enough for `max_seq_len` tokens."""
+        """Per group [B, P]: copies of the tables of `slots`, wide enough for `max_seq_len`
+        tokens."""
         return [
             group.table[slots, : _ceil_div(max_seq_len, group.spec.block_size)]
             for group in self._groups

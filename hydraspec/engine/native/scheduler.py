@@ -1,40 +1,74 @@
 """Continuous batching on the host: which requests run in the next step, and with how many rows.
-Plain numbers only."""
+Plain numbers only.
+
+The scheduler may run one step ahead of the results (docs/adr/0010): what a step in flight will have
+accepted is then known within bounds only, and every decision here holds at both ends of them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from hydraspec.engine.finish import OfferedRequest
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.types import RowSegment, SamplingFlags, StepPlan
+from hydraspec.engine.native.plans import PlanBuilder
+from hydraspec.types import StepPlan
 
 
 @dataclass(slots=True, eq=False)
 class Sequence(OfferedRequest):
-    """An offered request with its place in the cache."""
+    """An offered request with its place in the cache. Its numbers are those of the results that
+    have arrived."""
 
     slot: int = -1
     num_computed: int = 0  # tokens with valid target KV
     decoding: bool = False  # it has sampled since it was (re)admitted
+    in_flight: Scheduled | None = None  # its share of the last launched step, until that arrives
+
+    @property
+    def decodes_next(self) -> bool:
+        """Whether its next rows are its newest token and drafts."""
+        return self.decoding or (self.in_flight is not None and self.in_flight.samples)
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Known tokens once the step in flight has arrived, if it accepts no draft."""
+        samples = self.in_flight is not None and self.in_flight.samples
+        return len(self.token_ids) + samples
+
+    @property
+    def fewest_computed(self) -> int:
+        """Computed tokens once the step in flight has arrived, if it accepts no draft."""
+        flight = self.in_flight
+        return self.num_computed + (flight.num_rows - flight.num_drafts if flight else 0)
+
+    @property
+    def num_undecided(self) -> int:
+        """Drafts in flight: how much further than the fewest it may turn out to be."""
+        return self.in_flight.num_drafts if self.in_flight is not None else 0
+
+    def start_over(self) -> None:
+        """Its cache is gone: it is to be read from its first token."""
+        self.num_computed = 0
+        self.decoding = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Scheduled:
     """One sequence's share of a step."""
 
     sequence: Sequence
+    num_computed: int  # tokens before its rows; an upper bound while drafts are in flight
     num_rows: int
     num_drafts: int
     is_prefill: bool
+    samples: bool  # its rows reach its newest token
 
     @property
-    def samples(self) -> bool:
-        sequence = self.sequence
-        return sequence.num_computed + self.num_rows - self.num_drafts == sequence.num_tokens
+    def seq_len(self) -> int:
+        """Tokens in the cache with its rows; an upper bound while drafts are in flight."""
+        return self.num_computed + self.num_rows
 
 
 class Scheduler:
@@ -62,7 +96,10 @@ class Scheduler:
             Sequence
         ] = []  # got a slot in the last schedule(); their state must be written
         self.failed: list[Sequence] = []
-        self.num_preempted = 0
+        self.num_preempted = 0  # since take_num_preempted()
+        self._budget = 0  # rows left of the step being scheduled
+        self._is_short = False  # somebody found the cache full in this round
+        self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -84,49 +121,76 @@ class Scheduler:
         """Choose the next step's rows: decoding requests first, then running prefills, then new
         requests."""
         self.admitted.clear()
-        self.num_preempted = 0
+        self._budget = self.max_num_batched_tokens
+        self._is_short = False
         chosen: dict[Sequence, Scheduled] = {}
-        for sequence in sorted(self.running, key=lambda s: not s.decoding):
+        for sequence in self._in_turn():
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
-            self.kv.slide(sequence.slot, sequence.num_computed)
-            item = self._rows_for(sequence, self._budget(chosen))
+            self.kv.slide(sequence.slot, sequence.fewest_computed)
+            item = self._rows_for(sequence)
             if item is not None and self._make_room(item, chosen):
                 chosen[sequence] = item
-        while self.waiting and self._free_slots and not self.num_preempted:
-            if not self._admit(self.waiting[0], self._budget(chosen), chosen):
+                self._budget -= item.num_rows
+        while self.waiting and self._free_slots and not self._is_short:
+            if not self._admit(self.waiting[0], chosen):
                 break
             self.waiting.popleft()
-        # Decodes with equally many rows stand together, prefills behind them in order of arrival.
-        return sorted(
-            chosen.values(),
-            key=lambda item: (item.is_prefill, 0 if item.is_prefill else item.num_rows),
-        )
+        # Decodes with equally many rows stand together, the widest first; prefills behind them in
+        # order of arrival.
+        return sorted(chosen.values(), key=lambda item: 0 if item.is_prefill else -item.num_rows)
 
-    def _budget(self, chosen: dict[Sequence, Scheduled]) -> int:
-        return self.max_num_batched_tokens - sum(item.num_rows for item in chosen.values())
+    def take_num_preempted(self) -> int:
+        """Preemptions since the last call."""
+        count, self.num_preempted = self.num_preempted, 0
+        return count
 
-    def _rows_for(self, sequence: Sequence, budget: int) -> Scheduled | None:
+    def _in_turn(self) -> list[Sequence]:
+        decodes = [sequence for sequence in self.running if sequence.decodes_next]
+        if len(decodes) == len(self.running):
+            return decodes
+        return decodes + [sequence for sequence in self.running if not sequence.decodes_next]
+
+    def _rows_for(self, sequence: Sequence) -> Scheduled | None:
         """Rows this sequence wants: the newest token and its drafts, or the next chunk of its
-        prompt."""
-        remaining = sequence.num_tokens - sequence.num_computed
-        if not sequence.decoding:
-            rows = min(remaining, budget)
-            return Scheduled(sequence, rows, 0, True) if rows > 0 else None
+        prompt. None: it has to wait."""
+        if not sequence.decodes_next:
+            start = sequence.fewest_computed  # nothing is undecided while a prompt is read
+            remaining = sequence.num_tokens - start
+            rows = min(remaining, self._budget)
+            if rows < 1:
+                return None
+            return Scheduled(sequence, start, rows, 0, True, rows == remaining)
+        fewest, undecided = sequence.fewest_tokens, sequence.num_undecided
+        if sequence.in_flight is not None and self._is_at_its_end(sequence, fewest):
+            return None
         # Emitting every draft and one more token must not pass max_model_len.
-        num_drafts = min(self.num_speculative_tokens, self.max_model_len - sequence.num_tokens - 1)
-        rows = remaining + num_drafts
-        return Scheduled(sequence, rows, num_drafts, False) if rows <= budget else None
+        room = self.max_model_len - fewest - undecided - 1
+        num_drafts = min(self.num_speculative_tokens, room)
+        if undecided and num_drafts < self.num_speculative_tokens:
+            return None  # what is in flight decides how many drafts fit
+        rows = 1 + num_drafts
+        if rows > self._budget:
+            return None
+        return Scheduled(sequence, fewest + undecided - 1, rows, num_drafts, False, True)
+
+    def _is_at_its_end(self, sequence: Sequence, num_tokens: int) -> bool:
+        limit = sequence.num_prompt + sequence.request.sampling.max_tokens
+        return num_tokens >= min(limit, self.max_model_len)
 
     def _make_room(self, item: Scheduled, chosen: dict[Sequence, Scheduled]) -> bool:
         """Own blocks for the item's rows, preempting younger requests as needed; False if it has to
         wait."""
         sequence = item.sequence
         while not self._allocate(item):
+            self._is_short = True
+            if sequence.in_flight is not None:
+                return False  # nobody is preempted, cut short or failed before its numbers are in
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
-                chosen.pop(victim, None)
+                dropped = chosen.pop(victim, None)
+                self._budget += dropped.num_rows if dropped else 0
             elif len(self.running) > 1:
                 self._preempt(sequence)
                 return False
@@ -137,7 +201,7 @@ class Scheduler:
     def _shrink(self, item: Scheduled) -> bool:
         """A request alone in a full cache: fewer drafts or a shorter chunk, else it fails."""
         sequence = item.sequence
-        rows = self._tokens_that_fit(sequence.slot) - sequence.num_computed
+        rows = self._tokens_that_fit(sequence.slot) - item.num_computed
         if rows < 1:
             sequence.fail(
                 f"the KV cache is full at {sequence.num_tokens} tokens: "
@@ -146,44 +210,57 @@ class Scheduler:
             self.release(sequence)
             self.failed.append(sequence)
             return False
-        item.num_rows = min(item.num_rows, rows)
-        if not item.is_prefill:
-            item.num_drafts = item.num_rows - 1
+        if rows < item.num_rows:
+            item.num_rows = rows
+            if item.is_prefill:
+                item.samples = False
+            else:
+                item.num_drafts = rows - 1
         return self._allocate(item)
 
     def _allocate(self, item: Scheduled) -> bool:
         """Own blocks for the item's rows and for what a drafter writes behind them."""
-        num_tokens = item.sequence.num_computed + item.num_rows + self.num_lookahead_tokens
-        return self.kv.allocate(item.sequence.slot, num_tokens)
+        return self.kv.allocate(item.sequence.slot, item.seq_len + self.num_lookahead_tokens)
 
     def _tokens_that_fit(self, slot: int) -> int:
         return self.kv.tokens_that_fit(slot) - self.num_lookahead_tokens
 
-    def _admit(self, sequence: Sequence, budget: int, chosen: dict[Sequence, Scheduled]) -> bool:
+    def _admit(self, sequence: Sequence, chosen: dict[Sequence, Scheduled]) -> bool:
+        if sequence.in_flight is not None:
+            return False  # preempted: the tokens on their way are recomputed with the others
         slot = self._free_slots[-1]
-        rows = min(sequence.num_tokens, budget, self._tokens_that_fit(slot))
+        wanted = min(sequence.num_tokens, self._budget)
+        rows = min(wanted, self._tokens_that_fit(slot))
         # A short first chunk is worth it only when the cache is small; never squeeze in behind
         # running requests.
-        if rows < min(sequence.num_tokens, budget) and self.running:
+        if rows < wanted and self.running:
             return False
         if rows < 1 or not self.kv.allocate(slot, rows + self.num_lookahead_tokens):
             return False
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
         self.admitted.append(sequence)
-        chosen[sequence] = Scheduled(sequence, rows, 0, True)
+        chosen[sequence] = Scheduled(sequence, 0, rows, 0, True, rows == sequence.num_tokens)
+        self._budget -= rows
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give its blocks back; it is recomputed from its tokens later, its drafts are dropped."""
         self.release(sequence)
-        sequence.num_computed = 0
-        sequence.decoding = False
+        if sequence.in_flight is None:
+            sequence.start_over()
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Free slot and blocks of a sequence that finished, failed or was preempted."""
+        """Free slot and blocks of a sequence that finished, failed or was preempted.
+
+        At once, also where a launched step still uses them: the device works in order, so whatever
+        is launched later for their next owner comes after it.
+        """
+        if sequence.slot < 0:  # it ended by the step that was in flight when it was preempted
+            self.waiting.remove(sequence)
+            return
         self.running.remove(sequence)
         self.kv.release(sequence.slot)
         self._free_slots.append(sequence.slot)
@@ -196,55 +273,19 @@ class Scheduler:
         self.waiting.clear()
         self.failed.clear()
 
+    def launched(self, scheduled: list[Scheduled]) -> None:
+        """The step runs and its results are not in: the next is scheduled on bounds."""
+        for item in scheduled:
+            item.sequence.in_flight = item
+
+    def arrived(self, item: Scheduled) -> None:
+        """The results of `item` are in its sequence."""
+        sequence = item.sequence
+        if sequence.in_flight is item:
+            sequence.in_flight = None
+            if sequence.slot < 0:  # preempted meanwhile
+                sequence.start_over()
+
     def plan(self, scheduled: list[Scheduled]) -> StepPlan:
         """The chosen rows as plain arrays."""
-        slots = np.array([item.sequence.slot for item in scheduled], dtype=np.int64)
-        seq_lens = [item.sequence.num_computed + item.num_rows for item in scheduled]
-        samples = [item.samples for item in scheduled]
-        return StepPlan(
-            slots=slots,
-            num_rows=np.array([item.num_rows for item in scheduled], dtype=np.int64),
-            num_drafts=np.array([item.num_drafts for item in scheduled], dtype=np.int64),
-            samples=np.array(samples),
-            segments=_segments(scheduled, seq_lens),
-            block_tables=self.kv.block_tables(slots, max(seq_lens) + self.num_lookahead_tokens),
-            all_greedy=all(
-                item.sequence.request.sampling.temperature == 0.0
-                for item, sampled in zip(scheduled, samples, strict=True)
-                if sampled
-            ),
-            num_speculative_tokens=self.num_speculative_tokens,
-            flags=_sampling_flags(scheduled),
-        )
-
-
-def _sampling_flags(scheduled: list[Scheduled]) -> SamplingFlags:
-    """What the step's requests ask of the sampler, so that it can skip what nobody uses."""
-    sampling = [item.sequence.request.sampling for item in scheduled]
-    return SamplingFlags(
-        any_greedy=any(s.temperature == 0.0 for s in sampling),
-        any_top_k=any(s.top_k > 0 for s in sampling),
-        any_top_p=any(s.top_p < 1.0 for s in sampling),
-        any_min_p=any(s.min_p > 0.0 for s in sampling),
-    )
-
-
-def _segments(scheduled: list[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:
-    """Decoding requests with equally many rows form one segment; every prefill chunk is a segment
-    of its own."""
-    segments: list[RowSegment] = []
-    first_row = 0
-    for index, item in enumerate(scheduled):
-        last = segments[-1] if segments else None
-        if last and not item.is_prefill and last.rows_per_request == item.num_rows:
-            segments[-1] = RowSegment(
-                last.first_row,
-                last.first_request,
-                last.num_requests + 1,
-                last.rows_per_request,
-                max(last.max_seq_len, seq_lens[index]),
-            )
-        else:
-            segments.append(RowSegment(first_row, index, 1, item.num_rows, seq_lens[index]))
-        first_row += item.num_rows
-    return tuple(segments)
+        return self._plans.build(scheduled)

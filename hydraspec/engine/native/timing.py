@@ -1,5 +1,5 @@
-"""Wall time per phase of a step. Only the CPU is timed this way: on CUDA a launch returns before
-the work is done."""
+"""Wall time of a step, and of its phases where the host runs it: on CUDA a launch returns before
+the work is done, and a host that runs ahead does two steps' work at once."""
 
 from __future__ import annotations
 
