@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hydraspec_kernels.add_norm.reference import AddNorm, add_norm_reference
+from hydraspec_kernels.launch import runs_kernels
 
 __all__ = ["AddNorm", "add_norm"]
 
@@ -25,7 +27,10 @@ def add_norm(
     x is added as it is (pre-norm decoders). post_weight [D] None: a norm without weight.
     next_weight [D] None: no y. Both norms take eps.
     """
-    return add_norm_reference(
+    run = add_norm_reference
+    if runs_kernels(h) and h.dtype is not torch.float64:
+        from hydraspec_kernels.add_norm.kernel import add_norm_cuda as run  # Triton
+    return run(
         h,
         x,
         post_weight=post_weight,

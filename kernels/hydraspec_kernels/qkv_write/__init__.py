@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from hydraspec_kernels.launch import runs_kernels
 from hydraspec_kernels.qkv_write.reference import QkvShape, write_qkv_reference
 
 __all__ = ["QkvShape", "write_qkv"]
@@ -18,4 +20,8 @@ def write_qkv(
     takes the row of token t at slots[t]; slot -1 (a padding row) writes nothing. cache None: a
     layer that shares KV, whose qkv holds query heads only and whose slots are not read.
     """
+    if runs_kernels(qkv) and qkv.dtype is not torch.float64:
+        from hydraspec_kernels.qkv_write.kernel import write_qkv_cuda  # Triton
+
+        return write_qkv_cuda(qkv, cos, sin, slots, cache, shape)
     return write_qkv_reference(qkv, cos, sin, slots, cache, shape)

@@ -34,10 +34,10 @@ def mirrored(theta: Tensor) -> Frequencies:
     return Frequencies(torch.cat((theta, theta)), torch.cat((-theta, theta)))
 
 
-def rope_table(
+def rope_table_reference(
     positions: Tensor, frequencies: Frequencies, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [T, 1, H] for positions [T]; angles are taken in the frequencies'
+    """Cosines and signed sines [T, 1, H] for positions [T]; angles in the frequencies'
     dtype.
 
     The sines' sign is such that rotation is x * cos + swap_halves(x) * sin.

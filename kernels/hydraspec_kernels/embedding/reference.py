@@ -1,0 +1,12 @@
+"""Token embeddings times a constant (Vaswani et al. 2017, section 3.4)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def embed_reference(token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
+    """table [V, D] at token_ids [...], times scale -> [..., D]."""
+    x = F.embedding(token_ids, table)
+    return x if scale is None else x.mul_(scale)

@@ -1,0 +1,162 @@
+"""A few heads of one row a program: norm, rotation, and the store to queries or to the cache.
+
+A head is held as its two halves, which the rotation swaps, so nothing moves between threads but
+the norm's sum. What a padded half leaves over is zero and adds nothing to it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.qkv_write.reference import QkvShape
+from hydraspec_kernels.rope.kernel import rotate_halves
+
+TILE = 1024  # numbers of a program: two warps with 16 bytes a thread and half
+
+
+@triton.jit
+def write_qkv_kernel(
+    # [T, num_heads, 2 * half]
+    q_ptr,
+    # [rows, 2, num_kv_heads, 2 * half]
+    cache_ptr,
+    # [T, heads * 2 * half] in rows of qkv_stride
+    qkv_ptr,
+    # [T, 2 * half]
+    cos_ptr,
+    # [T, 2 * half]
+    sin_ptr,
+    # [T]
+    slots_ptr,
+    # [2 * half]
+    q_weight_ptr,
+    # [2 * half]
+    k_weight_ptr,
+    num_heads,
+    num_kv_heads,
+    heads,
+    half,
+    qkv_stride,
+    eps,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    K_EQ_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    within = i < half
+    is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
+    is_key = (head >= num_heads) & (head < num_heads + num_kv_heads)
+    weight_a = tl.full((HEADS, HALF), 1.0, tl.float32)
+    weight_b = tl.full((HEADS, HALF), 1.0, tl.float32)
+    if HAS_Q_NORM:
+        q_a = tl.load(q_weight_ptr + i, mask=within, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + half + i, mask=within, other=0.0).to(tl.float32)
+        weight_a = tl.where(is_query, q_a, weight_a)
+        weight_b = tl.where(is_query, q_b, weight_b)
+    if HAS_K_NORM:
+        k_a = tl.load(k_weight_ptr + i, mask=within, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + half + i, mask=within, other=0.0).to(tl.float32)
+        weight_a = tl.where(is_key, k_a, weight_a)
+        weight_b = tl.where(is_key, k_b, weight_b)
+    wait_for_inputs(PDL)
+    dtype = q_ptr.dtype.element_ty
+    inside = within & (head < heads)
+    at = row * qkv_stride + head * (2 * half) + i
+    a = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(qkv_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
+    table = row * (2 * half) + i
+    cos_a = tl.load(cos_ptr + table, mask=within, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + table + half, mask=within, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + table, mask=within, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + table + half, mask=within, other=0.0).to(tl.float32)
+    if HAS_CACHE:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
+    inverse = tl.rsqrt(squares / (2 * half) + eps)
+    normed = (is_query & HAS_Q_NORM) | (is_key & HAS_K_NORM)
+    head_a = tl.where(normed, (a * inverse * weight_a).to(dtype).to(tl.float32), a)
+    head_b = tl.where(normed, (b * inverse * weight_b).to(dtype).to(tl.float32), b)
+    turned_a, turned_b = rotate_halves(head_a, head_b, cos_a, cos_b, sin_a, sin_b, dtype)
+    q_at = q_ptr + (row * num_heads + head) * (2 * half) + i
+    tl.store(q_at, turned_a, mask=within & is_query)
+    tl.store(q_at + half, turned_b, mask=within & is_query)
+    if HAS_CACHE:
+        if VALUE_NORM:
+            a, b = a * inverse, b * inverse
+        value_a, value_b = a.to(dtype), b.to(dtype)
+        kept = slot >= 0
+        # A cache row is keys, then values: the order of the heads behind the queries.
+        kv_at = cache_ptr + (slot * 2 * num_kv_heads + head - num_heads) * (2 * half) + i
+        if K_EQ_V:
+            tl.store(kv_at, turned_a, mask=within & is_key & kept)
+            tl.store(kv_at + half, turned_b, mask=within & is_key & kept)
+            kv_at += num_kv_heads * (2 * half)
+            tl.store(kv_at, value_a, mask=within & is_key & kept)
+            tl.store(kv_at + half, value_b, mask=within & is_key & kept)
+        else:
+            cached = inside & (head >= num_heads) & kept
+            tl.store(kv_at, tl.where(is_value, value_a, turned_a), mask=cached)
+            tl.store(kv_at + half, tl.where(is_value, value_b, turned_b), mask=cached)
+
+
+def write_qkv_cuda(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor | None, shape: QkvShape
+) -> Tensor:
+    """See `hydraspec_kernels.qkv_write.write_qkv`."""
+    rows, n, kv, size = qkv.shape[0], shape.num_heads, shape.num_kv_heads, shape.head_dim
+    heads = n if cache is None else n + kv if shape.k_eq_v else n + 2 * kv
+    assert qkv.shape[1] == heads * size, f"{qkv.shape[1]} columns for {heads} heads of {size}"
+    assert qkv.stride(1) == 1
+    assert cos.shape == sin.shape == (rows, 1, size)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    if cache is not None:
+        assert cache.shape[1:] == (2, kv, size)
+        assert cache.is_contiguous()
+        assert cache.dtype == qkv.dtype
+        assert slots.shape == (rows,)
+    for weight in (shape.q_weight, shape.k_weight):
+        assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
+    q = torch.empty(rows, n, size, dtype=qkv.dtype, device=qkv.device)
+    if not rows:
+        return q
+    half = triton.next_power_of_2(size // 2)
+    tile = max(1, TILE // (2 * half))
+    write_qkv_kernel[(rows, triton.cdiv(heads, tile))](
+        q,
+        cache,
+        qkv,
+        cos,
+        sin,
+        slots,
+        shape.q_weight,
+        shape.k_weight,
+        n,
+        kv if cache is not None else 0,
+        heads,
+        size // 2,
+        qkv.stride(0),
+        shape.eps,
+        HAS_Q_NORM=shape.q_weight is not None,
+        HAS_K_NORM=shape.k_weight is not None,
+        HAS_CACHE=cache is not None,
+        VALUE_NORM=shape.value_norm,
+        K_EQ_V=shape.k_eq_v,
+        HEADS=tile,
+        HALF=half,
+        num_warps=2,
+        **dependent_launch(qkv),
+    )
+    return q

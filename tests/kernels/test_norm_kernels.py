@@ -1,0 +1,225 @@
+"""Norm, residual and elementwise kernels against their references: in Triton's interpreter, and
+compiled where there is a GPU.
+"""
+
+import pytest
+import torch
+from hydraspec_kernels.add_norm.kernel import add_norm_cuda
+from hydraspec_kernels.add_norm.reference import add_norm_reference
+from hydraspec_kernels.embedding.kernel import embed_cuda
+from hydraspec_kernels.embedding.reference import embed_reference
+from hydraspec_kernels.gated_activation.kernel import gated_activation_cuda
+from hydraspec_kernels.gated_activation.reference import (
+    gated_activation_reference,
+    gated_silu_reference,
+)
+from hydraspec_kernels.ple_inputs.kernel import ple_inputs_cuda
+from hydraspec_kernels.ple_inputs.reference import ple_inputs_reference
+from hydraspec_kernels.rms_norm.kernel import rms_norm_cuda
+from hydraspec_kernels.rms_norm.reference import rms_norm_reference
+from torch import Tensor
+
+EPS = 1e-6
+# A sum in another order moves a float32 result by some units in the last place, and a narrow one
+# by one step where it was near a tie; what is added after that rounding can move it once more.
+CLOSE = {
+    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7},
+    torch.float16: {"rtol": 2**-10, "atol": 2**-10},
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The interpreter truncates to bfloat16 where a GPU rounds: float16 is its narrow type.
+PLACES = [
+    ("cpu", torch.float32),
+    ("cpu", torch.float16),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+GPU_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draws(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves unwritten is NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        return empty(*args, **kwargs).fill_(float("nan"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def check_add_norm(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    width: int,
+    parts: int,
+    dtype: torch.dtype,
+    device: str,
+    scale: float | None = None,
+    has_post_norm: bool = True,
+    weights: tuple[bool, bool] = (True, True),
+) -> None:
+    h, post, following = draws(0, dtype, device, (rows, width), (width,), (width,))
+    (x,) = draws(1, torch.float32 if parts else dtype, device, (max(parts, 1), rows, width))
+    x = x if parts else x[0]
+    options = {
+        "post_weight": post if weights[0] else None,
+        "next_weight": following if weights[1] else None,
+        "eps": EPS,
+        "scale": scale,
+        "has_post_norm": has_post_norm,
+    }
+    expected = add_norm_reference(h.clone(), x, **options)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found = add_norm_cuda(h, x, **options)  # type: ignore[arg-type]
+    assert found.h is h
+    torch.testing.assert_close(found.h, expected.h, **CLOSE[dtype])
+    if weights[1]:
+        torch.testing.assert_close(found.y, expected.y, **CLOSE[dtype])
+    else:
+        assert found.y is None
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(
+    ("rows", "width", "parts"), [(1, 64, 0), (3, 80, 1), (2, 24, 5), (5, 96, 16)]
+)
+def test_add_norm_sums_parts_norms_and_adds(monkeypatch, rows, width, parts, dtype, device):
+    check_add_norm(monkeypatch, rows, width, parts, dtype, device, scale=0.7)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("weights", [(False, True), (True, False), (False, False)])
+def test_add_norm_without_weights_or_without_a_next_norm(monkeypatch, weights, dtype, device):
+    check_add_norm(monkeypatch, 3, 40, 2, dtype, device, weights=weights)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("parts", [0, 3])
+def test_add_norm_of_a_pre_norm_decoder_adds_the_block_as_it_is(monkeypatch, parts, dtype, device):
+    check_add_norm(monkeypatch, 3, 48, parts, dtype, device, has_post_norm=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize("width", [2560, 2816, 5376, 8192, 12288])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 8), (4, 16), (33, 2), (128, 0)])
+def test_add_norm_at_model_sizes(monkeypatch, rows, width, parts, dtype):
+    check_add_norm(monkeypatch, rows, width, parts, dtype, "cuda", scale=0.31)
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    h, w, v = draws(0, torch.bfloat16, "cuda", (37, 2560), (2560,), (2560,))
+    (x,) = draws(1, torch.float32, "cuda", (4, 37, 2560))
+    options = {"post_weight": w, "next_weight": v, "eps": EPS}
+    whole = add_norm_cuda(h.clone(), x, **options)
+    alone = add_norm_cuda(h[9:10].clone(), x[:, 9:10], **options)
+    assert torch.equal(whole.h[9:10], alone.h)
+    assert torch.equal(whole.y[9:10], alone.y)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("shape", [(1, 8), (7, 80), (3, 5, 24), (2, 1200)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm_kernel_is_its_reference(monkeypatch, shape, weighted, dtype, device):
+    x, w = draws(2, dtype, device, shape, shape[-1:])
+    weight = w if weighted else None
+    expected = rms_norm_reference(x, weight, EPS)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found = rms_norm_cuda(x, weight, EPS)
+    torch.testing.assert_close(found, expected, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rms_norm_reads_heads_out_of_a_projection_and_keeps_zero_rows_finite(device):
+    (x,) = draws(3, torch.float32, device, (5, 4 * 16))
+    x[2] = 0
+    for view in (x.view(5, 4, 16)[:, 1:3], x[:, 16:48], x.t(), x.view(5, 4, 16).transpose(0, 1)):
+        expected = rms_norm_reference(view, None, EPS)
+        found = rms_norm_cuda(view, None, EPS)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected, **CLOSE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2560), (128, 5376), (4099, 2560), (517, 32, 256), (3, 512)])
+def test_rms_norm_at_model_sizes_is_within_a_rounding_of_float64(shape, dtype):
+    x, w = draws(2, dtype, "cuda", shape, shape[-1:])
+    exact = rms_norm_reference(x.double(), w.double(), EPS)
+    torch.testing.assert_close(rms_norm_cuda(x, w, EPS).double(), exact, **CLOSE[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # meant: the result is -0
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("uses_silu", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 70), (2, 3, 34), (2, 2100)])
+def test_gated_activation_kernels_are_their_references(
+    monkeypatch, shape, uses_silu, dtype, device
+):
+    (x,) = draws(4, dtype, device, shape)
+    x *= 6  # into the tails, where exp overflows or vanishes
+    x.flatten()[0] = -90.0
+    reference = gated_silu_reference if uses_silu else gated_activation_reference
+    expected = reference(x)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found = gated_activation_cuda(x, uses_silu=uses_silu)
+    torch.testing.assert_close(found, expected, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_activation_reads_rows_out_of_a_wider_tensor(device):
+    (x,) = draws(5, torch.float32, device, (4, 60))
+    found = gated_activation_cuda(x[:, 10:50], uses_silu=True)
+    torch.testing.assert_close(found, gated_silu_reference(x[:, 10:50]), **CLOSE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize("uses_silu", [False, True])
+def test_gated_activations_at_model_sizes_are_near_float64(uses_silu, dtype):
+    (x,) = draws(4, dtype, "cuda", (1031, 2 * 10240))
+    reference = gated_silu_reference if uses_silu else gated_activation_reference
+    found = gated_activation_cuda(x, uses_silu=uses_silu)
+    torch.testing.assert_close(found.double(), reference(x.double()), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("layers", "width"), [(3, 16), (7, 24), (35, 32)])
+def test_per_layer_inputs_are_their_reference(monkeypatch, layers, width, dtype, device):
+    table, wide, weight = draws(
+        6, dtype, device, (9, layers * width), (5, layers * width + 8), (width,)
+    )
+    projected = wide[:, : layers * width]
+    ids = torch.tensor([3, 8, 9, -1, 0], device=device)  # 9 and -1 are not in the table
+    scales = {"table_scale": width**0.5, "projection_scale": 0.021, "eps": EPS}
+    expected = ple_inputs_reference(ids, table, projected.contiguous(), weight, **scales)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found = ple_inputs_cuda(ids, table, projected, weight, **scales)
+    assert found.shape == (5, layers, width)
+    torch.testing.assert_close(found, expected, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("scale", [None, 1.7])
+@pytest.mark.parametrize("width", [8, 1100])
+def test_embedding_is_its_reference(monkeypatch, width, scale, dtype, device):
+    (table,) = draws(7, dtype, device, (11, width))
+    ids = torch.tensor([[10, 0, 3], [3, 7, 1]], device=device)
+    expected = embed_reference(ids, table, scale)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found = embed_cuda(ids, table, scale)
+    assert torch.equal(found, expected)
+    outside = embed_cuda(torch.tensor([-1, 11], device=device), table, scale)
+    assert torch.equal(outside, expected[:1, 1].expand(2, -1))
