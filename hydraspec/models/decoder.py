@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from torch import Tensor
 
@@ -113,7 +113,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], a new tensor."""
-        return F.embedding(token_ids, self.table)
+        return embed(token_ids, self.table)
 
     def memory_bytes(self) -> int:
         """Bytes of weights held; a tied head counts once."""

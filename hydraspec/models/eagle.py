@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
+from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.paged_attention import GroupShape
 from hydraspec_kernels.rope import rope_table
@@ -140,6 +140,7 @@ class EagleHead:
         self, config: EagleConfig, layers: DenseConfig, num_aux: int, width: int, place: Place
     ) -> None:
         self.config, self.shape, self.place = config, layers, place
+        self.folded = place.folded
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.combine: Combine | None = None
         self.fc: Tensor | None = None
@@ -236,13 +237,13 @@ class EagleHead:
         self, rows: Rows, hidden: Tensor, kv_caches: list[Tensor], *, step: int
     ) -> tuple[Tensor, Tensor]:
         """See OwnCacheHead.forward; `step` makes no difference."""
-        e = F.embedding(rows.input_ids, self.embedding)
+        e = embed(rows.input_ids, self.embedding)
         table = rope_table(rows.positions, self.theta, self.place.dtype)
         passes = {
             kind: group_pass(shape, rows, g, table, self.place.dtype)
             for g, (kind, shape) in enumerate(self.groups.items())
         }
-        run = self._run_folded if self.place.folded else self._advance
+        run = self._run_folded if self.folded else self._advance
         h, states = run(e, hidden, passes, iter(kv_caches))
         return states, states if self.config.norm_output else h
 

@@ -12,10 +12,10 @@ import re
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
+from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.paged_attention import GroupShape, plan_attention
-from hydraspec_kernels.rms_norm import rms_norm
+from hydraspec_kernels.ple_inputs import ple_inputs
 from hydraspec_kernels.rope import Frequencies, mirrored, rope_frequencies, rope_table
 from torch import Tensor
 
@@ -76,14 +76,17 @@ class PerLayerEmbedding:
         """token_ids [T] and their scaled embeddings [T, D] -> one [T, width] a layer. Unknown ids
         read row 0.
         """
-        ids = torch.where((token_ids >= 0) & (token_ids < self.vocab_size), token_ids, 0)
-        looked_up = F.embedding(ids, self.table) * self.table_scale
-        projected = torch.mm(embedded, self.projection) * self.projection_scale
-        shape = (-1, self.num_layers, self.width)
-        projected = rms_norm(projected.view(shape), self.norm_weight, self.eps)
-        both = projected + looked_up.view(shape)
-        inputs: tuple[Tensor, ...] = (both * 2.0**-0.5).unbind(1)
-        return inputs
+        inputs = ple_inputs(
+            token_ids,
+            self.table,
+            linear(embedded, self.projection),
+            self.norm_weight,
+            table_scale=self.table_scale,
+            projection_scale=self.projection_scale,
+            eps=self.eps,
+        )
+        each: tuple[Tensor, ...] = inputs.unbind(1)
+        return each
 
 
 class Gemma4Target(Decoder):
@@ -226,7 +229,7 @@ class Gemma4Target(Decoder):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""
-        return F.embedding(token_ids, self.table).mul_(self.embed_scale)
+        return embed(token_ids, self.table, self.embed_scale)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

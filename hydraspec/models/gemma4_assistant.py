@@ -81,7 +81,7 @@ class Gemma4Assistant:
         self.layers = [DecoderLayer(text, layer, place) for layer in text.layers]
         self.norm = Norm(width, text.rms_norm_eps, place)
         self.theta = rope_thetas(text, place)
-        self.place = place
+        self.place, self.folded = place, place.folded
         self.centroids: Tensor | None = None
         self.ordering: Tensor | None = None
         if config.num_centroids:
@@ -162,7 +162,7 @@ class Gemma4Assistant:
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
             cos, sin = rope_table(positions, self.theta[kind], dtype)
             gathered = None
-            if self.place.folded:
+            if self.folded:
                 assert isinstance(plan, TiledPlan), "a folded model lives on the CPU"
                 tile = plan.tiles[0]
                 gathered = Gathered(shape, tile, *gather_kv(cache, shape, tile))
@@ -180,7 +180,7 @@ class Gemma4Assistant:
         the last returned.
         """
         h = linear(torch.cat((self.target.embed(token_ids), hidden), -1), self.pre)
-        d = self._run_folded(h, context) if self.place.folded else self._advance(h, context)
+        d = self._run_folded(h, context) if self.folded else self._advance(h, context)
         return d, linear(d, self.post)
 
     def _run_folded(self, h: Tensor, context: DraftContext) -> Tensor:

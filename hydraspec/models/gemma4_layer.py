@@ -74,7 +74,7 @@ class DecoderLayer:
     def __call__(
         self, h: Tensor, shared: GroupPass, cache: Tensor, per_layer_input: Tensor | None
     ) -> Tensor:
-        """Folded: h [T, D] -> [T, D]; cache is what the layer reads, and writes unless it shares."""
+        """Folded: h [T, D] -> [T, D]; cache is what it reads, and writes unless it shares KV."""
         attended = self.attention(self.input_norm.normed(h), shared, cache)
         return self.after_attention(h, attended, per_layer_input)
 
