@@ -1,0 +1,352 @@
+"""The attention kernels against the definition, in the regimes where an off-by-one would show.
+
+In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the sizes of real models.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hydraspec_kernels.paged_attention import GroupShape, kernel, paged_attention, plan_attention
+from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.paged_attention.reference import (
+    paged_attention_reference,
+    planned_attention_reference,
+)
+from torch import Tensor
+from triton.runtime import interpreter
+
+# Rows of nobody are never written to scratch memory, and their sums not used.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+
+# Outputs are means of values of size 1. Float32 sums of a few hundred terms in another order.
+FLOAT32 = 2e-5
+# Weights and result are rounded to 8 (11) bits: relative to the norm of the result, and per entry
+# relative to the largest one.
+HALF_NORM = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+HALF_ENTRY = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+FLOAT64 = 1e-12  # two sums in another order
+
+
+@dataclass(frozen=True)
+class Segment:
+    first_row: int
+    first_request: int
+    num_requests: int
+    rows_per_request: int
+    max_seq_len: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows and sequence lengths per request. A length of 0 is a padding request."""
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+    window: int | None = None
+    block_size: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    scale: float = 1.0
+    latent_dim: int | None = None
+    tail: int = 0  # rows behind the last request
+    strided: bool = False  # queries are part of wider rows
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+@dataclass
+class Inputs:
+    query: Tensor
+    cache: Tensor
+    plan: DevicePlan
+    expected: Tensor  # [T, Hq * Hv] float64
+
+
+@pytest.fixture(autouse=True)
+def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter takes loaded loop bounds for numpy arrays of one dimension, which
+    numpy 2.4 no longer turns into numbers.
+    """
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def build(case: Case, seed: int = 7, given_starts: bool = True) -> Inputs:
+    """A NaN-poisoned cache in which only what some row may see holds numbers; freed blocks and
+    table entries behind a sequence name the null block or poison.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    per_request = -(-max(case.lens) // case.block_size) + 1
+    blocks = len(case.rows) * per_request
+    table = torch.randperm(blocks, generator=draw).view(len(case.rows), per_request) + 1
+    page = (1,) if case.latent_dim else (2, case.kv_heads)
+    cache = torch.full(((blocks + 1) * case.block_size, *page, case.head_dim), torch.nan)
+    cache[: case.block_size] = 0
+    for request, length in enumerate(case.lens):
+        first = 0
+        if case.window is not None:  # what no row can see was freed
+            first = max(0, length - case.rows[request] - case.window + 1)
+        j = torch.arange(first, length)
+        slots = table[request, j // case.block_size] * case.block_size + j % case.block_size
+        cache[slots] = torch.randn(len(j), *page, case.head_dim, generator=draw)
+        table[request, : first // case.block_size] = 0
+        if length == 0:
+            table[request] = 0
+    num_rows = sum(case.rows) + case.tail
+    width = case.heads * (2 if case.strided else 1)
+    query = torch.randn(num_rows, width, case.head_dim, generator=draw) * case.head_dim**-0.5
+    query = (2 * query).to(case.dtype).to(case.device)[:, : case.heads]
+    cache, table = cache.to(case.dtype).to(case.device), table.to(case.device)
+    shape = GroupShape(
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        window=case.window,
+        scale=case.scale,
+        latent_dim=case.latent_dim,
+    )
+    starts = torch.tensor([0, *case.rows], device=case.device).cumsum(0)
+    lens = torch.tensor(case.lens, device=case.device)
+    segments = (Segment(0, 0, len(case.rows), max(case.rows)),)
+    plan = device_plan(shape, segments, table, lens, starts)
+    expected = planned_attention_reference(query.double(), cache.double(), plan)
+    if not given_starts:
+        plan = device_plan(shape, segments, table, lens, None)
+    return Inputs(query, cache, plan, expected)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What `torch.empty` returns holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def run(inputs: Inputs) -> Tensor:
+    with poisoned_memory():
+        return kernel.paged_attention_kernel(inputs.query, inputs.cache, inputs.plan)
+
+
+def check(inputs: Inputs) -> None:
+    out = run(inputs)
+    error = (out.double() - inputs.expected).abs()
+    if out.dtype is torch.float32:
+        assert error.max() < FLOAT32
+        return
+    assert error.norm() < HALF_NORM[out.dtype] * inputs.expected.norm()
+    assert error.max() < HALF_ENTRY[out.dtype] * inputs.expected.abs().max()
+
+
+CASES = {
+    "decode, one request": Case((1,), (9,)),
+    "decode, first token of a request": Case((1, 1), (1, 17)),
+    "decode on a block border": Case((1, 1, 1), (4, 8, 5)),
+    "decode, every split has keys": Case((1,), (150,)),
+    "verify rows": Case((4, 4), (12, 70)),
+    "rows differ": Case((1, 9, 2, 5), (40, 9, 70, 33)),
+    "queries of a request fill several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1),
+    "window larger than the sequence": Case((1, 1), (3, 5), window=16),
+    "window as long as the sequence": Case((2,), (8,), window=8),
+    "window shorter, decode": Case((1, 1), (70, 9), window=37),
+    "window shorter, verify rows over a block border": Case((4, 4), (66, 6), window=21),
+    "window shorter than the rows": Case((9,), (12,), window=3),
+    "window of one": Case((3,), (10,), window=1),
+    "one KV head": Case((1, 1, 3), (6, 11, 9), kv_heads=1),
+    "a KV head per query head": Case((3, 3), (6, 11), kv_heads=4),
+    "group of eight": Case((2, 3), (6, 51), heads=8, kv_heads=1),
+    "group of three": Case((2, 7), (6, 51), heads=6, kv_heads=2),
+    "blocks of one": Case((2, 2), (6, 11), block_size=1),
+    "blocks larger than a tile": Case((2, 2), (70, 11), block_size=64),
+    "head size that is no power of two": Case((2, 2), (6, 11), head_dim=24),
+    "scaled scores, part of wider rows": Case((1, 3), (6, 40), scale=3.0, strided=True),
+    "padding requests": Case((2, 2, 2), (7, 0, 0)),
+    "rows behind the last request": Case((3, 2), (7, 20), tail=13),
+    "rows behind and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
+    "latent": Case((1, 3), (5, 40), heads=3, kv_heads=1, head_dim=10, latent_dim=6, scale=0.7),
+    "latent, several tiles": Case((7,), (40,), heads=5, kv_heads=1, head_dim=20, latent_dim=16),
+}
+
+
+@pytest.fixture(params=["split", "looked up"])
+def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to find a request for every case; few splits, for the interpreter is slow."""
+    if request.param == "looked up":
+        monkeypatch.setattr(kernel, "MOST_SPLIT_ROWS", 0)
+    monkeypatch.setattr(kernel, "FULL_DEVICE", 8)
+    return request.param
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_definition(name: str, regime: str) -> None:
+    check(build(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["verify rows", "rows behind the last request"])
+def test_without_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "FULL_DEVICE", 1)
+    check(build(CASES[name]))
+
+
+def test_more_splits_than_keys() -> None:
+    inputs = build(Case((1,), (20,)))
+    assert kernel.tiling(inputs.plan.shape, 1, 1, torch.float32).splits == kernel.MAX_SPLITS
+    check(inputs)
+
+
+def test_prompts_are_looked_up() -> None:
+    rows = (1, kernel.MOST_SPLIT_ROWS + 4)
+    check(build(Case(rows, (30, rows[1]))))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_row_a_request_needs_no_starts(window: int | None) -> None:
+    case = Case((1, 1, 1), (30, 1, 0), window=window)
+    check(build(case, given_starts=False))
+
+
+def test_several_rows_need_starts() -> None:
+    inputs = build(CASES["verify rows"])
+    plan = inputs.plan
+    segments = (Segment(0, 0, 2, 4),)
+    with pytest.raises(ValueError, match="query_start_loc"):
+        device_plan(plan.shape, segments, plan.block_table, plan.seq_lens, None)
+
+
+def test_float64_goes_to_the_reference() -> None:
+    inputs = build(CASES["rows differ"])
+    out = paged_attention(inputs.query.double(), inputs.cache.double(), inputs.plan)
+    assert torch.equal(out, inputs.expected)
+
+
+@pytest.mark.parametrize("name", ["rows differ", "window shorter than the rows", "verify rows"])
+def test_the_padded_reference_is_the_definition(name: str) -> None:
+    case = CASES[name]
+    inputs = build(case)
+    plan, shape = inputs.plan, inputs.plan.shape
+    positions = torch.cat(
+        [torch.arange(n - r, n) for r, n in zip(case.rows, case.lens, strict=True)]
+    )
+    request = torch.repeat_interleave(torch.arange(len(case.rows)), torch.tensor(case.rows))
+    query, cache = inputs.query.double(), inputs.cache.double()
+    expected = paged_attention_reference(
+        query, cache, plan.block_table, positions, request, case.block_size, shape.window
+    )
+    assert (inputs.expected - expected.flatten(1)).abs().max() < FLOAT64
+
+
+def test_a_request_does_not_see_its_neighbours(regime: str) -> None:
+    """Bitwise: graphs replay a shape whoever fills the other rows."""
+    case = Case((2, 2, 2), (40, 9, 33))
+    one = build(case)
+    other = replace(case, lens=(40, 1, 0))
+    two = build(other, seed=8)
+    two.query[:2] = one.query[:2]
+    for j in range(40):
+        at = [int(i.plan.block_table[0, j // 4]) * 4 + j % 4 for i in (one, two)]
+        two.cache[at[1]] = one.cache[at[0]]
+    assert torch.equal(run(one)[:2], run(two)[:2])
+
+
+# ------------------------------------------------------------------------------------- compiled
+
+MODELS = {
+    "64 wide": Case((), (), heads=8, kv_heads=8, head_dim=64, scale=0.125),
+    "80 wide": Case((), (), heads=12, kv_heads=4, head_dim=80, scale=0.1),
+    "96 wide": Case((), (), heads=8, kv_heads=2, head_dim=96, scale=0.1),
+    "128 wide": Case((), (), heads=32, kv_heads=8, head_dim=128, scale=0.1),
+    "192 wide": Case((), (), heads=4, kv_heads=2, head_dim=192, scale=0.1),
+    "E4B sliding": Case((), (), heads=8, kv_heads=2, head_dim=256, window=512),
+    "E4B full": Case((), (), heads=8, kv_heads=2, head_dim=512),
+    "31B sliding": Case((), (), heads=32, kv_heads=16, head_dim=256, window=1024),
+    "31B full": Case((), (), heads=32, kv_heads=4, head_dim=512),
+    "latent": Case((), (), heads=128, kv_heads=1, head_dim=576, latent_dim=512, scale=0.05),
+}
+ROWS = {
+    "decode": ((1, 1, 1, 1, 1), (640, 1, 17, 5000, 1500)),
+    "verify": ((4,) * 33, tuple(37 * b + 4 for b in range(33))),
+    "eight rows": ((8, 8, 8), (1030, 8, 0)),
+    "mixed": ((1, 4, 300, 17, 129), (700, 5, 300, 2000, 1300)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled(model: str, rows: str, dtype: torch.dtype) -> None:
+    count, lens = ROWS[rows]
+    check(
+        build(
+            replace(
+                MODELS[model],
+                rows=count,
+                lens=lens,
+                dtype=dtype,
+                device="cuda",
+                block_size=16,
+                tail=5,
+                strided=True,
+            )
+        )
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 2, 8, 64])
+@pytest.mark.parametrize("model", ["E4B sliding", "E4B full", "latent"])
+def test_compiled_batches(model: str, requests: int) -> None:
+    lens = tuple(600 + 7 * b for b in range(requests))
+    base = replace(MODELS[model], lens=lens, dtype=torch.bfloat16, device="cuda", block_size=16)
+    check(build(replace(base, rows=(1,) * requests), given_starts=False))
+    check(build(replace(base, rows=(3,) * requests)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_a_graph_follows_the_sequence_lengths(rows: int) -> None:
+    base = replace(MODELS["E4B sliding"], dtype=torch.bfloat16, device="cuda", block_size=16)
+    first = build(replace(base, rows=(rows,) * 3, lens=(900, 64, 640)))
+    second = build(replace(base, rows=(rows,) * 3, lens=(70, 899, 0)), seed=8)
+    plan = first.plan
+    assert plan.query_start_loc is not None
+    run(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.paged_attention_kernel(first.query, first.cache, plan)
+    for fresh in (second, build(replace(base, rows=(rows,) * 3, lens=(900, 64, 640)))):
+        plan.seq_lens.copy_(fresh.plan.seq_lens)
+        plan.block_table.copy_(fresh.plan.block_table)
+        first.cache.copy_(fresh.cache)
+        first.query.copy_(fresh.query)
+        graph.replay()
+        assert torch.equal(out, run(fresh))
+
+
+@pytest.mark.gpu
+def test_plans_on_the_device_launch_nothing() -> None:
+    inputs = build(replace(CASES["verify rows"], device="cuda"))
+    plan = inputs.plan
+    made = plan_attention(
+        plan.shape,
+        (Segment(0, 0, 2, 4),),
+        plan.block_table,
+        plan.seq_lens,
+        plan.seq_lens,
+        torch.float32,
+        plan.query_start_loc,
+    )
+    assert made == plan
