@@ -39,7 +39,8 @@ def ple_inputs_kernel(
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1) * LAYERS + tl.arange(0, LAYERS)[:, None]
-    i = tl.arange(0, WIDTH)[None, :]
+    # A whole tile, so that the weight needs no broadcast between threads.
+    i = tl.zeros((LAYERS, WIDTH), tl.int32) + tl.arange(0, WIDTH)[None, :]
     inside = (layer < num_layers) & (i < width)
     weight = tl.load(norm_weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)

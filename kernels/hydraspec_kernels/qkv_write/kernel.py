@@ -20,26 +20,25 @@ TILE = 1024  # numbers of a program: two warps with 16 bytes a thread and half
 
 @triton.jit
 def write_qkv_kernel(
-    # [T, num_heads, 2 * half]
+    # [T, num_heads, 2 * HALF]
     q_ptr,
-    # [rows, 2, num_kv_heads, 2 * half]
+    # [rows, 2, num_kv_heads, 2 * HALF]
     cache_ptr,
-    # [T, heads * 2 * half] in rows of qkv_stride
+    # [T, heads * 2 * HALF] in rows of qkv_stride
     qkv_ptr,
-    # [T, 2 * half]
+    # [T, 2 * HALF]
     cos_ptr,
-    # [T, 2 * half]
+    # [T, 2 * HALF]
     sin_ptr,
     # [T]
     slots_ptr,
-    # [2 * half]
+    # [2 * HALF]
     q_weight_ptr,
-    # [2 * half]
+    # [2 * HALF]
     k_weight_ptr,
     num_heads,
     num_kv_heads,
     heads,
-    half,
     qkv_stride,
     eps,
     HAS_Q_NORM: tl.constexpr,
@@ -49,66 +48,69 @@ def write_qkv_kernel(
     K_EQ_V: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    within = i < half
+    # Whole tiles even of what all heads share: broadcasting later would move it between threads.
+    i = tl.zeros((HEADS, PADDED_HALF), tl.int32) + tl.arange(0, PADDED_HALF)[None, :]
+    within = i < HALF
     is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
     is_key = (head >= num_heads) & (head < num_heads + num_kv_heads)
-    weight_a = tl.full((HEADS, HALF), 1.0, tl.float32)
-    weight_b = tl.full((HEADS, HALF), 1.0, tl.float32)
+    weight_a = tl.full((HEADS, PADDED_HALF), 1.0, tl.float32)
+    weight_b = tl.full((HEADS, PADDED_HALF), 1.0, tl.float32)
     if HAS_Q_NORM:
         q_a = tl.load(q_weight_ptr + i, mask=within, other=0.0).to(tl.float32)
-        q_b = tl.load(q_weight_ptr + half + i, mask=within, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + HALF + i, mask=within, other=0.0).to(tl.float32)
         weight_a = tl.where(is_query, q_a, weight_a)
         weight_b = tl.where(is_query, q_b, weight_b)
     if HAS_K_NORM:
         k_a = tl.load(k_weight_ptr + i, mask=within, other=0.0).to(tl.float32)
-        k_b = tl.load(k_weight_ptr + half + i, mask=within, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + HALF + i, mask=within, other=0.0).to(tl.float32)
         weight_a = tl.where(is_key, k_a, weight_a)
         weight_b = tl.where(is_key, k_b, weight_b)
     wait_for_inputs(PDL)
     dtype = q_ptr.dtype.element_ty
     inside = within & (head < heads)
-    at = row * qkv_stride + head * (2 * half) + i
+    at = row * qkv_stride + head * (2 * HALF) + i
     a = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(qkv_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
-    table = row * (2 * half) + i
+    b = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    table = row * (2 * HALF) + i
     cos_a = tl.load(cos_ptr + table, mask=within, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + table + half, mask=within, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + table + HALF, mask=within, other=0.0).to(tl.float32)
     sin_a = tl.load(sin_ptr + table, mask=within, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + table + half, mask=within, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + table + HALF, mask=within, other=0.0).to(tl.float32)
     if HAS_CACHE:
         slot = tl.load(slots_ptr + row).to(tl.int64)
+    tl.debug_barrier()  # or else ptxas moves loads behind the sum, and their latency with them
     squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
-    inverse = tl.rsqrt(squares / (2 * half) + eps)
+    inverse = tl.rsqrt(squares / (2 * HALF) + eps)
     normed = (is_query & HAS_Q_NORM) | (is_key & HAS_K_NORM)
     head_a = tl.where(normed, (a * inverse * weight_a).to(dtype).to(tl.float32), a)
     head_b = tl.where(normed, (b * inverse * weight_b).to(dtype).to(tl.float32), b)
     turned_a, turned_b = rotate_halves(head_a, head_b, cos_a, cos_b, sin_a, sin_b, dtype)
-    q_at = q_ptr + (row * num_heads + head) * (2 * half) + i
+    q_at = q_ptr + (row * num_heads + head) * (2 * HALF) + i
     tl.store(q_at, turned_a, mask=within & is_query)
-    tl.store(q_at + half, turned_b, mask=within & is_query)
+    tl.store(q_at + HALF, turned_b, mask=within & is_query)
     if HAS_CACHE:
         if VALUE_NORM:
             a, b = a * inverse, b * inverse
         value_a, value_b = a.to(dtype), b.to(dtype)
         kept = slot >= 0
         # A cache row is keys, then values: the order of the heads behind the queries.
-        kv_at = cache_ptr + (slot * 2 * num_kv_heads + head - num_heads) * (2 * half) + i
+        kv_at = cache_ptr + (slot * 2 * num_kv_heads + head - num_heads) * (2 * HALF) + i
         if K_EQ_V:
             tl.store(kv_at, turned_a, mask=within & is_key & kept)
-            tl.store(kv_at + half, turned_b, mask=within & is_key & kept)
-            kv_at += num_kv_heads * (2 * half)
+            tl.store(kv_at + HALF, turned_b, mask=within & is_key & kept)
+            kv_at += num_kv_heads * (2 * HALF)
             tl.store(kv_at, value_a, mask=within & is_key & kept)
-            tl.store(kv_at + half, value_b, mask=within & is_key & kept)
+            tl.store(kv_at + HALF, value_b, mask=within & is_key & kept)
         else:
             cached = inside & (head >= num_heads) & kept
             tl.store(kv_at, tl.where(is_value, value_a, turned_a), mask=cached)
-            tl.store(kv_at + half, tl.where(is_value, value_b, turned_b), mask=cached)
+            tl.store(kv_at + HALF, tl.where(is_value, value_b, turned_b), mask=cached)
 
 
 def write_qkv_cuda(
@@ -146,7 +148,6 @@ def write_qkv_cuda(
         n,
         kv if cache is not None else 0,
         heads,
-        size // 2,
         qkv.stride(0),
         shape.eps,
         HAS_Q_NORM=shape.q_weight is not None,
@@ -155,7 +156,8 @@ def write_qkv_cuda(
         VALUE_NORM=shape.value_norm,
         K_EQ_V=shape.k_eq_v,
         HEADS=tile,
-        HALF=half,
+        HALF=size // 2,
+        PADDED_HALF=half,
         num_warps=2,
         **dependent_launch(qkv),
     )

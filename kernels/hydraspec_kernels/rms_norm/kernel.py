@@ -39,7 +39,8 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    column = tl.arange(0, WIDTH)[None, :]
+    # A whole tile, so that the weight needs no broadcast between threads.
+    column = tl.zeros((ROWS, WIDTH), tl.int32) + tl.arange(0, WIDTH)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < num_rows) & (column < width)
     if HAS_WEIGHT:

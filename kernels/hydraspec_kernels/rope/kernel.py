@@ -31,7 +31,7 @@ def rope_table_kernel(
 ):
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
+    i = tl.zeros((ROWS, HALF), tl.int32) + tl.arange(0, HALF)[None, :]
     theta = tl.load(theta_ptr + i, mask=i < half, other=0.0)
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
@@ -56,38 +56,38 @@ def rotate_halves(a, b, cos_a, cos_b, sin_a, sin_b, dtype: tl.constexpr):
 
 @triton.jit
 def apply_rope_kernel(
-    # [T, heads, 2 * half] in strides, read and written
+    # [T, heads, 2 * HALF] in strides, read and written
     x_ptr,
-    # [T, 2 * half]
+    # [T, 2 * HALF]
     cos_ptr,
-    # [T, 2 * half]
+    # [T, 2 * HALF]
     sin_ptr,
     heads,
-    half,
     x_row_stride,
     x_head_stride,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (i < half)
-    at = row * (2 * half) + i
-    cos_a = tl.load(cos_ptr + at, mask=i < half, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + at + half, mask=i < half, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + at, mask=i < half, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + at + half, mask=i < half, other=0.0).to(tl.float32)
+    i = tl.arange(0, PADDED_HALF)[None, :]
+    inside = (head < heads) & (i < HALF)
+    at = row * (2 * HALF) + i
+    cos_a = tl.load(cos_ptr + at, mask=i < HALF, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + at + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + at, mask=i < HALF, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + at + HALF, mask=i < HALF, other=0.0).to(tl.float32)
     x_at = x_ptr + row * x_row_stride + head * x_head_stride + i
     a = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x_at + half, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x_at + HALF, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     a, b = rotate_halves(a, b, cos_a, cos_b, sin_a, sin_b, dtype)
     tl.store(x_at, a, mask=inside)
-    tl.store(x_at + half, b, mask=inside)
+    tl.store(x_at + HALF, b, mask=inside)
 
 
 def rope_table_cuda(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -132,11 +132,11 @@ def apply_rope_cuda(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos,
         sin,
         heads,
-        size // 2,
         x.stride(0),
         x.stride(1),
         HEADS=tile,
-        HALF=half,
+        HALF=size // 2,
+        PADDED_HALF=half,
         num_warps=2,
         **dependent_launch(x),
     )
