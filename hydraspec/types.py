@@ -207,6 +207,18 @@ class Rows:
     has_padding: bool = False  # some requests or rows stand for nobody
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class NeededRows:
+    """The rows of a pass whose hidden states anybody reads: of each of some requests the last few,
+    in order. Layers that write no KV may leave out the others.
+    """
+
+    rows: Tensor  # [N] int64 rows of T
+    requests: Tensor  # [B'] int64 batch indices of the requests they belong to
+    query_start_loc: Tensor  # [B'+1] int64, counted in the N rows
+    segments: tuple[RowSegment, ...]  # of the N rows
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch(Rows):
     """Inputs of a step: the target's rows, and what verification and drafting need beside them.

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hydraspec.types import KVGroupSpec, Rows
+from hydraspec.types import KVGroupSpec, NeededRows, Rows
 
 
 class TargetModel(Protocol):
@@ -39,7 +39,11 @@ class TargetModel(Protocol):
         ...
 
     def forward(
-        self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
+        self,
+        batch: Rows,
+        kv_caches: list[Tensor | None],
+        aux_layer_ids: Sequence[int] = (),
+        needed: NeededRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id, in order.
 
@@ -47,8 +51,11 @@ class TargetModel(Protocol):
         (scaled as the first layer reads it), num_layers is what the final norm reads.
 
         kv_caches has one entry a layer, [num_blocks * block_size, 2, Hkv, H] or None for layers
-        that share. Keys and values are written through batch.slot_mapping before they are read.
-        Every slot must be valid; block 0 is reserved and stays zero.
+        that share. Keys and values are written through batch.slot_mapping before they are read; a
+        slot of -1 (only where batch.has_padding) writes none. Block 0 is reserved and stays zero.
+
+        needed: hidden states of other rows are not read and may come out as anything finite. Aux
+        states are those of all rows in any case.
         """
         ...
 

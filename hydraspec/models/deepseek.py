@@ -19,7 +19,7 @@ from hydraspec.models.deepseek_attention import latent_frequencies, latent_group
 from hydraspec.models.deepseek_config import DeepseekConfig, read_deepseek_config
 from hydraspec.models.deepseek_layer import DeepseekLayer, unpack_experts
 from hydraspec.models.layers import Place
-from hydraspec.types import KVGroupSpec, Rows
+from hydraspec.types import KVGroupSpec, NeededRows, Rows
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -54,7 +54,11 @@ class DeepseekTarget(Decoder):
         return [latent_group(self.config, "full", tuple(range(self.num_layers)), block_size)]
 
     def forward(
-        self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
+        self,
+        batch: Rows,
+        kv_caches: list[Tensor | None],
+        aux_layer_ids: Sequence[int] = (),
+        needed: NeededRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id.
 

@@ -21,7 +21,7 @@ from hydraspec.models.dense_config import DenseConfig, read_dense_config
 from hydraspec.models.dense_layer import DenseLayer, dense_frequencies, dense_group, group_pass
 from hydraspec.models.gemma4_config import FULL, GROUP_NAMES, SLIDING
 from hydraspec.models.layers import Place
-from hydraspec.types import KVGroupSpec, Rows
+from hydraspec.types import KVGroupSpec, NeededRows, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _NOT_OURS = (
@@ -90,9 +90,13 @@ class DenseTarget(Decoder):
         return specs
 
     def forward(
-        self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
+        self,
+        batch: Rows,
+        kv_caches: list[Tensor | None],
+        aux_layer_ids: Sequence[int] = (),
+        needed: NeededRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """See TargetModel.forward."""
+        """See TargetModel.forward. Every layer writes KV: all rows are computed."""
         aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
         h = self.embed(batch.input_ids)
         aux.see(0, h)

@@ -33,7 +33,8 @@ from hydraspec.models.gemma4_config import (
 )
 from hydraspec.models.gemma4_layer import DecoderLayer
 from hydraspec.models.layers import Place, Tensors
-from hydraspec.types import KVGroupSpec, Rows
+from hydraspec.models.needed_rows import reduced
+from hydraspec.types import KVGroupSpec, NeededRows, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -72,11 +73,11 @@ class PerLayerEmbedding:
             "per_layer_projection_norm.weight": self.norm_weight,
         }
 
-    def __call__(self, token_ids: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-        """token_ids [T] and their scaled embeddings [T, D] -> one [T, width] a layer. Unknown ids
+    def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """token_ids [T] and their scaled embeddings [T, D] -> [T, num_layers, width]. Unknown ids
         read row 0.
         """
-        inputs = ple_inputs(
+        return ple_inputs(
             token_ids,
             self.table,
             linear(embedded, self.projection),
@@ -85,8 +86,6 @@ class PerLayerEmbedding:
             projection_scale=self.projection_scale,
             eps=self.eps,
         )
-        each: tuple[Tensor, ...] = inputs.unbind(1)
-        return each
 
 
 class Gemma4Target(Decoder):
@@ -106,6 +105,8 @@ class Gemma4Target(Decoder):
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
         self.per_layer = PerLayerEmbedding(config, place) if config.ple_size else None
         self.layers = [DecoderLayer(config, layer, place) for layer in config.layers]
+        owners = [i for i, layer in enumerate(config.layers) if not layer.shares_kv]
+        self.num_owners = owners[-1] + 1  # layers up to the last one that writes KV
         self.theta = rope_thetas(config, place)
         self.groups: dict[str, GroupShape] = {}
         self.stream_scales: list[float] = []  # c after each layer: the stream is held as h / c
@@ -164,40 +165,58 @@ class Gemma4Target(Decoder):
         return self.config.layers[layer].kv_source
 
     def forward(
-        self, batch: Rows, kv_caches: list[Tensor | None], aux_layer_ids: Sequence[int] = ()
+        self,
+        batch: Rows,
+        kv_caches: list[Tensor | None],
+        aux_layer_ids: Sequence[int] = (),
+        needed: NeededRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """See TargetModel.forward."""
+        """See TargetModel.forward. Behind the last layer that writes KV only needed rows go on."""
         aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
         h = self.embed(batch.input_ids)
         aux.see(0, h)
         inputs = None if self.per_layer is None else self.per_layer(batch.input_ids, h)
-        passes = self._passes(batch)
-        if not self.folded:
-            return self._advance(h, inputs, passes, kv_caches, aux), aux.states()
-        for i, layer in enumerate(self.layers):
-            cache = self._cache(kv_caches, i)
-            h = layer(h, passes[layer.kind], cache, None if inputs is None else inputs[i])
-            aux.see(i + 1, h, self.stream_scales[i])
-        return self.norm.scaled(h), aux.states()
+        whole = self.num_layers  # layers that run on all rows
+        if needed is not None and all(i <= self.num_owners for i in aux_layer_ids):
+            whole = self.num_owners
+        y = h if self.folded else self.layers[0].input_norm.scaled(h)
+        h, y = self._run(range(whole), h, y, inputs, self._passes(batch), kv_caches, aux)
+        if whole == self.num_layers or needed is None:
+            return self.norm.scaled(h) if self.folded else y, aux.states()
+        hidden = torch.zeros_like(h)
+        if needed.segments:
+            h, y = h.index_select(0, needed.rows), y.index_select(0, needed.rows)
+            if inputs is not None:
+                inputs = inputs.index_select(0, needed.rows)
+            passes = self._passes(reduced(batch, needed))
+            rest = range(whole, self.num_layers)
+            h, y = self._run(rest, h, y, inputs, passes, kv_caches, aux)
+            hidden.index_copy_(0, needed.rows, self.norm.scaled(h) if self.folded else y)
+        return hidden, aux.states()
 
-    def _advance(
+    def _run(
         self,
+        layers: range,
         h: Tensor,
-        inputs: tuple[Tensor, ...] | None,
+        y: Tensor,
+        inputs: Tensor | None,
         passes: dict[str, GroupPass],
         kv_caches: list[Tensor | None],
         aux: AuxCollector,
-    ) -> Tensor:
-        """The layers and the final norm of a model that is not folded: every layer yields its
-        successor's input norm.
+    ) -> tuple[Tensor, Tensor]:
+        """Some layers: the stream h [T, D] in front of them and its norm y -> the same behind them.
+        A folded model has no use for y.
         """
-        y: Tensor = self.layers[0].input_norm.scaled(h)
-        for i, layer in enumerate(self.layers):
-            cache = self._cache(kv_caches, i)
-            own = None if inputs is None else inputs[i]
-            h, y = layer.advance(h, y, passes[layer.kind], cache, own, self.norm_behind(i))
-            aux.see(i + 1, h)
-        return y
+        each = None if inputs is None else inputs.unbind(1)
+        for i in layers:
+            layer, cache = self.layers[i], self._cache(kv_caches, i)
+            shared, own = passes[layer.kind], None if each is None else each[i]
+            if self.folded:
+                h = layer(h, shared, cache, own)
+            else:
+                h, y = layer.advance(h, y, shared, cache, own, self.norm_behind(i))
+            aux.see(i + 1, h, self.stream_scales[i])
+        return h, y
 
     def _cache(self, kv_caches: list[Tensor | None], layer: int) -> Tensor:
         source = self.kv_source(layer)

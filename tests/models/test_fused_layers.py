@@ -25,6 +25,7 @@ from gemma4_oracle import (
     FULL,
     SLIDING,
     PagedRun,
+    Pass,
     load,
     make_assistant,
     make_target,
@@ -36,8 +37,10 @@ from mtp_folders import random_config as mtp_config
 from torch import Tensor
 
 from hydraspec.models.gemma4_assistant import load_assistant
-from hydraspec.models.layers import Place
+from hydraspec.models.layers import GatedMLP, Place
 from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.models.needed_rows import needed_rows
+from hydraspec.types import StepPlan
 
 # float64 both, sums in another order; rotary angles are the same float32 numbers.
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
@@ -140,6 +143,88 @@ def test_targets(name: str, tmp_path: Path) -> None:
             assert_same(a, b)
     for a, b in zip(runs[0].caches, runs[1].caches, strict=True):
         assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, **CLOSE, equal_nan=True)
+
+
+SHARING = text_config(
+    num_hidden_layers=7,
+    layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
+    num_kv_shared_layers=4,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=96,
+)
+
+
+class Counted:
+    """A layer's MLP that notes how many rows it sees."""
+
+    def __init__(self, mlp: GatedMLP, widths: list[int]) -> None:
+        self.mlp, self.widths = mlp, widths
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.widths.append(x.shape[0])
+        return self.mlp(x)
+
+    def partials(self, x: Tensor) -> Tensor:
+        self.widths.append(x.shape[0])
+        return self.mlp.partials(x)
+
+
+def plan_of(batch: Pass, samples: list[bool], num_drafts: list[int]) -> StepPlan:
+    ends = np.array(batch.ends)
+    return StepPlan(
+        slots=np.arange(len(ends)),
+        num_rows=np.diff(ends, prepend=0),
+        num_drafts=np.array(num_drafts),
+        samples=np.array(samples),
+        segments=batch.segments,
+        block_tables=[],
+        all_greedy=True,
+        num_speculative_tokens=max(num_drafts),
+    )
+
+
+@pytest.mark.parametrize("is_folded", [True, False], ids=["folded", "fused"])
+@pytest.mark.parametrize("ple", [True, False], ids=["per-layer inputs", "plain"])
+@pytest.mark.parametrize("aux", [(), (1, 3), (4,)], ids=["no aux", "aux before", "aux behind"])
+def test_rows_that_nobody_reads_are_left_out(
+    aux: tuple[int, ...], ple: bool, is_folded: bool, tmp_path: Path
+) -> None:
+    """A step of a prefill chunk, the end of a prompt, verification and decoding: needed rows, aux
+    states and the cache are those of the whole pass, and layers behind see needed rows only.
+    """
+    config = SHARING if ple else SHARING | {"hidden_size_per_layer_input": 0}
+    with torch.inference_mode(False):
+        make_target(config, 5).save_pretrained(tmp_path)
+    target = load_both(lambda: load(tmp_path, torch.float64))[0 if is_folded else 1]
+    runs = [PagedRun(target, 5, frees=False) for _ in range(2)]
+    first = {r: list(range(1 + r, 8 + 3 * r)) for r in range(5)}
+    second = {0: [5], 1: [6, 7, 8], 2: list(range(9)), 3: list(range(20, 31)), 4: list(range(12))}
+    for step, (chunk, samples, drafts) in enumerate(
+        (
+            (first, [False] * 5, [0] * 5),
+            (second, [True, True, False, True, True], [0, 2, 0, 0, 3]),
+        )
+    ):
+        batches = [run.batch(chunk) for run in runs]
+        needed = needed_rows(plan_of(batches[0], samples, drafts), torch.device("cpu"))
+        assert needed.rows.shape[0] == (0, 9)[step]
+        expected, states = target.forward(batches[0], runs[0].caches, aux)
+        widths: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for layer in target.layers:
+                patch.setattr(layer, "mlp", Counted(layer.mlp, widths))
+            found, found_states = target.forward(batches[1], runs[1].caches, aux, needed)
+        total, few = batches[0].ends[-1], (0, 9)[step]
+        behind = [total] * 4 if aux == (4,) else [few] * 4 if few else []
+        assert widths == [total] * 3 + behind
+        assert found.shape == expected.shape
+        assert found.isfinite().all()
+        assert_same(found[needed.rows], expected[needed.rows])
+        for a, b in zip(states, found_states, strict=True):
+            assert_same(a, b)
+    for a, b in zip(runs[0].caches, runs[1].caches, strict=True):
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, **CLOSE, equal_nan=True)
 

@@ -1,0 +1,66 @@
+"""Which rows of a step anybody reads behind the last layer that writes KV.
+
+A prefill chunk needs the hidden states of the rows that are sampled from, and all rows' keys and
+values. Where the last layers share the KV of earlier ones (Gemma 4's E models), those layers can
+run on the few rows alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.types import NeededRows, Rows, RowSegment, StepPlan
+
+
+def needed_rows(plan: StepPlan, device: torch.device) -> NeededRows:
+    """Of every request that samples, the row of its newest token and those of its drafts."""
+    requests = np.flatnonzero(plan.samples)
+    counts = plan.num_drafts[requests] + 1
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    ends = np.cumsum(plan.num_rows)[requests]
+    row_request = np.repeat(np.arange(len(requests)), counts)
+    rows = (ends - counts)[row_request] + np.arange(first[-1]) - first[row_request]
+
+    def to_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    return NeededRows(
+        rows=to_device(rows),
+        requests=to_device(requests),
+        query_start_loc=to_device(first),
+        segments=_segments(plan, requests, counts),
+    )
+
+
+def _segments(plan: StepPlan, requests: np.ndarray, counts: np.ndarray) -> tuple[RowSegment, ...]:
+    """Runs of neighbours with equally many rows."""
+    bounds = np.zeros(len(plan.samples), dtype=np.int64)
+    for segment in plan.segments:
+        last = segment.first_request + segment.num_requests
+        bounds[segment.first_request : last] = segment.max_seq_len
+    found = []
+    cuts = np.flatnonzero(np.diff(counts)) + 1
+    first_row = 0
+    for run in np.split(np.arange(len(requests)), cuts):
+        if not len(run):
+            break
+        first, count = int(run[0]), int(counts[run[0]])
+        longest = int(bounds[requests[run]].max())
+        found.append(RowSegment(first_row, first, len(run), count, longest))
+        first_row += count * len(run)
+    return tuple(found)
+
+
+def reduced(batch: Rows, needed: NeededRows) -> Rows:
+    """The pass over the needed rows alone. They write no KV: the slots stand for nothing."""
+    return Rows(
+        segments=needed.segments,
+        input_ids=batch.input_ids.index_select(0, needed.rows),
+        positions=batch.positions.index_select(0, needed.rows),
+        seq_lens=batch.seq_lens.index_select(0, needed.requests),
+        slot_mapping=[slots.index_select(0, needed.rows) for slots in batch.slot_mapping],
+        block_tables=[table.index_select(0, needed.requests) for table in batch.block_tables],
+        query_start_loc=needed.query_start_loc,
+    )
