@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hydraspec_kernels.random_streams.reference import unit_interval
 from scipy import stats
 from torch import Tensor
 
 from hydraspec.sampling.streams import (
     MAX_INDEX,
     Purpose,
-    _unit_interval,
     exponential_race,
     stream_key,
     uniform,
@@ -73,7 +73,7 @@ def test_race_is_exact_up_to_its_logarithm() -> None:
 
 def test_interval_is_open() -> None:
     """0 would make log infinite and accept impossible drafts; 1 would give a race time of 0."""
-    ends = _unit_interval(torch.tensor([-(2**63), 2**63 - 1]))
+    ends = unit_interval(torch.tensor([-(2**63), 2**63 - 1]))
     assert ends[0] == 2.0**-53
     assert ends[1] == 1 - 2.0**-53
 

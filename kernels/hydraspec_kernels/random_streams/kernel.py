@@ -10,7 +10,7 @@ GOLDEN: tl.constexpr = tl.constexpr(-7046029254386353131)
 FIRST_MULTIPLIER: tl.constexpr = tl.constexpr(-4658895280553007687)
 SECOND_MULTIPLIER: tl.constexpr = tl.constexpr(-7723592293110705685)
 INDEX_AND_PURPOSE_BITS: tl.constexpr = tl.constexpr(16)
-PURPOSE_BITS: tl.constexpr = tl.constexpr(2)
+INDEX_STEP: tl.constexpr = tl.constexpr(4)
 
 ACCEPT: tl.constexpr = tl.constexpr(1)
 RESIDUAL: tl.constexpr = tl.constexpr(2)
@@ -29,7 +29,7 @@ def _mix(words):
 
 @triton.jit
 def stream_key(seed, position, code):
-    """The key of a draw: seed, position int64 and code = index << 2 | purpose."""
+    """The key of a draw: seed, position int64 and code = index * INDEX_STEP + purpose."""
     counter = (position.to(tl.int64) << INDEX_AND_PURPOSE_BITS) + code
     return _mix(counter * GOLDEN + _mix(seed.to(tl.int64) + GOLDEN))
 

@@ -62,7 +62,7 @@ def stream_key(
     return _mix_(counter * _GOLDEN + _mix_(seed + _GOLDEN))
 
 
-def _unit_interval(words: Tensor) -> Tensor:
+def unit_interval(words: Tensor) -> Tensor:
     """Top 52 bits, plus half a step, as float64: exact with 52 bits, so never 0 and never 1."""
     return (words >> 12).to(torch.float64).add_(2.0**51 + 0.5).mul_(2.0**-52)
 
@@ -74,7 +74,7 @@ def uniform(
 
     Arguments as in `stream_key`.
     """
-    return _unit_interval(stream_key(seed, position, purpose, index))
+    return unit_interval(stream_key(seed, position, purpose, index))
 
 
 def exponential_race(
@@ -92,4 +92,4 @@ def exponential_race(
     """
     tokens = torch.arange(vocab_size, device=seed.device).mul_(_GOLDEN)
     words = _mix_(stream_key(seed, position, purpose, index).unsqueeze(-1) + tokens)
-    return _unit_interval(words).log_().neg_()
+    return unit_interval(words).log_().neg_()

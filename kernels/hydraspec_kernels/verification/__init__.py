@@ -1,7 +1,7 @@
-"""Deciding drafts and writing the outcome into the state of the requests, in few launches.
+"""Deciding drafts by the target's choices, and writing verdicts and drafts into the requests'
+state.
 
-What each rule accepts is specified in plain torch, here for rules that need the target's choices
-only, and in the sampling package for those that need its distribution.
+Rules that need the target's distribution are the business of `rejection_sampling`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,55 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydraspec_kernels.launch import runs_kernels
-from hydraspec_kernels.verification.reference import commit_tokens_reference, store_drafts_reference
+from hydraspec_kernels.verification.reference import (
+    Verified,
+    commit_tokens_reference,
+    store_drafts_reference,
+    verify_at_rate_reference,
+    verify_prefix_reference,
+)
 
-__all__ = ["commit_tokens", "store_drafts"]
+__all__ = ["Verified", "commit_tokens", "store_drafts", "verify_at_rate", "verify_prefix"]
+
+
+def verify_prefix(
+    choices: Tensor,  # [N] the target's token of each row
+    verify_rows: Tensor,  # [B, K+1] rows of N
+    draft_tokens: Tensor,  # [B, K], -1 where there is no draft
+    num_drafts: Tensor,  # [B]
+    samples: Tensor,  # [B] bool
+) -> Verified:
+    """Accept drafts while they equal the target's choice, then emit the choice behind them."""
+    if runs_kernels(choices):
+        # Triton is imported where kernels run only.
+        from hydraspec_kernels.verification.kernel import verify_prefix_kernel
+
+        return verify_prefix_kernel(choices, verify_rows, draft_tokens, num_drafts, samples)
+    return verify_prefix_reference(choices, verify_rows, draft_tokens, num_drafts, samples)
+
+
+def verify_at_rate(
+    choices: Tensor,  # [N] the target's token of each row
+    verify_rows: Tensor,  # [B, K+1] rows of N
+    draft_tokens: Tensor,  # [B, K], -1 where there is no draft
+    num_drafts: Tensor,  # [B]
+    samples: Tensor,  # [B] bool
+    seq_lens: Tensor,  # [B]
+    slots: Tensor,  # [B]
+    seed: Tensor,  # [S]
+    acceptance_length: float,
+) -> Verified:
+    """Accept draft j with probability min(1, max(0, acceptance_length - 1 - j)) whatever it is,
+    then emit the target's choice behind the accepted ones.
+    """
+    if runs_kernels(choices):
+        from hydraspec_kernels.verification.kernel import verify_at_rate_kernel as run
+    else:
+        run = verify_at_rate_reference
+    return run(
+        choices, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, seed,
+        acceptance_length,
+    )  # fmt: skip
 
 
 def commit_tokens(
@@ -31,7 +77,6 @@ def commit_tokens(
     them. The last column of `token_ids` belongs to nobody.
     """
     if runs_kernels(token_ids):
-        # Triton is imported where kernels run only.
         from hydraspec_kernels.verification.kernel import commit_tokens_kernel as run
     else:
         run = commit_tokens_reference

@@ -1,12 +1,75 @@
-"""Writing a verdict and drafts into the state, in plain torch.
+"""Verification by choices, and writing into the state, in plain torch: what runs on a CPU.
 
-Letters: S slots, L columns, B requests, K drafts.
+Letters: S slots, L columns, N rows with a choice, B requests, K drafts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from hydraspec_kernels.random_streams import Purpose, uniform
+
+
+@dataclass(slots=True)
+class Verified:
+    """tokens[b, :num_sampled[b]] are accepted drafts, then one more; -1 behind them."""
+
+    tokens: Tensor  # [B, K+1]
+    num_sampled: Tensor  # [B], 0 for requests that do not sample
+    num_rejected: Tensor  # [B]
+
+
+def verify_prefix_reference(
+    choices: Tensor,
+    verify_rows: Tensor,
+    draft_tokens: Tensor,
+    num_drafts: Tensor,
+    samples: Tensor,
+) -> Verified:
+    """See `verification.verify_prefix`. Few operations, because on a CPU each costs as much as
+    the arithmetic.
+    """
+    choices = choices.take(verify_rows)
+    matches = choices.narrow(1, 0, draft_tokens.shape[1]) == draft_tokens
+    return _emit(choices, matches, num_drafts, samples)
+
+
+def verify_at_rate_reference(
+    choices: Tensor,
+    verify_rows: Tensor,
+    draft_tokens: Tensor,
+    num_drafts: Tensor,
+    samples: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor,
+    seed: Tensor,
+    acceptance_length: float,
+) -> Verified:
+    """See `verification.verify_at_rate`."""
+    choices = choices.take(verify_rows)
+    index = torch.arange(draft_tokens.shape[1], device=choices.device)
+    position = (seq_lens - num_drafts).unsqueeze(1) + index
+    draws = uniform(seed.index_select(0, slots).unsqueeze(1), position, Purpose.ACCEPT, index)
+    rate = (acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
+    accepted = (draws < rate) & (draft_tokens >= 0)
+    drafts, is_draft = (torch.nn.functional.pad(x, (0, 1)) for x in (draft_tokens, accepted))
+    return _emit(torch.where(is_draft, drafts, choices), accepted, num_drafts, samples)
+
+
+def _emit(tokens: Tensor, accepted: Tensor, num_drafts: Tensor, samples: Tensor) -> Verified:
+    """The verdict, if token 0 is emitted whenever the request samples, and token j+1 if draft j is
+    accepted and token j is emitted.
+    """
+    emitted = torch.cat([samples.unsqueeze(1), accepted], 1).cummin(1).values
+    num_sampled = emitted.sum(1)
+    return Verified(
+        tokens=torch.where(emitted, tokens, -1),
+        num_sampled=num_sampled,
+        num_rejected=(num_drafts + 1).mul_(samples).sub_(num_sampled),
+    )
 
 
 def commit_tokens_reference(

@@ -1,0 +1,385 @@
+"""Input preparation on the device, one launch each: see the public functions for what they mean.
+
+Programs cover blocks of rows; those of the first ones also cover requests, which are fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.slot_mapping.kernel import cache_row
+from hydraspec_kernels.step_inputs.records import DecodeRows, NewestRows, ParallelLayout, StepInputs
+
+BLOCK = 128
+
+
+@triton.jit
+def _store_cache_rows(
+    slots_ptr,  # [G, T]
+    tables,  # G times [B, P]
+    table_widths,
+    request,
+    position,
+    is_real,
+    row,
+    is_row,
+    num_rows,
+    BLOCK_SIZES: tl.constexpr,
+):
+    """The cache rows of `position` in every KV group."""
+    for group in tl.static_range(len(BLOCK_SIZES)):
+        place = cache_row(
+            tables[group], table_widths[group], request, position, is_real, BLOCK_SIZES[group]
+        )
+        tl.store(slots_ptr + group * num_rows + row, place, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["columns", "num_rows", "num_requests"])
+def _prepare_rows(
+    ids_ptr,  # [T]
+    positions_ptr,  # [T]
+    seq_lens_ptr,  # [B]
+    drafts_ptr,  # [B, K]
+    slots_ptr,  # [G, T]
+    num_computed_ptr,  # [S]
+    token_ids_ptr,  # [S, L]
+    request_slots_ptr,  # [B]
+    num_rows_ptr,  # [B]
+    num_drafts_ptr,  # [B]
+    row_request_ptr,  # [T]
+    row_offset_ptr,  # [T]
+    tables,  # G times [B, P]
+    table_widths,
+    columns,
+    num_rows,
+    num_requests,
+    BLOCK_SIZES: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row, is_request = row < num_rows, row < num_requests
+    wait_for_inputs(PDL)
+
+    request = tl.load(row_request_ptr + row, mask=is_row, other=-1)
+    offset = tl.load(row_offset_ptr + row, mask=is_row, other=0)
+    is_real = request >= 0
+    is_real = is_real & (offset < tl.load(num_rows_ptr + request, mask=is_real, other=0))
+    slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    position = tl.load(num_computed_ptr + slot, mask=is_real, other=0) + offset
+    position = tl.where(is_real, position, 0)
+    token = tl.load(token_ids_ptr + slot * columns + position, mask=is_real, other=0)
+    tl.store(ids_ptr + row, tl.maximum(token, 0), mask=is_row)
+    tl.store(positions_ptr + row, position, mask=is_row)
+    _store_cache_rows(
+        slots_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
+        BLOCK_SIZES,
+    )  # fmt: skip
+
+    rows_of = tl.load(num_rows_ptr + row, mask=is_request, other=0)
+    drafts_of = tl.load(num_drafts_ptr + row, mask=is_request, other=0)
+    slot = tl.load(request_slots_ptr + row, mask=is_request, other=0)
+    end = tl.load(num_computed_ptr + slot, mask=is_request, other=0) + rows_of
+    tl.store(seq_lens_ptr + row, tl.where(rows_of > 0, end, 0), mask=is_request)
+    for k in tl.static_range(K):
+        place = slot * columns + end - drafts_of + k
+        token = tl.load(token_ids_ptr + place, mask=is_request & (k < drafts_of), other=-1)
+        tl.store(drafts_ptr + row * K + k, token, mask=is_request)
+
+
+def prepare_rows_kernel(
+    num_computed: Tensor,
+    token_ids: Tensor,
+    slots: Tensor,
+    num_rows: Tensor,
+    num_drafts: Tensor,
+    row_request: Tensor,
+    row_offset: Tensor,
+    tables: Sequence[Tensor],
+    block_sizes: Sequence[int],
+    num_speculative_tokens: int,
+) -> StepInputs:
+    """See `step_inputs.prepare_rows`."""
+    _check(num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset, *tables)
+    t, b, k = row_request.shape[0], slots.shape[0], num_speculative_tokens
+    ids, positions = slots.new_empty(t), slots.new_empty(t)
+    seq_lens, drafts = slots.new_empty(b), slots.new_empty(b, k)
+    cache_rows = slots.new_empty(len(tables), t)
+    _prepare_rows[(triton.cdiv(max(t, b), BLOCK),)](
+        ids, positions, seq_lens, drafts, cache_rows,
+        num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset,
+        tuple(tables), _widths(tables), token_ids.shape[1], t, b,
+        BLOCK_SIZES=tuple(block_sizes), K=k, BLOCK=BLOCK, **dependent_launch(token_ids),
+    )  # fmt: skip
+    return StepInputs(
+        input_ids=ids,
+        positions=positions,
+        seq_lens=seq_lens,
+        draft_tokens=drafts,
+        slot_mapping=list(cache_rows.unbind(0)),
+    )
+
+
+def _check(*tensors: Tensor) -> None:
+    """Kernels of this file index whole tensors by one stride."""
+    for tensor in tensors:
+        assert tensor.is_contiguous(), tensor.stride()
+
+
+def _widths(tables: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(table.shape[1] for table in tables)
+
+
+@triton.jit(do_not_specialize=["columns", "num_rows"])
+def _shifted_tokens(
+    ids_ptr,  # [T]
+    token_ids_ptr,  # [S, L]
+    request_slots_ptr,  # [B]
+    row_request_ptr,  # [T]
+    positions_ptr,  # [T]
+    columns,
+    num_rows,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    wait_for_inputs(PDL)
+    request = tl.load(row_request_ptr + row, mask=is_row, other=-1)
+    is_real = request >= 0
+    position = tl.load(positions_ptr + row, mask=is_real, other=0)
+    slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    token = tl.load(token_ids_ptr + slot * columns + position + 1, mask=is_real, other=0)
+    tl.store(ids_ptr + row, tl.maximum(token, 0), mask=is_row)
+
+
+def shifted_tokens_kernel(
+    token_ids: Tensor, slots: Tensor, row_request: Tensor, positions: Tensor
+) -> Tensor:
+    """See `step_inputs.shifted_tokens`."""
+    _check(token_ids, slots, row_request, positions)
+    ids, t = torch.empty_like(positions), positions.shape[0]
+    _shifted_tokens[(triton.cdiv(t, BLOCK),)](
+        ids, token_ids, slots, row_request, positions, token_ids.shape[1], t,
+        BLOCK=BLOCK, **dependent_launch(token_ids),
+    )  # fmt: skip
+    return ids
+
+
+@triton.jit(do_not_specialize=["num_requests", "width"])
+def _newest_rows(
+    rows_ptr,  # [B]
+    ids_ptr,  # [B]
+    positions_ptr,  # [B]
+    seq_lens_ptr,  # [B]
+    tokens_ptr,  # [B, K+1]
+    num_sampled_ptr,  # [B]
+    num_rejected_ptr,  # [B]
+    query_start_loc_ptr,  # [B+1]
+    request_slots_ptr,  # [B]
+    num_computed_ptr,  # [S]
+    num_requests,
+    width,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_request = request < num_requests
+    wait_for_inputs(PDL)
+    end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
+    rejected = tl.load(num_rejected_ptr + request, mask=is_request, other=0)
+    tl.store(rows_ptr + request, tl.maximum(end - 1 - rejected, 0), mask=is_request)
+    newest = tl.load(num_sampled_ptr + request, mask=is_request, other=1) - 1
+    place = request.to(tl.int64) * width + tl.maximum(newest, 0)
+    token = tl.load(tokens_ptr + place, mask=is_request, other=0)
+    tl.store(ids_ptr + request, tl.maximum(token, 0), mask=is_request)
+    slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
+    length = tl.load(num_computed_ptr + slot, mask=is_request, other=0)
+    tl.store(positions_ptr + request, tl.maximum(length - 1, 0), mask=is_request)
+    tl.store(seq_lens_ptr + request, length, mask=is_request)
+
+
+def newest_rows_kernel(
+    tokens: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    query_start_loc: Tensor,
+    slots: Tensor,
+    num_computed: Tensor,
+) -> NewestRows:
+    """See `step_inputs.newest_rows`."""
+    _check(tokens, num_sampled, num_rejected, query_start_loc, slots, num_computed)
+    b = slots.shape[0]
+    found = NewestRows(*(torch.empty_like(slots) for _ in range(4)))
+    _newest_rows[(triton.cdiv(b, BLOCK),)](
+        found.rows, found.token_ids, found.positions, found.seq_lens,
+        tokens, num_sampled, num_rejected, query_start_loc, slots, num_computed,
+        b, tokens.shape[1], BLOCK=BLOCK, **dependent_launch(tokens),
+    )  # fmt: skip
+    return found
+
+
+@triton.jit(do_not_specialize=["advance", "num_requests"])
+def _decode_rows(
+    out_positions_ptr,  # [B]
+    out_seq_lens_ptr,  # [B]
+    slots_ptr,  # [G, B]
+    positions_ptr,  # [B]
+    seq_lens_ptr,  # [B]
+    tables,  # G times [B, P]
+    table_widths,
+    advance,
+    num_requests,
+    BLOCK_SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    request = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    is_request = request < num_requests
+    wait_for_inputs(PDL)
+    is_real = tl.load(seq_lens_ptr + request, mask=is_request, other=0) > 0
+    position = tl.load(positions_ptr + request, mask=is_real, other=0) + advance
+    position = tl.where(is_real, position, 0)
+    tl.store(out_positions_ptr + request, position, mask=is_request)
+    tl.store(out_seq_lens_ptr + request, tl.where(is_real, position + 1, 0), mask=is_request)
+    _store_cache_rows(
+        slots_ptr, tables, table_widths, request, position, is_real, request, is_request,
+        num_requests, BLOCK_SIZES,
+    )  # fmt: skip
+
+
+def decode_rows_kernel(
+    positions: Tensor,
+    seq_lens: Tensor,
+    advance: int,
+    tables: Sequence[Tensor],
+    block_sizes: Sequence[int],
+) -> DecodeRows:
+    """See `step_inputs.decode_rows`."""
+    _check(positions, seq_lens, *tables)
+    b = positions.shape[0]
+    out_positions, out_seq_lens = torch.empty_like(positions), torch.empty_like(positions)
+    cache_rows = positions.new_empty(len(tables), b)
+    _decode_rows[(triton.cdiv(b, BLOCK),)](
+        out_positions, out_seq_lens, cache_rows, positions, seq_lens,
+        tuple(tables), _widths(tables), advance, b,
+        BLOCK_SIZES=tuple(block_sizes), BLOCK=BLOCK, **dependent_launch(positions),
+    )  # fmt: skip
+    return DecodeRows(out_positions, out_seq_lens, list(cache_rows.unbind(0)))
+
+
+@triton.jit(do_not_specialize=["mask_token_id", "columns", "num_masks", "num_rows", "num_requests"])
+def _parallel_rows(
+    ids_ptr,  # [T']
+    positions_ptr,  # [T']
+    source_ptr,  # [T']
+    is_valid_ptr,  # [T'] int8
+    newest_ptr,  # [B]
+    out_seq_lens_ptr,  # [B]
+    slots_ptr,  # [G, T']
+    query_start_loc_ptr,  # [B+1]
+    seq_lens_ptr,  # [B]
+    num_rejected_ptr,  # [B]
+    request_slots_ptr,  # [B]
+    token_ids_ptr,  # [S, L]
+    tables,  # G times [B, P]
+    table_widths,
+    mask_token_id,
+    columns,
+    num_masks,
+    num_rows,  # T'
+    num_requests,
+    BLOCK_SIZES: tl.constexpr,
+    HALVINGS: tl.constexpr,  # 2**HALVINGS > B
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    is_row, is_request = row < num_rows, row < num_requests
+    wait_for_inputs(PDL)
+
+    # The last request that starts at or before the row: request b starts at q[b] + b * masks.
+    request = tl.zeros([BLOCK], tl.int64)
+    for step in tl.static_range(HALVINGS):
+        tried = request + (1 << (HALVINGS - 1 - step))
+        can = is_row & (tried < num_requests)
+        start = tl.load(query_start_loc_ptr + tried, mask=can, other=0) + tried * num_masks
+        request = tl.where(can & (start <= row), tried, request)
+    first = tl.load(query_start_loc_ptr + request, mask=is_row, other=0)
+    rows_of = tl.load(query_start_loc_ptr + request + 1, mask=is_row, other=0) - first
+    offset = row - (first + request * num_masks)
+    length = tl.load(seq_lens_ptr + request, mask=is_row, other=0)
+    is_real = is_row & (length > 0) & (offset < rows_of + num_masks)
+    rejected = tl.load(num_rejected_ptr + request, mask=is_row, other=0)
+    is_valid = is_real & (offset < rows_of - rejected)
+    position = tl.where(is_real, length - rows_of + offset, 0)
+    slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    token = tl.load(token_ids_ptr + slot * columns + position + 1, mask=is_valid, other=0)
+    token = tl.where(is_valid, tl.maximum(token, 0), tl.where(is_real, mask_token_id, 0))
+    tl.store(ids_ptr + row, token, mask=is_row)
+    tl.store(positions_ptr + row, position, mask=is_row)
+    source = first + tl.maximum(tl.minimum(offset, rows_of - 1), 0)
+    tl.store(source_ptr + row, tl.where(is_real, source, 0), mask=is_row)
+    tl.store(is_valid_ptr + row, is_valid.to(tl.int8), mask=is_row)
+    _store_cache_rows(
+        slots_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
+        BLOCK_SIZES,
+    )  # fmt: skip
+
+    first = tl.load(query_start_loc_ptr + row, mask=is_request, other=0)
+    rows_of = tl.load(query_start_loc_ptr + row + 1, mask=is_request, other=0) - first
+    rejected = tl.load(num_rejected_ptr + row, mask=is_request, other=0)
+    newest = first + row * num_masks + rows_of - rejected - 1
+    tl.store(newest_ptr + row, tl.maximum(newest, 0), mask=is_request)
+    length = tl.load(seq_lens_ptr + row, mask=is_request, other=0)
+    length = tl.where(length > 0, length + num_masks, 0)
+    tl.store(out_seq_lens_ptr + row, length, mask=is_request)
+
+
+def parallel_rows_kernel(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_rejected: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    tables: Sequence[Tensor],
+    block_sizes: Sequence[int],
+    *,
+    num_masks: int,
+    mask_token_id: int,
+    num_rows: int,
+) -> ParallelLayout:
+    """See `step_inputs.parallel_rows`."""
+    _check(query_start_loc, seq_lens, num_rejected, slots, token_ids, *tables)
+    b = slots.shape[0]
+    t = num_rows + b * num_masks
+    laid = ParallelLayout(
+        input_ids=slots.new_empty(t),
+        positions=slots.new_empty(t),
+        source=slots.new_empty(t),
+        is_valid=slots.new_empty(t, dtype=torch.bool),
+        newest=slots.new_empty(b),
+        seq_lens=slots.new_empty(b),
+        slot_mapping=list(slots.new_empty(len(tables), t).unbind(0)),
+    )
+    _parallel_rows[(triton.cdiv(max(t, b), BLOCK),)](
+        laid.input_ids, laid.positions, laid.source, laid.is_valid.view(torch.int8),
+        laid.newest, laid.seq_lens, laid.slot_mapping[0],
+        query_start_loc, seq_lens, num_rejected, slots, token_ids,
+        tuple(tables), _widths(tables), mask_token_id, token_ids.shape[1], num_masks, t, b,
+        BLOCK_SIZES=tuple(block_sizes), HALVINGS=b.bit_length(), BLOCK=BLOCK,
+        **dependent_launch(token_ids),
+    )  # fmt: skip
+    return laid

@@ -1,0 +1,46 @@
+"""One token per row in plain torch: the argmax, and the exponential race.
+
+Letters: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.random_streams import Purpose, exponential_race
+
+
+def greedy_tokens_reference(logits: Tensor) -> Tensor:
+    """See `token_choice.greedy_tokens`."""
+    return logits.argmax(-1)
+
+
+def draw_tokens_reference(
+    weights: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> Tensor:
+    """See `token_choice.draw_tokens`: argmax_v w_v / E_v with standard exponential E."""
+    race = exponential_race(seed, position, purpose, index, weights.shape[-1])
+    return torch.div(weights, race, out=race).argmax(-1)
+
+
+def sample_tokens_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> Tensor:
+    """See `token_choice.sample_tokens`."""
+    greedy = temperature <= 0
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Centred before dividing: a tiny temperature then underflows to 0 instead of giving NaN.
+    centred = wide - wide.amax(-1, keepdim=True)
+    weights = centred.div_(torch.where(greedy, 1.0, temperature).unsqueeze(-1)).exp_()
+    drawn = draw_tokens_reference(weights, seed, position, purpose, index)
+    return torch.where(greedy, logits.argmax(-1), drawn)

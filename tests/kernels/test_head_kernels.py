@@ -1,0 +1,301 @@
+"""Input preparation, verification by choices and writing into the state: kernels against torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hydraspec_kernels import step_inputs, verification
+from hydraspec_kernels.slot_mapping import kernel as slot_kernel
+from hydraspec_kernels.slot_mapping.reference import slot_mapping_reference
+from hydraspec_kernels.step_inputs import kernel as rows_kernel
+from hydraspec_kernels.step_inputs import reference as rows_reference
+from hydraspec_kernels.verification import kernel as verify_kernel
+from hydraspec_kernels.verification import reference as verify_reference
+from torch import Tensor
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK_SIZES = (16, 4)
+
+
+def to(device: str, *values: Any) -> list[Any]:
+    return [
+        [x.to(device) for x in v] if isinstance(v, list | tuple) and torch.is_tensor(v[0])
+        else v.to(device) if torch.is_tensor(v) else v
+        for v in values
+    ]  # fmt: skip
+
+
+def fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in type(record).__dataclass_fields__}
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    """Two records hold the same numbers, wherever they are."""
+    for name, value in fields(wanted).items():
+        ours = getattr(got, name)
+        if isinstance(value, list):
+            assert len(ours) == len(value)
+            pairs = list(zip(ours, value, strict=True))
+        else:
+            pairs = [(ours, value)]
+        for a, b in pairs:
+            assert a.dtype == b.dtype, name
+            assert a.cpu().equal(b.cpu()), (name, a, b)
+
+
+class Requests(NamedTuple):
+    """A step over slots in a mixed order; the last slot is nobody's."""
+
+    num_computed: Tensor  # [S]
+    token_ids: Tensor  # [S, L]
+    slots: Tensor  # [B]
+    num_rows: Tensor  # [B]
+    num_drafts: Tensor  # [B]
+    row_request: Tensor  # [T]
+    row_offset: Tensor  # [T]
+    tables: list[Tensor]  # [B, P]
+
+
+def requests(
+    num_requests: int, num_drafts: int, *, prefill: bool = True, padding: int = 0, seed: int = 0
+) -> Requests:
+    """Requests with 0 to K drafts, some of which are missing (-1); one reads a long prompt."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=draw)
+
+    b, s, columns = num_requests + padding, num_requests + 4, 300
+    slots = torch.randperm(s - 1, generator=draw)[:num_requests]
+    drafts = ints(0, num_drafts + 1, num_requests)
+    rows = drafts + 1
+    if prefill:
+        rows[-1] += 140  # more than a block of lanes
+    slots = torch.cat([slots, torch.full((padding,), s - 1)])
+    drafts = torch.cat([drafts, torch.zeros(padding, dtype=torch.long)])
+    laid = torch.cat([rows, torch.full((padding,), num_drafts + 1)])
+    rows = torch.cat([rows, torch.zeros(padding, dtype=torch.long)])
+    request = torch.arange(b).repeat_interleave(laid)
+    starts = laid.cumsum(0) - laid
+    computed = ints(1, 100, s)
+    computed[-1] = 0
+    tokens = ints(0, 1000, s, columns)
+    tokens[ints(0, 2, s, columns) * ints(0, 2, s, columns) > 0] = -1
+    return Requests(
+        num_computed=computed,
+        token_ids=tokens,
+        slots=slots,
+        num_rows=rows,
+        num_drafts=drafts,
+        row_request=request,
+        row_offset=torch.arange(len(request)) - starts[request],
+        tables=[ints(1, 50, b, 300 // size + 1) for size in BLOCK_SIZES],
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("count", "num_drafts", "padding"), [(1, 0, 0), (1, 3, 0), (5, 8, 0), (3, 3, 2), (131, 1, 5)]
+)
+def test_rows_of_the_target(count: int, num_drafts: int, padding: int, device: str) -> None:
+    """More requests than lanes, more rows than lanes, missing drafts, padding behind."""
+    given = requests(count, num_drafts, padding=padding)
+    wanted = rows_reference.prepare_rows_reference(
+        *given, BLOCK_SIZES, num_drafts, padded=padding > 0
+    )
+    got = rows_kernel.prepare_rows_kernel(*to(device, *given), BLOCK_SIZES, num_drafts)
+    assert_same(got, wanted)
+    if padding:
+        assert wanted.seq_lens[-padding:].tolist() == [0] * padding
+        assert (wanted.slot_mapping[0][-padding * (num_drafts + 1) :] == -1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_request_minus_one_are_padding(device: str) -> None:
+    given = requests(3, 2)
+    given.row_request[-5:] = -1
+    wanted = rows_reference.prepare_rows_reference(*given, BLOCK_SIZES, 2, padded=True)
+    got = rows_kernel.prepare_rows_kernel(*to(device, *given), BLOCK_SIZES, 2)
+    assert_same(got, wanted)
+    assert wanted.input_ids[-5:].tolist() == wanted.positions[-5:].tolist() == [0] * 5
+    assert wanted.slot_mapping[1][-5:].tolist() == [-1] * 5
+
+
+def test_padding_flag_only_saves_work() -> None:
+    given = requests(4, 3)
+    lean = rows_reference.prepare_rows_reference(*given, BLOCK_SIZES, 3, padded=False)
+    assert_same(lean, rows_reference.prepare_rows_reference(*given, BLOCK_SIZES, 3, padded=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_slot_mapping(device: str) -> None:
+    table, request = torch.randint(1, 99, (3, 7)), torch.tensor([0, -1, 2, 2, 1])
+    positions = torch.tensor([0, 5, 111, 16, 95])
+    wanted = slot_mapping_reference(table, request, positions, 16, padded=True)
+    got = slot_kernel.slot_mapping_kernel(*to(device, table, request, positions), 16)
+    assert got.cpu().equal(wanted)
+    assert wanted[1] == -1
+    outside = slot_kernel.slot_mapping_kernel(*to(device, table, request, positions + 30), 16)
+    assert outside.cpu().tolist()[2] == -1  # behind the table: nothing is written
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_behind_rows(device: str) -> None:
+    given = requests(5, 3)
+    positions = given.num_computed[given.slots][given.row_request] + given.row_offset
+    arguments = (given.token_ids, given.slots, given.row_request, positions)
+    wanted = rows_reference.shifted_tokens_reference(*arguments)
+    assert rows_kernel.shifted_tokens_kernel(*to(device, *arguments)).cpu().equal(wanted)
+    given.row_request[3] = -1
+    got = rows_kernel.shifted_tokens_kernel(*to(device, *arguments)).cpu()
+    wanted[3] = 0
+    assert got.equal(wanted)
+
+
+def verdicts(given: Requests, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens, num_sampled and num_rejected, some requests not sampling."""
+    b = given.slots.shape[0]
+    rejected = torch.randint(0, 9, (b,)) % (given.num_drafts + 1)
+    sampled = given.num_drafts - rejected + 1
+    sampled[given.num_rows == 0] = 0
+    sampled[::4] = 0
+    rejected[sampled == 0] = 0
+    tokens = torch.randint(0, 1000, (b, num_drafts + 1))
+    return (
+        torch.where(torch.arange(num_drafts + 1) < sampled[:, None], tokens, -1),
+        sampled,
+        rejected,
+    )
+
+
+def starts(given: Requests) -> Tensor:
+    laid = given.row_request.bincount(minlength=given.slots.shape[0])
+    return torch.nn.functional.pad(laid.cumsum(0), (1, 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(("count", "num_drafts"), [(1, 0), (6, 3), (140, 2)])
+def test_newest_rows_and_rows_behind_them(
+    count: int, num_drafts: int, padding: int, device: str
+) -> None:
+    given = requests(count, num_drafts, padding=padding)
+    tokens, sampled, rejected = verdicts(given, num_drafts)
+    arguments = (tokens, sampled, rejected, starts(given), given.slots, given.num_computed)
+    wanted = rows_reference.newest_rows_reference(*arguments)
+    got = rows_kernel.newest_rows_kernel(*to(device, *arguments))
+    assert_same(got, wanted)
+    behind = rows_kernel.decode_rows_kernel(
+        got.positions, got.seq_lens, 2, to(device, *given.tables), BLOCK_SIZES
+    )
+    expected = rows_reference.decode_rows_reference(
+        wanted.positions, wanted.seq_lens, 2, given.tables, BLOCK_SIZES
+    )
+    if padding:
+        empty = wanted.seq_lens == 0
+        assert empty.sum() == padding
+        expected.positions[empty] = expected.seq_lens[empty] = 0
+        for rows in expected.slot_mapping:
+            rows[empty] = -1
+    assert_same(behind, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("count", "num_drafts", "masks"), [(1, 3, 2), (5, 3, 0), (133, 2, 1)])
+def test_rows_of_a_parallel_drafter(count: int, num_drafts: int, masks: int, device: str) -> None:
+    given = requests(count, num_drafts)
+    _, _, rejected = verdicts(given, num_drafts)
+    seq_lens = given.num_computed[given.slots] + given.num_rows
+    arguments = (starts(given), seq_lens, rejected, given.slots, given.token_ids, given.tables)
+    rest = {"num_masks": masks, "mask_token_id": 77, "num_rows": given.row_request.shape[0]}
+    wanted = rows_reference.parallel_rows_reference(*arguments, BLOCK_SIZES, **rest)
+    got = rows_kernel.parallel_rows_kernel(*to(device, *arguments), BLOCK_SIZES, **rest)
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_of_a_parallel_drafter(device: str) -> None:
+    """Requests without rows and rows behind the last request: no id, no cache row, length 0."""
+    given = requests(3, 2, prefill=False, padding=2)
+    _, _, rejected = verdicts(given, 2)
+    seq_lens = (given.num_computed[given.slots] + given.num_rows).where(given.num_rows > 0, 0)
+    count = given.row_request.shape[0]
+    arguments = (starts(given), seq_lens, rejected, given.slots, given.token_ids, given.tables)
+    got = rows_kernel.parallel_rows_kernel(
+        *to(device, *arguments), BLOCK_SIZES, num_masks=3, mask_token_id=77, num_rows=count + 4
+    )
+    behind = 2 * (3 + 3) + 4
+    assert got.seq_lens[-2:].tolist() == [0, 0]
+    for values in (got.input_ids, got.positions, got.is_valid, got.source):
+        assert not values[-behind:].any()
+    for rows in got.slot_mapping:
+        assert (rows[-behind:] == -1).all()
+
+
+def verify_inputs(
+    count: int, num_drafts: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """choices, verify_rows, draft_tokens, num_drafts, samples: few tokens, so that many match."""
+    draw = torch.Generator().manual_seed(seed)
+    drafts_of = torch.randint(0, num_drafts + 1, (count,), generator=draw)
+    samples = torch.rand(count, generator=draw) < 0.8
+    samples[0] = True
+    column = torch.arange(num_drafts + 1)
+    rows = drafts_of + 1
+    first = rows.cumsum(0) - rows
+    verify_rows = first[:, None] + torch.minimum(column, drafts_of[:, None])
+    drafts = torch.randint(-1, 3, (count, num_drafts), generator=draw).clamp(min=-1)
+    drafts = drafts.where(column[:-1] < drafts_of[:, None], -1)
+    choices = torch.randint(0, 2, (int(rows.sum()),), generator=draw)
+    return choices, verify_rows * samples[:, None], drafts, drafts_of, samples
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_drafts", range(9))
+def test_prefix_verification(num_drafts: int, device: str) -> None:
+    given = verify_inputs(70, num_drafts, seed=num_drafts)
+    wanted = verify_reference.verify_prefix_reference(*given)
+    assert_same(verify_kernel.verify_prefix_kernel(*to(device, *given)), wanted)
+    assert num_drafts < 2 or wanted.num_sampled.unique().numel() > 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [1.0, 2.3, 4.0])
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
+def test_verification_at_a_rate(num_drafts: int, length: float, device: str) -> None:
+    """The draws are those of the streams: the same drafts are accepted everywhere."""
+    given = verify_inputs(70, num_drafts)
+    more = (torch.randint(20, 900, (70,)), torch.randperm(90)[:70], torch.randint(-99, 99, (90,)))
+    wanted = verify_reference.verify_at_rate_reference(*given, *more, length)
+    got = verify_kernel.verify_at_rate_kernel(*to(device, *given, *more), length)
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_commit_and_drafts(num_drafts: int, padding: int, device: str) -> None:
+    """Only slots in use change; the last column belongs to nobody."""
+    given = requests(40, num_drafts, padding=padding)
+    tokens, sampled, rejected = verdicts(given, num_drafts)
+    samples = sampled > 0
+    seq_lens = (given.num_computed[given.slots] + given.num_rows).where(given.num_rows > 0, 0)
+    step = (given.slots, seq_lens, given.num_drafts, samples, tokens, rejected)
+    ours = to(device, given.token_ids.clone(), given.num_computed.clone())
+    theirs = [given.token_ids.clone(), given.num_computed.clone()]
+    verify_kernel.commit_tokens_kernel(*ours, *to(device, *step))
+    verification.commit_tokens(*theirs, *step)
+    drafts = torch.randint(0, 1000, (len(samples), num_drafts + 1))
+    verify_kernel.store_drafts_kernel(*ours, *to(device, given.slots, samples, drafts))
+    verification.store_drafts(*theirs, given.slots, samples, drafts)
+    assert ours[0][:, :-1].cpu().equal(theirs[0][:, :-1])
+    assert ours[1].cpu().equal(theirs[1])
+    assert ours[0][-1].cpu().equal(given.token_ids[-1])
+
+
+def test_public_functions_take_the_reference_on_the_cpu() -> None:
+    given = requests(2, 1)
+    got = step_inputs.prepare_rows(*given, BLOCK_SIZES, 1)
+    assert got.draft_tokens.shape == (2, 1)

@@ -1,0 +1,163 @@
+"""The best token and drawn tokens: kernels against torch, and against their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydraspec_kernels.random_streams import Purpose
+from hydraspec_kernels.token_choice import kernel
+from hydraspec_kernels.token_choice.reference import (
+    draw_tokens_reference,
+    greedy_tokens_reference,
+    sample_tokens_reference,
+)
+from scipy import stats
+from torch import Tensor
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16]
+INF = torch.inf
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 37), (2, 4096), (3, 9001), (1, 270_000)])
+def test_best_token(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    """One chunk and many, full and partial, one block each and several; bf16 has many ties."""
+    logits = randn(rows, vocab).to(dtype)
+    got = kernel.greedy_tokens_kernel(logits.to(device)).cpu()
+    assert got.equal(greedy_tokens_reference(logits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_best_token_of_odd_rows(device: str) -> None:
+    """Ties over chunks go to the lowest id; masked, infinite and NaN columns; a strided view."""
+    logits = torch.full((7, 10_000), -1.0)
+    logits[0] = 2.0
+    logits[1, [4097, 8500]] = 3.0
+    logits[2] = -INF
+    logits[3] = -INF
+    logits[3, 9999] = -1e30
+    logits[4, 6000] = INF
+    logits[5, 77] = torch.nan
+    logits[6, -1] = 0.0
+    wide = torch.full((7, 10_001), 9.0)
+    wide[:, :-1] = logits
+    got = kernel.greedy_tokens_kernel(wide.to(device)[:, :-1])
+    assert got.tolist() == [0, 4097, 0, 9999, 6000, 77, 9999]
+
+
+def keys(rows: int) -> tuple[Tensor, Tensor]:
+    """Seeds and positions of any size and sign."""
+    draw = torch.Generator().manual_seed(3)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=draw)
+    return seeds, torch.randint(0, 2**40, (rows,), generator=draw)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [5, 2048, 5000])
+def test_draws_are_those_of_the_streams(vocab: int, device: str) -> None:
+    """The same uniforms to the bit: a race over equal weights has its winner from them alone."""
+    seeds, positions = keys(20)
+    index, purpose = torch.arange(20) % 9, torch.arange(20) % 4
+    weights = torch.ones(20, vocab)
+    wanted = draw_tokens_reference(weights, seeds, positions, purpose, index)
+    moved = [x.to(device) for x in (weights, seeds, positions, purpose, index)]
+    assert kernel.draw_tokens_kernel(*moved).cpu().equal(wanted)  # type: ignore[arg-type]
+    plain = kernel.draw_tokens_kernel(*moved[:3], Purpose.RESIDUAL, 3).cpu()
+    assert plain.equal(draw_tokens_reference(weights, seeds, positions, Purpose.RESIDUAL, 3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_from_weights(dtype: torch.dtype, device: str) -> None:
+    """Zero weights are never drawn, wherever the chunk; a row of zeros gives a legal id."""
+    seeds, positions = keys(12)
+    weights = randn(12, 4500).exp().to(dtype)
+    weights[:, 100:4400] = 0
+    weights[7] = 0
+    weights[8] = torch.nan
+    weights[9, :4499] = 0
+    wanted = draw_tokens_reference(weights, seeds, positions, Purpose.BONUS, 2)
+    got = kernel.draw_tokens_kernel(
+        weights.to(device), seeds.to(device), positions.to(device), Purpose.BONUS, 2
+    )
+    assert got.cpu().equal(wanted)
+    assert got[9] == 4499
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_over_leading_dimensions(device: str) -> None:
+    seeds, positions = keys(3)
+    weights = randn(3, 4, 50).exp()
+    arguments = (weights, seeds[:, None], positions[:, None] + torch.arange(4), Purpose.DRAFT)
+    wanted = draw_tokens_reference(*arguments, torch.arange(4))
+    moved = [x.to(device) if torch.is_tensor(x) else x for x in (*arguments, torch.arange(4))]
+    assert kernel.draw_tokens_kernel(*moved).cpu().equal(wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [37, 2048, 6500])
+def test_sampled_tokens(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Peaks of different chunks are brought to one scale; greedy rows among sampling ones."""
+    logits = (randn(16, vocab) * 4).to(dtype)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 3.0])[torch.arange(16) % 4]
+    seeds, positions = keys(16)
+    wanted = sample_tokens_reference(logits, temperature, seeds, positions, Purpose.BONUS, 1)
+    moved = [x.to(device) for x in (logits, temperature, seeds, positions)]
+    got = kernel.sample_tokens_kernel(*moved, Purpose.BONUS, 1)
+    assert got.cpu().equal(wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1.0, 1e6])
+def test_sampling_from_odd_rows(temperature: float, device: str) -> None:
+    """Tiny temperatures still choose among ties; masked tokens are never drawn; NaN is legal."""
+    logits = torch.full((40, 5000), -INF)
+    logits[:, [3, 4100]] = 50.0
+    logits[:, 30] = -1e4
+    logits[38:] = torch.nan
+    logits[36:38] = -INF
+    seeds, positions = torch.arange(40), torch.arange(40)
+    moved = [x.to(device) for x in (logits, torch.full((40,), temperature), seeds, positions)]
+    got = kernel.sample_tokens_kernel(*moved, Purpose.DRAFT, 0).cpu()
+    allowed = {3, 4100} if temperature < 1e6 else {3, 30, 4100}
+    assert set(got[:36].tolist()) == allowed
+    assert ((got >= 0) & (got < 5000)).all()
+
+
+@pytest.mark.gpu
+def test_sampling_follows_the_distribution() -> None:
+    """Catches a draw shared between chunks, or weights of chunks at different scales."""
+    count, vocab = 4000, 4097
+    logits = torch.full((vocab,), -INF)
+    logits[[0, 1, 2047, 2048, 4096]] = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.5])
+    moved = [
+        x.cuda()
+        for x in (logits.expand(count, -1), torch.ones(count), torch.arange(count))
+    ]  # fmt: skip
+    got = kernel.sample_tokens_kernel(*moved, moved[2], Purpose.BONUS, 0).cpu()
+    counts = torch.bincount(got, minlength=vocab).double()
+    expected = logits.double().softmax(-1) * count
+    support = expected > 0
+    assert counts[~support].sum() == 0
+    p_value = stats.chisquare(counts[support], expected[support], sum_check=False).pvalue
+    assert p_value > 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 33, 128])
+def test_a_full_vocabulary_on_the_device(rows: int) -> None:
+    """bf16 logits over 262144 tokens; the reference runs on the device too."""
+    logits = (randn(rows, 262_144) * 3).bfloat16().cuda()
+    assert kernel.greedy_tokens_kernel(logits).equal(greedy_tokens_reference(logits))
+    seeds, positions = (x.cuda() for x in keys(rows))
+    temperature = torch.full((rows,), 0.8, device="cuda")
+    arguments = (logits, temperature, seeds, positions, Purpose.BONUS, 2)
+    same = kernel.sample_tokens_kernel(*arguments) == sample_tokens_reference(*arguments)
+    assert same.all()
