@@ -39,6 +39,9 @@ wheel: $(VENV)/.stamp-dev ## Build the wheel, then compose a run from it where t
 bench: $(VENV)/.stamp-test ## Time the native engine against transformers on this CPU
 	$(BIN)/python tests/bench/transformers_on_cpu.py $(ARGS)
 
+bench-gpu: $(VENV)/.stamp-test ## Time tokens on this GPU, native against vLLM: ARGS="experiment=bench_gemma4_31b"
+	$(BIN)/python -m hydraspec $(if $(findstring experiment=,$(ARGS)),,experiment=bench_gemma4_e4b) $(ARGS)
+
 table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the README's table
 	$(BIN)/python tests/bench/readme_table.py $(ARGS)
 

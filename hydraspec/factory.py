@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ENGINES = {
     "native": "hydraspec.engine.native.engine:NativeEngine",
     "transformers": "hydraspec.engine.transformers_engine:TransformersEngine",
+    "vllm": "hydraspec.engine.vllm_engine:VllmEngine",
 }
 DETECTION = "hydraspec.models.detect:resolve"
 SPECULATORS = {

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 
-from hydraspec.config.choices import choices_of
-from hydraspec.config.engines import NATIVE, check_offer
+from hydraspec.config.benches import check_bench
+from hydraspec.config.choices import choices_of, shipped_shapes
+from hydraspec.config.derive import SHAPE
+from hydraspec.config.engines import NATIVE, VLLM, check_offer, check_vllm
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.schema import (
@@ -19,6 +21,7 @@ from hydraspec.config.schema import (
     RunConfig,
     SamplingConfig,
     Verification,
+    Weights,
     WorkloadConfig,
 )
 
@@ -33,12 +36,16 @@ def check(config: RunConfig) -> None:
     """Refuse the first thing that cannot work; note what is only pointless in `warnings`."""
     _sampling_range("seed", "seed", config.seed)
     _at_least("target.max_model_len", config.target.max_model_len, 2)
+    _check_shape("target", config.target.checkpoint, config.target.weights)
+    _check_shape("method", config.method.checkpoint or "", config.method.weights)
     _check_method(config.method)
     _check_engine(config.engine, config.method)
     _check_parallelism(config)
     _check_cudagraph(config)
     _check_sampling(config.sampling)
     _check_workload(config.workload)
+    check_vllm(config)
+    check_bench(config)
     config.warnings.extend(_without_effect(config))
 
 
@@ -67,6 +74,29 @@ def check_names(config: RunConfig) -> None:
     if not config.target.checkpoint:
         raise refusal(
             "target.checkpoint", "", "is empty", allowed="a folder, a hub id or zoo:<name>"
+        )
+
+
+def _check_shape(group: str, checkpoint: str, weights: Weights) -> None:
+    if not checkpoint.startswith(SHAPE):
+        return
+    key, name = f"{group}.checkpoint", checkpoint.removeprefix(SHAPE)
+    if name not in shipped_shapes():
+        meant = nearest(name, shipped_shapes())
+        raise refusal(
+            key,
+            checkpoint,
+            "is no shape that ships with the package",
+            allowed=listing(SHAPE + shape for shape in shipped_shapes()),
+            remedy=f"did you mean {key}={SHAPE}{meant}?" if meant else "",
+        )
+    if weights is not Weights.random:
+        raise refusal(
+            key,
+            checkpoint,
+            f"has no weights, and {group}.weights is {weights.value}",
+            allowed=f"a folder or a hub id, or a shape with {group}.weights=random",
+            remedy=f"add {group}.weights=random",
         )
 
 
@@ -162,13 +192,14 @@ def _check_cache(engine: EngineConfig, method: MethodConfig) -> None:
 def _check_parallelism(config: RunConfig) -> None:
     for axis in ("tensor", "pipeline", "data"):
         size = getattr(config.parallelism, axis)
-        if size != 1:
+        _at_least(f"parallelism.{axis}", size, 1)
+        if size != 1 and config.engine.name != VLLM:
             raise refusal(
                 f"parallelism.{axis}",
                 size,
-                "is not available: runs use one device",
+                f"is not available with engine={config.engine.name}: runs use one device",
                 allowed="1",
-                remedy="choose parallelism=single",
+                remedy="choose parallelism=single, or engine=vllm",
             )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+SHAPES = Path(__file__).resolve().parent.parent / "models" / "shapes"
 
 
 @cache
@@ -29,6 +32,12 @@ def packaged_drafters(target: str) -> dict[str, str]:
     """The drafters that a target's YAML names, method → checkpoint, in its order."""
     drafters = _packaged("target", target).get("drafters")
     return dict(drafters) if isinstance(drafters, dict) else {}
+
+
+@cache
+def shipped_shapes() -> tuple[str, ...]:
+    """Names that "shape:<name>" takes: folders with a config.json and no weights, sorted."""
+    return tuple(sorted(config.parent.name for config in SHAPES.glob("*/config.json")))
 
 
 @cache

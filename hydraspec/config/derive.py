@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from hydraspec.config.choices import packaged_value
+from hydraspec.config.choices import packaged_value, shipped_shapes
+from hydraspec.config.engines import VLLM
 from hydraspec.config.messages import refusal, show
-from hydraspec.config.schema import AUTO, MethodConfig, RunConfig, TargetConfig
+from hydraspec.config.schema import AUTO, MethodConfig, RunConfig, TargetConfig, Weights
 from hydraspec.errors import ConfigurationError
 
-ZOO = "zoo:"
+ZOO, SHAPE = "zoo:", "shape:"
+ASSISTANT = "gemma4_mtp"  # the method whose drafters' shapes ship beside their target's
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
 
@@ -20,12 +22,15 @@ def derive(config: RunConfig) -> None:
     other may be a drafter's folder itself: it is asked once it is opened, and what the target's
     YAML names is taken where it is none (`named_drafter`).
     """
-    known = _is_own(config.target)
+    known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE)
     _name_target(config.target)
+    _take_shapes(config, known)
     if config.method.name == "none":
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:
         config.method.checkpoint = _default_drafter(config, known)
+    _draw_drafter(config)
+    _drop_baseline(config)
 
 
 def take_over(config: RunConfig, method: str, drafter: str, target: str, proposed: int) -> None:
@@ -64,8 +69,50 @@ def _name_target(target: TargetConfig) -> None:
 
 
 def folder_name(checkpoint: str) -> str:
-    """The last part of a folder, a hub id or a zoo name."""
-    return checkpoint.removeprefix(ZOO).rstrip("/").rsplit("/", 1)[-1]
+    """The last part of a folder, a hub id, a zoo name or a shape's."""
+    return checkpoint.removeprefix(ZOO).removeprefix(SHAPE).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _take_shapes(config: RunConfig, known: bool) -> None:
+    """Where weights are drawn at random, the shape that ships with the package stands for the hub
+    id that the target's YAML names: there is nothing to download but that shape."""
+    target = config.target
+    shape, given = target.checkpoint.removeprefix(SHAPE), target.checkpoint.startswith(SHAPE)
+    if known and not given and target.weights is Weights.random and target.name in shipped_shapes():
+        shape, given = target.name, True
+        config.warnings.append(
+            f"target.weights=random: {target.checkpoint} is not read, its shape ships with the "
+            f"package: recorded as {SHAPE}{shape}"
+        )
+        target.checkpoint = SHAPE + shape
+    assistant = f"{shape}-assistant"
+    if given and assistant in shipped_shapes():
+        target.drafters = {**target.drafters, ASSISTANT: SHAPE + assistant}
+
+
+def _draw_drafter(config: RunConfig) -> None:
+    """A shape has no weights: a drafter that the target's shape brings is drawn at random too."""
+    method = config.method
+    named = config.target.drafters.get(method.name)
+    if (method.checkpoint or "").startswith(SHAPE) and method.checkpoint == named:
+        if method.weights is not Weights.random:
+            config.warnings.append(
+                "method.weights=checkpoint: the drafter of a target with random weights is drawn "
+                "at random too: recorded as random"
+            )
+        method.weights = Weights.random
+
+
+def _drop_baseline(config: RunConfig) -> None:
+    """vLLM plans the whole device for one engine: a second one cannot run beside it."""
+    if config.engine.name != VLLM or not config.baseline:
+        return
+    config.baseline = False
+    if config.method.name != "none":
+        config.warnings.append(
+            "baseline=true is not available with engine=vllm, which takes the device for one "
+            f"engine: recorded as false; to compare run -m method=none,{config.method.name}"
+        )
 
 
 def _plain_decoding(config: RunConfig) -> MethodConfig:

@@ -22,6 +22,7 @@ from hydraspec.models.config_reader import text_part
 from hydraspec.models.hub import download
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo" / "checkpoints"
+SHAPES = Path(__file__).resolve().parent / "shapes"  # public shapes: config.json, no weights
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_LISTED = 10  # names a message lists before it only counts
 
@@ -74,13 +75,15 @@ class Checkpoint:
 
 
 def resolve_folder(checkpoint: str) -> Path:
-    """The folder of "zoo:<name>", a path, or a hub id (downloaded: safetensors, json and
-    tokenizer files only).
+    """The folder of "zoo:<name>", "shape:<name>", a path, or a hub id (downloaded: safetensors,
+    json and tokenizer files only).
 
     Raises CheckpointError with the remedy.
     """
     if checkpoint.startswith("zoo:"):
-        return _zoo_folder(checkpoint.removeprefix("zoo:"))
+        return _packaged_folder("zoo", ZOO, checkpoint.removeprefix("zoo:"))
+    if checkpoint.startswith("shape:"):
+        return _packaged_folder("shape", SHAPES, checkpoint.removeprefix("shape:"))
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         return folder
@@ -99,12 +102,13 @@ def resolve_folder(checkpoint: str) -> Path:
     return download(checkpoint)
 
 
-def _zoo_folder(name: str) -> Path:
-    if any((ZOO / name / config).is_file() for config in ("config.json", "params.json")):
-        return ZOO / name
-    known = sorted(p.name for p in ZOO.iterdir() if p.is_dir()) if ZOO.is_dir() else []
+def _packaged_folder(kind: str, root: Path, name: str) -> Path:
+    if any((root / name / config).is_file() for config in ("config.json", "params.json")):
+        return root / name
+    known = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    where = "in the zoo; it holds" if kind == "zoo" else "in the package; its shapes are"
     raise CheckpointError(
-        f"checkpoint 'zoo:{name}' is not in the zoo; it holds {', '.join(known) or 'nothing yet'}"
+        f"checkpoint '{kind}:{name}' is not {where} {', '.join(known) or 'nothing yet'}"
     )
 
 
@@ -227,9 +231,9 @@ def load_tensors(
     files.
 
     canonical maps a file's name to ours (None: not part of this model); ignored tells which of
-    ours may be left over. One tensor is held at a time, and its file is closed again, so that
-    mapped pages do not pile up. Raises CheckpointError listing what is missing, surplus or
-    misshapen before anything is read.
+    ours may be left over. Files are read one after the other, each opened once; one tensor is held
+    at a time. Raises CheckpointError listing what is missing, surplus or misshapen before anything
+    is read.
     """
     entries: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.entries().items():
@@ -237,12 +241,16 @@ def load_tensors(
         if ours is not None:
             entries[ours] = entry
     _check_entries(checkpoint.folder, entries, wanted, ignored)
-    for name, destination in wanted.items():
-        entry = entries[name]
-        with safe_open(entry.file, framework="pt") as opened:
-            tensor = opened.get_tensor(entry.name)
-            destination.copy_(tensor if entry.convert is None else entry.convert(tensor))
-            del tensor
+    by_file: dict[Path, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(entries[name].file, []).append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                entry = entries[name]
+                tensor = opened.get_tensor(entry.name)
+                wanted[name].copy_(tensor if entry.convert is None else entry.convert(tensor))
+                del tensor
 
 
 def _check_entries(

@@ -23,6 +23,7 @@ GROUPS = (
     "cudagraph",
     "sampling",
     "workload",
+    "bench",
     "tracker",
     "experiment",
 )
@@ -30,6 +31,7 @@ DRAFTER = "method.checkpoint=/models/drafter"
 NEEDED = {  # what a choice asks its user for
     "target=custom": ["target.checkpoint=/models/some"],
     "workload=jsonl": ["workload.path=prompts.jsonl"],
+    "bench=decode": ["engine.max_num_seqs=32"],
 }
 # Not every target names a drafter for them.
 NEEDED |= {f"method={name}": [DRAFTER] for name in factory.SPECULATORS if name != "none"}
@@ -97,9 +99,21 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
     """A key that only the dataclass knows could not be set without `+`."""
     others = {"method.needs_checkpoint"}  # of drafters without weights: docs/adding_a_speculator.md
     random_only = {f"workload.{key}" for key in ("num_requests", "prompt_tokens", "output_tokens")}
+    of_choices = {
+        "workload=tiny": random_only,
+        "workload=random": {"workload.path"},
+        "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
+        "bench=decode": set(),
+        "engine=native": {key for key in schema_keys() if key.startswith("engine.vllm.")},
+        "engine=vllm": {"engine.num_threads", "engine.kv_cache.block_size"},
+    }
+    usual = ("workload=tiny", "bench=none", "engine=native")
     with initialize_config_module("hydraspec.conf", version_base="1.3"):
-        for workload, absent in (("tiny", random_only), ("random", {"workload.path"})):
-            cfg = compose("config", [f"workload={workload}"])
+        for override in of_choices:
+            group = override.split("=")[0]
+            chosen = [override, *(other for other in usual if other.split("=")[0] != group)]
+            absent = set().union(*(of_choices[choice] for choice in chosen))
+            cfg = compose("config", [override])
             for key in set(schema_keys()) - absent - others:
                 assert OmegaConf.select(cfg, key, default="absent") != "absent", key
 

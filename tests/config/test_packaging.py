@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 TARGETS = ["help", "run", "setup", "test", "test-slow", "lint", "type", "check"]
-TARGETS += ["wheel", "bench", "table", "sweep", "clean"]
+TARGETS += ["wheel", "bench", "bench-gpu", "table", "sweep", "clean"]
 
 
 def packages_below(folder: str, name: str) -> set[str]:
@@ -28,7 +28,11 @@ def test_package_list_is_what_the_folders_hold():
 
 
 def test_every_yaml_and_zoo_file_ships():
-    for package, folder in (("hydraspec.conf", "conf"), ("hydraspec.zoo", "hydraspec/zoo")):
+    for package, folder in (
+        ("hydraspec.conf", "conf"),
+        ("hydraspec.models", "hydraspec/models"),
+        ("hydraspec.zoo", "hydraspec/zoo"),
+    ):
         root = ROOT / folder
         shipped = {p for glob in SETUPTOOLS["package-data"][package] for p in root.glob(glob)}
         wanted = {p for p in root.rglob("*") if p.suffix in {".yaml", ".json", ".safetensors"}}

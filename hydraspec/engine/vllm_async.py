@@ -1,0 +1,83 @@
+"""Data parallel vLLM: its asynchronous engine, which spreads requests over copies of the model,
+with the calls of its synchronous one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+
+def start_data_parallel(arguments: dict[str, Any]) -> DataParallel:
+    """Start it with EngineArgs' keyword arguments."""
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+    loop = asyncio.new_event_loop()
+
+    async def start() -> Any:  # inside the loop: it starts its tasks there
+        return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments))
+
+    try:
+        return DataParallel(loop, loop.run_until_complete(start()))
+    except BaseException:
+        loop.close()
+        raise
+
+
+class DataParallel:
+    """add_request, step and abort_request over an asynchronous engine.
+
+    A "step" is a wait for the next outputs, whichever copy of the model they come from.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Any) -> None:
+        self.vllm_config = engine.vllm_config
+        self._loop, self._engine = loop, engine
+        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        """Offer a request. What vLLM finds wrong with it is raised by `step`."""
+        run = self._listen(request_id, prompt, params)
+        self._tasks[request_id] = self._loop.create_task(run)
+
+    def step(self) -> list[Any]:
+        """Outputs that have come, at least one."""
+        return self._loop.run_until_complete(self._wait())
+
+    def abort_request(self, request_ids: Sequence[str]) -> None:
+        """Drop requests."""
+        tasks = [self._tasks.pop(name) for name in request_ids if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(self._abort(list(request_ids), tasks))
+
+    def shutdown(self) -> None:
+        """Stop the processes and the loop."""
+        self.abort_request(list(self._tasks))
+        self._engine.shutdown()
+        self._loop.close()
+
+    async def _listen(self, request_id: str, prompt: Any, params: Any) -> None:
+        try:
+            async for output in self._engine.generate(prompt, params, request_id):
+                self._outputs.put_nowait(output)
+        except Exception as error:
+            self._outputs.put_nowait(error)
+        finally:
+            self._tasks.pop(request_id, None)
+
+    async def _wait(self) -> list[Any]:
+        outputs = [await self._outputs.get()]
+        while not self._outputs.empty():
+            outputs.append(self._outputs.get_nowait())
+        for output in outputs:
+            if isinstance(output, Exception):
+                raise output
+        return outputs
+
+    async def _abort(self, request_ids: list[str], tasks: list[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._engine.abort(request_ids)
+        while not self._outputs.empty():
+            self._outputs.get_nowait()

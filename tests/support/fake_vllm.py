@@ -1,0 +1,201 @@
+"""vLLM's public interface as engine=vllm uses it, over a target that is arithmetic.
+
+Requests hand out tokens, statistics count drafts over all of a step's requests: as in vLLM, which
+request was accepted how much is told by neither alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import sys
+from collections.abc import AsyncIterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import target_token
+
+VOCAB_SIZE = 64
+SCRIPT = (3, 0, 2, 1)  # accepted drafts by step of each request, cycled
+
+
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(SimpleNamespace):
+    def __init__(self, **fields: Any) -> None:
+        if fields["min_p"] > 0.5:
+            raise ValueError("min_p is not yet supported with speculative decoding.")
+        super().__init__(**fields)
+
+
+class EngineArgs(SimpleNamespace):
+    """Remembers what it is given."""
+
+
+class FakeRequest:
+    """A request on its way through the fake."""
+
+    def __init__(self, name: str, prompt: Sequence[int], params: Any) -> None:
+        self.name, self.prompt, self.params = name, list(prompt), params
+        self.output: list[int] = []
+        self.turn = 0
+
+    def advance(self, width: int, max_model_len: int) -> tuple[list[int], int, int]:
+        """Tokens of one step, drafts offered, drafts accepted."""
+        room = max_model_len - len(self.prompt) - len(self.output)
+        width = min(width, max(0, room - 1)) if self.output else 0
+        accepted = min(width, SCRIPT[self.turn % len(SCRIPT)])
+        self.turn += bool(self.output)
+        new: list[int] = []
+        for _ in range(accepted + 1):
+            new.append(target_token([*self.prompt, *self.output, *new]))
+            if self._ends(new, max_model_len):
+                break
+        self.output += new
+        return new, width, accepted
+
+    def _ends(self, new: list[int], max_model_len: int) -> bool:
+        count = len(self.output) + len(new)
+        if new[-1] in self.params.stop_token_ids:
+            self.reason: str | None = "stop"
+            return True
+        full = count >= self.params.max_tokens or len(self.prompt) + count >= max_model_len
+        self.reason = "length" if full else None
+        return full
+
+    def as_output(self, new: list[int]) -> Any:
+        final_only = self.params.output_kind is RequestOutputKind.FINAL_ONLY
+        completion = SimpleNamespace(
+            token_ids=self.output if final_only else new, finish_reason=self.reason
+        )
+        return SimpleNamespace(
+            request_id=self.name, outputs=[completion], finished=self.reason is not None
+        )
+
+
+class LLMEngine:
+    """Steps all its requests, up to max_num_seqs at a time."""
+
+    def __init__(self, args: EngineArgs, stat_loggers: Sequence[Any] | None = None) -> None:
+        self.args = args
+        self.requests: dict[str, FakeRequest] = {}
+        self.aborted: list[str] = []
+        self.counters = {"drafts": 0, "drafted": [0] * 8, "accepted": [0] * 8}
+        self.is_shut_down = False
+        self.engine_core = SimpleNamespace(shutdown=self._shut_down)
+        mode = args.compilation_config["cudagraph_mode"]
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                get_vocab_size=lambda: VOCAB_SIZE, max_model_len=args.max_model_len or 128
+            ),
+            compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode)),
+            use_v2_model_runner=True,
+        )
+        runner = SimpleNamespace(model_memory_usage=1000)
+        worker = SimpleNamespace(model_runner=runner, available_kv_cache_memory_bytes=500)
+        self.model_executor = SimpleNamespace(driver_worker=worker)
+        self.loggers = [make(self.vllm_config, 0) for make in stat_loggers or ()]
+        for logger in self.loggers:
+            logger.log_engine_initialized()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, stat_loggers: Any = None) -> LLMEngine:
+        return cls(args, stat_loggers)
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+        assert name not in self.requests
+        self.requests[name] = FakeRequest(name, prompt["prompt_token_ids"], params)
+
+    def abort_request(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.aborted.append(name)
+            self.requests.pop(name, None)
+
+    def step(self) -> list[Any]:
+        spec = self.args.speculative_config
+        k = spec["num_speculative_tokens"] if spec else 0
+        drafted, accepted, outputs = [0] * k, [0] * k, []
+        running = list(self.requests.values())[: self.args.max_num_seqs]
+        for request in running:
+            new, width, count = request.advance(k, self.vllm_config.model_config.max_model_len)
+            for i in range(width):
+                drafted[i] += 1
+                accepted[i] += i < count
+            if request.reason is not None:
+                del self.requests[request.name]
+            final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
+            if request.reason is not None or not final_only:
+                outputs.append(request.as_output(new))
+        self._report(drafted, accepted, len(running))
+        return outputs
+
+    def _report(self, drafted: list[int], accepted: list[int], num_running: int) -> None:
+        spec = None
+        if sum(drafted):
+            spec = SimpleNamespace(
+                num_draft_tokens_per_pos=drafted, num_accepted_tokens_per_pos=accepted
+            )
+            for i, (offered, kept) in enumerate(zip(drafted, accepted, strict=True)):
+                self.counters["drafted"][i] += offered
+                self.counters["accepted"][i] += kept
+            self.counters["drafts"] += drafted[0]
+        scheduler = SimpleNamespace(
+            num_running_reqs=num_running,
+            num_waiting_reqs=len(self.requests) - num_running,
+            kv_cache_usage=0.25,
+            spec_decoding_stats=spec,
+        )
+        for logger in self.loggers:
+            logger.record(scheduler, SimpleNamespace(num_preempted_reqs=0), None, engine_idx=0)
+
+    def _shut_down(self) -> None:
+        self.is_shut_down = True
+
+
+class AsyncLLMEngine:
+    """The same steps, one request's outputs at a time."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.inner = LLMEngine(args)
+        self.vllm_config = self.inner.vllm_config
+        self.aborted: list[str] = []
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLMEngine:
+        asyncio.get_running_loop()
+        return cls(args)
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        request = FakeRequest(name, prompt["prompt_token_ids"], params)
+        request.reason = None
+        while request.reason is None:
+            await asyncio.sleep(0)
+            request.advance(0, self.vllm_config.model_config.max_model_len)
+        yield request.as_output([])
+
+    async def abort(self, names: Sequence[str]) -> None:
+        self.aborted += names
+
+    def shutdown(self) -> None:
+        self.inner.is_shut_down = True
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> ModuleType:
+    """Put the fake where `import vllm` finds it, on a machine that seems to have a GPU."""
+    module = ModuleType("vllm")
+    module.__version__ = version  # type: ignore[attr-defined]
+    for kind in (EngineArgs, LLMEngine, SamplingParams, AsyncLLMEngine):
+        setattr(module, kind.__name__, kind)
+    module.AsyncEngineArgs = EngineArgs  # type: ignore[attr-defined]
+    parameters = ModuleType("vllm.sampling_params")
+    parameters.RequestOutputKind = RequestOutputKind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return module
