@@ -1,30 +1,16 @@
-"""Mixture of experts: routing and the weighted sum of the chosen experts."""
+"""Mixture of experts: the weighted sum of the chosen experts (`routing` chooses them)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from hydraspec_kernels.gated_activation import gated_activation
+from hydraspec_kernels.gated_activation import gated_activation, gated_silu
+from hydraspec_kernels.launch import runs_kernels
 from hydraspec_kernels.moe.cpu import Gated, moe_dense, moe_gather
-from hydraspec_kernels.moe.reference import route_grouped_reference, route_reference
+from hydraspec_kernels.routing import route, route_grouped
 
 __all__ = ["moe", "route", "route_grouped"]
-
-
-def route(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Router logits [T, E] -> weights [T, k] float32 (or wider) and experts [T, k]; scale [E]
-    comes last.
-    """
-    return route_reference(logits, k, scale)
-
-
-def route_grouped(
-    logits: Tensor, bias: Tensor, k: int, num_groups: int, kept_groups: int
-) -> tuple[Tensor, Tensor]:
-    """Router logits [T, E] and selection bias [E] -> sigmoid scores [T, k], not renormalised, and
-    experts [T, k] out of the kept_groups best groups.
-    """
-    return route_grouped_reference(logits, bias, k, num_groups, kept_groups)
 
 
 def moe(
@@ -39,6 +25,10 @@ def moe(
 
     gated joins the gate and up halves, [..., 2I] -> [..., I].
     """
+    if runs_kernels(x) and x.dtype is not torch.float64 and gated in (gated_activation, gated_silu):
+        from hydraspec_kernels.moe.kernel import moe_cuda  # Triton, where there is a GPU
+
+        return moe_cuda(x, weights, experts, gate_up, down, uses_silu=gated is gated_silu)
     # Gathering copies T * k experts and computes as many; running all reads E in place and
     # computes T times E.
     few = 2 * experts.numel() <= gate_up.shape[0]
