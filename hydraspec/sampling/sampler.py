@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from hydraspec_kernels.token_choice import draw_tokens
 from torch import Tensor
 
-from hydraspec.sampling.streams import Purpose, exponential_race
+from hydraspec.sampling.streams import Purpose
 from hydraspec.types import SamplingFlags
 
 EVERYTHING = SamplingFlags()
@@ -84,8 +85,7 @@ def sample(
     seed, position, purpose and index, each [...] or scalar, key the draw (see
     `streams.stream_key`). Tokens of weight 0 are never drawn unless all are 0.
     """
-    race = exponential_race(seed, position, purpose, index, weights.shape[-1])
-    return torch.div(weights, race, out=race).argmax(-1)
+    return draw_tokens(weights, seed, position, purpose, index)
 
 
 def sample_draft(

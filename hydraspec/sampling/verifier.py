@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from hydraspec_kernels.token_choice import greedy_tokens
+from hydraspec_kernels.verification import Verified, verify_at_rate, verify_prefix
 from torch import Tensor
 
 from hydraspec.sampling.sampler import EVERYTHING, process_logits, sample
@@ -65,8 +67,6 @@ class Acceptance:
 class Verifier(ABC):
     """Decides one step's drafts; one object serves all steps and keeps no state between them."""
 
-    greedy_is_prefix_match = True  # temperature 0 means "accept while the draft is the argmax"
-
     def __call__(
         self, logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags = EVERYTHING
     ) -> Verdict:
@@ -79,33 +79,31 @@ class Verifier(ABC):
         """
         if logits.shape[0] == 0:
             return _nothing_sampled(batch)
-        if batch.all_greedy and self.greedy_is_prefix_match:
-            return verify_greedy(logits, batch)
+        if batch.all_greedy:
+            return _verdict(self.verify_choices(greedy_tokens(logits), batch, state))
         trial = _prepare(logits, batch, state, flags)
         acceptance = self.accept(trial)
         return _emit(trial, acceptance, _next_token(trial, acceptance), batch)
+
+    def verify_choices(self, choices: Tensor, batch: Batch, state: RequestState) -> Verified:
+        """The rule for requests of temperature 0 alone, from the target's argmax [N].
+
+        Lossless rules accept while the draft is the argmax, and need no random numbers.
+        """
+        return verify_prefix(
+            choices, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples
+        )
 
     @abstractmethod
     def accept(self, trial: Trial) -> Acceptance:
         """Apply the rule to every request; K may be 0."""
 
 
-def verify_greedy(logits: Tensor, batch: Batch) -> Verdict:
-    """Accept drafts while they equal the target's argmax, then emit the argmax behind them.
-
-    logits [N, V]. Needs no request state and no random numbers; few operations, because on a CPU
-    each costs as much as the arithmetic.
-    """
-    choices = logits.argmax(-1).take(batch.verify_rows)
-    num_drafts = batch.draft_tokens.shape[1]
-    # Is token j emitted? Token 0 whenever the request samples, token j+1 if draft j matches too.
-    matches = choices.narrow(1, 0, num_drafts) == batch.draft_tokens
-    emitted = torch.cat([batch.samples.unsqueeze(1), matches], 1).cummin(1).values
-    num_sampled = emitted.sum(1)
+def _verdict(verified: Verified) -> Verdict:
     return Verdict(
-        tokens=torch.where(emitted, choices, -1),
-        num_sampled=num_sampled,
-        num_rejected=(batch.num_drafts + 1).mul_(batch.samples).sub_(num_sampled),
+        tokens=verified.tokens,
+        num_sampled=verified.num_sampled,
+        num_rejected=verified.num_rejected,
     )
 
 
@@ -119,7 +117,7 @@ class StandardVerifier(Verifier):
     def accept(self, trial: Trial) -> Acceptance:
         target, draft = trial.of_drafts()
         accepted = (trial.acceptance_draws() * draft < target) & (draft > 0) & trial.offered
-        num_accepted = accepted.cummin(1).values.sum(1) if accepted.shape[1] else accepted.sum(1)
+        num_accepted = accepted.cumprod(1).sum(1)
         return Acceptance(num_accepted=num_accepted, is_recovery=num_accepted < trial.num_offered)
 
 
@@ -176,8 +174,6 @@ class SyntheticVerifier(Verifier):
     and zeros. Emitted behind the drafts: a sample of the target.
     """
 
-    greedy_is_prefix_match = False
-
     def __init__(self, acceptance_length: float, num_speculative_tokens: int) -> None:
         if not 1 <= acceptance_length <= num_speculative_tokens + 1:
             raise ConfigurationError(
@@ -187,11 +183,17 @@ class SyntheticVerifier(Verifier):
             )
         self.acceptance_length = acceptance_length
 
+    def verify_choices(self, choices: Tensor, batch: Batch, state: RequestState) -> Verified:
+        return verify_at_rate(
+            choices, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
+            batch.seq_lens, batch.slots, state.seed, self.acceptance_length,
+        )  # fmt: skip
+
     def accept(self, trial: Trial) -> Acceptance:
         index = torch.arange(trial.drafts.shape[1], device=trial.drafts.device)
         rate = (self.acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
         accepted = (trial.acceptance_draws() < rate) & trial.offered
-        num_accepted = accepted.cummin(1).values.sum(1) if accepted.shape[1] else accepted.sum(1)
+        num_accepted = accepted.cumprod(1).sum(1)
         return Acceptance(
             num_accepted=num_accepted, is_recovery=torch.zeros_like(num_accepted, dtype=torch.bool)
         )
@@ -218,7 +220,7 @@ def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingF
         target_probs=probs.view(num_requests, num_rows, -1),
         draft_probs=_draft_distribution(batch, state, logits.shape[-1]),
         drafts=batch.draft_tokens.clamp(min=0),
-        offered=real.cummin(1).values if real.shape[1] else real,
+        offered=real.cumprod(1) > 0,
         greedy=state.temperature.index_select(0, slots) <= 0,
         seed=state.seed.index_select(0, slots),
         first_position=batch.seq_lens - batch.num_drafts,

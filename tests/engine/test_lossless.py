@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hydraspec_kernels.verification import Verified
 from scenarios import (
     KNOWN_TOKENS,
     Outcome,
@@ -26,6 +27,7 @@ from scenarios import (
     uncached_continuation,
 )
 from tiny_targets import assistant_config, gemma4_config, write_folder
+from torch import Tensor
 
 from hydraspec.engine.native import engine, runner
 from hydraspec.engine.native.kv_cache import KVCache
@@ -150,18 +152,18 @@ def slide_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def accept_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier lets the first wrong draft pass."""
-    true_verify = verifier.verify_greedy
+    true_verify = verifier.verify_prefix
 
-    def verify(logits: torch.Tensor, batch: Batch) -> Verdict:
-        verdict = true_verify(logits, batch)
+    def verify(choices: Tensor, rows: Tensor, drafts: Tensor, *rest: Tensor) -> Verified:
+        verdict = true_verify(choices, rows, drafts, *rest)
         more = (verdict.num_rejected > 0).long()
         width = torch.arange(verdict.tokens.shape[1])
         wrong = (width == verdict.num_sampled[:, None] - 1) & (more[:, None] > 0)
-        drafts = torch.nn.functional.pad(batch.draft_tokens, (0, 1), value=0)
-        verdict.tokens = torch.where(wrong, drafts, verdict.tokens)
+        padded = torch.nn.functional.pad(drafts, (0, 1), value=0)
+        verdict.tokens = torch.where(wrong, padded, verdict.tokens)
         return verdict
 
-    monkeypatch.setattr(verifier, "verify_greedy", verify)
+    monkeypatch.setattr(verifier, "verify_prefix", verify)
 
 
 def forget_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
