@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels.paged_attention import GroupShape, kernel, paged_attention, plan_attention
+from hydraspec_kernels.paged_attention import (
+    GroupShape,
+    kernel,
+    paged_attention,
+    plan_attention,
+    tiling,
+)
 from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
 from hydraspec_kernels.paged_attention.reference import (
     paged_attention_reference,
@@ -185,8 +191,8 @@ CASES = {
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to find a request for every case; few splits, for the interpreter is slow."""
     if request.param == "looked up":
-        monkeypatch.setattr(kernel, "MOST_SPLIT_ROWS", 0)
-    monkeypatch.setattr(kernel, "FULL_DEVICE", 8)
+        monkeypatch.setattr(tiling, "MOST_SPLIT_ROWS", 0)
+    monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
     return request.param
 
 
@@ -197,18 +203,18 @@ def test_matches_the_definition(name: str, regime: str) -> None:
 
 @pytest.mark.parametrize("name", ["verify rows", "rows behind the last request"])
 def test_without_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FULL_DEVICE", 1)
+    monkeypatch.setattr(tiling, "FULL_DEVICE", 1)
     check(build(CASES[name]))
 
 
 def test_more_splits_than_keys() -> None:
     inputs = build(Case((1,), (20,)))
-    assert kernel.tiling(inputs.plan.shape, 1, 1, torch.float32).splits == kernel.MAX_SPLITS
+    assert tiling.tiling(inputs.plan.shape, 1, 1, torch.float32).splits == tiling.MAX_SPLITS
     check(inputs)
 
 
 def test_prompts_are_looked_up() -> None:
-    rows = (1, kernel.MOST_SPLIT_ROWS + 4)
+    rows = (1, tiling.MOST_SPLIT_ROWS + 4)
     check(build(Case(rows, (30, rows[1]))))
 
 

@@ -10,7 +10,6 @@ S programs. Many rows: the grid is a bound, and a program looks its request up i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,17 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
-from hydraspec_kernels.paged_attention.plan import DevicePlan, GroupShape
+from hydraspec_kernels.paged_attention import tiling as cuts
+from hydraspec_kernels.paged_attention.plan import DevicePlan
 
 # The maximum of a query that has seen no key. Finite, so that no difference of two is NaN.
 NO_KEY = tl.constexpr(-1.0e38)
 
-# Programs that fill the device: two for each of the 132 multiprocessors of an H100 or H200. A
-# constant, so that sums have the same order on all devices.
-FULL_DEVICE = 264
-MAX_SPLITS = 32  # reading more partial sums back takes longer than it saves
-MOST_SPLIT_ROWS = 16  # of a request; with more of them there are enough programs without splits
-SPLIT_KEYS = tl.constexpr(16)  # a split's keys are a multiple of this
+SPLIT_KEYS = tl.constexpr(16)  # a split reads a multiple of as many keys
 
 
 @triton.jit
@@ -59,17 +54,85 @@ def _find_request(
 
 
 @triton.jit
-def _clear_queries(
-    out,
-    first_row,
-    stop_row,
-    kv_head,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+def _find_rows(
+    seq_lens, starts, request, num_rows, num_requests, ONE_ROW: tl.constexpr, CACHE: tl.constexpr
 ):
+    """First row, rows and length of a request; request B has the rows behind the last one."""
+    exists = request < num_requests
+    length = tl.load(seq_lens + request, mask=exists, other=0, cache_modifier=CACHE).to(tl.int32)
+    start, rows = request, 1
+    if not ONE_ROW:
+        start = tl.load(starts + request, cache_modifier=CACHE).to(tl.int32)
+        stop = tl.load(starts + request + 1, mask=exists, other=0, cache_modifier=CACHE)
+        rows = tl.where(exists, stop.to(tl.int32), num_rows) - start
+    return start, rows, length
+
+
+@triton.jit
+def _find_keys(
+    length, rows, tile, split, splits,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Which keys begin..limit this split reads of those that some query of the tile sees.
+
+    Others are not read: they may be freed, and hold anything.
+    """
+    last_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
+    begin, limit = 0, length - rows + last_row + 1
+    if WINDOW > 0:
+        begin = tl.maximum(length - rows + tile * BLOCK_M // GROUP - WINDOW + 1, 0)
+    if SPLIT:
+        share = tl.cdiv(tl.maximum(limit - begin, 0), splits * SPLIT_KEYS) * SPLIT_KEYS
+        share = tl.maximum(share, BLOCK_N)
+        begin += split * share
+        limit = tl.minimum(limit, begin + share)
+    return begin, limit
+
+
+@triton.jit
+def _prefetch(at, wanted):
+    """Bring the 128 bytes at each wanted address into the L2."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [at, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _prefetch_keys(
+    keys, values, table, begin, limit, table_width, num_blocks,
+    BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Bring the first COUNT keys and values into the L2.
+
+    This runs before the inputs can be relied on: whatever they hold, no address is outside.
+    """
+    LINE: tl.constexpr = 128 // (keys.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
+    j = begin + tl.arange(0, COUNT)
+    inside = (j >= 0) & (j < limit) & (j < table_width * BLOCK_SIZE)
+    block = tl.load(table + j // BLOCK_SIZE, mask=inside, other=-1, cache_modifier=".cg")
+    inside = inside & (block >= 0) & (block < num_blocks)
+    line = tl.arange(0, LINES) * LINE
+    wanted = inside[:, None] & (line < WIDTH)[None, :]
+    at = (block.to(tl.int64) * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * TOKEN + line[None, :]
+    _prefetch(keys + at, wanted)
+    if not LATENT:
+        _prefetch(values + at, wanted)
+
+
+@triton.jit
+def _clear_queries(
+    out, first_row, stop_row, kv_head,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Zeros for the queries of one KV head in rows first_row..stop_row."""
     d = tl.arange(0, BLOCK_V)
     for at in range(0, (stop_row - first_row) * GROUP, BLOCK_M):
@@ -81,10 +144,13 @@ def _clear_queries(
         tl.store(out + at_out[:, None] + d[None, :], zeros, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests", "row_tiles", "table_stride"])
+VARYING = ["num_rows", "num_requests", "row_tiles", "splits", "table_stride", "table_width"]
+
+
+@triton.jit(do_not_specialize=[*VARYING, "num_blocks"])
 def _attention_kernel(
     out,  # [T, Hq, Hv]
-    partial,  # [T, Hq, S, Hv] float32, then maxima and sums [2, T, Hq, S]; S > 1 only
+    partial,  # [T, Hq, S, Hv] float32, then maxima and sums [2, T, Hq, S]; SPLIT only
     query,  # [T, Hq, H], rows query_stride apart
     cache,  # [rows, 2, Hkv, H]; latent: [rows, 1, H]
     block_table,  # [B, P], rows table_stride apart
@@ -93,8 +159,11 @@ def _attention_kernel(
     num_rows,
     num_requests,
     row_tiles,  # of a request; unless BLOCK_B
+    splits,  # S
     query_stride,
     table_stride,
+    table_width,  # P
+    num_blocks,  # of the cache
     scale,  # times log2(e)
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -104,7 +173,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,  # 0: none
     BLOCK_SIZE: tl.constexpr,
     ONE_ROW: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # S > 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -114,54 +183,49 @@ def _attention_kernel(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_for_inputs(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    TOKEN: tl.constexpr = HEAD_DIM if LATENT else 2 * NUM_KV_HEADS * HEAD_DIM
     kv_head, split = tl.program_id(1), tl.program_id(2)
+    keys, values = cache + kv_head * HEAD_DIM, cache + (NUM_KV_HEADS + kv_head) * HEAD_DIM
+    if BLOCK_B == 0:
+        request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
+        table = block_table + request.to(tl.int64) * table_stride
+        if PDL:  # most of what it reads has been there for long
+            _, rows, length = _find_rows(
+                seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg"
+            )
+            begin, limit = _find_keys(
+                length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N
+            )
+            _prefetch_keys(
+                keys, values, table, begin, limit, table_width, num_blocks,
+                BLOCK_SIZE, TOKEN, HEAD_DIM, LATENT, 2 * BLOCK_N,
+            )  # fmt: skip
+    wait_for_inputs(PDL)
     if BLOCK_B > 0:  # the last tiles of a request see most: they go first
         unit = tl.num_programs(0) - 1 - tl.program_id(0)
         request, tile = _find_request(starts, unit, num_requests, GROUP, BLOCK_M, BLOCK_B)
-    else:
-        request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
-    exists = request < num_requests
-    length = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
-    start, rows = request, 1
-    if not ONE_ROW:
-        start = tl.load(starts + request).to(tl.int32)
-        stop = tl.load(starts + request + 1, mask=exists, other=0).to(tl.int32)
-        rows = tl.where(exists, stop, num_rows) - start
-    if SPLITS == 1 and BLOCK_B == 0 and not ONE_ROW:  # elsewhere others see to rows of nobody
-        last = tl.program_id(0) == (num_requests - 1) * row_tiles
+        table = block_table + request.to(tl.int64) * table_stride
+    start, rows, length = _find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
+    if not SPLIT and BLOCK_B == 0 and not ONE_ROW:  # elsewhere others see to rows of nobody
+        stop, last = start + rows, tl.program_id(0) == (num_requests - 1) * row_tiles
         until = tl.where(last, num_rows, stop)
         _clear_queries(out, stop, until, kv_head, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_M, BLOCK_V)
-    first_row = tile * BLOCK_M // GROUP
-    if first_row >= rows:
+    if tile * BLOCK_M // GROUP >= rows:
         return
     f = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = f // GROUP, kv_head * GROUP + f % GROUP
     inside = row < rows
-    position = length - rows + row
     at_query = (start + row).to(tl.int64) * query_stride + head * HEAD_DIM
     q = _load_rows(query, at_query, inside, 0, VALUE_DIM, BLOCK_V)
     if BLOCK_R > 0:
         q_rest = _load_rows(query, at_query, inside, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
 
-    # Keys first..end are seen by some query of the tile; this split reads begin..limit of them.
-    # Others are not read: they may be freed, and hold anything.
-    last_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
-    end = length - rows + last_row + 1
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - rows + first_row - WINDOW + 1, 0)
-    begin, limit = first, end
-    if SPLITS > 1:
-        share = tl.cdiv(tl.maximum(end - first, 0), SPLITS * SPLIT_KEYS) * SPLIT_KEYS
-        share = tl.maximum(share, BLOCK_N)
-        begin = first + split * share
-        limit = tl.minimum(end, begin + share)
+    begin, limit = _find_keys(
+        length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N
+    )
+    position = length - rows + row
     newest = tl.minimum(position, limit - 1)
-    TOKEN: tl.constexpr = HEAD_DIM if LATENT else 2 * NUM_KV_HEADS * HEAD_DIM
-    keys, values = cache + kv_head * HEAD_DIM, cache + (NUM_KV_HEADS + kv_head) * HEAD_DIM
-    table = block_table + request.to(tl.int64) * table_stride
     top = tl.full([BLOCK_M], NO_KEY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -190,10 +254,10 @@ def _attention_kernel(
     d = tl.arange(0, BLOCK_V)
     mask = inside[:, None] & (d < VALUE_DIM)[None, :]
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
-    if SPLITS > 1:
-        at_split = at_out * SPLITS + split
+    if SPLIT:
+        at_split = at_out * splits + split
         tl.store(partial + at_split[:, None] * VALUE_DIM + d[None, :], acc, mask=mask)
-        size = num_rows.to(tl.int64) * NUM_HEADS * SPLITS
+        size = num_rows.to(tl.int64) * NUM_HEADS * splits
         stats = partial + size * VALUE_DIM
         tl.store(stats + at_split, top, mask=inside)
         tl.store(stats + size + at_split, total, mask=inside)
@@ -203,30 +267,33 @@ def _attention_kernel(
         tl.store(out + at_out[:, None] * VALUE_DIM + d[None, :], result, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests"])
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "splits"])
 def _combine_kernel(
     out,  # [T, Hq, Hv]
     partial,  # as above
     starts,  # [B+1]; not read with ONE_ROW
     num_rows,
     num_requests,
+    splits,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ONE_ROW: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)  # row * Hq + head
-    split = at * SPLITS + tl.arange(0, SPLITS)
+    s = tl.arange(0, BLOCK_S)
+    split, exists = at * splits + s, s < splits
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    size = num_rows.to(tl.int64) * NUM_HEADS * SPLITS
-    top = tl.load(partial + size * VALUE_DIM + split)
-    total = tl.load(partial + size * (VALUE_DIM + 1) + split)
+    size = num_rows.to(tl.int64) * NUM_HEADS * splits
+    top = tl.load(partial + size * VALUE_DIM + split, mask=exists, other=NO_KEY)
+    total = tl.load(partial + size * (VALUE_DIM + 1) + split, mask=exists, other=0.0)
     part = split[:, None] * VALUE_DIM + d[None, :]
-    acc = tl.load(partial + part, mask=(d < VALUE_DIM)[None, :], other=0.0)
+    mask = exists[:, None] & (d < VALUE_DIM)[None, :]
+    acc = tl.load(partial + part, mask=mask, other=0.0)
     weight = tl.exp2(top - tl.max(top, 0))
     whole = tl.sum(total * weight, 0)
     result = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
@@ -236,46 +303,9 @@ def _combine_kernel(
     tl.store(out + at * VALUE_DIM + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a launch is cut."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    splits: int = 1  # 1 where requests are looked up
-
-
-def tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype) -> Tiling:
-    """A function of what the host knows; sequence lengths are not among it.
-
-    Sizes are the largest that leave registers for the sums [block_m, width] in float32 and shared
-    memory for two tiles of keys and values under way.
-    """
-    width = triton.next_power_of_2(shape.latent_dim or shape.head_dim)
-    queries = max_rows * shape.num_heads // shape.num_kv_heads
-    if max_rows > MOST_SPLIT_ROWS:
-        if dtype is torch.float32:
-            return Tiling(16, 16, 4, 1)
-        return Tiling(64, 32, 8, 2) if width > 256 else Tiling(128, 64, 8, 2)
-    block_m = max(16, min(64, triton.next_power_of_2(queries)))
-    if dtype is torch.float32:  # no tensor cores: operands are in registers
-        cut = Tiling(16, 16, 4, 1)
-    elif width <= 256:
-        cut = Tiling(block_m, 32, 4, 5 if block_m < 64 else 3)
-    elif shape.latent_dim is not None:  # one tile serves keys and values
-        cut = Tiling(block_m, 32, 8, 5)
-    else:
-        cut = Tiling(block_m, 16, 4 if block_m == 16 else 8, 5)
-    programs = num_requests * shape.num_kv_heads * triton.cdiv(queries, cut.block_m)
-    wanted = max(1, min(FULL_DEVICE // programs, MAX_SPLITS))
-    return replace(cut, splits=1 << (wanted.bit_length() - 1))
-
-
 def _check(query: Tensor, cache: Tensor, plan: DevicePlan) -> None:
     shape = plan.shape
-    assert query.dtype is cache.dtype, f"query {query.dtype}, cache {cache.dtype}"
+    assert query.dtype is cache.dtype
     assert query.shape[1:] == (shape.num_heads, shape.head_dim), query.shape
     assert query.stride()[1:] == (shape.head_dim, 1), "a row's heads are contiguous"
     assert cache.is_contiguous(), "tokens of the cache are contiguous"
@@ -297,8 +327,8 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
     out = query.new_empty(num_rows, shape.num_heads * value_dim)
     if num_rows == 0:
         return out
-    cut = tiling(shape, plan.max_rows, num_requests, query.dtype)
-    if plan.max_rows <= MOST_SPLIT_ROWS:
+    cut = cuts.tiling(shape, plan.max_rows, num_requests, query.dtype)
+    if plan.max_rows <= cuts.MOST_SPLIT_ROWS:
         block_b, row_tiles = 0, triton.cdiv(plan.max_rows * group, cut.block_m)
         tiles = num_requests * row_tiles
     else:
@@ -321,8 +351,11 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
         num_rows,
         num_requests,
         row_tiles,
+        cut.splits,
         query.stride(0),
         plan.block_table.stride(0),
+        plan.block_table.shape[1],
+        cache.shape[0] // shape.block_size,
         shape.scale * math.log2(math.e),
         NUM_HEADS=shape.num_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
@@ -332,7 +365,7 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
         WINDOW=shape.window or 0,
         BLOCK_SIZE=shape.block_size,
         ONE_ROW=plan.query_start_loc is None,
-        SPLITS=cut.splits,
+        SPLIT=cut.splits > 1,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
@@ -351,10 +384,11 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
             starts,
             num_rows,
             num_requests,
+            cut.splits,
             NUM_HEADS=shape.num_heads,
             VALUE_DIM=value_dim,
             ONE_ROW=plan.query_start_loc is None,
-            SPLITS=cut.splits,
+            BLOCK_S=8 if cut.splits <= 8 else cuts.MAX_SPLITS,
             BLOCK_D=block_d,
             num_warps=4,
             **options,
