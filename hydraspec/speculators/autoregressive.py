@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from hydraspec_kernels import breaks
+from hydraspec_kernels.step_inputs import NewestRows
 from torch import Tensor
 
-from hydraspec.speculators.draft_model import DraftModelSpeculator, NewestRow
+from hydraspec.config.schema import RunConfig
+from hydraspec.graphs import Captured, Descriptor, GraphManager
+from hydraspec.graphs.capture import copy_into
+from hydraspec.speculators.base import DraftGraphs
+from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.rows import single_rows, target_rows
 from hydraspec.types import Batch, Draft, RequestState, TargetStep, Verdict
+
+
+@dataclass(slots=True)
+class DecodeStart:
+    """Where the decode pass begins: behind the first draft."""
+
+    row: NewestRows
+    tokens: Tensor  # [B] the first drafts
+    feedback: Tensor  # [B, H] what the next step takes as hidden state
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeInputs:
+    """What a captured decode pass reads."""
+
+    start: DecodeStart
+    batch: Batch
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
@@ -17,9 +41,17 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     Draft row t holds the token at t+1 and the target's state at t; its KV stands in slot t. After a
     step the draft's cache therefore covers exactly the target's computed tokens.
+
+    The prefill pass is captured as the step is. The decode steps are one pass, a full graph or
+    eager, and a part of the step's graph where that holds the whole step.
     """
 
     owns_kv_cache: ClassVar[bool] = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._graphs: DraftGraphs | None = None
+        self._decode_graphs: GraphManager[DecodeInputs, Draft] | None = None
 
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
@@ -31,22 +63,18 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         hidden, feedback = self.first_step(row, target_step, batch, state)
         if nobody_samples:  # the draft's cache is filled, and nobody drafts
             return None
-        drafts: list[Tensor] = []
-        probs: list[Tensor] = []
-        for index in range(self.num_speculative_tokens):
-            if index:
-                hidden, feedback = self.next_step(row, drafts[-1], feedback, batch, index)
-            # The sampled token stands at p + 1, so draft `index` predicts position p + 2 + index.
-            tokens, drawn_from = self.sample_draft(
-                hidden, batch, state, row.seq_lens + (1 + index), index
-            )
-            drafts.append(tokens)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-        return Draft(tokens=torch.stack(drafts, 1), probs=torch.stack(probs, 1) if probs else None)
+        # The sampled token stands at p + 1, so draft `index` predicts position p + 2 + index.
+        tokens, probs = self.sample_draft(hidden, batch, state, row.seq_lens + 1, 0)
+        first = None if probs is None else probs.unsqueeze(1)
+        if self.num_speculative_tokens == 1:
+            return Draft(tokens=tokens.unsqueeze(1), probs=first)
+        rest = breaks.run(self._decode_pass, DecodeStart(row, tokens, feedback), batch, state)
+        if first is not None and rest.probs is not None:
+            first = torch.cat((first, rest.probs), 1)
+        return Draft(tokens=torch.cat((tokens.unsqueeze(1), rest.tokens), 1), probs=first)
 
     def first_step(
-        self, row: NewestRow, target_step: TargetStep, batch: Batch, state: RequestState
+        self, row: NewestRows, target_step: TargetStep, batch: Batch, state: RequestState
     ) -> tuple[Tensor, Tensor]:
         """States of the newest rows, for logits [B, H_draft] and for feedback [B, H]."""
         hidden, feedback = self.head.forward(
@@ -58,11 +86,89 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return hidden.index_select(0, row.rows), feedback.index_select(0, row.rows)
 
     def next_step(
-        self, row: NewestRow, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
+        self, row: NewestRows, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
     ) -> tuple[Tensor, Tensor]:
         """The same for draft `index`, behind draft `index` - 1, `tokens` [B], at p + `index`."""
-        rows = single_rows(batch, self.draft_specs, tokens, row.positions + index, index)
+        rows = single_rows(batch, self.draft_specs, tokens, row, index)
         states: tuple[Tensor, Tensor] = self.head.forward(
             rows, feedback, self.draft_caches, step=index
         )
         return states
+
+    def resume(self, row: NewestRows, batch: Batch) -> None:
+        """Work out again what `first_step` leaves for `next_step`: a captured decode pass does not
+        see it.
+        """
+        return None
+
+    def _decode_pass(self, start: DecodeStart, batch: Batch, state: RequestState) -> Draft:
+        captured = self._captured_for(batch)
+        if captured is None:
+            return self._decode_steps(start, batch, state)
+        copy_into(captured.inputs.start, start)
+        return captured.replay()
+
+    def _decode_steps(self, start: DecodeStart, batch: Batch, state: RequestState) -> Draft:
+        """Drafts 1 to K-1, [B, K-1]."""
+        row, last, feedback = start.row, start.tokens, start.feedback
+        drafts: list[Tensor] = []
+        probs: list[Tensor] = []
+        for index in range(1, self.num_speculative_tokens):
+            hidden, feedback = self.next_step(row, last, feedback, batch, index)
+            last, drawn_from = self.sample_draft(
+                hidden, batch, state, row.seq_lens + (1 + index), index
+            )
+            drafts.append(last)
+            if drawn_from is not None:
+                probs.append(drawn_from)
+        return Draft(tokens=torch.stack(drafts, 1), probs=torch.stack(probs, 1) if probs else None)
+
+    # ------------------------------------------------------------------ graphs
+
+    def init_cudagraph_manager(self, graphs: DraftGraphs) -> None:
+        if self.num_speculative_tokens == 1:
+            return
+        self._graphs = graphs
+        self._decode_graphs = GraphManager(
+            "draft", graphs.backend, self._static_inputs, self._captured_decode_pass
+        )
+
+    def capture(self) -> None:
+        """The decode pass of greedy drafts; sampled ones run eagerly outside a step's graph."""
+        if self._graphs is None or self._decode_graphs is None:
+            return
+        self._decode_graphs.capture_all([_one_row_each(size) for size in self._graphs.sizes])
+
+    def padded_requests(self, num_requests: int) -> int:
+        if self._decode_graphs is None:
+            return num_requests
+        captured = self._decode_graphs.dispatch(_one_row_each(num_requests))
+        return num_requests if captured is None else captured.descriptor.num_requests
+
+    def _captured_for(self, batch: Batch) -> Captured[DecodeInputs, Draft] | None:
+        sampled = self.is_probabilistic and not batch.all_greedy
+        if self._decode_graphs is None or sampled:
+            return None
+        captured = self._decode_graphs.dispatch(_one_row_each(batch.num_requests))
+        fits = captured is not None and captured.descriptor.num_requests == batch.num_requests
+        return captured if fits else None
+
+    def _static_inputs(self, descriptor: Descriptor) -> DecodeInputs:
+        assert self._graphs is not None
+        batch = self._graphs.make_batch(descriptor.num_requests)
+        none = torch.zeros_like(batch.slots)
+        row = NewestRows(none.clone(), none.clone(), none.clone(), none.clone())
+        width = self.head.spec.hidden_width
+        feedback = torch.zeros(
+            descriptor.num_requests, width, dtype=self.dtype, device=batch.slots.device
+        )
+        return DecodeInputs(DecodeStart(row, none, feedback), batch)
+
+    def _captured_decode_pass(self, inputs: DecodeInputs) -> Draft:
+        assert self._graphs is not None
+        self.resume(inputs.start.row, inputs.batch)
+        return self._decode_steps(inputs.start, inputs.batch, self._graphs.state)
+
+
+def _one_row_each(num_requests: int) -> Descriptor:
+    return Descriptor(num_requests=num_requests, num_rows=num_requests, rows_per_request=1)

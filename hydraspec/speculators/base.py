@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.graphs import GraphBackend
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep, Verdict
+
+
+@dataclass(slots=True, frozen=True)
+class DraftGraphs:
+    """What a drafter captures its decode pass with."""
+
+    backend: GraphBackend
+    sizes: tuple[int, ...]  # batch sizes worth a graph
+    make_batch: Callable[[int], Batch]  # padding alone, where every batch of that size will stand
+    state: RequestState
 
 
 class BaseSpeculator(ABC):
@@ -21,6 +33,8 @@ class BaseSpeculator(ABC):
     """
 
     owns_kv_cache: ClassVar[bool] = False  # drafts write KV of their own into further groups
+    # Why `propose` cannot be part of a graph, where it cannot: it asks the device, say.
+    cannot_be_captured: ClassVar[str | None] = None
 
     def __init__(self, config: RunConfig) -> None:
         self.num_speculative_tokens = config.method.num_speculative_tokens
@@ -61,6 +75,23 @@ class BaseSpeculator(ABC):
     def memory_bytes(self) -> int:
         """Bytes of weights the drafter holds beside the target's."""
         return 0
+
+    def init_cudagraph_manager(self, graphs: DraftGraphs) -> None:
+        """Take the means to capture what runs behind the pass over the step's rows.
+
+        That pass, and all of `propose` in a step that is one graph, is captured with the step.
+        """
+        return None
+
+    def capture(self) -> None:
+        """Capture it, after `init_cudagraph_manager` and once the cache is bound."""
+        return None
+
+    def padded_requests(self, num_requests: int) -> int:
+        """How many requests a step should have, some of them padding, so that a captured pass
+        serves it.
+        """
+        return num_requests
 
     @abstractmethod
     def propose(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from hydraspec_kernels.step_inputs import NewestRows, newest_rows
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling, RunConfig
@@ -63,20 +64,11 @@ class OwnCacheHead(DraftHead, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class NewestRow:
-    """Each request's newest computed row after verification, and the token sampled behind it."""
-
-    rows: Tensor  # [B] its place among the step's T rows
-    token_ids: Tensor  # [B] the newly sampled token
-    positions: Tensor  # [B] position of the row, p
-    seq_lens: Tensor  # [B] valid target KV, p + 1: rejected rows are not counted
-
-
 class DraftModelSpeculator(BaseSpeculator):
     """Holds a draft head and samples its tokens, greedily or from its distribution."""
 
     head: Any  # a DraftHead; leaves narrow it
+    dtype: torch.dtype  # of the target, whose states the head reads
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -91,6 +83,7 @@ class DraftModelSpeculator(BaseSpeculator):
         """Read the head from `checkpoint` and check it against `target`."""
 
     def load(self, target: TargetModel) -> None:
+        self.dtype = target.dtype
         self.head = self.load_draft_model(target, self._checkpoint())
         self.spec = self.head.spec
         self.aux_layer_ids = self.head.spec.aux_layer_ids
@@ -123,15 +116,17 @@ class DraftModelSpeculator(BaseSpeculator):
         size: int = self.head.memory_bytes()
         return size
 
-    def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRow:
-        """Where drafting starts. Requests that did not sample give a harmless row."""
-        newest = (verdict.num_sampled - 1).clamp_min(0).unsqueeze(1)
-        seq_lens = state.num_computed.index_select(0, batch.slots)
-        return NewestRow(
-            rows=batch.query_start_loc[1:] - 1 - verdict.num_rejected,
-            token_ids=verdict.tokens.gather(1, newest).squeeze(1).clamp_min(0),
-            positions=seq_lens - 1,
-            seq_lens=seq_lens,
+    def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRows:
+        """Where drafting starts: each request's newest computed row after verification, at p, and
+        the token sampled behind it. Requests that did not sample give a harmless row.
+        """
+        return newest_rows(
+            verdict.tokens,
+            verdict.num_sampled,
+            verdict.num_rejected,
+            batch.query_start_loc,
+            batch.slots,
+            state.num_computed,
         )
 
     def sample_draft(

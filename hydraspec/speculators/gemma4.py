@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from hydraspec_kernels.step_inputs import NewestRows
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
 from hydraspec.models.gemma4_assistant import Gemma4Assistant, load_assistant
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
-from hydraspec.speculators.draft_model import NewestRow
 from hydraspec.types import Batch, RequestState, TargetStep
 
 
@@ -27,16 +27,19 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         return load_assistant(checkpoint, weights=weights, target=target, seed=self.config.seed)
 
     def first_step(
-        self, row: NewestRow, target_step: TargetStep, batch: Batch, state: RequestState
+        self, row: NewestRows, target_step: TargetStep, batch: Batch, state: RequestState
     ) -> tuple[Tensor, Tensor]:
-        max_seq_len = max(segment.max_seq_len for segment in batch.segments)
-        self.context = self.head.begin(
-            row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches
-        )
+        self.resume(row, batch)
         hidden = target_step.hidden_states.index_select(0, row.rows)
         return self.head.step(self.context, row.token_ids, hidden)
 
     def next_step(
-        self, row: NewestRow, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
+        self, row: NewestRows, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
     ) -> tuple[Tensor, Tensor]:
         return self.head.step(self.context, tokens, feedback)
+
+    def resume(self, row: NewestRows, batch: Batch) -> None:
+        max_seq_len = max(segment.max_seq_len for segment in batch.segments)
+        self.context = self.head.begin(
+            row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hydraspec_kernels.slot_mapping import slot_mapping
+from hydraspec_kernels.step_inputs import NewestRows, decode_rows, shifted_tokens
 from torch import Tensor
 
 from hydraspec.types import Batch, KVGroupSpec, RequestState, Rows, RowSegment
@@ -17,13 +17,12 @@ def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec])
     A prompt row reads the next prompt token, the newest row the token sampled behind it. Rows of
     rejected drafts read whatever stands there; their KV is overwritten before any row may see it.
     """
-    columns = state.token_ids.shape[1]
-    place = (batch.slots * columns + 1).index_select(0, batch.row_request)
-    tokens = state.token_ids.view(-1).index_select(0, place.add_(batch.positions))
     first = len(batch.slot_mapping) - len(specs)
     return Rows(
         segments=batch.segments,
-        input_ids=tokens.clamp_min(0),
+        input_ids=shifted_tokens(
+            state.token_ids, batch.slots, batch.row_request, batch.positions
+        ),
         positions=batch.positions,
         seq_lens=batch.seq_lens,
         slot_mapping=batch.slot_mapping[first:],
@@ -37,23 +36,21 @@ def single_rows(
     batch: Batch,
     specs: Sequence[KVGroupSpec],
     tokens: Tensor,
-    positions: Tensor,
+    row: NewestRows,
     lookahead: int,
 ) -> Rows:
-    """One row per request at `positions` [B], `lookahead` behind its newest row."""
+    """One row per request, `lookahead` positions behind its newest row."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
-    requests = torch.arange(batch.num_requests, device=positions.device)
+    sizes = [spec.block_size for spec in specs]
+    rows = decode_rows(row.positions, row.seq_lens, lookahead, tables, sizes)
     return Rows(
         segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len),),
         input_ids=tokens,
-        positions=positions,
-        seq_lens=positions + 1,
-        slot_mapping=[
-            slot_mapping(table, requests, positions, spec.block_size)
-            for table, spec in zip(tables, specs, strict=True)
-        ],
+        positions=rows.positions,
+        seq_lens=rows.seq_lens,
+        slot_mapping=rows.slot_mapping,
         block_tables=tables,
-        query_start_loc=torch.arange(batch.num_requests + 1, device=positions.device),
+        query_start_loc=torch.arange(batch.num_requests + 1, device=tokens.device),
         has_padding=batch.has_padding,
     )

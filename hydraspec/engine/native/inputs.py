@@ -1,8 +1,7 @@
 """Input preparation: from the scheduler's plain numbers and the device-resident state to a `Batch`.
 
-Everything that depends on the plan's shape alone is a `Layout`, built once and kept; everything
-that depends on what was accepted is computed on the device. Nothing here reads the device from the
-host.
+Everything that depends on the plan's shape alone is a `Layout`; everything that depends on what was
+accepted is computed on the device. Nothing here reads the device from the host.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hydraspec_kernels.slot_mapping import slot_mapping
+from hydraspec_kernels.step_inputs import prepare_rows
 from torch import Tensor
 
-from hydraspec.types import Batch, KVGroupSpec, RequestState, StepPlan
+from hydraspec.types import Batch, KVGroupSpec, RequestState, RowSegment, SamplingFlags, StepPlan
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -27,25 +26,48 @@ class Layout:
     num_drafts: Tensor  # [B]
     samples: Tensor  # [B] bool
     query_start_loc: Tensor  # [B+1]
-    row_request: Tensor  # [T] batch index of the request a row belongs to
+    row_request: Tensor  # [T] batch index of the request a row belongs to, -1 for padding
     row_offset: Tensor  # [T] place of the row within its request's rows
     logits_rows: Tensor | None  # [N]; None: every row
     verify_rows: Tensor  # [B, K+1]
-    draft_rows: Tensor  # [B, K] rows of T that hold the drafts; a valid row where there is none
-    no_draft: Tensor  # [B, K] bool, true where there is none
-    every_draft: bool  # host fact: no_draft is all false
 
 
-class LayoutCache:
-    """Layouts by the plan's shape. Steady decoding repeats the same few, so the cache is small and
-    cleared when full."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PlanTensors:
+    """A plan on the device. A graph keeps the tensors and has new numbers written into them."""
+
+    layout: Layout
+    slots: Tensor  # [B]
+    tables: list[Tensor]  # per KV group [B, P]
+    segments: tuple[RowSegment, ...]
+    all_greedy: bool
+    flags: SamplingFlags
+    num_speculative_tokens: int
+    has_padding: bool = False
+
+
+class PlanPlacer:
+    """Puts plans on a CPU: layouts are kept by the plan's shape. Steady decoding repeats the same
+    few, so they are few and forgotten when too many."""
 
     def __init__(self, device: torch.device, max_entries: int = 256) -> None:
         self._device = device
         self._max_entries = max_entries
         self._layouts: dict[tuple[bytes, bytes, bytes], Layout] = {}
 
-    def get(self, plan: StepPlan) -> Layout:
+    def place(self, plan: StepPlan) -> PlanTensors:
+        """The plan's tensors; shapes are the plan's own."""
+        return PlanTensors(
+            layout=self._layout(plan),
+            slots=torch.from_numpy(plan.slots).to(self._device),
+            tables=[torch.from_numpy(table).to(self._device) for table in plan.block_tables],
+            segments=plan.segments,
+            all_greedy=plan.all_greedy,
+            flags=plan.flags,
+            num_speculative_tokens=plan.num_speculative_tokens,
+        )
+
+    def _layout(self, plan: StepPlan) -> Layout:
         key = (plan.num_rows.tobytes(), plan.num_drafts.tobytes(), plan.samples.tobytes())
         layout = self._layouts.get(key)
         if layout is None:
@@ -55,12 +77,17 @@ class LayoutCache:
         return layout
 
 
+def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First row of each request and the end [B+1]; request and offset of each row, [T] both."""
+    starts = np.zeros(len(num_rows) + 1, dtype=np.int64)
+    np.cumsum(num_rows, out=starts[1:])
+    row_request = np.repeat(np.arange(len(num_rows)), num_rows)
+    return starts, row_request, np.arange(starts[-1]) - starts[row_request]
+
+
 def _build_layout(plan: StepPlan, device: torch.device) -> Layout:
     num_rows, num_drafts, samples = plan.num_rows, plan.num_drafts, plan.samples
-    num_requests, width = len(num_rows), plan.num_speculative_tokens
-    starts = np.concatenate([[0], np.cumsum(num_rows)]).astype(np.int64)
-    row_request = np.repeat(np.arange(num_requests), num_rows)
-    row_offset = np.arange(starts[-1]) - starts[row_request]
+    starts, row_request, row_offset = row_places(num_rows)
     # Logits: the newest token's row and the drafts behind it, of every request that samples.
     needs_logits = samples[row_request] & (row_offset >= (num_rows - num_drafts - 1)[row_request])
     logits_rows = np.flatnonzero(needs_logits)
@@ -68,10 +95,8 @@ def _build_layout(plan: StepPlan, device: torch.device) -> Layout:
         np.cumsum(needs_logits) - needs_logits
     )  # exclusive prefix sum: place among the N rows
     newest = starts[:-1] + num_rows - num_drafts - 1
-    step = np.minimum(np.arange(width + 1), num_drafts[:, None])
+    step = np.minimum(np.arange(plan.num_speculative_tokens + 1), num_drafts[:, None])
     verify_rows = np.where(samples[:, None], first_logit[newest][:, None] + step, 0)
-    draft_rows = newest[:, None] + np.minimum(np.arange(1, width + 1), num_drafts[:, None])
-    no_draft = np.arange(width) >= num_drafts[:, None]
 
     def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -85,46 +110,40 @@ def _build_layout(plan: StepPlan, device: torch.device) -> Layout:
         row_offset=to_device(row_offset),
         logits_rows=None if len(logits_rows) == len(row_request) else to_device(logits_rows),
         verify_rows=to_device(verify_rows),
-        draft_rows=to_device(draft_rows),
-        no_draft=to_device(no_draft),
-        every_draft=not no_draft.any(),
     )
 
 
-def prepare(
-    plan: StepPlan,
-    layout: Layout,
-    state: RequestState,
-    specs: Sequence[KVGroupSpec],
-    device: torch.device,
-) -> Batch:
+def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]) -> Batch:
     """Inputs of the target's forward. Ids, positions, lengths and cache rows are read off the
     device state."""
-    slots = torch.from_numpy(plan.slots).to(device)
-    num_computed = state.num_computed.index_select(0, slots)
-    positions = num_computed.index_select(0, layout.row_request).add_(layout.row_offset)
-    row_start = (slots * state.token_ids.shape[1]).index_select(0, layout.row_request)
-    tokens = state.token_ids.view(-1).index_select(0, row_start.add_(positions))
-    drafts = tokens.index_select(0, layout.draft_rows.view(-1)).view(layout.draft_rows.shape)
-    if not layout.every_draft:
-        drafts = drafts.masked_fill(layout.no_draft, -1)
-    tables = [torch.from_numpy(table).to(device) for table in plan.block_tables]
+    layout = plan.layout
+    rows = prepare_rows(
+        state.num_computed,
+        state.token_ids,
+        plan.slots,
+        layout.num_rows,
+        layout.num_drafts,
+        layout.row_request,
+        layout.row_offset,
+        plan.tables,
+        [spec.block_size for spec in specs],
+        plan.num_speculative_tokens,
+        padded=plan.has_padding,
+    )
     return Batch(
         segments=plan.segments,
-        slots=slots,
+        slots=plan.slots,
         row_request=layout.row_request,
-        input_ids=tokens.clamp_min(0),  # a padding draft (-1) still needs a row of the embedding
-        positions=positions,
+        input_ids=rows.input_ids,
+        positions=rows.positions,
         query_start_loc=layout.query_start_loc,
-        seq_lens=num_computed + layout.num_rows,
-        slot_mapping=[
-            slot_mapping(table, layout.row_request, positions, spec.block_size)
-            for table, spec in zip(tables, specs, strict=True)
-        ],
-        block_tables=tables,
+        seq_lens=rows.seq_lens,
+        slot_mapping=rows.slot_mapping,
+        block_tables=plan.tables,
+        has_padding=plan.has_padding,
         logits_rows=layout.logits_rows,
         verify_rows=layout.verify_rows,
-        draft_tokens=drafts,
+        draft_tokens=rows.draft_tokens,
         num_drafts=layout.num_drafts,
         samples=layout.samples,
         all_greedy=plan.all_greedy,

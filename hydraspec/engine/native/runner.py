@@ -1,22 +1,26 @@
 """The device's share of a step: prepare → forward → verify → commit → propose, over persistent
 state.
 
-Nothing in here reads the device from the host; `NativeEngine` copies the results out after the
-step.
+Nothing in here reads the device from the host: results travel by themselves (`LaunchedStep`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from hydraspec.engine.native.inputs import LayoutCache, prepare
+from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.launch import LaunchedStep, launched_on_cpu
 from hydraspec.engine.native.state import commit, store_draft
 from hydraspec.engine.native.timing import PhaseClock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
-from hydraspec.types import Batch, RequestState, StepPlan, TargetStep, Verdict
+from hydraspec.types import Batch, RequestState, RowSegment, StepPlan, TargetStep, Verdict
+
+PHASES = {"place": "prepare", "commit": "verify"}  # verbs that are a part of another's phase
 
 
 class Runner:
@@ -36,11 +40,15 @@ class Runner:
         self.verifier = verifier
         self.kv = kv
         self.state = state
-        self._layouts = LayoutCache(target.device)
+        self._placer = PlanPlacer(target.device)
         speculator.bind_kv_caches(kv.specs, kv.caches)
 
-    def prepare(self, plan: StepPlan) -> Batch:
-        return prepare(plan, self._layouts.get(plan), self.state, self.kv.specs, self.target.device)
+    def place(self, plan: StepPlan) -> PlanTensors:
+        """The plan's numbers where the device reads them."""
+        return self._placer.place(plan)
+
+    def prepare(self, plan: PlanTensors) -> Batch:
+        return prepare(plan, self.state, self.kv.specs)
 
     def forward(self, batch: Batch) -> TargetStep:
         hidden, aux = self.target.forward(batch, self.kv.caches, self.speculator.aux_layer_ids)
@@ -62,16 +70,62 @@ class Runner:
 
     def time_with(self, clock: PhaseClock) -> None:
         """Have `clock` take the time of every verb."""
-        for verb in ("prepare", "forward", "verify", "commit", "propose"):
-            phase = "verify" if verb == "commit" else verb
+        for verb in ("place", "prepare", "forward", "verify", "commit", "propose"):
+            phase = PHASES.get(verb, verb)
             setattr(self, verb, clock.timed(phase, getattr(self, verb)))
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> tuple[Batch, TargetStep, Verdict]:
         """The device's verbs, in order."""
-        batch = self.prepare(plan)
+        return self.run(self.place(plan))
+
+    def run(self, inputs: PlanTensors) -> tuple[Batch, TargetStep, Verdict]:
+        """The same over a plan that is in place: what a graph of a whole step holds."""
+        batch, target_step, verdict = self.decide(inputs)
+        self.propose(batch, target_step, verdict)
+        return batch, target_step, verdict
+
+    def decide(self, inputs: PlanTensors) -> tuple[Batch, TargetStep, Verdict]:
+        """A step but for its last verb."""
+        batch = self.prepare(inputs)
         target_step = self.forward(batch)
         verdict = self.verify(batch, target_step)
         self.commit(batch, verdict)
-        self.propose(batch, target_step, verdict)
         return batch, target_step, verdict
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; its results come when they are asked for."""
+        batch, target_step, verdict = self.step(plan)
+        return launched_on_cpu(batch, verdict, target_step.logits)
+
+
+def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
+    """The first `count` requests, and the others, as plans of their own."""
+    first: list[RowSegment] = []
+    rest: list[RowSegment] = []
+    num_rows = int(plan.num_rows[:count].sum())
+    for segment in plan.segments:
+        if segment.first_request < count:
+            first.append(segment)
+        else:
+            rest.append(
+                replace(
+                    segment,
+                    first_row=segment.first_row - num_rows,
+                    first_request=segment.first_request - count,
+                )
+            )
+    return _part(plan, slice(count), first), _part(plan, slice(count, None), rest)
+
+
+def _part(plan: StepPlan, part: slice, segments: list[RowSegment]) -> StepPlan:
+    return replace(
+        plan,
+        slots=plan.slots[part],
+        num_rows=plan.num_rows[part],
+        num_drafts=plan.num_drafts[part],
+        samples=plan.samples[part],
+        segments=tuple(segments),
+        block_tables=[table[part] for table in plan.block_tables],
+    )

@@ -3,7 +3,9 @@ propose."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from hydraspec_kernels.verification import commit_tokens, store_drafts
 
 from hydraspec.types import Batch, Draft, RequestState, SamplingParams, Verdict
 
@@ -17,12 +19,14 @@ def new_request_state(
     device: torch.device,
     draft_vocab_map: torch.Tensor | None = None,
 ) -> RequestState:
-    """Zeroed state. `draft_vocab_size` None: drafts are greedy and no probabilities are kept.
+    """Zeroed state of `num_slots` requests and, behind them, one slot that padding requests share.
 
-    `draft_vocab_map` [V_draft]: the target's ids of a narrower draft vocabulary.
+    `draft_vocab_size` None: drafts are greedy and no probabilities are kept. `draft_vocab_map`
+    [V_draft]: the target's ids of a narrower draft vocabulary.
     """
     # Drafts of the last token stand past max_model_len; one more column takes masked writes.
     columns = max_model_len + num_speculative_tokens + 2
+    num_slots += 1
     probs = None
     if draft_vocab_size is not None:
         probs = torch.zeros(num_slots, num_speculative_tokens, draft_vocab_size, device=device)
@@ -43,9 +47,16 @@ def write_request(
     state: RequestState, slot: int, token_ids: list[int], sampling: SamplingParams
 ) -> None:
     """Give `slot` to a request: its tokens, nothing computed, no drafts left from the slot's last
-    owner."""
-    state.token_ids[slot].zero_()
-    state.token_ids[slot, : len(token_ids)] = torch.tensor(token_ids, device=state.token_ids.device)
+    owner.
+
+    On CUDA the host does not wait: tokens go through pinned memory, numbers as launch arguments.
+    """
+    row = state.token_ids[slot]
+    row.zero_()
+    staged = torch.from_numpy(np.array(token_ids, dtype=np.int64))
+    if row.is_cuda:
+        staged = staged.pin_memory()  # given back once the copy is done
+    row[: len(token_ids)].copy_(staged, non_blocking=True)
     state.num_computed[slot] = 0
     state.temperature[slot] = sampling.temperature
     state.top_k[slot] = sampling.top_k
@@ -57,32 +68,21 @@ def write_request(
 def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
     """Write the verdict into the state: emitted tokens behind the computed ones, then the new
     computed count."""
-    ends = batch.seq_lens - batch.num_drafts  # position of the first predicted token
-    num_computed = batch.seq_lens - verdict.num_rejected
-    _write_behind(state, batch, ends, verdict.tokens)
-    state.num_computed.index_copy_(0, batch.slots, num_computed)
+    commit_tokens(
+        state.token_ids,
+        state.num_computed,
+        batch.slots,
+        batch.seq_lens,
+        batch.num_drafts,
+        batch.samples,
+        verdict.tokens,
+        verdict.num_rejected,
+    )
 
 
 def store_draft(state: RequestState, batch: Batch, draft: Draft) -> None:
     """Put the drafts behind each request's newest sampled token, where the next step's rows read
     them."""
-    newest = state.num_computed.index_select(0, batch.slots)
-    _write_behind(state, batch, newest + 1, draft.tokens)
+    store_drafts(state.token_ids, state.num_computed, batch.slots, batch.samples, draft.tokens)
     if draft.probs is not None and state.draft_probs is not None:
         state.draft_probs.index_copy_(0, batch.slots, draft.probs)
-
-
-def _write_behind(
-    state: RequestState, batch: Batch, first: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """token_ids[slot, first + j] = tokens[:, j] for requests that sample; the others write the dump
-    column.
-
-    Entries of -1 behind the emitted tokens are written too: the drafts, or the next step, overwrite
-    them.
-    """
-    columns = state.token_ids.shape[1]
-    offsets = torch.arange(tokens.shape[1], device=tokens.device)
-    places = torch.where(batch.samples.unsqueeze(1), first.unsqueeze(1) + offsets, columns - 1)
-    places = places + (batch.slots * columns).unsqueeze(1)
-    state.token_ids.view(-1).index_copy_(0, places.view(-1), tokens.reshape(-1))

@@ -1,0 +1,309 @@
+"""A runner whose steps are launched: plans uploaded, batches padded to a graph where one fits,
+results on their way before the step has run.
+
+Every shape here is a host number. Padding requests have the state's last slot, no rows of their
+own, length 0 and do not sample; padding rows have id 0, position 0 and cache row -1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.engine.native.inputs import PlanTensors
+from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.launch import LaunchedStep, ResultRing, packed_results
+from hydraspec.engine.native.runner import Runner, split_plan
+from hydraspec.engine.native.upload import PlanUpload, UploadShape
+from hydraspec.graphs import (
+    Captured,
+    Descriptor,
+    GraphBackend,
+    GraphManager,
+    GraphModes,
+    mixed_row_sizes,
+)
+from hydraspec.graphs.modes import NONE, PIECEWISE
+from hydraspec.models.base import TargetModel
+from hydraspec.sampling.verifier import Verifier
+from hydraspec.speculators.base import BaseSpeculator, DraftGraphs
+from hydraspec.types import (
+    Batch,
+    RequestState,
+    RowSegment,
+    SamplingFlags,
+    StepPlan,
+    TargetStep,
+    Verdict,
+)
+
+log = logging.getLogger(__name__)
+
+GREEDY = SamplingFlags(any_greedy=True, any_top_k=False, any_top_p=False, any_min_p=False)
+# Ways of sampling that get graphs of their own; what comes after them shares the general one.
+MAX_VARIANTS = 4
+# A step of few prefill rows keeps the device less busy than the host: its decodes go first, as a
+# graph. Behind many rows they cost least where they share the pass over the weights.
+MAX_SPLIT_ROWS = 512
+EVERY_POSITION = 1 << 40
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunnerLimits:
+    """The largest batches, and the batch sizes that get graphs."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+    max_seq_len: int  # positions a block table can name
+    capture_sizes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What a captured step leaves behind. The last three are kept where drafting comes after it."""
+
+    packed: Tensor  # [B, 2K+2], see packed_results
+    logits: Tensor | None  # [K+1, V] of the first request of a mixed step
+    batch: Batch | None = None
+    target_step: TargetStep | None = None
+    verdict: Verdict | None = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A launched plan: the rows of `packed` that are real."""
+
+    packed: Tensor
+    count: int
+    logits: Tensor | None
+
+
+def _table_widths(kv: KVCache) -> tuple[int, ...]:
+    nobody = np.empty(0, dtype=np.int64)
+    return tuple(table.shape[1] for table in kv.block_tables(nobody, EVERY_POSITION))
+
+
+class DeviceRunner(Runner):
+    """Launches steps, eagerly or as graphs. The same verbs in the same order as any runner's."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        speculator: BaseSpeculator,
+        verifier: Verifier,
+        kv: KVCache,
+        state: RequestState,
+        *,
+        limits: RunnerLimits,
+        modes: GraphModes,
+        backend: GraphBackend | None,
+    ) -> None:
+        super().__init__(target, speculator, verifier, kv, state)
+        self.limits, self.modes, self.backend = limits, modes, backend
+        self._rows = limits.num_speculative_tokens + 1  # of a decoding request
+        self.upload = PlanUpload(
+            UploadShape(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_rows=limits.max_num_batched_tokens,
+                num_speculative_tokens=limits.num_speculative_tokens,
+                table_widths=_table_widths(kv),
+            ),
+            target.device,
+        )
+        self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
+        self._variants: list[SamplingFlags] = []
+        self.graphs: GraphManager[PlanTensors, StepOutputs] | None = None
+        if backend is not None and modes.enabled:
+            self.graphs = GraphManager(
+                "step", backend, self._static_inputs, self._captured_step, in_pieces=self._in_pieces
+            )
+
+    # ------------------------------------------------------------------ capture
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture what the mode asks for, for greedy steps; others are captured when first met."""
+        if self.graphs is None or self.backend is None:
+            return
+        sizes = self.limits.capture_sizes
+        if self.modes.draft != NONE:
+            self.speculator.init_cudagraph_manager(
+                DraftGraphs(self.backend, sizes, self._draft_batch, self.state)
+            )
+            self.speculator.capture()
+        self.graphs.capture_all(self.descriptors())
+
+    def descriptors(self) -> list[Descriptor]:
+        """What the mode asks for: greedy steps of decodes by batch size, mixed ones by rows."""
+        limits, greedy = self.limits, (True, GREEDY)
+        most_rows = min(limits.max_num_seqs * self._rows, limits.max_num_batched_tokens)
+        found = []
+        if self.modes.decode != NONE:
+            found = [
+                Descriptor(
+                    num_requests=size,
+                    num_rows=size * self._rows,
+                    rows_per_request=self._rows,
+                    variant=greedy,
+                )
+                for size in limits.capture_sizes
+                if size * self._rows <= most_rows
+            ]
+        if self.modes.mixed != NONE:
+            found += [
+                Descriptor(
+                    num_requests=limits.max_num_seqs,
+                    num_rows=rows,
+                    rows_per_request=None,
+                    variant=greedy,
+                )
+                for rows in mixed_row_sizes(limits.capture_sizes, self._rows, most_rows)
+            ]
+        return found
+
+    def _in_pieces(self, descriptor: Descriptor) -> bool:
+        mixed = descriptor.rows_per_request is None
+        return (self.modes.mixed if mixed else self.modes.decode) == PIECEWISE
+
+    def _static_inputs(self, descriptor: Descriptor) -> PlanTensors:
+        """A batch of padding alone, in the memory that plans of this shape are written to."""
+        self.upload.write(descriptor, None)
+        all_greedy, flags = descriptor.variant  # type: ignore[misc]
+        return self.upload.view(descriptor, self._segments(descriptor), all_greedy, flags)
+
+    def _segments(self, descriptor: Descriptor) -> tuple[RowSegment, ...]:
+        """Bounds that hold for every batch of this shape."""
+        b, t, longest = descriptor.num_requests, descriptor.num_rows, self.limits.max_seq_len
+        if descriptor.rows_per_request is not None:
+            return (RowSegment(0, 0, b, descriptor.rows_per_request, longest),)
+        whole = RowSegment(0, 0, 1, t, longest)  # one request may have all the rows
+        return (whole, RowSegment(t, 1, b - 1, 0, longest)) if b > 1 else (whole,)
+
+    def _captured_step(self, inputs: PlanTensors) -> StepOutputs:
+        batch, target_step, verdict = self.decide(inputs)
+        first = target_step.logits[: self._rows].clone() if batch.logits_rows is not None else None
+        outputs = StepOutputs(packed_results(batch, verdict), first)
+        if self.modes.holds_propose:
+            self.propose(batch, target_step, verdict)
+        else:
+            outputs.batch, outputs.target_step, outputs.verdict = batch, target_step, verdict
+        return outputs
+
+    def _draft_batch(self, num_requests: int) -> Batch:
+        """A greedy batch of padding, over the tables and slots that every batch stands in."""
+        descriptor = Descriptor(
+            num_requests=num_requests,
+            num_rows=num_requests * self._rows,
+            rows_per_request=self._rows,
+            variant=(True, GREEDY),
+        )
+        return self.prepare(self._static_inputs(descriptor))
+
+    # ------------------------------------------------------------------ launch
+
+    def place(self, plan: StepPlan) -> PlanTensors:
+        """Upload a plan that runs eagerly. Requests are padded to where a drafter's decode pass is
+        captured; rows are the plan's own."""
+        count, rows = len(plan.slots), int(plan.num_rows.sum())
+        b = self.speculator.padded_requests(count)
+        longest = max(segment.max_seq_len for segment in plan.segments)
+        segments = plan.segments
+        if self._is_uniform(plan) and b == count:
+            each, split = None, self._rows
+        else:
+            split = None
+            each = 0 if not plan.samples.any() else None if plan.num_drafts.any() else 1
+            if b > count:
+                segments = (*segments, RowSegment(rows, count, b - count, 0, longest))
+        shape = Descriptor(num_requests=b, num_rows=rows, rows_per_request=split)
+        self.upload.write(shape, plan, each)
+        return self.upload.view(
+            shape,
+            segments,
+            plan.all_greedy,
+            GREEDY if plan.all_greedy else plan.flags,
+            rows_of_logits=each,
+            has_padding=b > count,
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step, in two parts where its decodes have a graph that the whole has not."""
+        parts = [self._launch_part(part) for part in self._split(plan)]
+        logits = parts[-1].logits
+        return self._ring.launched([(part.packed, part.count) for part in parts], logits)
+
+    def _launch_part(self, plan: StepPlan) -> _Part:
+        count = len(plan.slots)
+        captured = self._graph_for(plan)
+        if captured is None:
+            batch, target_step, verdict = self.run(self.place(plan))
+            logits = target_step.logits
+            real = count * (logits.shape[0] // batch.num_requests)
+            return _Part(packed_results(batch, verdict), count, logits[:real] if real else None)
+        self.upload.write(captured.descriptor, plan)
+        outputs = captured.replay()
+        if outputs.batch is not None:
+            assert outputs.target_step is not None
+            assert outputs.verdict is not None
+            self.propose(outputs.batch, outputs.target_step, outputs.verdict)
+        return _Part(outputs.packed, count, outputs.logits if count == 1 else None)
+
+    def _split(self, plan: StepPlan) -> list[StepPlan]:
+        if self.graphs is None or self.modes.decode == NONE or self._graph_for(plan) is not None:
+            return [plan]
+        decodes = self._full_decodes(plan)
+        count = len(decodes) if decodes.all() else int(decodes.argmin())
+        rows_behind = int(plan.num_rows[count:].sum())
+        if not 0 < count < len(decodes) or rows_behind > MAX_SPLIT_ROWS:
+            return [plan]
+        first, rest = split_plan(plan, count)
+        return [plan] if self._graph_for(first) is None else [first, rest]
+
+    def _graph_for(self, plan: StepPlan) -> Captured[PlanTensors, StepOutputs] | None:
+        """The graph that serves a plan. One for its way of sampling is captured where only a greedy
+        one of its shape exists.
+        """
+        if self.graphs is None:
+            return None
+        wanted = Descriptor(
+            num_requests=len(plan.slots),
+            num_rows=int(plan.num_rows.sum()),
+            rows_per_request=self._rows if self._is_uniform(plan) else None,
+            variant=(True, GREEDY),
+        )
+        found = self.graphs.dispatch(wanted)
+        if found is None or plan.all_greedy:
+            return found
+        variant = self._variant(plan)
+        exact = replace(found.descriptor, variant=variant)
+        return self.graphs.dispatch(exact) or self._capture_late(exact)
+
+    def _capture_late(self, descriptor: Descriptor) -> Captured[PlanTensors, StepOutputs]:
+        assert self.graphs is not None
+        log.info("a way of sampling is met for the first time: capturing its steps")
+        return self.graphs.capture(descriptor)
+
+    def _variant(self, plan: StepPlan) -> Hashable:
+        flags = plan.flags
+        if flags not in self._variants:
+            if len(self._variants) == MAX_VARIANTS:
+                flags = SamplingFlags()  # everything may be asked for
+            else:
+                self._variants.append(flags)
+        return False, flags
+
+    def _full_decodes(self, plan: StepPlan) -> np.ndarray:
+        """[B] bool: requests that sample and verify all K drafts."""
+        k = self._rows - 1
+        found: np.ndarray = (plan.num_rows == k + 1) & (plan.num_drafts == k) & plan.samples
+        return found
+
+    def _is_uniform(self, plan: StepPlan) -> bool:
+        return bool(self._full_decodes(plan).all())

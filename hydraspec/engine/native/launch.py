@@ -1,0 +1,109 @@
+"""Results of launched steps on their way to the host: pinned memory and an event, no waiting until
+somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.types import Batch, Verdict
+
+RESULT_RING = 4  # launches whose results may be under way at once
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What the host learns of a step, in the plan's order."""
+
+    tokens: np.ndarray  # [B, K+1] int64, -1 from num_sampled on
+    num_sampled: np.ndarray  # [B] int64
+    draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
+
+
+class LaunchedStep:
+    """A step that runs, or has run. `logits` [N, V] of its last part, where no graph holds them."""
+
+    def __init__(
+        self,
+        logits: Tensor | None,
+        fetch: Callable[[], StepResult],
+        event: torch.cuda.Event | None = None,
+    ) -> None:
+        self.logits = logits
+        self._fetch = fetch
+        self._event = event
+        self._result: StepResult | None = None
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._result is not None or self._event is None or self._event.query()
+
+    def result(self) -> StepResult:
+        """The step's results; waits for the device if need be."""
+        if self._result is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._result = self._fetch()
+        return self._result
+
+
+def launched_on_cpu(batch: Batch, verdict: Verdict, logits: Tensor) -> LaunchedStep:
+    """Results that are there already."""
+
+    def fetch() -> StepResult:
+        return StepResult(
+            verdict.tokens.numpy(), verdict.num_sampled.numpy(), batch.draft_tokens.numpy()
+        )
+
+    return LaunchedStep(logits, fetch)
+
+
+def packed_results(batch: Batch, verdict: Verdict) -> Tensor:
+    """[B, 2K+2]: tokens, num_sampled, drafts under verification, ready for one copy."""
+    count = verdict.num_sampled.unsqueeze(1)
+    return torch.cat((verdict.tokens, count, batch.draft_tokens), 1)
+
+
+class ResultRing:
+    """Host memory for the results of the last few launches."""
+
+    def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
+        self._width, self._k = 2 * num_drafts + 2, num_drafts
+        self._is_cuda = device.type == "cuda"
+        shape = (max_num_seqs, self._width)
+        self._buffers = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(RESULT_RING)
+        ]
+        self._users: list[LaunchedStep | None] = [None] * RESULT_RING
+        self._turn = 0
+
+    def launched(self, parts: list[tuple[Tensor, int]], logits: Tensor | None) -> LaunchedStep:
+        """parts: packed results of each part of a step and how many of its requests are real.
+
+        A result nobody has fetched by the time its memory is needed again is fetched now.
+        """
+        place, self._turn = self._turn, (self._turn + 1) % RESULT_RING
+        before = self._users[place]
+        if before is not None:
+            before.result()
+        buffer, row = self._buffers[place], 0
+        for packed, count in parts:
+            buffer[row : row + count].copy_(packed[:count], non_blocking=True)
+            row += count
+        event = torch.cuda.Event() if self._is_cuda else None
+        if event is not None:
+            event.record()
+        k = self._k
+
+        def fetch() -> StepResult:
+            # Copied: the buffer serves another launch later.
+            found = buffer[:row].numpy().copy()
+            return StepResult(found[:, : k + 1], found[:, k + 1], found[:, k + 2 :])
+
+        launched = self._users[place] = LaunchedStep(logits, fetch, event)
+        return launched

@@ -1,0 +1,273 @@
+"""Plans in persistent device memory: what graphs read, and how new plans get there without a wait.
+
+A plan travels as one copy from pinned memory: its numbers, the places of its rows, and those
+entries of the block tables that changed since the last plan. The copy runs in stream order, so it
+cannot overtake a step that still reads the last plan; a pinned buffer is used again only once its
+copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.engine.native.inputs import Layout, PlanTensors, row_places
+from hydraspec.graphs import Descriptor
+from hydraspec.types import RowSegment, SamplingFlags, StepPlan
+
+NUM_STAGES = 4
+ALIGNMENT = 16  # words: kernels are compiled for aligned pointers, so sections begin at such
+MAX_CHANGES = 1 << 14  # table entries a plan's own copy may carry; more travel by themselves
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class UploadShape:
+    """What the buffers must hold."""
+
+    max_num_seqs: int  # B at most; slots of the state but for the last, which padding uses
+    max_num_rows: int  # T at most
+    num_speculative_tokens: int
+    table_widths: tuple[int, ...]  # P of each KV group
+
+
+class _Stage:
+    """One staging buffer and the event of the copy that last read it."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.words = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_cuda)
+        self.array = np.asarray(self.words)
+        self._event = torch.cuda.Event() if is_cuda else None
+
+    def wait(self) -> None:
+        """Until the last copy has read it: long done, unless the host is far ahead."""
+        if self._event is not None:
+            wait_for(self._event)
+
+    def send(self, to: Tensor, count: int) -> None:
+        to[:count].copy_(self.words[:count], non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Let the host wait for an event: the only wait of a step, and it is for an older one."""
+    event.synchronize()
+
+
+class PlanUpload:
+    """Device memory of one plan: `B` requests stand first in every section, at fixed places.
+
+    Words: slots, rows, drafts, samples, query_start_loc of all requests, then for mixed plans the
+    request and the offset of each row and the rows that need logits, then changed table entries.
+    """
+
+    def __init__(self, shape: UploadShape, device: torch.device) -> None:
+        self.shape = shape
+        self._device = device
+        b, k = shape.max_num_seqs, shape.num_speculative_tokens
+        each = _aligned(b)
+        self._slots, self._rows, self._drafts, self._starts = (i * each for i in range(4))
+        self._samples = self._starts + _aligned(b + 1)
+        self._header = self._samples + _aligned(-(-b // 8))  # a byte each
+        words = self._header + 2 * _aligned(shape.max_num_rows) + _aligned(b * (k + 1))
+        words += 2 * MAX_CHANGES
+        self._words = torch.zeros(words, dtype=torch.int64, device=device)
+        self._stages = [_Stage(words, device) for _ in range(NUM_STAGES)]
+        self._turn = 0
+        self._tables = _Tables(shape, device)
+        every = torch.arange(max(b, shape.max_num_rows, b * (k + 1)) + 1, device=device)
+        self._every = every
+        self._uniform: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._first_of = every[:b].unsqueeze(1).repeat(1, k + 1)  # one row of logits a request
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Per KV group [max B, P]."""
+        return self._tables.groups
+
+    def view(
+        self,
+        descriptor: Descriptor,
+        segments: tuple[RowSegment, ...],
+        all_greedy: bool,
+        flags: SamplingFlags,
+        *,
+        rows_of_logits: int | None = None,
+        has_padding: bool = True,
+    ) -> PlanTensors:
+        """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
+        plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row.
+        """
+        b, t, k = descriptor.num_requests, descriptor.num_rows, self.shape.num_speculative_tokens
+        each = k + 1 if rows_of_logits is None else rows_of_logits
+        slots, num_rows, num_drafts = (
+            self._words[first : first + b] for first in (self._slots, self._rows, self._drafts)
+        )
+        samples = self._words[self._samples : self._header].view(torch.bool)[:b]
+        logits_rows: Tensor | None = None
+        if descriptor.rows_per_request is not None:
+            row_request, row_offset, starts = self._uniform_rows(b, descriptor.rows_per_request)
+        else:
+            first, second, third = self._row_sections(t)
+            row_request = self._words[first : first + t]
+            row_offset = self._words[second : second + t]
+            logits_rows = self._words[third : third + b * each]
+            starts = self._words[self._starts : self._starts + b + 1]
+        verify_rows = self._every[: b * (k + 1)].view(b, k + 1)
+        return PlanTensors(
+            layout=Layout(
+                num_rows=num_rows,
+                num_drafts=num_drafts,
+                samples=samples,
+                query_start_loc=starts,
+                row_request=row_request,
+                row_offset=row_offset,
+                logits_rows=logits_rows,
+                verify_rows=verify_rows if each == k + 1 else self._first_of[:b],
+            ),
+            slots=slots,
+            tables=[table[:b] for table in self.tables],
+            segments=segments,
+            all_greedy=all_greedy,
+            flags=flags,
+            num_speculative_tokens=k,
+            has_padding=has_padding,
+        )
+
+    def _row_sections(self, num_rows: int) -> tuple[int, int, int]:
+        """Where a mixed plan's requests of rows, offsets of rows, and rows of logits begin."""
+        each = _aligned(num_rows)
+        return self._header, self._header + each, self._header + 2 * each
+
+    def _uniform_rows(self, b: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Request and offset of each row, and start locations, of `b` requests of `rows` rows."""
+        found = self._uniform.get((b, rows))
+        if found is None:
+            every = self._every
+            found = self._uniform[b, rows] = (
+                every[: b * rows].div(rows, rounding_mode="floor"),
+                every[: b * rows].remainder(rows),
+                every[: b + 1] * rows,
+            )
+        return found
+
+    def write(
+        self, descriptor: Descriptor, plan: StepPlan | None, rows_of_logits: int | None = None
+    ) -> None:
+        """Put a plan, or none at all, into the places of `descriptor`; the rest becomes padding."""
+        stage = self._stages[self._turn]
+        self._turn = (self._turn + 1) % NUM_STAGES
+        stage.wait()
+        words = stage.array
+        self._write_header(words, plan)
+        count = self._header
+        if descriptor.rows_per_request is None:
+            count = self._write_rows(words, descriptor, plan, rows_of_logits)
+        index, values = self._tables.changes([] if plan is None else plan.block_tables)
+        n = len(index)
+        if n <= MAX_CHANGES:
+            words[count : count + n] = index
+            words[count + n : count + 2 * n] = values
+        stage.send(self._words, count + (2 * n if n <= MAX_CHANGES else 0))
+        if n > MAX_CHANGES:
+            self._tables.send(index, values)
+        elif n:
+            sent = self._words[count : count + 2 * n].view(2, n)
+            self._tables.flat.index_copy_(0, sent[0], sent[1])
+
+    def _write_header(self, words: np.ndarray, plan: StepPlan | None) -> None:
+        size = self.shape.max_num_seqs
+        words[: self._header] = 0
+        words[self._slots : self._slots + size] = size  # the slot of nobody
+        if plan is None:
+            return
+        b, starts = len(plan.slots), self._starts
+        words[self._slots : self._slots + b] = plan.slots
+        words[self._rows : self._rows + b] = plan.num_rows
+        words[self._drafts : self._drafts + b] = plan.num_drafts
+        words[self._samples : self._header].view(np.bool_)[:b] = plan.samples
+        np.cumsum(plan.num_rows, out=words[starts + 1 : starts + 1 + b])
+        words[starts + 1 + b : starts + 1 + size] = words[starts + b]
+
+    def _write_rows(
+        self,
+        words: np.ndarray,
+        descriptor: Descriptor,
+        plan: StepPlan | None,
+        rows_of_logits: int | None,
+    ) -> int:
+        """Where each row belongs and which ones need logits; returns the end of what was written."""
+        t, k = descriptor.num_rows, self.shape.num_speculative_tokens
+        each = k + 1 if rows_of_logits is None else rows_of_logits
+        first, second, third = self._row_sections(t)
+        end = third + descriptor.num_requests * each
+        words[first : first + t] = -1
+        words[second:end] = 0
+        if plan is not None:
+            starts, row_request, row_offset = row_places(plan.num_rows)
+            n, b = len(row_request), len(plan.num_rows)
+            words[first : first + n] = row_request
+            words[second : second + n] = row_offset
+            if each:
+                newest = starts[1:] - plan.num_drafts - 1
+                ahead = np.minimum(np.arange(each), plan.num_drafts[:, None])
+                words[third : third + b * each] = (newest[:, None] + ahead).ravel()
+        return end
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class _Tables:
+    """Block tables on the device by batch position, and what the host knows to stand there."""
+
+    def __init__(self, shape: UploadShape, device: torch.device) -> None:
+        b, widths = shape.max_num_seqs, shape.table_widths
+        self._device, self._widths = device, widths
+        self._first = [b * sum(widths[:g]) for g in range(len(widths))]
+        self.flat = torch.zeros(b * sum(widths), dtype=torch.int64, device=device)
+        self.groups = [
+            self.flat[first : first + b * width].view(b, width)
+            for first, width in zip(self._first, widths, strict=True)
+        ]
+        self._known = [np.zeros((b, width), dtype=np.int64) for width in widths]
+        self._num_used = 0  # rows that may hold anything but zeros
+
+    def changes(self, tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Places in `flat` and new values, which count as written from now on. Rows behind the
+        plan's become zeros; columns behind the plan's keep what no row of the plan can name.
+        """
+        used = len(tables[0]) if tables else 0
+        places, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for g, known in enumerate(self._known):
+            width = self._widths[g]
+            if tables:
+                new = tables[g]
+                old = known[:used, : new.shape[1]]
+                row, column = np.nonzero(old != new)
+                if len(row):
+                    changed = new[row, column]
+                    old[row, column] = changed
+                    places.append(self._first[g] + row * width + column)
+                    values.append(changed)
+            if used < self._num_used:
+                row, column = np.nonzero(known[used : self._num_used])
+                known[used : self._num_used] = 0
+                places.append(self._first[g] + (row + used) * width + column)
+                values.append(np.zeros(len(row), np.int64))
+        self._num_used = used
+        return np.concatenate(places), np.concatenate(values)
+
+    def send(self, index: np.ndarray, values: np.ndarray) -> None:
+        """Many changes at once, through pinned memory that the allocator gives and takes back."""
+        both = torch.from_numpy(np.stack((index, values)))
+        if self._device.type == "cuda":
+            both = both.pin_memory()
+        sent = both.to(self._device, non_blocking=True)
+        self.flat.index_copy_(0, sent[0], sent[1])

@@ -1,0 +1,31 @@
+"""CUDA graphs for any callable over batch descriptors. Knows no model, engine or speculator."""
+
+from __future__ import annotations
+
+from hydraspec.graphs.capture import CudaGraphBackend, GraphBackend, Replayable
+from hydraspec.graphs.manager import Captured, Descriptor, GraphManager
+from hydraspec.graphs.modes import (
+    MODES,
+    Capability,
+    GraphModes,
+    default_capture_sizes,
+    mixed_row_sizes,
+    no_graphs,
+    resolve_modes,
+)
+
+__all__ = [
+    "MODES",
+    "Capability",
+    "Captured",
+    "CudaGraphBackend",
+    "Descriptor",
+    "GraphBackend",
+    "GraphManager",
+    "GraphModes",
+    "Replayable",
+    "default_capture_sizes",
+    "mixed_row_sizes",
+    "no_graphs",
+    "resolve_modes",
+]

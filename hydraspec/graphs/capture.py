@@ -1,0 +1,206 @@
+"""How a call is captured and replayed: CUDA graphs, whole or in pieces.
+
+Captures share one memory pool and happen on a stream of their own. A piece is replayed as soon as
+it is captured, because the eager call behind it reads what the piece computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from hydraspec_kernels import breaks
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Replayable(Protocol):
+    """A captured call."""
+
+    def replay(self) -> None:
+        """Run it again, on what now stands in the memory of its inputs."""
+        ...
+
+
+class GraphBackend(Protocol):
+    """Captures calls. Tests have other ones than CUDA's."""
+
+    is_capturing: bool
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run a call as it will run in a capture: what compiles or initialises does so now."""
+        ...
+
+    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+        """The call's outputs, which every replay overwrites, and its replay. It has run once."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Device memory that the captured graphs hold."""
+        ...
+
+
+class Pieces:
+    """Graphs and the eager calls between them, replayed in order."""
+
+    def __init__(self) -> None:
+        self.parts: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for part in self.parts:
+            part()
+
+
+class PieceCapture(breaks.PieceRecorder):
+    """Records a call in pieces: at every break a graph ends, the call runs eagerly into static
+    outputs, and the next graph begins.
+    """
+
+    def __init__(self, new_graph: Callable[[], OpenGraph]) -> None:
+        self._new_graph = new_graph
+        self._open = new_graph()
+        self.pieces = Pieces()
+
+    def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+        self.close()
+        with breaks.uncut():
+            static = copied(function(*args))
+
+        def again() -> None:
+            copy_into(static, function(*args))
+
+        self.pieces.parts.append(again)
+        self._open = self._new_graph()
+        return static
+
+    def close(self) -> None:
+        """End the graph that is open, and run it."""
+        replay = self._open.end()
+        replay()
+        self.pieces.parts.append(replay)
+
+    def abandon(self) -> None:
+        """End the graph that is open after a failure."""
+        self._open.abandon()
+
+
+class OpenGraph(Protocol):
+    """A capture under way."""
+
+    def end(self) -> Callable[[], None]:
+        """End it; what is returned replays it."""
+        ...
+
+    def abandon(self) -> None: ...
+
+
+class _OpenCudaGraph:
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+    def end(self) -> Callable[[], None]:
+        self._graph.capture_end()
+        replay: Callable[[], None] = self._graph.replay
+        return replay
+
+    def abandon(self) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:  # the capture was invalidated, which is what is being reported
+            return
+
+
+class CudaGraphBackend:
+    """torch.cuda graphs on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_capturing = False
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._num_bytes = 0
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        with self._aside():
+            run()
+
+    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+        before = torch.cuda.memory_reserved(self._device)
+        with self._aside(), _no_collection():
+            recorder = PieceCapture(lambda: _OpenCudaGraph(self._pool))
+            try:
+                if in_pieces:
+                    with breaks.recording(recorder):
+                        outputs = run()
+                else:
+                    with breaks.uncut():
+                        outputs = run()
+            except BaseException:
+                recorder.abandon()
+                raise
+            recorder.close()
+        self._num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return outputs, recorder.pieces
+
+    def num_bytes(self) -> int:
+        """What the captures took from the device, as torch's allocator counts it."""
+        return self._num_bytes
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the capture stream, ordered behind and before the current one."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        self.is_capturing = True
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self.is_capturing = False
+            current.wait_stream(self._stream)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: freeing a tensor of another stream inside a capture ends it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def copied(value: T) -> T:
+    """A copy of a tensor, of None, or of a tuple or dataclass of those, in memory of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return tuple(copied(part) for part in value)  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: copied(getattr(value, field.name)) for field in fields(value)}
+        return type(value)(**parts)
+    if value is None:
+        return value
+    raise TypeError(f"a break returns tensors, tuples or dataclasses, not {type(value).__name__}")
+
+
+def copy_into(static: object, value: object) -> None:
+    """Write the tensors of `value` into those of `static`, which has the same structure."""
+    if isinstance(static, Tensor):
+        assert isinstance(value, Tensor)
+        static.copy_(value)
+    elif isinstance(static, tuple):
+        assert isinstance(value, tuple)
+        for to, part in zip(static, value, strict=True):
+            copy_into(to, part)
+    elif is_dataclass(static):
+        for field in fields(static):
+            copy_into(getattr(static, field.name), getattr(value, field.name))

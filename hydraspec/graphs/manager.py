@@ -1,0 +1,144 @@
+"""Graphs by the shape of the batch they were captured for, and which of them serves a batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hydraspec.graphs.capture import GraphBackend, Replayable
+
+log = logging.getLogger(__name__)
+
+MAX_SERVED = 4096  # batch shapes whose graph is remembered
+
+I = TypeVar("I")  # noqa: E741  inputs of the callable
+O = TypeVar("O")  # noqa: E741  its outputs
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Descriptor:
+    """The padded shape of a batch, and the host facts that its code path depends on.
+
+    rows_per_request None: mixed, any split of the rows over the requests.
+    """
+
+    num_requests: int
+    num_rows: int
+    rows_per_request: int | None
+    variant: Hashable = ()
+
+    def covers(self, other: Descriptor) -> bool:
+        """Whether a batch of the shape `other` can be padded to this."""
+        return (
+            self.variant == other.variant
+            and self.num_requests >= other.num_requests
+            and self.num_rows >= other.num_rows
+            and self.rows_per_request in (None, other.rows_per_request)
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Captured(Generic[I, O]):
+    """A captured call: write `inputs` in place, replay, read `outputs`. Both keep their memory."""
+
+    descriptor: Descriptor
+    inputs: I
+    outputs: O
+    graph: Replayable
+
+    def replay(self) -> O:
+        """Run it on what now stands in `inputs`."""
+        self.graph.replay()
+        return self.outputs
+
+
+class GraphManager(Generic[I, O]):
+    """Captures one callable over descriptors.
+
+    `make_inputs` is called anew for the warm-up and for the capture: what a first use initialises
+    must happen in the capture too. Outputs stay valid until the next replay of any graph of the
+    manager.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: GraphBackend,
+        make_inputs: Callable[[Descriptor], I],
+        run: Callable[[I], O],
+        *,
+        in_pieces: Callable[[Descriptor], bool] = lambda descriptor: False,
+    ) -> None:
+        self.name, self.backend = name, backend
+        self._make_inputs, self._run, self._in_pieces = make_inputs, run, in_pieces
+        self._graphs: dict[Descriptor, Captured[I, O]] = {}
+        self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def descriptors(self) -> list[Descriptor]:
+        """What is captured, smallest first."""
+        return sorted(self._graphs, key=_size)
+
+    def capture_all(self, descriptors: list[Descriptor]) -> None:
+        """Capture large to small, so that small graphs reuse the memory of large ones; each is
+        logged with its place in the count.
+        """
+        for number, descriptor in enumerate(sorted(descriptors, key=_size, reverse=True), 1):
+            start = time.perf_counter()
+            self.capture(descriptor)
+            log.info(
+                "%s graph %d of %d: %s, %.2f s",
+                *(self.name, number, len(descriptors), _words(descriptor)),
+                time.perf_counter() - start,
+            )
+
+    def capture(self, descriptor: Descriptor) -> Captured[I, O]:
+        """Warm up, then capture; the graph replaces an older one of the same descriptor."""
+        backend, in_pieces = self.backend, self._in_pieces(descriptor)
+        warm = self._make_inputs(descriptor)
+        try:
+            backend.warm_up(lambda: self._run(warm))
+            inputs = self._make_inputs(descriptor)
+            outputs, graph = backend.capture(lambda: self._run(inputs), in_pieces=in_pieces)
+        except Exception as error:
+            error.add_note(
+                f"while capturing the {self.name} graph of {_words(descriptor)}; "
+                "cudagraph=none runs without graphs"
+            )
+            raise
+        found = Captured(descriptor, inputs, outputs, graph)
+        self._graphs[descriptor] = found
+        self._served.clear()
+        return found
+
+    def dispatch(self, wanted: Descriptor) -> Captured[I, O] | None:
+        """The smallest graph that a batch of shape `wanted` can be padded to; None: run it eagerly.
+
+        A graph for this very split of rows comes before a mixed one of the same size; a size
+        without a fitting graph falls through to larger ones. Never inside a capture.
+        """
+        if self.backend.is_capturing:
+            return None
+        if wanted not in self._served:
+            fitting = [found for found in self._graphs if found.covers(wanted)]
+            best = min(fitting, key=_size, default=None)
+            if len(self._served) >= MAX_SERVED:
+                self._served.clear()
+            self._served[wanted] = None if best is None else self._graphs[best]
+        return self._served[wanted]
+
+
+def _size(descriptor: Descriptor) -> tuple[int, bool, int]:
+    return descriptor.num_rows, descriptor.rows_per_request is None, descriptor.num_requests
+
+
+def _words(descriptor: Descriptor) -> str:
+    rows = descriptor.rows_per_request
+    split = "mixed" if rows is None else f"{rows} each"
+    return f"{descriptor.num_requests} requests, {descriptor.num_rows} rows ({split})"

@@ -1,0 +1,136 @@
+"""Which parts of a step run as CUDA graphs: the five modes, and why one of them cannot be had.
+
+`decode` is how steps run whose requests all verify K drafts, `mixed` how all others do, `draft` how
+a drafter's decode pass runs outside such a graph. Plain numbers and words, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+NONE, PIECEWISE, FULL = "none", "piecewise", "full"
+
+# Name → (decode, mixed).
+MODES: dict[str, tuple[str, str]] = {
+    "none": (NONE, NONE),
+    "piecewise": (PIECEWISE, PIECEWISE),
+    "full": (FULL, FULL),
+    "full_decode_only": (FULL, NONE),
+    "full_and_piecewise": (FULL, PIECEWISE),
+}
+
+
+class Capability(IntEnum):
+    """What an attention backend allows a graph to hold. The least of all KV groups counts."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN = 1  # one row a request
+    UNIFORM_BATCH = 2  # equally many rows a request
+    ALWAYS = 3
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GraphModes:
+    """A requested mode, and what becomes of it."""
+
+    requested: str
+    decode: str
+    mixed: str
+    draft: str  # "full" or "none"; a drafter's decode pass is never cut in pieces
+    holds_propose: bool  # drafting is part of the step's graph
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """The name of what the target runs with."""
+        return next(name for name, parts in MODES.items() if parts == (self.decode, self.mixed))
+
+    @property
+    def enabled(self) -> bool:
+        return (self.decode, self.mixed) != (NONE, NONE)
+
+    def as_info(self) -> dict[str, str | None]:
+        """The summary's record: requested, target, draft, reason (None: as requested)."""
+        return {
+            "requested": self.requested,
+            "target": self.target,
+            "draft": self.draft,
+            "reason": "; ".join(self.reasons) or None,
+        }
+
+
+def no_graphs(requested: str, reason: str | None) -> GraphModes:
+    """Everything eager."""
+    reasons = (reason,) if reason and requested != "none" else ()
+    return GraphModes(
+        requested=requested,
+        decode=NONE,
+        mixed=NONE,
+        draft=NONE,
+        holds_propose=False,
+        reasons=reasons,
+    )
+
+
+def resolve_modes(
+    requested: str,
+    *,
+    attention: Capability,
+    attention_name: str,
+    rows_per_decode: int,
+    drafts: bool,
+    cannot_draft_in_graph: str | None,
+) -> GraphModes:
+    """What of `requested` can be had, with a reason for each downgrade.
+
+    attention: the least capability over all KV groups; `attention_name` says whose it is.
+    rows_per_decode: K + 1. drafts: there is a drafter. cannot_draft_in_graph: why not, if so.
+    """
+    decode, mixed = MODES[requested]
+    reasons: list[str] = []
+    if decode == NONE:
+        return no_graphs(requested, None)
+    needed = Capability.UNIFORM_SINGLE_TOKEN if rows_per_decode == 1 else Capability.UNIFORM_BATCH
+    if decode == FULL and attention < needed:
+        decode = PIECEWISE
+        reasons.append(
+            f"{attention_name} allows {attention.name.lower()}, and a decode step has "
+            f"{rows_per_decode} rows a request: decode steps run in pieces"
+        )
+        if mixed != PIECEWISE:  # full has no pieces of its own, full_decode_only nothing at all
+            mixed = PIECEWISE
+    if mixed == FULL and attention < Capability.ALWAYS:
+        mixed = PIECEWISE
+        reasons.append(
+            f"{attention_name} allows {attention.name.lower()}: mixed steps run in pieces"
+        )
+    draft = FULL if drafts and decode == FULL else NONE
+    if drafts and decode == PIECEWISE:
+        reasons.append("a drafter's decode pass is a full graph or eager")
+    if drafts and cannot_draft_in_graph is not None:
+        draft = NONE
+        reasons.append(f"drafting is not captured: {cannot_draft_in_graph}")
+    return GraphModes(
+        requested=requested,
+        decode=decode,
+        mixed=mixed,
+        draft=draft,
+        holds_propose=cannot_draft_in_graph is None,
+        reasons=tuple(reasons),
+    )
+
+
+def default_capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph: 1, 2, 4, then every 8, the largest batch included."""
+    sizes = [1, 2, 4, *range(8, max_num_seqs + 1, 8), max_num_seqs]
+    return sorted({size for size in sizes if size <= max_num_seqs})
+
+
+def mixed_row_sizes(sizes: Sequence[int], rows_per_decode: int, max_rows: int) -> list[int]:
+    """Row counts of mixed steps to capture: fewer than batch sizes, because a prefill's rows vary
+    too much to be met closely. At most `max_rows`.
+    """
+    wanted = {1 << (size - 1).bit_length() for size in sizes}
+    return sorted({min(size * rows_per_decode, max_rows) for size in wanted})
