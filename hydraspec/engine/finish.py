@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 from hydraspec.types import Completion, Request, SamplingParams
 
+# Characters at the left edge of a decoded piece that may differ from the whole text's: a space that
+# is stripped, a letter cut into bytes. More than any tokenizer's.
+TAIL_MARGIN = 8
+
 
 @dataclass(slots=True, eq=False)
 class OfferedRequest:
@@ -108,6 +112,8 @@ class FinishCheck:
     def _stop_string(self, sequence: OfferedRequest) -> bool:
         """Whether the text holds a stop string; then the text is cut before the earliest one."""
         assert self._decode is not None, "tokenize() refuses stop strings without a tokenizer"
+        if not self._tail_holds_stop(sequence, self._decode):
+            return False
         text = self._decode(sequence.output_token_ids)
         places = [
             place for stop in sequence.request.sampling.stop if (place := text.find(stop)) >= 0
@@ -115,6 +121,23 @@ class FinishCheck:
         if places:
             sequence.text = text[: min(places)]
         return bool(places)
+
+    @staticmethod
+    def _tail_holds_stop(sequence: OfferedRequest, decode: Callable[[Seq[int]], str]) -> bool:
+        """Whether the newest token may have completed a stop string: the text's end is decoded,
+        not all of it at every token.
+
+        The end begins a stop string's length and TAIL_MARGIN before the newest token.
+        """
+        stops, tokens = sequence.request.sampling.stop, sequence.token_ids
+        reach = max(map(len, stops)) + TAIL_MARGIN
+        count = reach + 1
+        first = max(sequence.num_prompt, len(tokens) - count)
+        while first > sequence.num_prompt and len(decode(tokens[first:-1])) < reach:
+            count *= 2  # tokens without text of their own
+            first = max(sequence.num_prompt, len(tokens) - count)
+        tail = decode(tokens[first:])
+        return any(stop in tail for stop in stops)
 
     def text(self, sequence: OfferedRequest) -> str | None:
         """The request's output text, or None without a tokenizer."""

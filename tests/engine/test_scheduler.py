@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.scheduler import Scheduler, Sequence
+from hydraspec.engine.native.scheduler import Scheduled, Scheduler, Sequence
 from hydraspec.types import KVGroupSpec, Request, SamplingParams
 
 
@@ -176,3 +176,99 @@ def test_requests_wait_for_a_slot() -> None:
     assert [index for index, _, _ in run_step(scheduler)] == [0, 1]
     scheduler.release(sequences[0])
     assert [index for index, _, _ in run_step(scheduler)] == [1, 2]
+
+
+def launch(scheduler: Scheduler) -> list[tuple[int, int, int]]:
+    """Schedule with the results of the last step still out; (index, computed, drafts) at most."""
+    chosen = scheduler.schedule()
+    scheduler.launched(chosen)
+    return [(i.sequence.request.index, i.num_computed, i.num_drafts) for i in chosen]
+
+
+def arrive(scheduler: Scheduler, item: Scheduled, num_accepted: int) -> None:
+    """The result of `item` comes in."""
+    sequence = item.sequence
+    if item.samples:
+        sequence.token_ids.extend([0] * (num_accepted + 1))
+        sequence.decoding = True
+    sequence.num_computed += item.num_rows - (item.num_drafts - num_accepted)
+    scheduler.arrived(item)
+
+
+def test_a_step_ahead_is_scheduled_on_the_upper_bound() -> None:
+    """A prompt is known exactly; then each step may be K drafts further than the last result."""
+    scheduler = make_scheduler(budget=8)
+    sequence = add(scheduler, 10)
+    assert launch(scheduler) == [(0, 0, 0)]
+    chunk = sequence.in_flight
+    assert launch(scheduler) == [(0, 8, 0)]
+    assert sequence.in_flight is not None
+    assert sequence.in_flight.samples
+    last_chunk = sequence.in_flight
+    assert chunk is not None
+    arrive(scheduler, chunk, 0)
+    assert launch(scheduler) == [(0, 10, 3)]  # the newest token is on the device
+    first = sequence.in_flight
+    arrive(scheduler, last_chunk, 0)
+    assert launch(scheduler) == [(0, 14, 3)]
+    assert first is not None
+    arrive(scheduler, first, 1)
+    assert (sequence.num_tokens, sequence.num_computed) == (13, 12)
+    assert launch(scheduler) == [(0, 16, 3)]
+
+
+def test_next_to_max_model_len_a_request_waits_for_its_result() -> None:
+    """How many drafts fit depends on it, and the engine that waits knows."""
+    scheduler = make_scheduler(max_len=14)
+    sequence = add(scheduler, 5)
+    launch(scheduler)
+    prompt = sequence.in_flight
+    assert launch(scheduler) == [(0, 5, 3)]
+    assert prompt is not None
+    arrive(scheduler, prompt, 0)
+    decode = sequence.in_flight
+    assert launch(scheduler) == [(0, 9, 3)]  # 10 tokens at most: 3 drafts and one more just fit
+    assert decode is not None
+    arrive(scheduler, decode, 3)
+    decode = sequence.in_flight
+    assert launch(scheduler) == []  # 11 to 14 tokens
+    assert decode is not None
+    arrive(scheduler, decode, 0)
+    assert launch(scheduler) == [(0, 10, 2)]
+
+
+def test_a_certain_end_is_waited_for() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, 5)
+    sequence.request.sampling.max_tokens = 2
+    assert launch(scheduler) == [(0, 0, 0)]
+    prompt = sequence.in_flight
+    assert launch(scheduler) == [(0, 5, 3)]
+    assert prompt is not None
+    arrive(scheduler, prompt, 0)
+    assert launch(scheduler) == []
+
+
+def test_nobody_is_preempted_for_a_guess() -> None:
+    """In a full cache the older request first waits for its result, and newcomers wait too."""
+    scheduler = make_scheduler(num_blocks=8, budget=64)  # 28 tokens
+    old, young = add(scheduler, 8, index=0), add(scheduler, 8, index=1)
+    launch(scheduler)
+    prompts = [old.in_flight, young.in_flight]
+    assert launch(scheduler) == [(0, 8, 3), (1, 8, 3)]  # 3 + 3 blocks of the 7
+    flights = [old.in_flight, young.in_flight]
+    for item in prompts:
+        assert item is not None
+        arrive(scheduler, item, 0)
+    add(scheduler, 1, index=2)
+    # Up to 12 + 4 rows each: the old one takes the last block, the young one would need another.
+    assert launch(scheduler) == [(0, 12, 3)]
+    assert scheduler.num_preempted == 0
+    for item in flights:
+        assert item is not None
+        arrive(scheduler, item, 0)
+    # The young one's numbers are in: 9 + 4 rows take a fourth block too, and there is none.
+    assert launch(scheduler) == []
+    assert scheduler.waiting[0] is young
+    assert scheduler.take_num_preempted() == 1
+    assert scheduler.take_num_preempted() == 0

@@ -90,6 +90,10 @@ class _Group:
     first_live: list[int] = field(init=False)  # [S] leading entries already given back
 
     def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.table.fill(0)
         self.free_blocks = list(range(self.num_blocks - 1, 0, -1))
         self.num_allocated = [0] * self.table.shape[0]
         self.first_live = [0] * self.table.shape[0]
@@ -216,6 +220,11 @@ class KVCache:
     def release(self, slot: int) -> None:
         for group in self._groups:
             group.release(slot)
+
+    def clear(self) -> None:
+        """Give back every block of every slot."""
+        for group in self._groups:
+            group.clear()
 
     def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[np.ndarray]:
         """Per group [B, P]: copies of the tables of `slots`, wide enough for `max_seq_len`

@@ -1,6 +1,5 @@
-"""From the rows that were chosen to a `StepPlan`: plain arrays that hold nothing of the scheduler's,
-so that a plan stays true while the next step is scheduled.
-"""
+"""From the rows that were chosen to a `StepPlan`: plain arrays that share nothing with the
+scheduler, so that a plan stays true while the next step is scheduled."""
 
 from __future__ import annotations
 

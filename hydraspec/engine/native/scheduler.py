@@ -87,6 +87,7 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self.num_lookahead_tokens = num_lookahead_tokens
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
@@ -98,7 +99,7 @@ class Scheduler:
         self.failed: list[Sequence] = []
         self.num_preempted = 0  # since take_num_preempted()
         self._budget = 0  # rows left of the step being scheduled
-        self._is_short = False  # somebody found the cache full in this round
+        self._is_short = False  # no blocks for newcomers in this round
         self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -183,9 +184,10 @@ class Scheduler:
         wait."""
         sequence = item.sequence
         while not self._allocate(item):
-            self._is_short = True
             if sequence.in_flight is not None:
-                return False  # nobody is preempted, cut short or failed before its numbers are in
+                # Nobody is preempted, cut short or failed for numbers that are not in yet.
+                self._is_short = True
+                return False
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
@@ -251,6 +253,7 @@ class Scheduler:
             sequence.start_over()
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
+        self._is_short = True
 
     def release(self, sequence: Sequence) -> None:
         """Free slot and blocks of a sequence that finished, failed or was preempted.
@@ -267,11 +270,13 @@ class Scheduler:
         sequence.slot = -1
 
     def clear(self) -> None:
-        """Drop every request."""
-        for sequence in list(self.running):
-            self.release(sequence)
+        """Drop every request, also one that an interrupt left half admitted."""
+        self.running.clear()
         self.waiting.clear()
         self.failed.clear()
+        self.kv.clear()
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self.num_preempted = 0
 
     def launched(self, scheduled: list[Scheduled]) -> None:
         """The step runs and its results are not in: the next is scheduled on bounds."""
