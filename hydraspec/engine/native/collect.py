@@ -6,32 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-from torch import Tensor
 
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.native.launch import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduled, Scheduler
 from hydraspec.engine.native.timing import PhaseClock
 from hydraspec.types import Completion, RequestStep, StepRecord
-
-
-class StepResult(Protocol):
-    """A step's results on the host."""
-
-    tokens: np.ndarray  # [B, K+1] emitted tokens, -1 from num_sampled on
-    num_sampled: np.ndarray  # [B]
-    draft_tokens: np.ndarray  # [B, K] the drafts under verification, -1 where there was none
-
-
-class LaunchedStep(Protocol):
-    """A plan that the device has been given."""
-
-    logits: Tensor | None  # [N, V]; None where they are not kept
-
-    def result(self) -> StepResult:
-        """The results; waits for them."""
 
 
 @dataclass(slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +66,7 @@ class NativeEngine(Engine):
         scheduler = self._scheduler
         flight = Flight(
             scheduled,
-            _launch(self.parts.runner, plan),
+            self.parts.runner.launch(plan),
             num_preempted=scheduler.take_num_preempted(),
             kv_usage=scheduler.kv.usage,
         )
@@ -149,26 +147,3 @@ def _runs_ahead(parts: Loaded) -> bool:
     done."""
     wanted = parts.config.engine.async_scheduling
     return parts.target.device.type == "cuda" if wanted is None else wanted
-
-
-@dataclass(slots=True)
-class _Eager:
-    tokens: np.ndarray
-    num_sampled: np.ndarray
-    draft_tokens: np.ndarray
-    logits: torch.Tensor
-
-    def result(self) -> _Eager:
-        return self
-
-
-def _launch(runner: Any, plan: StepPlan) -> Any:
-    if hasattr(runner, "launch"):
-        return runner.launch(plan)
-    batch, target_step, verdict = runner.step(plan)
-    return _Eager(
-        verdict.tokens.numpy(),
-        verdict.num_sampled.numpy(),
-        batch.draft_tokens.numpy(),
-        target_step.logits,
-    )
