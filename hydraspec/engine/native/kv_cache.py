@@ -101,8 +101,12 @@ class _Group:
     def missing(self, slot: int, num_tokens: int) -> int:
         return max(0, _ceil_div(num_tokens, self.spec.block_size) - self.num_allocated[slot])
 
+    def reach(self, slot: int) -> int:
+        """Positions below this one have, or had, a block."""
+        return self.num_allocated[slot] * self.spec.block_size
+
     def tokens_that_fit(self, slot: int) -> int:
-        return (self.num_allocated[slot] + len(self.free_blocks)) * self.spec.block_size
+        return self.reach(slot) + len(self.free_blocks) * self.spec.block_size
 
     def grow(self, slot: int, count: int) -> None:
         start = self.num_allocated[slot]
@@ -121,7 +125,7 @@ class _Group:
         self.first_live[slot] = end
 
     def release(self, slot: int) -> None:
-        self.release_before(slot, self.num_allocated[slot] * self.spec.block_size)
+        self.release_before(slot, self.reach(slot))
         self.num_allocated[slot] = 0
         self.first_live[slot] = 0
 
@@ -153,6 +157,7 @@ class KVCache:
             )
             for spec, count in zip(specs, num_blocks, strict=True)
         ]
+        self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
         self.caches: list[Tensor | None] = [None] * num_layers
         for group in self._groups:
             spec = group.spec
@@ -164,6 +169,7 @@ class KVCache:
         """The first groups alone, over the same blocks and tensors; only one view may be in use."""
         view = copy(self)
         view.specs, view._groups = self.specs[:num_groups], self._groups[:num_groups]
+        view._room = [0] * len(self._room)
         return view
 
     @property
@@ -194,9 +200,9 @@ class KVCache:
 
     def allocate(self, slot: int, num_tokens: int) -> bool:
         """Own blocks for positions below `num_tokens`, in every group or in none."""
-        missing = [group.missing(slot, num_tokens) for group in self._groups]
-        if not any(missing):
+        if num_tokens <= self._room[slot]:
             return True
+        missing = [group.missing(slot, num_tokens) for group in self._groups]
         if any(
             count > len(group.free_blocks)
             for count, group in zip(missing, self._groups, strict=True)
@@ -205,6 +211,7 @@ class KVCache:
         for count, group in zip(missing, self._groups, strict=True):
             if count:
                 group.grow(slot, count)
+        self._room[slot] = min(group.reach(slot) for group in self._groups)
         return True
 
     def slide(self, slot: int, num_computed: int) -> None:
@@ -220,11 +227,13 @@ class KVCache:
     def release(self, slot: int) -> None:
         for group in self._groups:
             group.release(slot)
+        self._room[slot] = 0
 
     def clear(self) -> None:
         """Give back every block of every slot."""
         for group in self._groups:
             group.clear()
+        self._room = [0] * len(self._room)
 
     def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[np.ndarray]:
         """Per group [B, P]: copies of the tables of `slots`, wide enough for `max_seq_len`
