@@ -9,8 +9,10 @@ from torch import Tensor
 
 from hydraspec_kernels.centroid_head.reference import (
     candidates_reference,
+    centroid_greedy_reference,
     centroid_logits_reference,
 )
+from hydraspec_kernels.launch import runs_kernels
 
 __all__ = ["centroid_greedy", "centroid_head"]
 
@@ -32,9 +34,9 @@ def centroid_greedy(
     """The best candidate's token id [B]; equal scores go to the lowest id. banned [V] bool is
     never chosen.
     """
-    ids = candidates_reference(d, centroids, clusters, k)
-    scores = centroid_logits_reference(d, table, ids)
-    if banned is not None:
-        scores = scores.masked_fill(banned[ids], torch.finfo(d.dtype).min)
-    tied = scores == scores.amax(-1, keepdim=True)
-    return torch.where(tied, ids, table.shape[0]).amin(-1)
+    if runs_kernels(d) and d.dtype is not torch.float64:
+        # Triton is imported where kernels run only.
+        from hydraspec_kernels.centroid_head.kernel import centroid_greedy_kernel
+
+        return centroid_greedy_kernel(d, table, centroids, clusters, k, banned)
+    return centroid_greedy_reference(d, table, centroids, clusters, k, banned)

@@ -21,3 +21,15 @@ def candidates_reference(d: Tensor, centroids: Tensor, clusters: Tensor, k: int)
 def centroid_logits_reference(d: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """Scores of the candidates: d [B, H], table [V, H], ids [B, n] -> [B, n]."""
     return torch.bmm(table[ids], d[:, :, None]).squeeze(-1)
+
+
+def centroid_greedy_reference(
+    d: Tensor, table: Tensor, centroids: Tensor, clusters: Tensor, k: int, banned: Tensor | None
+) -> Tensor:
+    """See `centroid_head.centroid_greedy`."""
+    ids = candidates_reference(d, centroids, clusters, k)
+    scores = centroid_logits_reference(d, table, ids)
+    if banned is not None:
+        scores = scores.masked_fill(banned[ids], torch.finfo(d.dtype).min)
+    tied = scores == scores.amax(-1, keepdim=True)
+    return torch.where(tied, ids, table.shape[0]).amin(-1)

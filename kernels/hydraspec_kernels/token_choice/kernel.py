@@ -79,6 +79,17 @@ def _best_of_rows(
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
+def best_of_rows(best: Tensor, ids: Tensor) -> Tensor:
+    """The id [N] int64 of the best of each row, the lowest of equals: best and ids [N, C]."""
+    n, chunks = best.shape
+    tokens = torch.empty(n, dtype=torch.int64, device=best.device)
+    _best_of_rows[(n,)](
+        tokens, best, ids, chunks,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=1, **dependent_launch(best),
+    )  # fmt: skip
+    return tokens
+
+
 def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
     """Blocks that one program reads, a power of two: one each for few rows, more where rows fill
     the device.
@@ -91,23 +102,17 @@ def greedy_tokens_kernel(logits: Tensor) -> Tensor:
     """See `token_choice.greedy_tokens`."""
     n, vocab_size = logits.shape
     assert logits.stride(1) == 1, logits.stride()
-    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:
-        return tokens
+        return torch.empty(n, dtype=torch.int64, device=logits.device)
     each = blocks_per_chunk(n, vocab_size)
     chunks = triton.cdiv(vocab_size, each * BLOCK)
     best = torch.empty(n, chunks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
-    launch = dependent_launch(logits)
     _best_of_chunks[(chunks, n)](
         best, ids, logits, logits.stride(0), vocab_size, chunks,
-        BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=8, **launch,
+        BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=8, **dependent_launch(logits),
     )  # fmt: skip
-    _best_of_rows[(n,)](
-        tokens, best, ids, chunks,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=1, **launch,
-    )  # fmt: skip
-    return tokens
+    return best_of_rows(best, ids)
 
 
 @triton.jit
