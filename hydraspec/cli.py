@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hydraspec import sweep
 from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
 from hydraspec.config import RunConfig, to_dict, to_run_config
+from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import nearest
 from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.lab.resolution import resolve
@@ -143,7 +144,10 @@ def _run_or_take_over(
 
 def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     _resolve(config)
-    from hydraspec.lab.run import run as run_in_lab
+    if is_bench(config):
+        from hydraspec.lab.bench import run as run_in_lab
+    else:
+        from hydraspec.lab.run import run as run_in_lab
 
     summary: dict[str, Any] = run_in_lab(
         config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config)

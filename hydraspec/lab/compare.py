@@ -45,12 +45,13 @@ MEASURES = (
     "acceptance_length",
     "acceptance_rate",
     "output_tokens_per_second",
+    "time_per_output_token_ms",
     "speedup",
     "lossless",
     "accuracy",
 )
 TITLES = {"num_speculative_tokens": "K", "concurrency": "at once"}
-HEADINGS = ("acceptance length", "tok/s", "speedup", "lossless", "exact match")
+HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless", "exact match")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,6 +171,7 @@ def _cells(row: Row, columns: Sequence[str]) -> list[str]:
         *(_shown(row.settings.get(column)) for column in columns),
         _plus_minus(summary["acceptance_length"]),
         number(summary["output_tokens_per_second"], 0),
+        number(summary["time_per_output_token_ms"]),
         _plus_minus(summary["speedup"]),
         verdict if summary["status"] == "ok" else f"{verdict} ({summary['status']})",
         number(accuracy["exact_match"], 3) if accuracy else "-",

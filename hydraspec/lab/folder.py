@@ -26,8 +26,13 @@ ENVIRONMENT = "env.json"
 REPORT = "report.html"
 CONFIG = "config.yaml"
 OVERRIDES = "overrides.yaml"
+BENCH = "bench.json"
+BENCH_REPORT = "bench.html"
 TRACKER = "wandb"
-OF_A_RUN = (STEPS, TRACE, REQUESTS, SUMMARY, REPORT, TRACKER, ENVIRONMENT)  # the mark goes last
+OF_A_RUN = (
+    *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH, BENCH_REPORT, TRACKER),
+    ENVIRONMENT,  # the mark goes last
+)
 
 
 class RunFolder:
@@ -69,6 +74,11 @@ class RunFolder:
     def write_report(self, page: str) -> None:
         """report.html."""
         write_whole(self.path / REPORT, page)
+
+    def write_bench(self, result: Json, page: str) -> None:
+        """bench.json and bench.html."""
+        write_whole(self.path / BENCH, pretty_json(result))
+        write_whole(self.path / BENCH_REPORT, page)
 
 
 def _is_of_a_run(path: Path) -> bool:

@@ -1,0 +1,176 @@
+"""A benchmark in place of a run: time per output token by engine, method and batch size.
+
+Each engine and method runs in a process of its own, one after another, so that none finds the
+device's memory taken; this one only starts them and puts their figures side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hydraspec.config.benches import methods_of
+from hydraspec.config.schema import RunConfig
+from hydraspec.lab import bench_table
+from hydraspec.lab.bench_measure import measure
+from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder
+from hydraspec.metrics.files import Json, plain
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+LOG = "log.txt"
+VLLM = "vllm"
+# What a process is told beside what was typed, and so replaces it.
+OWN_KEYS = {"engine", "method", "tracker", "baseline"}
+OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
+STATUSES = {0: "ok", 2: "refused"}  # by exit status; any other is "failed"
+SECONDS_TO_STOP = 20
+WIDE = 140  # columns of a table that goes to a file
+
+
+def run(
+    config: RunConfig, *, run_dir: Path, overrides: Sequence[str], resolved: Mapping[str, object]
+) -> Json:
+    """Measure what config.bench asks for; returns what bench.json in `run_dir` holds.
+
+    The status is "failed" if a process failed or nothing could be measured. An engine that refuses
+    (vLLM that is not installed, say) is left out of the table, with its reason below it.
+
+    Raises:
+        CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
+        OSError: with the path, if the run folder cannot be written.
+    """
+    folder, console = RunFolder(run_dir), Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    folder.write_config(resolved, overrides)
+    if config.bench.isolate:
+        parts = list(_in_processes(config, folder.path, overrides, console))
+    else:
+        parts = [measure(config)]
+    result: Json = plain(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "status": _status(parts),
+            "target": config.target.name,
+            "dtype": config.target.dtype,
+            "prompt_tokens": config.bench.prompt_tokens,
+            "output_tokens": config.bench.output_tokens,
+            "batches": config.bench.batches,
+            "repeats": config.bench.repeats,
+            "warnings": config.warnings,
+            "parts": parts,
+        }
+    )
+    result["ratios"] = bench_table.ratios(result)
+    folder.write_bench(result, bench_table.page_of(result))
+    bench_table.print_table(result, console)
+    console.print(f"Benchmark: {run_dir / BENCH_REPORT}", soft_wrap=True, markup=False)
+    return result
+
+
+def _status(parts: Sequence[Json]) -> str:
+    statuses = {part["status"] for part in parts}
+    return "ok" if "ok" in statuses and statuses <= {"ok", "refused"} else "failed"
+
+
+def _in_processes(
+    config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
+) -> Iterator[Json]:
+    for engine in config.bench.engines:
+        for method in methods_of(config):
+            own = folder / f"{engine}-{method}"
+            own.mkdir(parents=True, exist_ok=True)
+            console.print(f"{engine}, {method}: {own / LOG}", soft_wrap=True, markup=False)
+            command = command_of(engine, method, own, overrides)
+            code = _wait(command, own / LOG, _environment(config, engine), config.bench.timeout_s)
+            yield _part_of(engine, method, own, code)
+
+
+def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str]) -> list[str]:
+    """The same command for one engine and one method."""
+    kept = [typed for typed in overrides if _is_kept(typed.lstrip("+~").partition("=")[0])]
+    path = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [
+        *(sys.executable, "-m", "hydraspec", *kept),
+        *(f"engine={engine}", f"method={method}", "tracker=none", "baseline=false"),
+        *(f"bench.engines=[{engine}]", f"bench.methods=[{method}]", "bench.isolate=false"),
+        # vLLM as its own generate() drives it: per-step outputs would cost it time.
+        *(["engine.vllm.record_steps=false"] if engine == VLLM else []),
+        f"hydra.run.dir='{path}'",
+    ]
+
+
+def _is_kept(key: str) -> bool:
+    return key not in OWN_KEYS and key != "hydra" and not key.startswith(("hydra.", "hydra/"))
+
+
+def _environment(config: RunConfig, engine: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    if engine == VLLM:
+        # Its sampler would be compiled on first use; greedy decoding does not use it.
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        paths = [config.bench.vllm_pythonpath, environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def _wait(
+    command: Sequence[str], log_file: Path, environment: Mapping[str, str], timeout_s: float
+) -> int | None:
+    """The exit status; None if the time was up. The process has a session of its own, so that what
+    it starts ends with it."""
+    with log_file.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _part_of(engine: str, method: str, folder: Path, code: int | None) -> Json:
+    """What a process measured, or why it did not."""
+    if code == 0:
+        result = json.loads((folder / BENCH).read_text(encoding="utf-8"))
+        return result["parts"][0]
+    status = "timed out" if code is None else STATUSES.get(code, "failed")
+    reason = _last_words(folder / LOG)
+    log.warning("%s, %s %s: %s", engine, method, status, reason)
+    return {"engine": engine, "method": method, "status": status, "reason": reason, "rows": []}
+
+
+def _last_words(log_file: Path) -> str:
+    """The message a process ended with, on one line."""
+    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]
+    words = lines[said[-1] :] if said else lines[-1:]
+    text = "; ".join(line.strip() for line in words if line.strip())
+    return text.removeprefix("hydraspec: ")[:500] or "it said nothing"

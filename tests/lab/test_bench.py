@@ -1,0 +1,321 @@
+"""Benchmarks: what each process is told, what it measures, and the table made of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import Behaviour, FakeEngine
+
+import hydraspec
+from hydraspec import cli
+from hydraspec.compose import plan
+from hydraspec.config.choices import choices_of
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+from hydraspec.lab import bench, bench_measure, bench_table
+from hydraspec.lab import run as run_module
+
+PRESETS = [name for name in choices_of("experiment") if name.startswith("bench_")]
+SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
+
+
+def planned(*overrides: str) -> RunConfig:
+    return plan(["bench=decode", *SMALL, *overrides]).jobs[0]
+
+
+# ------------------------------------------------------------------ what is asked for
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
+    config = plan([f"experiment={preset}"]).jobs[0]
+    target = preset.removeprefix("bench_")
+    assert (config.target.name, config.target.checkpoint) == (target, f"shape:{target}")
+    assert config.method.checkpoint == f"shape:{target}-assistant"
+    assert (config.method.synthetic_acceptance_length, config.baseline) == (2.5, False)
+    assert bench.methods_of(config) == ["none", "gemma4_mtp"]
+    assert (config.bench.batches, config.bench.engines) == ([1, 8, 32], ["native", "vllm"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+@pytest.mark.parametrize("method", ["none", "gemma4_mtp"])
+def test_every_process_is_told_a_run_that_composes(
+    preset: str, engine: str, method: str, tmp_path: Path
+) -> None:
+    typed = [f"experiment={preset}", "bench.batches=[1,8]", "hydra.run.dir=x", "engine=native"]
+    command = bench.command_of(engine, method, tmp_path / "it's here", typed)
+    assert command[:3] == [sys.executable, "-m", "hydraspec"]
+    told = plan(command[3:])
+    config = told.jobs[0]
+    assert told.folder == tmp_path / "it's here"
+    assert (config.engine.name, config.method.name) == (engine, method)
+    assert (config.bench.engines, bench.methods_of(config)) == ([engine], [method])
+    assert (config.bench.isolate, config.bench.batches) == (False, [1, 8])
+    assert config.engine.vllm.record_steps is (engine == "native")
+    assert (config.engine.max_num_seqs, config.engine.max_num_batched_tokens) == (32, 16384)
+    assert config.target.checkpoint.startswith("shape:gemma4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["bench.engines=[vlm]"], ["bench.engines=[vlm]", "native, transformers, vllm"]),
+        (["bench.engines=[]"], ["bench.engines=[]"]),
+        (["bench.methods=[eagle3]"], ["bench.methods=[eagle3]", "gemma4_mtp, none"]),
+        (["bench.batches=[8,1]"], ["bench.batches=[8, 1]", "rising"]),
+        (["bench.batches=[64]"], ["engine.max_num_seqs=16", "add engine.max_num_seqs=64"]),
+        (["bench.output_tokens=1"], ["bench.output_tokens=1", "2 or more"]),
+        (["bench.repeats=0"], ["bench.repeats=0", "1 or more"]),
+        (["bench.timeout_s=0"], ["bench.timeout_s=0"]),
+        (["target.max_model_len=13"], ["target.max_model_len=13", "= 14", "14 or more"]),
+        (["bench.isolate=false"], ["bench.isolate=false", "one engine and one method"]),
+        (["bench.name=x"], ["bench.name=x", "decode, none"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_method_left_to_the_drafter_is_the_tables() -> None:
+    config = planned("method=auto", "bench.methods=null")
+    assert bench.methods_of(config) == ["none", "auto"]
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """Make the factory hand out fake engines named as asked for; they are collected."""
+    built: list[FakeEngine] = []
+
+    def build_engine(config: RunConfig) -> FakeEngine:
+        built.append(
+            FakeEngine(
+                Behaviour(),
+                is_baseline=config.method.name == "none",
+                engine=config.engine.name,
+                method=config.method.name,
+                num_speculative_tokens=config.method.num_speculative_tokens,
+            )
+        )
+        return built[-1]
+
+    monkeypatch.setattr(bench_measure.factory, "build_engine", build_engine)
+    return built
+
+
+def test_a_part_loads_once_and_measures_every_batch(build: list[FakeEngine]) -> None:
+    part = bench_measure.measure(planned("bench.repeats=2"))
+    assert len(build) == 1
+    assert build[0].closed
+    assert (part["engine"], part["method"], part["status"]) == ("native", "gemma4_mtp", "ok")
+    assert [row["batch"] for row in part["rows"]] == [1, 2]
+    assert 0 < part["load_s"] < part["first_step_s"]
+    assert part["memory_bytes"]["weights"] == 1000
+    for row in part["rows"]:
+        assert len(row["whole_s"]) == len(row["one_token_s"]) == 2
+        assert row["tpot_ms"] > 0
+        assert row["output_tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["tpot_ms"])
+        # 3, 0, 2, 1 accepted in turn, until 9 tokens are out: 1 + 4 + 1 + 3
+        assert row["acceptance_length"] == pytest.approx(1 + 5 / 3)
+
+
+def test_a_part_without_drafts_has_no_acceptance(build: list[FakeEngine]) -> None:
+    part = bench_measure.measure(planned("method=none"))
+    assert [row["acceptance_length"] for row in part["rows"]] == [None, None]
+
+
+def test_prompts_are_the_same_for_every_engine_and_change_with_the_seed() -> None:
+    def ids(config: RunConfig) -> list[list[int]]:
+        requests = bench_measure.requests_of(config, FakeEngine(), 2, 9)
+        assert all(r.sampling.max_tokens == 9 and r.sampling.ignore_eos for r in requests)
+        return [r.prompt_token_ids or [] for r in requests]
+
+    ours = ids(planned())
+    assert [len(prompt) for prompt in ours] == [5, 5]
+    assert ours[0] != ours[1]
+    assert ids(planned("engine=vllm", "method=none")) == ours
+    assert ids(planned("seed=1")) != ours
+
+
+def test_a_request_that_ends_early_spoils_the_figure(build: list[FakeEngine]) -> None:
+    engine = FakeEngine(Behaviour(error_indices={1}))
+    requests = bench_measure.requests_of(planned(), engine, 2, 9)
+    with pytest.raises(RuntimeError, match="prompt is too long"):
+        bench_measure.decode(engine, requests, 9)
+
+
+# ------------------------------------------------------------------ the table
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) -> list[Any]:
+    """Run what a process is told in this one; `codes` end engine-method otherwise."""
+    told: list[Any] = []
+
+    def wait(command: list[str], log: Path, environment: dict[str, str], timeout_s: float) -> Any:
+        name = log.parent.name
+        told.append((name, environment, timeout_s))
+        log.write_text("loading\n[INFO] x\nhydraspec: engine.name=vllm needs it\n  allowed: y\n")
+        if name in codes:
+            return codes[name]
+        job = plan(command[3:])
+        bench.run(job.jobs[0], run_dir=job.folder, overrides=command[3:], resolved={})
+        return 0
+
+    monkeypatch.setattr(bench, "_wait", wait)
+    return told
+
+
+def run_bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    typed = ["bench=decode", *SMALL, *overrides]
+    job = plan(typed)
+    result = bench.run(job.jobs[0], run_dir=tmp_path / "run", overrides=typed, resolved={"a": 1})
+    assert json.loads((tmp_path / "run" / "bench.json").read_text()) == result
+    return result
+
+
+def test_engines_stand_side_by_side(
+    build: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    told = in_process(monkeypatch, {})
+    result = run_bench(tmp_path, "bench.vllm_pythonpath=/opt/vllm", "bench.timeout_s=7")
+    names = ["native-none", "native-gemma4_mtp", "vllm-none", "vllm-gemma4_mtp"]
+    assert [name for name, *_ in told] == names
+    assert [part["status"] for part in result["parts"]] == ["ok"] * 4
+    assert [env["PYTHONPATH"] for _, env, _ in told] == ["ours"] * 2 + ["/opt/vllm:ours"] * 2
+    assert told[2][1]["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert {timeout_s for *_, timeout_s in told} == {7}
+    ours, theirs = result["parts"][1]["rows"], result["parts"][3]["rows"]
+    found = result["ratios"]["gemma4_mtp"]
+    assert found["tpot"] == {
+        str(a["batch"]): pytest.approx(a["tpot_ms"] / b["tpot_ms"])
+        for a, b in zip(ours, theirs, strict=True)
+    }
+    assert set(result["ratios"]) == {"none", "gemma4_mtp"}
+    printed = capsys.readouterr().out
+    assert "native / vllm" in printed
+    assert "gemma4_mtp K=3" in printed
+    assert f"{ours[0]['tpot_ms']:.2f}" in printed
+    assert "memory in GiB" in printed
+    assert "native / vllm" in (tmp_path / "run" / "bench.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "said"),
+    [
+        ({"vllm-none": 2, "vllm-gemma4_mtp": 2}, "ok", "vllm, none refused: engine.name=vllm"),
+        ({"vllm-none": 1}, "failed", "vllm, none failed: engine.name=vllm needs it; allowed: y"),
+        ({"native-gemma4_mtp": None}, "failed", "native, gemma4_mtp timed out"),
+        (
+            {f"{e}-{m}": 2 for e in ("native", "vllm") for m in ("none", "gemma4_mtp")},
+            "failed",
+            "native, none refused",
+        ),
+    ],
+    ids=["vLLM is not installed", "a crash", "too slow", "nothing ran"],
+)
+def test_what_is_missing_has_its_reason(
+    build: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    codes: dict[str, int | None],
+    status: str,
+    said: str,
+) -> None:
+    in_process(monkeypatch, codes)
+    result = run_bench(tmp_path)
+    assert result["status"] == status
+    assert said in capsys.readouterr().out
+    assert len([part for part in result["parts"] if part["rows"]]) == 4 - len(codes)
+    assert bench_table.page_of(result)
+
+
+def test_a_process_and_what_it_started_end_with_the_time(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    program = "import os, sys; print(os.environ['A']); sys.exit(3)"
+    environment = {**os.environ, "A": "b"}
+    assert bench._wait([sys.executable, "-c", program], log, environment, 60) == 3
+    assert log.read_text() == "b\n"
+    program = (
+        "import subprocess, sys, time; c = subprocess.Popen(['sleep', '60']);"
+        "print(c.pid, flush=True); time.sleep(60)"
+    )
+    assert bench._wait([sys.executable, "-c", program], log, environment, 2) is None
+    state = Path(f"/proc/{log.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split(")")[-1].split()[0] == "Z"
+
+
+def test_a_bench_of_the_shipped_model_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing faked: what a process of `bench=decode` runs."""
+    monkeypatch.chdir(tmp_path)
+    result = hydraspec.run(
+        [
+            *("bench=decode", *SMALL, "bench.repeats=1", "bench.isolate=false"),
+            *("bench.engines=[native]", "bench.methods=[gemma4_mtp]", "hydra.run.dir=run"),
+        ]
+    )
+    assert result["status"] == "ok"
+    (part,) = result["parts"]
+    assert 1 <= part["rows"][1]["acceptance_length"] <= 4
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        *("bench.json", "bench.html", "config.yaml", "overrides.yaml")
+    }
+
+
+# ------------------------------------------------------------------ and as a sweep of runs
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """Hydra sets up logging for the whole process."""
+    root, ours = logging.getLogger(), logging.getLogger("hydraspec")
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:], root.level, ours.level = before
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_the_side_by_side_as_a_sweep(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Random weights need no download: the shapes of the targets ship with the package."""
+    assert run_module.factory is bench_measure.factory
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    typed = ["-m", "engine=native,vllm", "method=none,gemma4_mtp", "target=gemma4_e4b"]
+    typed += ["target.weights=random", "workload=random", "workload.num_requests=2"]
+    typed += ["workload.prompt_tokens=5", "workload.output_tokens=9", "tracker=none"]
+    monkeypatch.setattr(sys, "argv", ["hydraspec", *typed, "hydra.sweep.dir=sweep"])
+    assert cli.main() == 0
+    rows = json.loads((tmp_path / "sweep" / "compare.json").read_text())["rows"]
+    assert [(row["engine"], row["method"]) for row in rows] == [
+        *(("native", "none"), ("native", "gemma4_mtp")),
+        *(("vllm", "none"), ("vllm", "gemma4_mtp")),
+    ]
+    assert all(row["time_per_output_token_ms"] > 0 for row in rows)
+    summaries = [
+        json.loads((tmp_path / "sweep" / str(i) / "summary.json").read_text()) for i in range(4)
+    ]
+    assert {summary["target_checkpoint"] for summary in summaries} == {"shape:gemma4_e4b"}
+    assert [summary["baseline"] is None for summary in summaries] == [True, False, True, True]
+    assert any("baseline=true is not available" in text for text in summaries[3]["warnings"])
