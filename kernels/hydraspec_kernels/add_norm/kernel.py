@@ -12,6 +12,7 @@ from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_f
 from hydraspec_kernels.rms_norm.kernel import inverse_rms
 
 REGISTERS = 65536  # of an SM
+FEW_ROWS = 512
 MAX_WIDTH = 16384  # beyond, a row no longer fits the registers of one program
 
 
@@ -36,7 +37,6 @@ def add_norm_kernel(
     PARTS: tl.constexpr,
     HAS_POST_NORM: tl.constexpr,
     HAS_POST_WEIGHT: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     HAS_NEXT_NORM: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,8 +66,7 @@ def add_norm_kernel(
             x *= post_weight.to(tl.float32)
         x = x.to(dtype).to(tl.float32)
     h = (h.to(tl.float32) + x).to(dtype)
-    if HAS_SCALE:
-        h = (h.to(tl.float32) * scale).to(dtype)
+    h = (h.to(tl.float32) * scale).to(dtype)  # by 1 it is exact
     tl.store(h_at, h, mask=inside)
     if HAS_NEXT_NORM:
         wide = h.to(tl.float32)
@@ -104,7 +103,7 @@ def add_norm_cuda(
     if not rows:
         return AddNorm(h, y)
     padded = triton.next_power_of_2(width)
-    warps = warps_for(padded)
+    warps = warps_for(padded, rows)
     add_norm_kernel[(rows,)](
         h,
         y,
@@ -120,7 +119,6 @@ def add_norm_cuda(
         PARTS=parts,
         HAS_POST_NORM=has_post_norm,
         HAS_POST_WEIGHT=has_post_weight,
-        HAS_SCALE=scale is not None,
         HAS_NEXT_NORM=next_weight is not None,
         WIDTH=padded,
         num_warps=warps,
@@ -131,6 +129,8 @@ def add_norm_cuda(
     return AddNorm(h, y)
 
 
-def warps_for(width: int) -> int:
-    """16 bytes of h a thread (8 narrow numbers), so that a single row is short of latency."""
-    return min(32, max(1, width // 256))
+def warps_for(width: int, rows: int) -> int:
+    """Few rows: 16 bytes of h a thread (8 narrow numbers), so that each is short of latency. Many:
+    twice that, so that more rows share an SM.
+    """
+    return min(32, max(1, width // (256 if rows <= FEW_ROWS else 512)))
