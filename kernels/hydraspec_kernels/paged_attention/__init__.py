@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hydraspec_kernels import breaks
 from hydraspec_kernels.paged_attention.cpu import attend, gather_kv, paged_attention_cpu
 from hydraspec_kernels.paged_attention.plan import (
     AttentionPlan,
@@ -36,8 +37,13 @@ __all__ = [
 def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
     """query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
 
-    A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim].
+    A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim]. A capture in pieces is
+    cut here.
     """
+    return breaks.run(_attend, query, cache, plan)
+
+
+def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
     if isinstance(plan, TiledPlan):
         return paged_attention_cpu(query, cache, plan)
     if query.dtype is torch.float64:  # the kernels add up in float32

@@ -23,8 +23,6 @@ from hydraspec_kernels.paged_attention.plan import DevicePlan
 # The maximum of a query that has seen no key. Finite, so that no difference of two is NaN.
 NO_KEY = tl.constexpr(-1.0e38)
 
-SPLIT_KEYS = tl.constexpr(16)  # a split reads a multiple of as many keys
-
 
 @triton.jit
 def _load_rows(base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -83,8 +81,7 @@ def _find_keys(
     if WINDOW > 0:
         begin = tl.maximum(length - rows + tile * BLOCK_M // GROUP - WINDOW + 1, 0)
     if SPLIT:
-        share = tl.cdiv(tl.maximum(limit - begin, 0), splits * SPLIT_KEYS) * SPLIT_KEYS
-        share = tl.maximum(share, BLOCK_N)
+        share = tl.maximum(tl.cdiv(tl.maximum(limit - begin, 0), splits), BLOCK_N)
         begin += split * share
         limit = tl.minimum(limit, begin + share)
     return begin, limit
