@@ -211,6 +211,16 @@ def _check_cudagraph(config: RunConfig) -> None:
             sizes,
             "is no list of sizes",
             allowed="rising whole numbers from 1 on, e.g. [1, 2, 4, 8], or null",
+            remedy="sort them and leave out what occurs twice",
+        )
+    most = config.engine.max_num_seqs
+    if sizes is not None and sizes[-1] > most:
+        raise refusal(
+            "cudagraph.capture_sizes",
+            sizes,
+            "holds batches larger than any",
+            allowed=f"1 to {most} (engine.max_num_seqs)",
+            remedy=f"leave out what is larger, or raise engine.max_num_seqs to {sizes[-1]}",
         )
 
 

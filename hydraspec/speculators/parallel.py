@@ -77,6 +77,7 @@ class ParallelSpeculator(DraftModelSpeculator):
             num_masks=more,
             mask_token_id=self.mask_row().token_id,
             num_rows=batch.positions.shape[0],
+            padded=batch.has_padding,
         )
         device = batch.slots.device
         rows = Rows(

@@ -21,7 +21,11 @@ def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec])
     return Rows(
         segments=batch.segments,
         input_ids=shifted_tokens(
-            state.token_ids, batch.slots, batch.row_request, batch.positions
+            state.token_ids,
+            batch.slots,
+            batch.row_request,
+            batch.positions,
+            padded=batch.has_padding,
         ),
         positions=batch.positions,
         seq_lens=batch.seq_lens,
@@ -43,7 +47,9 @@ def single_rows(
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
     sizes = [spec.block_size for spec in specs]
-    rows = decode_rows(row.positions, row.seq_lens, lookahead, tables, sizes)
+    rows = decode_rows(
+        row.positions, row.seq_lens, lookahead, tables, sizes, padded=batch.has_padding
+    )
     return Rows(
         segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len),),
         input_ids=tokens,

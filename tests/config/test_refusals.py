@@ -79,7 +79,9 @@ REFUSED = {
     "target.max_model_len=1": ["target.max_model_len=1"],
     "workload.limit=0": ["workload.limit=0", "null for all"],
     "workload.concurrency=0": ["workload.concurrency=0"],
-    "cudagraph.capture_sizes=[4,2]": ["cudagraph.capture_sizes=[4, 2]", "rising"],
+    "cudagraph.capture_sizes=[4,2]": ["cudagraph.capture_sizes=[4, 2]", "rising", "sort them"],
+    "cudagraph.capture_sizes=[0,2]": ["cudagraph.capture_sizes=[0, 2]", "from 1 on"],
+    "cudagraph.capture_sizes=[1,4096]": ["1 to 16 (engine.max_num_seqs)", "max_num_seqs to 4096"],
     # combinations
     "parallelism.tensor=2": ["parallelism.tensor=2", "one device"],
     SYNTHETIC: [f"{LENGTH}=null", "1 to 4", "method.verification=standard"],
@@ -92,7 +94,7 @@ REFUSED = {
     "tracker=none tracker.project=x": ["tracker.project"],
     "method.name=eagle4": ["method.name=eagle4"],
     "method=eagle": ["method=eagle", "target tiny_gemma4 names none", "=auto or method=none"],
-    "cudagraph.name=full": ["cudagraph.name=full", "full_and_piecewise, none"],
+    "cudagraph.name=half": ["cudagraph.name=half", "full_decode_only, none, piecewise"],
     # what Hydra's grammar does not take
     "method": ["method: cannot be read", "write key=value"],
     "target.checkpoint=/a=b": ["target.checkpoint='/a=b'"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from hydraspec.types import (
 log = logging.getLogger(__name__)
 
 GREEDY = SamplingFlags(any_greedy=True, any_top_k=False, any_top_p=False, any_min_p=False)
+GREEDY_VARIANT = (True, GREEDY)  # all_greedy and flags of the plans a graph serves
 # Ways of sampling that get graphs of their own; what comes after them shares the general one.
 MAX_VARIANTS = 4
 # A step of few prefill rows keeps the device less busy than the host: its decodes go first, as a
@@ -141,7 +143,7 @@ class DeviceRunner(Runner):
 
     def descriptors(self) -> list[Descriptor]:
         """What the mode asks for: greedy steps of decodes by batch size, mixed ones by rows."""
-        limits, greedy = self.limits, (True, GREEDY)
+        limits, greedy = self.limits, GREEDY_VARIANT
         most_rows = min(limits.max_num_seqs * self._rows, limits.max_num_batched_tokens)
         found = []
         if self.modes.decode != NONE:
@@ -167,6 +169,22 @@ class DeviceRunner(Runner):
             ]
         return found
 
+    def num_graphs(self) -> int:
+        """Captured steps."""
+        return 0 if self.graphs is None else len(self.graphs)
+
+    @torch.inference_mode()
+    def run_padding(self) -> None:
+        """The largest step there is, of padding alone."""
+        limits = self.limits
+        largest = Descriptor(
+            num_requests=limits.max_num_seqs,
+            num_rows=limits.max_num_batched_tokens,
+            rows_per_request=None,
+            variant=GREEDY_VARIANT,
+        )
+        self.run(self._static_inputs(largest))
+
     def _in_pieces(self, descriptor: Descriptor) -> bool:
         mixed = descriptor.rows_per_request is None
         return (self.modes.mixed if mixed else self.modes.decode) == PIECEWISE
@@ -174,7 +192,7 @@ class DeviceRunner(Runner):
     def _static_inputs(self, descriptor: Descriptor) -> PlanTensors:
         """A batch of padding alone, in the memory that plans of this shape are written to."""
         self.upload.write(descriptor, None)
-        all_greedy, flags = descriptor.variant  # type: ignore[misc]
+        all_greedy, flags = cast(tuple[bool, SamplingFlags], descriptor.variant)
         return self.upload.view(descriptor, self._segments(descriptor), all_greedy, flags)
 
     def _segments(self, descriptor: Descriptor) -> tuple[RowSegment, ...]:
@@ -201,7 +219,7 @@ class DeviceRunner(Runner):
             num_requests=num_requests,
             num_rows=num_requests * self._rows,
             rows_per_request=self._rows,
-            variant=(True, GREEDY),
+            variant=GREEDY_VARIANT,
         )
         return self.prepare(self._static_inputs(descriptor))
 
@@ -276,7 +294,7 @@ class DeviceRunner(Runner):
             num_requests=len(plan.slots),
             num_rows=int(plan.num_rows.sum()),
             rows_per_request=self._rows if self._is_uniform(plan) else None,
-            variant=(True, GREEDY),
+            variant=GREEDY_VARIANT,
         )
         found = self.graphs.dispatch(wanted)
         if found is None or plan.all_greedy:

@@ -4,8 +4,7 @@ scheduler."""
 from __future__ import annotations
 
 import logging
-import os
-from contextlib import suppress
+import time
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -14,10 +13,21 @@ from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import model_length, pick_device, set_num_threads
-from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
+from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
+from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.scheduler import Scheduler
+from hydraspec.engine.native.sizing import cache_size, new_cache, smallest_cache
 from hydraspec.engine.native.state import new_request_state
+from hydraspec.graphs import (
+    Capability,
+    CudaGraphBackend,
+    GraphBackend,
+    GraphModes,
+    default_capture_sizes,
+    no_graphs,
+    resolve_modes,
+)
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint import resolve_folder
@@ -28,8 +38,6 @@ from hydraspec.speculators.none import NoSpeculator
 from hydraspec.types import DTYPES
 
 log = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +84,16 @@ def load_baseline(loaded: Loaded) -> Loaded:
     block_size = loaded.config.engine.kv_cache.block_size
     target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
     config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
-    return assemble(config, loaded.target, loaded.tokenizer, NoSpeculator(config), target_kv)
+    origin = loaded.runner
+    backend = origin.backend if isinstance(origin, DeviceRunner) else None
+    return assemble(
+        config,
+        loaded.target,
+        loaded.tokenizer,
+        NoSpeculator(config),
+        target_kv,
+        backend=backend,  # the same memory pool: only one of the two runs
+    )
 
 
 def assemble(
@@ -85,12 +102,62 @@ def assemble(
     tokenizer: Tokenizer | None,
     speculator: BaseSpeculator,
     kv: KVCache | None,
+    *,
+    backend: GraphBackend | None = None,
 ) -> Loaded:
-    """Wire loaded models into an engine's parts; `kv` None makes a new cache."""
+    """Wire loaded models into an engine's parts; `kv` None makes a new cache.
+
+    `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
+    """
     max_model_len = model_length(config, target.max_position_embeddings)
-    num_drafts = speculator.num_speculative_tokens
     warnings: list[str] = []
-    kv = kv or _new_cache(config, target, speculator, max_model_len, warnings)
+    modes = _resolve_modes(config, target, speculator, backend)
+    if modes.enabled and backend is None:
+        backend = CudaGraphBackend(target.device)
+    memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
+    if kv is None:
+        activation_bytes = 0
+        if target.device.type == "cuda":
+            activation_bytes = _measure_activations(config, target, speculator, max_model_len)
+            memory_bytes["activations"] = activation_bytes
+        kv = new_cache(
+            config, target, speculator, max_model_len, warnings, activation_bytes=activation_bytes
+        )
+    memory_bytes["kv_cache"] = kv.num_bytes
+    runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
+    if isinstance(runner, DeviceRunner) and backend is not None and modes.enabled:
+        before = backend.num_bytes()
+        _capture(runner)
+        memory_bytes["graphs"] = backend.num_bytes() - before
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_speculative_tokens=speculator.num_speculative_tokens,
+        num_lookahead_tokens=speculator.num_lookahead_tokens,
+    )
+    return Loaded(
+        config=config,
+        target=target,
+        tokenizer=tokenizer,
+        runner=runner,
+        scheduler=scheduler,
+        info=_info(config, target, speculator, max_model_len, modes, memory_bytes, warnings),
+    )
+
+
+def _runner(
+    config: RunConfig,
+    target: TargetModel,
+    speculator: BaseSpeculator,
+    kv: KVCache,
+    max_model_len: int,
+    modes: GraphModes,
+    backend: GraphBackend | None,
+) -> Runner:
+    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one."""
+    num_drafts = speculator.num_speculative_tokens
     state = new_request_state(
         num_slots=config.engine.max_num_seqs,
         max_model_len=max_model_len,
@@ -104,30 +171,84 @@ def assemble(
         synthetic_acceptance_length=config.method.synthetic_acceptance_length,
         num_speculative_tokens=num_drafts,
     )
-    scheduler = Scheduler(
-        kv,
-        max_num_seqs=config.engine.max_num_seqs,
+    if target.device.type == "cpu" and backend is None:
+        return Runner(target, speculator, verifier, kv, state)
+    most = config.engine.max_num_seqs
+    limits = RunnerLimits(
+        max_num_seqs=most,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        max_model_len=max_model_len,
         num_speculative_tokens=num_drafts,
-        num_lookahead_tokens=speculator.num_lookahead_tokens,
+        max_seq_len=cache_size(config, speculator, max_model_len).max_tokens,
+        capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
     )
-    return Loaded(
-        config=config,
-        target=target,
-        tokenizer=tokenizer,
-        runner=Runner(target, speculator, verifier, kv, state),
-        scheduler=scheduler,
-        info=_info(config, target, speculator, kv, max_model_len, warnings),
+    return DeviceRunner(
+        target, speculator, verifier, kv, state, limits=limits, modes=modes, backend=backend
     )
+
+
+def _measure_activations(
+    config: RunConfig, target: TargetModel, speculator: BaseSpeculator, max_model_len: int
+) -> int:
+    """Bytes that the largest step takes beside weights, cache and state: it runs once, on padding.
+
+    Kernels of large batches are compiled by the way.
+    """
+    kv = smallest_cache(config, target, speculator, max_model_len)
+    none = no_graphs("none", None)
+    runner = _runner(config, target, speculator, kv, max_model_len, none, None)
+    assert isinstance(runner, DeviceRunner)
+    start = time.perf_counter()
+    before = torch.cuda.memory_allocated(target.device)
+    torch.cuda.reset_peak_memory_stats(target.device)
+    runner.run_padding()
+    torch.cuda.synchronize(target.device)
+    peak = torch.cuda.max_memory_allocated(target.device) - before
+    del runner, kv
+    torch.cuda.empty_cache()
+    log.info("largest step: %.2f GiB, %.1f s", peak / (1 << 30), time.perf_counter() - start)
+    return peak
+
+
+def _capture(runner: DeviceRunner) -> None:
+    start = time.perf_counter()
+    runner.capture()
+    assert runner.backend is not None
+    log.info(
+        "captured %d graphs (%s) in %.1f s, %.2f GiB",
+        *(runner.num_graphs(), runner.modes.requested, time.perf_counter() - start),
+        runner.backend.num_bytes() / (1 << 30),
+    )
+
+
+def _resolve_modes(
+    config: RunConfig, target: TargetModel, speculator: BaseSpeculator, backend: GraphBackend | None
+) -> GraphModes:
+    """What of the requested mode is used; every downgrade is logged with its reason."""
+    requested = config.cudagraph.name
+    if target.device.type == "cpu" and backend is None:
+        modes = no_graphs(requested, "device is cpu")
+    else:
+        # Our kernels read rows and lengths on the device, for every kind of KV group.
+        modes = resolve_modes(
+            requested,
+            attention=Capability.ALWAYS,
+            attention_name="paged attention",
+            rows_per_decode=speculator.num_speculative_tokens + 1,
+            drafts=speculator.num_speculative_tokens > 0,
+            cannot_draft_in_graph=speculator.cannot_be_captured,
+        )
+    for reason in modes.reasons:
+        log.info("cudagraph=%s is not used as such: %s", requested, reason)
+    return modes
 
 
 def _info(
     config: RunConfig,
     target: TargetModel,
     speculator: BaseSpeculator,
-    kv: KVCache,
     max_model_len: int,
+    modes: GraphModes,
+    memory_bytes: dict[str, int],
     warnings: list[str],
 ) -> EngineInfo:
     spec = speculator.spec
@@ -148,87 +269,8 @@ def _info(
         vocab_size=target.vocab_size,
         max_model_len=max_model_len,
         greedy_is_exact=target.dtype in (torch.float32, torch.float64),
-        cudagraph=_resolve_cudagraph(config, target.device),
-        memory_bytes={
-            "weights": target.memory_bytes(),
-            "draft_weights": speculator.memory_bytes(),
-            "kv_cache": kv.num_bytes,
-        },
+        cudagraph=modes.as_info(),
+        memory_bytes=memory_bytes,
         draft_spec=None if spec is None else asdict(spec),
         warnings=warnings,
     )
-
-
-def _resolve_cudagraph(config: RunConfig, device: torch.device) -> dict[str, str | None]:
-    """What was asked for and what is used; a downgrade carries its reason."""
-    requested = config.cudagraph.name
-    reason = None
-    if requested != "none":
-        reason = (
-            "device is cpu"
-            if device.type == "cpu"
-            else "this version runs CUDA steps without graphs"
-        )
-        log.info("cudagraph=%s is not used: %s", requested, reason)
-    return {"requested": requested, "target": "none", "draft": "none", "reason": reason}
-
-
-def _new_cache(
-    config: RunConfig,
-    target: TargetModel,
-    speculator: BaseSpeculator,
-    max_model_len: int,
-    warnings: list[str],
-) -> KVCache:
-    """A cache for the target's groups and, behind them, those the drafter owns."""
-    block_size = config.engine.kv_cache.block_size
-    specs = target.kv_groups(block_size) + speculator.kv_groups(block_size, target.num_layers)
-    size = CacheSize(
-        max_num_seqs=config.engine.max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        num_speculative_tokens=speculator.num_speculative_tokens,
-        num_lookahead_tokens=speculator.num_lookahead_tokens,
-    )
-    budget_bytes = _cache_budget_bytes(config, target.device)
-    num_blocks = plan_num_blocks(specs, size, target.dtype, budget_bytes)
-    for spec, count in zip(specs, num_blocks, strict=True):
-        if count < size.blocks_wanted(spec, 1):
-            warnings.append(
-                f"the {spec.name} KV cache holds {(count - 1) * spec.block_size} tokens, less than "
-                f"one request of max_model_len={max_model_len}; raise engine.kv_cache.memory_gib "
-                "or lower target.max_model_len"
-            )
-    return KVCache(
-        specs,
-        num_blocks,
-        num_slots=config.engine.max_num_seqs,
-        max_tokens=size.max_tokens,
-        num_layers=max(
-            [target.num_layers, *(layer + 1 for spec in specs for layer in spec.layers)]
-        ),
-        dtype=target.dtype,
-        device=target.device,
-    )
-
-
-def _cache_budget_bytes(config: RunConfig, device: torch.device) -> int:
-    """engine.kv_cache.memory_gib, or most of the free device memory, or a careful share of the
-    host's."""
-    memory_gib = config.engine.kv_cache.memory_gib
-    if memory_gib is not None:
-        return int(memory_gib * GIB)
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.85)
-    return min(4 * GIB, _available_bytes() // 2)
-
-
-def _available_bytes() -> int:
-    """Memory to be had without swapping, as Linux counts it; elsewhere half of what there is."""
-    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with suppress(ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 4 * GIB

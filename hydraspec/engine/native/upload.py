@@ -201,7 +201,7 @@ class PlanUpload:
         plan: StepPlan | None,
         rows_of_logits: int | None,
     ) -> int:
-        """Where each row belongs and which ones need logits; returns the end of what was written."""
+        """Where each row belongs, and which need logits; returns the end of what was written."""
         t, k = descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
         first, second, third = self._row_sections(t)

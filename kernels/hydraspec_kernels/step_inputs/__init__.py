@@ -68,7 +68,12 @@ def prepare_rows(
 
 
 def shifted_tokens(
-    token_ids: Tensor, slots: Tensor, row_request: Tensor, positions: Tensor
+    token_ids: Tensor,
+    slots: Tensor,
+    row_request: Tensor,
+    positions: Tensor,
+    *,
+    padded: bool = False,
 ) -> Tensor:
     """The token behind each row: token_ids [S, L], slots [B], row_request, positions [T] -> [T].
 
@@ -78,7 +83,7 @@ def shifted_tokens(
         from hydraspec_kernels.step_inputs.kernel import shifted_tokens_kernel
 
         return shifted_tokens_kernel(token_ids, slots, row_request, positions)
-    return shifted_tokens_reference(token_ids, slots, row_request, positions)
+    return shifted_tokens_reference(token_ids, slots, row_request, positions, padded=padded)
 
 
 def newest_rows(
@@ -110,13 +115,15 @@ def decode_rows(
     advance: int,
     tables: Sequence[Tensor],  # per KV group [B, P]
     block_sizes: Sequence[int],
+    *,
+    padded: bool = False,
 ) -> DecodeRows:
     """One row per request, `advance` positions behind `positions`."""
     if runs_kernels(positions):
         from hydraspec_kernels.step_inputs.kernel import decode_rows_kernel
 
         return decode_rows_kernel(positions, seq_lens, advance, tables, block_sizes)
-    return decode_rows_reference(positions, seq_lens, advance, tables, block_sizes)
+    return decode_rows_reference(positions, seq_lens, advance, tables, block_sizes, padded=padded)
 
 
 def parallel_rows(
@@ -131,6 +138,7 @@ def parallel_rows(
     num_masks: int,
     mask_token_id: int,
     num_rows: int,
+    padded: bool = False,
 ) -> ParallelLayout:
     """The step's rows with `num_masks` more behind each request's newest row, for drafters that
     propose everything in one pass.
@@ -140,10 +148,13 @@ def parallel_rows(
     that counts can see. `num_rows` is the step's T.
     """
     if runs_kernels(token_ids):
-        from hydraspec_kernels.step_inputs.kernel import parallel_rows_kernel as run
-    else:
-        run = parallel_rows_reference
-    return run(
+        from hydraspec_kernels.step_inputs.kernel import parallel_rows_kernel
+
+        return parallel_rows_kernel(
+            query_start_loc, seq_lens, num_rejected, slots, token_ids, tables, block_sizes,
+            num_masks=num_masks, mask_token_id=mask_token_id, num_rows=num_rows,
+        )  # fmt: skip
+    return parallel_rows_reference(
         query_start_loc, seq_lens, num_rejected, slots, token_ids, tables, block_sizes,
-        num_masks=num_masks, mask_token_id=mask_token_id, num_rows=num_rows,
+        num_masks=num_masks, mask_token_id=mask_token_id, num_rows=num_rows, padded=padded,
     )  # fmt: skip

@@ -67,9 +67,17 @@ def _slot_mappings(
 
 
 def shifted_tokens_reference(
-    token_ids: Tensor, slots: Tensor, row_request: Tensor, positions: Tensor
+    token_ids: Tensor,
+    slots: Tensor,
+    row_request: Tensor,
+    positions: Tensor,
+    *,
+    padded: bool = False,
 ) -> Tensor:
-    """See `step_inputs.shifted_tokens`; request -1 is for kernels only."""
+    """See `step_inputs.shifted_tokens`."""
+    if padded:
+        behind = shifted_tokens_reference(token_ids, slots, row_request.clamp_min(0), positions)
+        return behind.where(row_request >= 0, 0)
     place = (slots * token_ids.shape[1] + 1).index_select(0, row_request).add_(positions)
     return token_ids.view(-1).index_select(0, place).clamp_min_(0)
 
@@ -99,14 +107,20 @@ def decode_rows_reference(
     advance: int,
     tables: Sequence[Tensor],
     block_sizes: Sequence[int],
+    *,
+    padded: bool = False,
 ) -> DecodeRows:
-    """See `step_inputs.decode_rows`; padding is for kernels only."""
+    """See `step_inputs.decode_rows`."""
     positions = positions + advance
     request = torch.arange(positions.shape[0], device=positions.device)
+    behind = positions + 1
+    if padded:
+        positions, behind = positions.where(seq_lens > 0, 0), behind.where(seq_lens > 0, 0)
+        request = request.where(seq_lens > 0, -1)
     return DecodeRows(
         positions=positions,
-        seq_lens=positions + 1,
-        slot_mapping=_slot_mappings(tables, block_sizes, request, positions),
+        seq_lens=behind,
+        slot_mapping=_slot_mappings(tables, block_sizes, request, positions, padded),
     )
 
 
@@ -122,26 +136,45 @@ def parallel_rows_reference(
     num_masks: int,
     mask_token_id: int,
     num_rows: int,
+    padded: bool = False,
 ) -> ParallelLayout:
-    """See `step_inputs.parallel_rows`; padding is for kernels only."""
+    """See `step_inputs.parallel_rows`."""
     b, device = slots.shape[0], slots.device
     each = torch.arange(b, device=device)
     rows_of = query_start_loc[1:] - query_start_loc[:-1]
     starts = query_start_loc[:-1] + each * num_masks
     total = num_rows + b * num_masks
-    request = torch.repeat_interleave(each, rows_of + num_masks, output_size=total)
+    if padded:  # rows behind the last request's are nobody's
+        ends = starts + rows_of + num_masks
+        row = torch.arange(total, device=device)
+        request = torch.searchsorted(ends, row, right=True)
+        is_real = (request < b) & (seq_lens > 0).index_select(0, request.clamp_max(b - 1))
+        request.clamp_max_(b - 1)
+    else:
+        request = torch.repeat_interleave(each, rows_of + num_masks, output_size=total)
     offset = torch.arange(total, device=device).sub_(starts.index_select(0, request))
     num_valid = rows_of - num_rejected
     is_valid = offset < num_valid.index_select(0, request)
     positions = (seq_lens - rows_of).index_select(0, request).add_(offset)
     inside = torch.minimum(offset, (rows_of - 1).index_select(0, request))
+    if padded:
+        inside.clamp_min_(0)
+        is_valid, positions = is_valid & is_real, positions.where(is_real, 0)
     behind = shifted_tokens_reference(token_ids, slots, request, positions)
-    return ParallelLayout(
+    laid = ParallelLayout(
         input_ids=behind.where(is_valid, mask_token_id),
         positions=positions,
         source=query_start_loc.index_select(0, request).add_(inside),
         is_valid=is_valid,
         newest=(starts + num_valid).sub_(1),
         seq_lens=seq_lens + num_masks,
-        slot_mapping=_slot_mappings(tables, block_sizes, request, positions),
+        slot_mapping=[],
     )
+    if padded:
+        request = request.where(is_real, -1)
+        laid.input_ids = laid.input_ids.where(is_real, 0)
+        laid.source.clamp_max_(num_rows - 1)
+        laid.newest.clamp_min_(0)
+        laid.seq_lens = laid.seq_lens.where(seq_lens > 0, 0)
+    laid.slot_mapping = _slot_mappings(tables, block_sizes, request, positions, padded)
+    return laid

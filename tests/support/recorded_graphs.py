@@ -1,0 +1,151 @@
+"""Stand-ins for CUDA graphs that run anywhere.
+
+`RecordedOps` is what a CUDA graph is, on a CPU: a capture keeps the operations and the memory they
+read and write, and a replay runs these again into the same memory. No Python of the engine runs in
+a replay, so a number of the host that a capture froze stays frozen, and a tensor that is not
+written anew keeps what it held. `CalledAgain` calls the Python again, into the same outputs: eager
+mode at the padded shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from hydraspec_kernels import breaks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from hydraspec.graphs.capture import PieceCapture, Replayable, copy_into
+
+T = TypeVar("T")
+
+
+class OpRecorder(TorchDispatchMode):
+    """Keeps every operation that computes; views are kept by their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{func} asks the device in a capture")
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self.ops.append(lambda: func(*args, **kwargs))
+            return out
+        memory = {
+            x.untyped_storage().data_ptr()
+            for x in tree_flatten((args, kwargs))[0]
+            if isinstance(x, Tensor) and x.numel()
+        }
+        made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        if any(x.numel() and x.untyped_storage().data_ptr() not in memory for x in made):
+            self.ops.append(lambda: _again(func, args, kwargs, made))
+        return out
+
+
+def _again(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+    fresh = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
+    for to, value in zip(made, fresh, strict=True):
+        to.copy_(value)
+
+
+class _OpenRecording:
+    def __init__(self) -> None:
+        self._recorder = OpRecorder()
+        self._recorder.__enter__()
+
+    def end(self) -> Callable[[], None]:
+        self._recorder.__exit__(None, None, None)
+        ops = self._recorder.ops
+        ran = False
+
+        def replay() -> None:
+            nonlocal ran
+            if not ran:  # the capture itself has computed everything
+                ran = True
+                return
+            for op in ops:
+                op()
+
+        return replay
+
+    def abandon(self) -> None:
+        self._recorder.__exit__(None, None, None)
+
+
+class RecordedOps:
+    """A GraphBackend whose graphs are lists of operations."""
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+        self.num_captures = 0
+        self.num_replays = 0
+        self.num_pieces: list[int] = []
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        self.is_capturing = True
+        run()
+        self.is_capturing = False
+
+    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+        self.is_capturing = True
+        recorder = PieceCapture(_OpenRecording)
+        try:
+            with breaks.recording(recorder) if in_pieces else breaks.uncut():
+                out = run()
+        except BaseException:
+            recorder.abandon()
+            raise
+        finally:
+            self.is_capturing = False
+        recorder.close()
+        self.num_captures += 1
+        self.num_pieces.append(len(recorder.pieces.parts))
+        return out, _Counted(self, recorder.pieces)
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+class _Counted:
+    def __init__(self, backend: RecordedOps, graph: Replayable) -> None:
+        self._backend, self._graph = backend, graph
+
+    def replay(self) -> None:
+        self._backend.num_replays += 1
+        self._graph.replay()
+
+
+class CalledAgain:
+    """A GraphBackend that replays by calling: eager steps at the shapes of graphs."""
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        self.is_capturing = True
+        run()
+        self.is_capturing = False
+
+    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+        self.is_capturing = True
+        out = run()
+        self.is_capturing = False
+        return out, _Call(run, out)
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+class _Call:
+    def __init__(self, run: Callable[[], object], out: object) -> None:
+        self._run, self._out = run, out
+
+    def replay(self) -> None:
+        copy_into(self._out, self._run())
