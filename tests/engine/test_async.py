@@ -10,9 +10,11 @@ import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import step_ahead
 from late_device import StableOracle
 from scenarios import World, draw_scenario, make_engine
 from step_ahead import (
@@ -26,14 +28,24 @@ from step_ahead import (
 )
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
-from hydraspec.config.schema import DraftSampling
+from hydraspec.config.engines import check_offer
+from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig
 from hydraspec.engine.native.collect import Collector, Flight
+from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.scheduler import Scheduled, Scheduler, Sequence
 from hydraspec.engine.native.timing import PhaseClock
+from hydraspec.graphs import no_graphs
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.speculators.none import NoSpeculator
-from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
+from hydraspec.types import (
+    Completion,
+    ConfigurationError,
+    Request,
+    RequestStep,
+    SamplingParams,
+    StepRecord,
+)
 
 
 @pytest.fixture(params=FLAVOURS, scope="module")
@@ -85,6 +97,29 @@ def test_samples_and_drafts_are_the_same(
         assert ahead.decodes == waiting.decodes
         num_dropped += ahead.num_dropped
     assert num_dropped > 0
+
+
+def test_persistent_buffers_do_not_mix_steps(dense: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's runner, here on the CPU: plans in memory that outlives them, results in a ring."""
+
+    def over_buffers(*args: Any) -> NativeEngine:
+        engine = make_engine(*args)
+        plain, config = engine.parts.runner, engine.parts.config
+        limits = RunnerLimits(
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            num_speculative_tokens=config.method.num_speculative_tokens,
+            max_seq_len=engine.info.max_model_len + 20,
+            capture_sizes=(1,),
+        )
+        parts = plain.target, plain.speculator, plain.verifier, plain.kv, plain.state
+        modes = no_graphs("none", None)
+        engine.parts.runner = DeviceRunner(*parts, limits=limits, modes=modes, backend=None)
+        return engine
+
+    monkeypatch.setattr(step_ahead, "make_engine", over_buffers)
+    assert compare_mixed(dense, monkeypatch, num_scenarios=16)["dropped"] > 0
+    assert compare_tight(dense, monkeypatch, num_scenarios=8)["preempted"] > 0
 
 
 def requests_of(world: World, sampling: SamplingParams, count: int = 4) -> list[Request]:
@@ -228,6 +263,12 @@ def test_times_of_a_step_ahead(dense: World) -> None:
         if isinstance(done, Completion):
             assert done.ttft_ms is not None
             assert 0 < done.ttft_ms < done.latency_ms <= wall_ms
+
+
+def test_other_engines_have_no_such_key() -> None:
+    engine = EngineConfig(name="transformers", async_scheduling=True)
+    with pytest.raises(ConfigurationError, match=r"engine\.async_scheduling"):
+        check_offer(engine, MethodConfig(name="none", num_speculative_tokens=0))
 
 
 def slide_to_the_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
