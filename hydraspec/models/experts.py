@@ -20,6 +20,8 @@ class Experts:
         self.top_k, self.eps, self.size = config.top_k_experts, config.rms_norm_eps, size
         self.router = place.matrix(size, count)
         self.router_scale = place.empty(size)
+        self.wide = torch.promote_types(place.dtype, torch.float32)
+        self.router_gain = self.router_scale  # once finished, of a model that is not folded
         self.expert_scale = place.empty(count)
         self.gate_up = place.matrix(count, size, 2 * inner)
         self.down = place.matrix(count, inner, size)
@@ -44,6 +46,8 @@ class Experts:
         if self.folded:
             # unit_norm lacks sqrt(D), and the router multiplies by D^-0.5: they cancel.
             self.router.mul_(self.router_scale[:, None])
+        else:  # the weight of one norm, wide: the product is rounded once
+            self.router_gain = self.router_scale.to(self.wide) * self.size**-0.5
         self.pre_norm.fold_into(self.gate_up, stream_scale=stream_scale)
         self.dense_norm.fold_gain()
         self.post_norm.fold_gain()
@@ -57,8 +61,8 @@ class Experts:
 
     def advance(self, h: Tensor, dense: Tensor) -> Tensor:
         """Not folded: the same from the stream h [T, D] itself."""
-        scaled = rms_norm(h, None, self.eps) * self.router_scale * self.size**-0.5
-        mixed = self._mixed(linear(scaled, self.router), self.pre_norm.scaled(h))
+        logits = linear(rms_norm(h, self.router_gain, self.eps), self.router)
+        mixed = self._mixed(logits, self.pre_norm.scaled(h))
         total, _ = join(self.dense_norm.scaled(dense), mixed, post=self.post_norm, then=None)
         return total
 

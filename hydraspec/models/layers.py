@@ -95,10 +95,8 @@ class Norm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, h: Tensor, x: Tensor) -> Tensor:
-        """h + norm(x)."""
-        if self.folded:
-            return torch.addcmul(h, unit_norm(x, self.floor), self.weight)
-        return h + rms_norm(x, self.weight, self.eps)
+        """Folded: h + norm(x). Elsewhere see `join`."""
+        return torch.addcmul(h, unit_norm(x, self.floor), self.weight)
 
 
 def join(
@@ -171,7 +169,7 @@ class PerLayerInput:
         self.norm.fold_gain(stream_out=stream_scale)
 
     def __call__(self, h: Tensor, inputs: Tensor) -> Tensor:
-        """h [T, D] and this layer's inputs [T, width] -> [T, D]."""
+        """Folded: h [T, D] and this layer's inputs [T, width] -> [T, D]."""
         gate = torch.nn.functional.gelu(torch.mm(h, self.gate), approximate="tanh").mul_(inputs)
         return self.norm.add(h, torch.mm(gate, self.projection))
 
