@@ -1,4 +1,4 @@
-"""A layer's small kernels one behind the other on a GPU: captured, dependently launched, in order."""
+"""A layer's small kernels in a chain on a GPU: captured, launched dependently, and in order."""
 
 import pytest
 import torch

@@ -18,6 +18,7 @@ from hydraspec_kernels.gated_activation.kernel import gelu_tanh, silu
 from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
 
 FILL = 128  # entries that group_pairs_kernel writes at once
+MIN_BINS = 128  # of the histogram, a bin a thread
 COMBINE_BLOCK = 1024  # columns of a program of combine_kernel
 
 
@@ -189,7 +190,8 @@ def tiles_for(num_pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
         return Tiles(16, 64, 128, 4, 4)
     if each <= 16:
         return Tiles(16, 128, 128, 4, 3)
-    return Tiles(64, 128, 64, 4, 4) if each <= 64 else Tiles(128, 128, 64, 8, 4)
+    # Three stages, so that two programs share an SM.
+    return Tiles(64, 128, 64, 4, 3) if each <= 64 else Tiles(128, 128, 64, 8, 3)
 
 
 @dataclass(slots=True)
@@ -217,7 +219,7 @@ def group_pairs(chosen: Tensor, experts: int, block_rows: int) -> Grouping:
         blocks,
         experts,
         BLOCK_M=block_rows,
-        BINS=triton.next_power_of_2(experts + 1),
+        BINS=max(MIN_BINS, triton.next_power_of_2(experts + 1)),
         CHUNK=256 if num_pairs <= 256 else 1024 if num_pairs <= 1024 else 4096,
         FILL=FILL,
         num_warps=4 if num_pairs <= 1024 else 8,
