@@ -98,6 +98,7 @@ def check_vllm(config: RunConfig) -> None:
     for key, given in (("steps", config.metrics.steps), ("trace", config.metrics.trace)):
         if given:  # it records draft token ids, and vLLM hands out the accepted ones only
             raise _unavailable(f"metrics.{key}", True, "false")
+    _check_drafter_weights(config)
     sampling = config.sampling
     if sampling.min_p and sampling.temperature and config.method.name != "none":
         raise refusal(
@@ -106,6 +107,20 @@ def check_vllm(config: RunConfig) -> None:
             "is not available with engine=vllm and drafts",
             allowed="0",
             remedy="leave the key out, or choose method=none or engine=native",
+        )
+
+
+def _check_drafter_weights(config: RunConfig) -> None:
+    """vLLM loads most drafters as it loads the target, whatever it is told."""
+    method, wanted = config.method, config.target.weights
+    if method.name not in ("none", "gemma4_mtp", AUTO) and method.weights is not wanted:
+        raise refusal(
+            "method.weights",
+            method.weights.value,
+            f"is not available with engine=vllm, method={method.name} and "
+            f"target.weights={wanted.value}",
+            allowed=wanted.value,
+            remedy=f"add method.weights={wanted.value}, or choose engine=native",
         )
 
 

@@ -62,7 +62,8 @@ class Environment:
         wanted = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",  # results own stdout
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # results own stdout
             "HF_HUB_OFFLINE": "1",  # it gets folders
         }
         self._added = [name for name in wanted if name not in os.environ]

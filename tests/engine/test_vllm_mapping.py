@@ -163,6 +163,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         (["metrics.steps=true"], "metrics.steps=true", "false"),
         (["sampling=stochastic", "sampling.min_p=0.1"], "sampling.min_p=0.1", "0"),
         (["parallelism.tensor=0"], "parallelism.tensor=0", "1 or more"),
+        (["method=eagle3", "method.weights=random"], "method.weights=random", "checkpoint"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -1,0 +1,130 @@
+"""The public shapes that ship without weights, and when they stand for a hub id."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hydraspec import factory
+from hydraspec.compose import plan
+from hydraspec.config.choices import choices_of, shipped_shapes
+from hydraspec.config.schema import RunConfig, Weights
+from hydraspec.errors import CheckpointError, ConfigurationError
+from hydraspec.models.checkpoint import SHAPES, open_checkpoint, resolve_folder
+from hydraspec.models.gemma4_assistant_config import read_assistant
+from hydraspec.models.gemma4_config import FULL, Gemma4Config, read_gemma4_config
+
+TARGETS = [name for name in shipped_shapes() if not name.endswith("-assistant")]
+# layers, of them full, of them reading another's cache; hidden width; experts
+PUBLISHED = {
+    "gemma4_e2b": (35, 7, 20, 1536, 0),
+    "gemma4_e4b": (42, 7, 18, 2560, 0),
+    "gemma4_26b_a4b": (30, 5, 0, 2816, 128),
+    "gemma4_31b": (60, 10, 0, 5376, 0),
+}
+
+
+def read(name: str) -> Gemma4Config:
+    return read_gemma4_config(open_checkpoint(f"shape:{name}").config, name)
+
+
+def one(*overrides: str) -> RunConfig:
+    return plan(overrides).jobs[0]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_shape_is_that_of_the_release(name: str) -> None:
+    config = read(name)
+    full = sum(layer.kind == FULL for layer in config.layers)
+    shared = sum(layer.shares_kv for layer in config.layers)
+    found = (len(config.layers), full, shared, config.hidden_size, config.num_experts)
+    assert found == PUBLISHED[name]
+    assert config.layers[-1].kind == FULL
+    assert (config.vocab_size, config.softcap, config.tied) == (262144, 30.0, True)
+    assert {layer.head_dim for layer in config.layers} == {256, 512}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_its_assistant_fits(name: str) -> None:
+    """Its queries read the target's cache: heads must be as wide, and share as many KV heads."""
+    target, (_, assistant) = read(name), read_assistant(f"shape:{name}-assistant")
+    assert assistant.backbone_hidden_size == target.hidden_size
+    assert assistant.text.vocab_size == target.vocab_size
+    assert assistant.text.sliding_window == target.sliding_window
+    for layer in assistant.text.layers:
+        owner = target.last_owner(layer.kind)
+        assert owner is not None
+        source = target.layers[owner]
+        assert (layer.head_dim, layer.num_kv_heads) == (source.head_dim, source.num_kv_heads)
+
+
+def test_every_shape_is_a_target_choice() -> None:
+    assert set(TARGETS) == set(PUBLISHED) <= set(choices_of("target"))
+    assert {f"{name}-assistant" for name in TARGETS} == set(shipped_shapes()) - set(TARGETS)
+    for name in shipped_shapes():
+        folder = resolve_folder(f"shape:{name}")
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        assert folder.parent == SHAPES
+
+
+def test_an_unknown_shape_names_the_others() -> None:
+    with pytest.raises(CheckpointError, match="its shapes are gemma4_26b_a4b, "):
+        resolve_folder("shape:gemma5")
+
+
+# ------------------------------------------------------------------ in a configuration
+
+
+def test_random_weights_need_no_download() -> None:
+    config = one("target=gemma4_e4b", "target.weights=random")
+    assert (config.target.name, config.target.checkpoint) == ("gemma4_e4b", "shape:gemma4_e4b")
+    assert config.method.checkpoint == "shape:gemma4_e4b-assistant"
+    assert config.method.weights is Weights.random
+    hub, drawn = config.warnings
+    assert "google/gemma-4-E4B-it is not read" in hub
+    assert "recorded as random" in drawn
+    factory.resolve_drafter(config)
+    assert config.method.checkpoint == "shape:gemma4_e4b-assistant"
+    assert len(one("target=gemma4_e4b", "target.weights=random", "method=none").warnings) == 1
+
+
+def test_what_the_user_names_is_what_is_read() -> None:
+    config = one("target=gemma4_e4b")
+    assert config.target.checkpoint == "google/gemma-4-E4B-it"
+    config = one("target=gemma4_e4b", "target.weights=random", "method.checkpoint=/my/drafter")
+    assert (config.method.checkpoint, config.method.weights) == ("/my/drafter", Weights.checkpoint)
+    config = one("target=gemma4_e4b", "target.weights=random", "target.checkpoint=/my/e4b")
+    assert config.target.checkpoint == "/my/e4b"
+    assert one("target=qwen3_8b", "target.weights=random").target.checkpoint == "Qwen/Qwen3-8B"
+
+
+def test_a_shape_may_be_given_as_it_is() -> None:
+    typed = ["target=custom", "target.checkpoint=shape:gemma4_31b", "target.weights=random"]
+    config = one(*typed, "method=gemma4_mtp")
+    assert (config.target.name, config.method.checkpoint) == (
+        *("gemma4_31b", "shape:gemma4_31b-assistant"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "parts"),
+    [
+        (["target.checkpoint=shape:gemma4_e2b"], ["target.weights is checkpoint", "=random"]),
+        (
+            ["target.checkpoint=shape:gemma4_e2", "target.weights=random"],
+            ["is no shape", "did you mean target.checkpoint=shape:gemma4_e2b?"],
+        ),
+        (
+            ["method=gemma4_mtp", "method.checkpoint=shape:gemma4_e2b-assistant"],
+            ["method.weights is checkpoint", "add method.weights=random"],
+        ),
+    ],
+    ids=["with weights", "misspelt", "a drafter with weights"],
+)
+def test_a_shape_without_random_weights_is_refused(typed: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        one(*typed)
+    for part in parts:
+        assert part in str(caught.value)
