@@ -14,6 +14,7 @@ from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.paged_attention import GroupShape
 from hydraspec_kernels.rope import rope_table
+from hydraspec_kernels.token_choice import greedy_tokens
 from torch import Tensor
 
 from hydraspec.models.attention import GroupPass
@@ -288,7 +289,7 @@ class EagleHead:
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B] ids of the target's vocabulary; equal scores go to the lowest draft id."""
-        tokens = self.compute_logits(hidden).argmax(-1)
+        tokens = greedy_tokens(self.compute_logits(hidden))
         return tokens if self.vocab_map is None else self.vocab_map.index_select(0, tokens)
 
     def memory_bytes(self) -> int:

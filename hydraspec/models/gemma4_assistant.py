@@ -22,6 +22,7 @@ from hydraspec_kernels.paged_attention import (
     plan_attention,
 )
 from hydraspec_kernels.rope import rope_table
+from hydraspec_kernels.token_choice import greedy_tokens
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
@@ -218,7 +219,7 @@ class Gemma4Assistant:
     def greedy_tokens(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> the best token [B]; equal scores go to the lowest id."""
         if self.centroids is None or self.clusters is None:
-            return self.compute_logits(d).argmax(-1)
+            return greedy_tokens(self.compute_logits(d))
         k = self.config.centroid_top_k
         return centroid_greedy(d, self.head, self.centroids, self.clusters, k, self._banned)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
+from hydraspec_kernels.token_choice import greedy_tokens
 from torch import Tensor
 
 from hydraspec.models.attention import GroupPass
@@ -201,7 +202,7 @@ class MTPHead:
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B] ids; equal scores go to the lowest id."""
-        return self.compute_logits(hidden).argmax(-1)
+        return greedy_tokens(self.compute_logits(hidden))
 
     def memory_bytes(self) -> int:
         """Bytes of weights held beside the target's."""
