@@ -27,6 +27,8 @@ CLOSE = {
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7},
     torch.float16: {"rtol": 2**-10, "atol": 2**-10},
 }
+# Against float64, in eps of the type: its roundings, and in float32 the sum and rsqrt as well.
+STEPS = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The interpreter truncates to bfloat16 where a GPU rounds: float16 is its narrow type.
 PLACES = [
@@ -106,12 +108,39 @@ def test_add_norm_of_a_pre_norm_decoder_adds_the_block_as_it_is(monkeypatch, par
     check_add_norm(monkeypatch, 3, 48, parts, dtype, device, has_post_norm=False)
 
 
+def check_add_norm_against_float64(
+    rows: int, width: int, parts: int, dtype: torch.dtype, device: str
+) -> None:
+    """Four roundings of terms no larger than |h| + |norm(x)|, then those of the next norm."""
+    h, post, following = draws(0, dtype, device, (rows, width), (width,), (width,))
+    (x,) = draws(1, torch.float32 if parts else dtype, device, (max(parts, 1), rows, width))
+    old, scale, step = h.double(), 0.31, STEPS[dtype] * torch.finfo(dtype).eps
+    found = add_norm_cuda(
+        h, x if parts else x[0], post_weight=post, next_weight=following, eps=EPS, scale=scale
+    )
+    total = x.double().sum(0)
+    gain = (total.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * post.double()
+    exact = (old + total * gain) * scale
+    bound = step * (old.abs() + x.double().abs().sum(0) * gain.abs()) * scale
+    assert ((found.h.double() - exact).abs() <= bound).all()
+    gain = (exact.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * following.double()
+    bound = bound * gain.abs() + step * (exact * gain).abs()
+    assert found.y is not None
+    assert ((found.y.double() - exact * gain).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("parts", [0, 5])
+def test_add_norm_is_near_float64(parts, dtype):
+    check_add_norm_against_float64(3, 72, parts, dtype, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 @pytest.mark.parametrize("width", [2560, 2816, 5376, 8192, 12288])
-@pytest.mark.parametrize(("rows", "parts"), [(1, 8), (4, 16), (33, 2), (128, 0)])
-def test_add_norm_at_model_sizes(monkeypatch, rows, width, parts, dtype):
-    check_add_norm(monkeypatch, rows, width, parts, dtype, "cuda", scale=0.31)
+@pytest.mark.parametrize(("rows", "parts"), [(1, 8), (4, 16), (33, 2), (128, 0), (700, 0)])
+def test_add_norm_at_model_sizes_is_near_float64(rows, width, parts, dtype):
+    check_add_norm_against_float64(rows, width, parts, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -20,6 +20,8 @@ CLOSE = {
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6},
     torch.float16: {"rtol": 2**-10, "atol": 2**-9},
 }
+# Against float64, in eps of the type: its roundings, and in float32 the sum and rsqrt as well.
+STEPS = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 3}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The interpreter truncates to bfloat16 where a GPU rounds: float16 is its narrow type.
 PLACES = [
@@ -145,6 +147,42 @@ def test_a_layer_that_shares_kv_has_queries_only(monkeypatch, dtype, device):
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
+def check_against_float64(
+    shape: QkvShape, slots: list[int], dtype: torch.dtype, device: str
+) -> None:
+    """Three roundings of terms no larger than |x cos| + |swapped x sin|, x the normed head."""
+    draw = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(shape.head_dim, generator=draw).to(device, dtype) for _ in range(2))
+    shape = dataclasses.replace(shape, q_weight=q, k_weight=k)
+    qkv, cos, sin, where, cache = inputs(shape, slots, dtype, device)
+    assert cache is not None
+    found = write_qkv_cuda(qkv, cos, sin, where, cache, shape)
+    wide = dataclasses.replace(shape, q_weight=q.double(), k_weight=k.double())
+    exact_cache, bound_cache = cache.double(), cache.double()
+    table = cos.double(), sin.double()
+    exact = write_qkv_reference(qkv.double(), *table, where, exact_cache, wide)
+    n, kv = shape.num_heads, shape.num_kv_heads
+    heads = qkv.double().view(len(slots), -1, shape.head_dim)
+    normed = heads.clone()
+    normed[:, :n] = rms_norm(heads[:, :n], wide.q_weight, EPS)
+    normed[:, n : n + kv] = rms_norm(heads[:, n : n + kv], wide.k_weight, EPS)
+    plain = dataclasses.replace(shape, q_weight=None, k_weight=None, value_norm=False)
+    sizes = normed.abs().flatten(1), table[0].abs(), table[1].abs()
+    bound = write_qkv_reference(*sizes, where, bound_cache, plain)
+    bound_cache[:, 1] = exact_cache[:, 1].abs()  # values are not rotated
+    step = STEPS[dtype] * torch.finfo(dtype).eps
+    assert ((found.double() - exact).abs() <= step * bound).all()
+    written = where[where >= 0]
+    error = (cache[written].double() - exact_cache[written]).abs()
+    assert (error <= step * bound_cache[written]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["gemma", "gemma k_eq_v"])
+def test_kernel_is_near_float64(name, dtype):
+    check_against_float64(SHAPES[name], [4, -1, 9], dtype, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 33, 700])
@@ -159,14 +197,12 @@ def test_a_layer_that_shares_kv_has_queries_only(monkeypatch, dtype, device):
     ],
     ids=lambda s: f"{s.num_heads}-{s.num_kv_heads}-{s.head_dim}",
 )
-def test_model_sizes(monkeypatch, shape, rows, dtype):
-    draw = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(shape.head_dim, generator=draw).to("cuda", dtype) for _ in range(2))
-    shape = dataclasses.replace(shape, q_weight=q, k_weight=k)
+def test_model_sizes_are_near_float64(shape, rows, dtype):
+    draw = torch.Generator().manual_seed(rows)
     slots = (1 + torch.randperm(4 * rows, generator=draw)[:rows]).tolist()
     if rows > 1:
         slots[rows // 2] = -1
-    check(monkeypatch, shape, slots, dtype, "cuda")
+    check_against_float64(shape, slots, dtype, "cuda")
 
 
 @pytest.mark.gpu

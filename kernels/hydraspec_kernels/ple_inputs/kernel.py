@@ -74,7 +74,7 @@ def ple_inputs_cuda(
     layers = table.shape[1] // width
     assert table.is_contiguous()
     assert norm_weight.is_contiguous()
-    assert token_ids.stride(0) == 1 or rows == 1
+    token_ids = token_ids.contiguous()
     assert projected.shape == (rows, layers * width)
     assert projected.stride(1) == 1
     out = torch.empty(rows, layers, width, dtype=table.dtype, device=table.device)

@@ -129,6 +129,7 @@ def write_qkv_cuda(
         assert cache.is_contiguous()
         assert cache.dtype == qkv.dtype
         assert slots.shape == (rows,)
+        slots = slots.contiguous()
     for weight in (shape.q_weight, shape.k_weight):
         assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
     q = torch.empty(rows, n, size, dtype=qkv.dtype, device=qkv.device)

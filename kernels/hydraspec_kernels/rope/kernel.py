@@ -95,7 +95,7 @@ def rope_table_cuda(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> tup
     rows, half = positions.shape[0], theta.shape[0]
     assert theta.dtype == torch.float32
     assert theta.stride(0) == 1
-    assert positions.stride(0) == 1 or rows == 1
+    positions = positions.contiguous()
     cos, sin = torch.empty(2, rows, 1, 2 * half, dtype=dtype, device=positions.device).unbind()
     if not rows:
         return cos, sin
