@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from hydraspec_kernels.launch import runs_kernels
+from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
 from hydraspec_kernels.token_choice import greedy_tokens
 from hydraspec_kernels.verification import Verified, verify_at_rate, verify_prefix
 from torch import Tensor
@@ -67,6 +70,9 @@ class Acceptance:
 class Verifier(ABC):
     """Decides one step's drafts; one object serves all steps and keeps no state between them."""
 
+    rule: ClassVar[Rule]  # what kernels do in place of `accept`
+    acceptance_length = 1.0  # of a rule that has one
+
     def __call__(
         self, logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags = EVERYTHING
     ) -> Verdict:
@@ -81,6 +87,14 @@ class Verifier(ABC):
             return _nothing_sampled(batch)
         if batch.all_greedy:
             return _verdict(self.verify_choices(greedy_tokens(logits), batch, state))
+        if _kernels_verify(logits, state, flags):
+            return _verdict(
+                verify_sampled(
+                    logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
+                    batch.seq_lens, batch.slots, state.temperature, state.seed, state.draft_probs,
+                    self.rule, self.acceptance_length,
+                )
+            )  # fmt: skip
         trial = _prepare(logits, batch, state, flags)
         acceptance = self.accept(trial)
         return _emit(trial, acceptance, _next_token(trial, acceptance), batch)
@@ -99,6 +113,20 @@ class Verifier(ABC):
         """Apply the rule to every request; K may be 0."""
 
 
+def _kernels_verify(logits: Tensor, state: RequestState, flags: SamplingFlags) -> bool:
+    """Whether kernels can decide: temperature alone shapes all distributions, over one vocabulary.
+
+    Truncation, a narrower draft vocabulary and float64 take the road of the CPU.
+    """
+    truncates = flags.any_top_k or flags.any_top_p or flags.any_min_p
+    return (
+        runs_kernels(logits)
+        and not truncates
+        and state.draft_vocab_map is None
+        and logits.dtype is not torch.float64
+    )
+
+
 def _verdict(verified: Verified) -> Verdict:
     return Verdict(
         tokens=verified.tokens,
@@ -113,6 +141,8 @@ class StandardVerifier(Verifier):
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2. Behind the first rejection
     the token comes from norm(max(p - q, 0)), behind the last draft from p.
     """
+
+    rule = Rule.STANDARD
 
     def accept(self, trial: Trial) -> Acceptance:
         target, draft = trial.of_drafts()
@@ -129,6 +159,8 @@ class BlockVerifier(Verifier):
     S_i / (S_i + 1 - p_i), S_i = sum_v max(p_i * p(v) - q(v), 0) at the next row; the prefix of
     all drafts passes with p_n. The next token comes from norm(max(p_i * p - q, 0)).
     """
+
+    rule = Rule.BLOCK
 
     def accept(self, trial: Trial) -> Acceptance:
         target, draft = trial.of_drafts()
@@ -173,6 +205,8 @@ class SyntheticVerifier(Verifier):
     A mean acceptance length L (bonus included) is L - 1 split over positions as ones, one fraction
     and zeros. Emitted behind the drafts: a sample of the target.
     """
+
+    rule = Rule.AT_RATE
 
     def __init__(self, acceptance_length: float, num_speculative_tokens: int) -> None:
         if not 1 <= acceptance_length <= num_speculative_tokens + 1:

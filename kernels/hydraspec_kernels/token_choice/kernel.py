@@ -271,7 +271,8 @@ def _race(
     tokens = torch.empty(n, dtype=torch.int64, device=values.device)
     if n == 0:
         return tokens
-    chunks = triton.cdiv(vocab_size, RACE_BLOCK)
+    block = min(RACE_BLOCK, triton.next_power_of_2(vocab_size))
+    chunks = triton.cdiv(vocab_size, block)
     peaks = torch.empty(n, chunks, dtype=torch.float32, device=values.device)
     ratios = torch.empty(n, chunks, dtype=torch.float64, device=values.device)
     ids = torch.empty(n, chunks, dtype=torch.int32, device=values.device)
@@ -279,7 +280,7 @@ def _race(
     codes, number = (code, 0) if isinstance(code, Tensor) else (None, code)
     _race_of_chunks[(chunks, n)](
         peaks, ratios, ids, values, temperature, seed, position, codes, number,
-        values.stride(0), vocab_size, chunks, BLOCK=RACE_BLOCK, num_warps=8, **launch,
+        values.stride(0), vocab_size, chunks, BLOCK=block, num_warps=8, **launch,
     )  # fmt: skip
     _race_of_rows[(n,)](
         tokens, peaks, ratios, ids, temperature, chunks,

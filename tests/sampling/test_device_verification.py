@@ -1,0 +1,158 @@
+"""Verification by kernels decides and emits what the verifiers in torch do, request by request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
+from torch import Tensor
+
+from hydraspec.sampling.verifier import build_verifier
+from hydraspec.types import SamplingFlags, Verdict
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RULES = {"standard": Rule.STANDARD, "block": Rule.BLOCK, "synthetic": Rule.AT_RATE}
+NO_TRUNCATION = SamplingFlags(any_top_k=False, any_top_p=False, any_min_p=False)
+LENGTH = 1.7
+
+
+def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str) -> Any:
+    """Requests of all temperatures with 0 to K drafts, some missing, some not sampling."""
+    count = 16
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, num_drafts + 1, vocab, generator=draw) * 2
+    noise = torch.randn(count, num_drafts, vocab, generator=draw)
+    probs = (logits[:, :num_drafts] + noise).softmax(-1)
+    request = torch.arange(count)
+    tokens = (
+        torch.multinomial(
+            probs.flatten(0, 1).clamp(min=1e-9) if num_drafts else torch.ones(1, 1),
+            1,
+            generator=draw,
+        )
+        .view(-1, 1)[: count * num_drafts]
+        .view(count, num_drafts)
+    )
+    tokens[request % 7 == 3, num_drafts // 2 :] = -1
+    greedy = request % 3 == 0
+    best = logits[:, :num_drafts].argmax(-1)
+    tokens = torch.where(greedy[:, None] & (request % 2 == 0)[:, None], best, tokens)
+    return make_step(
+        logits,
+        tokens,
+        draft_probs=probs if drafts == "probabilistic" else None,
+        num_drafts=torch.randint(0, num_drafts + 1, (count,), generator=draw)
+        if num_drafts > 1
+        else None,
+        samples=request % 8 != 5,
+        temperature=torch.tensor([0.0, 0.6, 1.0])[request % 3],
+        seed=torch.randint(-(2**62), 2**62, (count,), generator=draw),
+        num_computed=torch.randint(0, 999, (count,), generator=draw),
+    )
+
+
+def by_kernels(step: Any, verification: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    batch, state = step.batch, step.state
+    given = [
+        step.logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
+        batch.seq_lens, batch.slots, state.temperature, state.seed, state.draft_probs,
+    ]  # fmt: skip
+    moved = [None if x is None else x.to(device) for x in given]
+    out = verify_sampled(*moved, RULES[verification], LENGTH)  # type: ignore[arg-type]
+    return out.tokens.cpu(), out.num_sampled.cpu(), out.num_rejected.cpu()
+
+
+def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
+    length = LENGTH if verification == "synthetic" else None
+    verify = build_verifier(
+        verification, synthetic_acceptance_length=length, num_speculative_tokens=num_drafts
+    )
+    verdict: Verdict = step.verdict(verify, NO_TRUNCATION)
+    return verdict
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+@pytest.mark.parametrize("verification", RULES)
+def test_verdicts_are_those_of_the_verifiers(
+    verification: str, num_drafts: int, drafts: str, make_step: Any, device: str
+) -> None:
+    """Catches a draw under another key, a row too far, a ratio that is not capped, a residual of
+    the wrong row; NaN stands wherever nothing may be read."""
+    if num_drafts == 0 and verification == "synthetic":
+        pytest.skip("an acceptance length of 1 is all that fits")
+    lengths = []
+    for seed in range(2):
+        step = steps(make_step, num_drafts, 11, seed, drafts)
+        wanted = by_torch(step, verification, num_drafts)
+        tokens, num_sampled, num_rejected = by_kernels(step, verification, device)
+        assert num_sampled.equal(wanted.num_sampled)
+        assert num_rejected.equal(wanted.num_rejected)
+        assert tokens.equal(wanted.tokens)
+        lengths += num_sampled.tolist()
+    assert len(set(lengths)) > (num_drafts > 0) + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_rows_of_several_chunks(
+    verification: str, drafts: str, make_step: Any, device: str
+) -> None:
+    """Peaks and masses of chunks come together; masked tokens have no mass."""
+    draw = torch.Generator().manual_seed(9)
+    logits = torch.randn(4, 3, 5000, generator=draw) * 3
+    logits[..., 100:4000] = -torch.inf
+    probs = torch.randn(4, 2, 5000, generator=draw).mul_(2).softmax(-1)
+    tokens = torch.stack([logits[:, 0].argmax(-1), logits[:, 1].argmax(-1)], 1)
+    step = make_step(
+        logits,
+        tokens,
+        draft_probs=probs if drafts == "probabilistic" else None,
+        seed=torch.arange(4),
+        temperature=torch.tensor([0.3, 1.0, 2.0, 0.0]),
+    )
+    wanted = by_torch(step, verification, 2)
+    tokens, num_sampled, _ = by_kernels(step, verification, device)
+    assert num_sampled.equal(wanted.num_sampled)
+    assert tokens.equal(wanted.tokens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_a_perfect_draft_is_accepted(verification: str, make_step: Any, device: str) -> None:
+    """p = q up to rounding: the residual is empty or dust, and the emitted token legal."""
+    logits = torch.randn(10, 3, 6, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(6, (10, 2), generator=torch.Generator().manual_seed(2))
+    step = make_step(logits, tokens, draft_probs=logits[:, :2].softmax(-1), seed=torch.arange(10))
+    emitted, num_sampled, _ = by_kernels(step, verification, device)
+    assert int((num_sampled < 3).sum()) == 0
+    assert emitted[:, :2].equal(tokens)
+    assert ((emitted[:, 2] >= 0) & (emitted[:, 2] < 6)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("verification", RULES)
+def test_broken_logits_give_legal_ids(verification: str, make_step: Any, device: str) -> None:
+    for value in (torch.nan, -torch.inf):
+        step = make_step(torch.full((2, 3, 6), value), torch.tensor([[1, 2], [3, -1]]))
+        tokens, num_sampled, _ = by_kernels(step, verification, device)
+        emitted = tokens[torch.arange(3) < num_sampled[:, None]]
+        assert ((emitted >= 0) & (emitted < 6)).all()
+
+
+@pytest.mark.parametrize("verification", RULES)
+def test_greedy_batches_need_choices_only(verification: str, make_step: Any) -> None:
+    """The road of a batch that is greedy throughout ends where the general one does."""
+    for seed in range(6):
+        step = steps(make_step, 3, 5, seed, ["one_hot", "probabilistic"][seed % 2])
+        step.state.temperature.zero_()
+        general = by_torch(step, verification, 3)
+        step.batch.all_greedy = True
+        greedy = by_torch(step, verification, 3)
+        assert greedy.tokens.equal(general.tokens)
+        assert greedy.num_sampled.equal(general.num_sampled)
+        assert greedy.num_rejected.equal(general.num_rejected)
