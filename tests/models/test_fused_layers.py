@@ -132,6 +132,8 @@ def test_targets(name: str, tmp_path: Path) -> None:
     with torch.inference_mode(False):
         TARGETS[name]().save_pretrained(tmp_path)
     models = load_both(lambda: load(tmp_path, torch.float64))
+    # Files' tensors are copied, and random ones drawn, without going through a temporary.
+    assert all(tensor.is_contiguous() for tensor in models[1].tensors().values())
     ids = [models[0].num_layers, 0, models[0].num_layers // 2, 1]
     runs = [PagedRun(model, 3) for model in models]
     for chunk in CHUNKS:
