@@ -281,6 +281,9 @@ def _combine_kernel(
 ):
     start_next(PDL)
     wait_for_inputs(PDL)
+    used = num_rows
+    if not ONE_ROW:  # nobody wrote the splits of rows behind the last request
+        used = tl.load(starts + num_requests)
     at = tl.program_id(0).to(tl.int64)  # row * Hq + head
     s = tl.arange(0, BLOCK_S)
     split, exists = at * splits + s, s < splits
@@ -294,9 +297,7 @@ def _combine_kernel(
     weight = tl.exp2(top - tl.max(top, 0))
     whole = tl.sum(total * weight, 0)
     result = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    if not ONE_ROW:  # nobody wrote the splits of rows behind the last request
-        used = tl.load(starts + num_requests)
-        result = tl.where(at // NUM_HEADS < used, result, 0.0)
+    result = tl.where(at // NUM_HEADS < used, result, 0.0)
     tl.store(out + at * VALUE_DIM + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
 
 

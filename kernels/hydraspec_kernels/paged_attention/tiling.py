@@ -38,13 +38,15 @@ def tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dty
     """
     width = next_power_of_2(shape.latent_dim or shape.head_dim)
     queries = max_rows * shape.num_heads // shape.num_kv_heads
+    # Without tensor cores operands are in registers, too.
+    exact = Tiling(16, 16, 8 if width > 256 else 4, 1)
     if max_rows > MOST_SPLIT_ROWS:
         if dtype is torch.float32:
-            return Tiling(16, 16, 4, 1)
+            return exact
         return Tiling(64, 32, 8, 2) if width > 256 else Tiling(128, 64, 8, 2)
     block_m = max(16, min(64, next_power_of_2(queries)))
-    if dtype is torch.float32:  # no tensor cores: operands are in registers
-        cut = Tiling(16, 16, 4, 1)
+    if dtype is torch.float32:
+        cut = exact
     elif width <= 256:
         cut = Tiling(block_m, 32, 4, 5 if block_m < 64 else 3)
     elif shape.latent_dim is not None:  # one tile serves keys and values
