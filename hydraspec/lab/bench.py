@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -143,17 +144,18 @@ def _wait(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
-                _stop(process)
+            _stop(process)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(SECONDS_TO_STOP)
-    except subprocess.TimeoutExpired:
+    """End a process that still runs, and whatever it left behind: it may hold device memory."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_STOP)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def _part_of(engine: str, method: str, folder: Path, code: int | None) -> Json:
