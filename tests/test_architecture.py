@@ -51,7 +51,7 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     "hydraspec/types.py",
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "metrics")),
-    "hydraspec/graphs.py",
+    "hydraspec/graphs/*",
 ]
 OWNERS = {
     "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,
@@ -76,6 +76,7 @@ OWNERS = {
     "speculators": ["hydraspec/zoo/*"],
     "vllm": ["hydraspec/engine/vllm*"],
     "wandb": ["hydraspec/metrics/tracker.py"],
+    "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
     "rich": ["hydraspec/metrics/*", "hydraspec/lab/*", "hydraspec/zoo/*"],
     "yaml": ["hydraspec/lab/*"],
     "datasets": ["hydraspec/lab/*"],
@@ -94,7 +95,7 @@ STEP_FILES = [
     "hydraspec/engine/native/inputs.py",
     "hydraspec/engine/native/runner.py",
     "hydraspec/engine/native/state.py",
-    "hydraspec/graphs.py",
+    "hydraspec/graphs/*.py",
 ]
 OUTSIDE_THE_STEP: dict[str, set[str]] = {
     "hydraspec/models/gemma4.py": {"rounded"},
