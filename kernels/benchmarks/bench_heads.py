@@ -1,0 +1,198 @@
+"""Heads and the small work around a step: argmax, draws, verification, centroid head, input rows.
+
+    python kernels/benchmarks/bench_heads.py [--rows 1 8 32] [--vocab 262144]
+
+Every line counts all launches of one call; a step of K = 3 drafts verifies 4 rows a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
+from hydraspec_kernels.centroid_head import centroid_greedy
+from hydraspec_kernels.random_streams import Purpose
+from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
+from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows
+from hydraspec_kernels.token_choice import draw_tokens, greedy_tokens, sample_tokens
+from hydraspec_kernels.verification import (
+    commit_tokens,
+    store_drafts,
+    verify_at_rate,
+    verify_prefix,
+)
+from torch import Tensor
+
+DRAFTS = 3
+SLOTS, COLUMNS, BLOCK_SIZE = 260, 8192, 16
+Call = tuple[str, Callable[..., object], Callable[[], tuple[object, ...]], float | None]
+
+
+def logits_of(rows: int, vocab: int) -> Tensor:
+    return torch.randn(rows, vocab, device="cuda").bfloat16()
+
+
+def keys(rows: int) -> tuple[Tensor, Tensor]:
+    """Seeds and positions."""
+    each = torch.arange(rows, device="cuda")
+    return each * 77, each + 100
+
+
+def choices(rows: int, vocab: int) -> list[Call]:
+    """One token per row of logits; the torch lines are what the kernels stand in for."""
+    hot = torch.full((rows,), 0.8, device="cuda")
+    seed, position = keys(rows)
+    read = rows * vocab * 2
+
+    def drawn(logits: Tensor) -> Tensor:
+        return sample_tokens(logits, hot, seed, position, Purpose.BONUS, 0)
+
+    def weighted(probs: Tensor) -> Tensor:
+        return draw_tokens(probs, seed, position, Purpose.BONUS, 0)
+
+    return [
+        ("greedy_tokens", greedy_tokens, lambda: (logits_of(rows, vocab),), read),
+        ("torch.argmax", lambda x: x.argmax(-1), lambda: (logits_of(rows, vocab),), read),
+        ("sample_tokens", drawn, lambda: (logits_of(rows, vocab),), read),
+        ("draw_tokens fp32", weighted, lambda: (logits_of(rows, vocab).float().exp_(),), 2 * read),
+    ]
+
+
+def centroid(rows: int) -> list[Call]:
+    """Gemma 4 E's head: 2048 clusters of 128 tokens, 32 of them scored."""
+    vocab = 2048 * 128
+
+    def make() -> tuple[object, ...]:
+        d = torch.randn(rows, 256, device="cuda").bfloat16()
+        table = torch.randn(vocab, 256, device="cuda").bfloat16()
+        centroids = torch.randn(2048, 256, device="cuda").bfloat16().t()
+        clusters = torch.randperm(vocab, device="cuda").view(2048, 128)
+        return d, table, centroids, clusters, 32, None
+
+    read = 2048 * 256 * 2 + rows * 32 * 128 * (256 * 2 + 8)
+    return [("centroid_greedy", centroid_greedy, make, float(read))]
+
+
+def step(requests: int) -> dict[str, Tensor]:
+    """The tensors of a decode step of `requests` with three drafts each."""
+    each, rows = torch.arange(requests, device="cuda"), DRAFTS + 1
+    made = {
+        "token_ids": torch.randint(0, 1000, (SLOTS, COLUMNS), device="cuda"),
+        "num_computed": torch.randint(1, 4000, (SLOTS,), device="cuda"),
+        "slots": each,
+        "num_rows": torch.full_like(each, rows),
+        "num_drafts": torch.full_like(each, DRAFTS),
+        "samples": torch.ones(requests, dtype=torch.bool, device="cuda"),
+        "row_request": each.repeat_interleave(rows),
+        "row_offset": torch.arange(rows, device="cuda").repeat(requests),
+        "query_start_loc": torch.arange(requests + 1, device="cuda") * rows,
+        "verify_rows": torch.arange(requests * rows, device="cuda").view(requests, rows),
+        "draft_tokens": torch.randint(0, 1000, (requests, DRAFTS), device="cuda"),
+        "choices": torch.randint(0, 1000, (requests * rows,), device="cuda"),
+        "table": torch.randint(1, 99, (requests, COLUMNS // BLOCK_SIZE), device="cuda"),
+        "temperature": torch.full((SLOTS,), 0.8, device="cuda"),
+        "seed": torch.arange(SLOTS, device="cuda"),
+    }
+    return made | {"seq_lens": made["num_computed"][:requests] + rows}
+
+
+def small_work(requests: int) -> list[Call]:
+    """What a step does beside the models; launches, not bytes, are what it costs."""
+    s = step(requests)
+    tables, sizes = [s["table"], s["table"]], [BLOCK_SIZE, BLOCK_SIZE]
+    about = [s[x] for x in ("verify_rows", "draft_tokens", "num_drafts", "samples")]
+    verified = verify_prefix(s["choices"], *about)
+    newest = newest_rows(
+        verified.tokens, verified.num_sampled, verified.num_rejected,
+        *(s[x] for x in ("query_start_loc", "slots", "num_computed")),
+    )  # fmt: skip
+
+    def rows() -> object:
+        names = ("num_computed", "token_ids", "slots", "num_rows", "num_drafts")
+        laid = [s[x] for x in (*names, "row_request", "row_offset")]
+        return prepare_rows(*laid, tables, sizes, DRAFTS)
+
+    def at_rate() -> object:
+        return verify_at_rate(s["choices"], *about, s["seq_lens"], s["slots"], s["seed"], 2.5)
+
+    def commit() -> object:
+        named = ("token_ids", "num_computed", "slots", "seq_lens", "num_drafts", "samples")
+        return commit_tokens(*(s[x] for x in named), verified.tokens, verified.num_rejected)
+
+    def newest_of() -> object:
+        rest = [s[x] for x in ("query_start_loc", "slots", "num_computed")]
+        return newest_rows(verified.tokens, verified.num_sampled, verified.num_rejected, *rest)
+
+    def store() -> object:
+        named = ("token_ids", "num_computed", "slots", "samples", "draft_tokens")
+        return store_drafts(*(s[x] for x in named))
+
+    def behind() -> object:
+        return decode_rows(newest.positions, newest.seq_lens, 1, tables, sizes)
+
+    def prefix() -> object:
+        return verify_prefix(s["choices"], *about)
+
+    work = {
+        "prepare_rows, 2 groups": rows,
+        "verify_prefix": prefix,
+        "verify_at_rate": at_rate,
+        "commit_tokens": commit,
+        "newest_rows": newest_of,
+        "decode_rows, 2 groups": behind,
+        "store_drafts": store,
+    }
+    return [(name, call, lambda: (), 0.0) for name, call in work.items()]
+
+
+def sampled_verification(requests: int, vocab: int) -> list[Call]:
+    """Verification by distributions: drafts chosen outright, and drafts sampled from q."""
+    s = step(requests)
+    named = ("verify_rows", "draft_tokens", "num_drafts", "samples", "seq_lens", "slots")
+    about = [s[x] for x in (*named, "temperature", "seed")]
+    rows = requests * (DRAFTS + 1)
+    q = torch.randn(requests, DRAFTS, vocab, device="cuda").softmax(-1)
+    made = []
+    for name, rule, probs in (
+        ("standard, one-hot", Rule.STANDARD, None),
+        ("standard, sampled", Rule.STANDARD, q),
+        ("block, sampled", Rule.BLOCK, q),
+    ):
+
+        def verify(logits: Tensor, rule: Rule = rule, probs: Tensor | None = probs) -> object:
+            return verify_sampled(logits, *about, probs, rule)
+
+        read = float(rows * vocab * 2 + requests * vocab * 2)
+        made.append((f"verify {name}", verify, lambda: (logits_of(rows, vocab),), read))
+    return made
+
+
+def measure(calls: Sequence[Call], shape: str) -> list[Measured]:
+    lines = []
+    for name, call, make, read in calls:
+        # The head's table alone would be rotated out of memory: two sets hold 256 MB.
+        sets = rotation(make) if read else [()] * 2
+        lines.append(Measured(name, shape, time_us(call, sets), read or float(nbytes(sets[0]))))
+        del sets
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--vocab", type=int, default=262_144)
+    given = parser.parse_args()
+    lines: list[Measured] = []
+    for requests in given.rows:
+        for rows in sorted({requests, requests * (DRAFTS + 1)}):
+            lines += measure(choices(rows, given.vocab), f"{rows}x{given.vocab}")
+        lines += measure(centroid(requests), f"B={requests}")
+        lines += measure(small_work(requests), f"B={requests} K={DRAFTS}")
+        lines += measure(sampled_verification(requests, given.vocab), f"B={requests} K={DRAFTS}")
+    print_table(f"heads: {describe_device()}", lines)
+
+
+if __name__ == "__main__":
+    main()
