@@ -26,6 +26,7 @@ class GroupPass:
     plan: AttentionPlan
     slots: Tensor  # [T] cache rows to write, -1 for rows that write none
     has_padding: bool = False  # host fact: there may be such rows
+    _places: tuple[Tensor, Tensor] | None = None  # [T] where to write, and what stands for nobody
 
     def write(self, cache: Tensor, rows: Tensor) -> None:
         """Write rows [T, ...] into cache [num_rows, ...]. Padding writes zeros into row 0, which is
@@ -34,8 +35,11 @@ class GroupPass:
         if not self.has_padding:
             cache.index_copy_(0, self.slots, rows)
             return
-        is_padding = (self.slots < 0).view(-1, *(1,) * (rows.dim() - 1))
-        cache.index_copy_(0, self.slots.clamp(min=0), rows.masked_fill(is_padding, 0.0))
+        if self._places is None:
+            self._places = (self.slots.clamp(min=0), self.slots < 0)
+        places, is_padding = self._places
+        shape = (-1, *(1,) * (rows.dim() - 1))
+        cache.index_copy_(0, places, rows.masked_fill(is_padding.view(shape), 0.0))
 
 
 class Attention:
