@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hydraspec_kernels.token_choice import draw_tokens
+from hydraspec_kernels.token_choice import draw_tokens, sample_with_probs
 from torch import Tensor
 
 from hydraspec.sampling.streams import Purpose
@@ -102,11 +102,6 @@ def sample_draft(
     from 0. Temperature only: a truncated draft could not propose what the target may accept. Rows
     with temperature 0 take the argmax and have one-hot distributions.
     """
-    greedy = temperature <= 0
-    logits = logits.to(torch.float32)
-    peak = logits.amax(-1, keepdim=True)
-    divisor = torch.where(greedy, 1.0, temperature).unsqueeze(-1)
-    probs = (logits - peak).div_(divisor).softmax(-1)
-    if flags.any_greedy:
-        probs = torch.where(greedy.unsqueeze(-1), _one_hot_argmax(logits, probs), probs)
-    return sample(probs, seed, position, Purpose.DRAFT, index), probs
+    return sample_with_probs(
+        logits, temperature, seed, position, Purpose.DRAFT, index, any_greedy=flags.any_greedy
+    )

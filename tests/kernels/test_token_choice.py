@@ -10,6 +10,7 @@ from hydraspec_kernels.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
     sample_tokens_reference,
+    sample_with_probs_reference,
 )
 from scipy import stats
 from torch import Tensor
@@ -129,6 +130,22 @@ def test_sampling_from_odd_rows(temperature: float, device: str) -> None:
     allowed = {3, 4100} if temperature < 1e6 else {3, 30, 4100}
     assert set(got[:36].tolist()) == allowed
     assert ((got >= 0) & (got < 5000)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [37, 5000])
+def test_distributions_of_drafts(vocab: int, device: str) -> None:
+    """Chunks of one row share a mass; greedy rows are one-hot at their token."""
+    logits = randn(6, vocab) * 4
+    logits[:, 5] = -INF
+    temperature = torch.tensor([0.0, 0.7, 1.0, 3.0, 1e-6, 0.0])
+    seeds, positions = keys(6)
+    arguments = (logits, temperature, seeds, positions)
+    tokens, probs = sample_with_probs_reference(*arguments, Purpose.DRAFT, 2, any_greedy=True)
+    got = kernel.sample_with_probs_kernel(*(x.to(device) for x in arguments), Purpose.DRAFT, 2)
+    assert got[0].cpu().equal(tokens)
+    torch.testing.assert_close(got[1].cpu(), probs)
+    assert got[1][0].cpu().equal(probs[0])
 
 
 @pytest.mark.gpu

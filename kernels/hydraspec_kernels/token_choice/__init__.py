@@ -14,9 +14,10 @@ from hydraspec_kernels.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
     sample_tokens_reference,
+    sample_with_probs_reference,
 )
 
-__all__ = ["draw_tokens", "greedy_tokens", "sample_tokens"]
+__all__ = ["draw_tokens", "greedy_tokens", "sample_tokens", "sample_with_probs"]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -65,3 +66,27 @@ def sample_tokens(
 
         return sample_tokens_kernel(logits, temperature, seed, position, purpose, index)
     return sample_tokens_reference(logits, temperature, seed, position, purpose, index)
+
+
+def sample_with_probs(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+    *,
+    any_greedy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`sample_tokens`, and the distributions [N, V] float32 that the tokens were drawn from.
+
+    Rows of temperature 0 have one-hot distributions. `any_greedy` is a host fact that saves work:
+    some row may have temperature 0.
+    """
+    if runs_kernels(logits) and logits.dtype is not torch.float64:
+        from hydraspec_kernels.token_choice.kernel import sample_with_probs_kernel
+
+        return sample_with_probs_kernel(logits, temperature, seed, position, purpose, index)
+    return sample_with_probs_reference(
+        logits, temperature, seed, position, purpose, index, any_greedy=any_greedy
+    )

@@ -139,7 +139,8 @@ def softmax_weights(x, peak, temperature):
 
 @triton.jit(do_not_specialize=["code", "vocab_size", "num_chunks"])
 def _race_of_chunks(
-    peaks_ptr,  # [N, C] float32; logits only
+    peaks_ptr,  # [N, C] float32; this and the next for logits only
+    masses_ptr,  # [N, C] float32 sum of the weights relative to the peak
     ratios_ptr,  # [N, C] float64
     ids_ptr,  # [N, C] int32
     values_ptr,  # [N, V] weights, or logits with a temperature
@@ -173,7 +174,9 @@ def _race_of_chunks(
         peak, best = first_best(x, token)
         tl.store(peaks_ptr + place, peak)
         if temperature > 0:
-            ratio, found = race(softmax_weights(x, peak, temperature), key, token)
+            weights = softmax_weights(x, peak, temperature)
+            tl.store(masses_ptr + place, tl.sum(weights, 0))
+            ratio, found = race(weights, key, token)
         else:
             ratio, found = tl.full([], 1.0, tl.float64), best
     tl.store(ratios_ptr + place, ratio)
@@ -183,7 +186,10 @@ def _race_of_chunks(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _race_of_rows(
     tokens_ptr,  # [N]
+    peak_ptr,  # [N] float32; this and the next for logits only
+    mass_ptr,  # [N] float32
     peaks_ptr,  # [N, C]
+    masses_ptr,  # [N, C]
     ratios_ptr,  # [N, C]
     ids_ptr,  # [N, C]
     temperature_ptr,  # [N] or None
@@ -200,8 +206,15 @@ def _race_of_rows(
     ratios = tl.load(ratios_ptr + place, mask=is_chunk, other=-1.0)
     ids = tl.load(ids_ptr + place, mask=is_chunk, other=NO_TOKEN)
     if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
         peaks = tl.load(peaks_ptr + place, mask=is_chunk, other=-float("inf"))
-        ratios = ratios * peak_factor(peaks, tl.max(peaks, 0), tl.load(temperature_ptr + row))
+        peak = tl.max(peaks, 0)
+        tl.store(peak_ptr + row, peak)
+        if temperature > 0:
+            masses = tl.load(masses_ptr + place, mask=is_chunk, other=0.0)
+            mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
+            tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0: nothing is allowed
+        ratios = ratios * peak_factor(peaks, peak, temperature)
     _, token = first_best(ratios, ids)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
@@ -218,6 +231,36 @@ def peak_factor(peaks, peak, temperature):
     return tl.where(temperature > 0, hot, tl.where(below == 0, 1.0, 0.0).to(tl.float64))
 
 
+@triton.jit(do_not_specialize=["vocab_size"])
+def _probabilities(
+    probs_ptr,  # [N, V] float32
+    tokens_ptr,  # [N]
+    peak_ptr,  # [N]
+    mass_ptr,  # [N]
+    logits_ptr,  # [N, V]
+    temperature_ptr,  # [N]
+    row_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """softmax(logits / temperature), one-hot at the token of a greedy row."""
+    start_next(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocab_size
+    wait_for_inputs(PDL)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        x_ptrs = logits_ptr + row * row_stride + token
+        x = finite(tl.load(x_ptrs, mask=is_token, other=-float("inf")))
+        weights = softmax_weights(x, tl.load(peak_ptr + row), temperature)
+        p = weights / tl.load(mass_ptr + row)
+    else:
+        p = (token == tl.load(tokens_ptr + row)).to(tl.float32)
+    tl.store(probs_ptr + row * vocab_size + token, p, mask=is_token)
+
+
 def draw_tokens_kernel(
     weights: Tensor,
     seed: Tensor,
@@ -228,7 +271,7 @@ def draw_tokens_kernel(
     """See `token_choice.draw_tokens`."""
     rows = weights.reshape(-1, weights.shape[-1])
     keys = _spread(weights.shape[:-1], seed, position, purpose, index)
-    return _race(rows, None, *keys).view(weights.shape[:-1])
+    return _race(rows, None, *keys)[0].view(weights.shape[:-1])
 
 
 def sample_tokens_kernel(
@@ -241,7 +284,30 @@ def sample_tokens_kernel(
 ) -> Tensor:
     """See `token_choice.sample_tokens`."""
     keys = _spread(logits.shape[:1], seed, position, purpose, index)
-    return _race(logits, temperature.contiguous(), *keys)
+    return _race(logits, temperature.contiguous(), *keys)[0]
+
+
+def sample_with_probs_kernel(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `token_choice.sample_with_probs`."""
+    (n, vocab_size), temperature = logits.shape, temperature.contiguous()
+    keys = _spread(logits.shape[:1], seed, position, purpose, index)
+    tokens, peak, mass = _race(logits, temperature, *keys)
+    probs = torch.empty(n, vocab_size, dtype=torch.float32, device=logits.device)
+    if n == 0:
+        return tokens, probs
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    _probabilities[(triton.cdiv(vocab_size, block), n)](
+        probs, tokens, peak, mass, logits, temperature, logits.stride(0), vocab_size,
+        BLOCK=block, num_warps=8, **dependent_launch(logits),
+    )  # fmt: skip
+    return tokens, probs
 
 
 def _spread(
@@ -265,25 +331,27 @@ def _race(
     seed: Tensor,
     position: Tensor,
     code: int | Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [N], and of rows of logits their peak and mass [N]."""
     n, vocab_size = values.shape
     assert values.stride(1) == 1, values.stride()
-    tokens = torch.empty(n, dtype=torch.int64, device=values.device)
-    if n == 0:
-        return tokens
     block = min(RACE_BLOCK, triton.next_power_of_2(vocab_size))
     chunks = triton.cdiv(vocab_size, block)
-    peaks = torch.empty(n, chunks, dtype=torch.float32, device=values.device)
-    ratios = torch.empty(n, chunks, dtype=torch.float64, device=values.device)
-    ids = torch.empty(n, chunks, dtype=torch.int32, device=values.device)
+    tokens = torch.empty(n, dtype=torch.int64, device=values.device)
+    peak, mass = (values.new_empty(n, dtype=torch.float32) for _ in range(2))
+    peaks, masses = (values.new_empty(n, chunks, dtype=torch.float32) for _ in range(2))
+    ratios = values.new_empty(n, chunks, dtype=torch.float64)
+    ids = values.new_empty(n, chunks, dtype=torch.int32)
+    if n == 0:
+        return tokens, peak, mass
     launch = dependent_launch(values)
     codes, number = (code, 0) if isinstance(code, Tensor) else (None, code)
     _race_of_chunks[(chunks, n)](
-        peaks, ratios, ids, values, temperature, seed, position, codes, number,
+        peaks, masses, ratios, ids, values, temperature, seed, position, codes, number,
         values.stride(0), vocab_size, chunks, BLOCK=block, num_warps=8, **launch,
     )  # fmt: skip
     _race_of_rows[(n,)](
-        tokens, peaks, ratios, ids, temperature, chunks,
+        tokens, peak, mass, peaks, masses, ratios, ids, temperature, chunks,
         CHUNKS=triton.next_power_of_2(chunks), num_warps=2, **launch,
     )  # fmt: skip
-    return tokens
+    return tokens, peak, mass

@@ -44,3 +44,26 @@ def sample_tokens_reference(
     weights = centred.div_(torch.where(greedy, 1.0, temperature).unsqueeze(-1)).exp_()
     drawn = draw_tokens_reference(weights, seed, position, purpose, index)
     return torch.where(greedy, logits.argmax(-1), drawn)
+
+
+def sample_with_probs_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+    *,
+    any_greedy: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `token_choice.sample_with_probs`."""
+    greedy = temperature <= 0
+    logits = logits.to(torch.float32)
+    peak = logits.amax(-1, keepdim=True)
+    divisor = torch.where(greedy, 1.0, temperature).unsqueeze(-1)
+    probs = (logits - peak).div_(divisor).softmax(-1)
+    if any_greedy:
+        best = logits.argmax(-1, keepdim=True)
+        one_hot = torch.zeros_like(probs).scatter_(-1, best, 1.0)
+        probs = torch.where(greedy.unsqueeze(-1), one_hot, probs)
+    return draw_tokens_reference(probs, seed, position, purpose, index), probs
