@@ -63,7 +63,7 @@ class PieceCapture(breaks.PieceRecorder):
 
     def __init__(self, new_graph: Callable[[], OpenGraph]) -> None:
         self._new_graph = new_graph
-        self._open = new_graph()
+        self._open: OpenGraph | None = new_graph()
         self.pieces = Pieces()
 
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -80,13 +80,16 @@ class PieceCapture(breaks.PieceRecorder):
 
     def close(self) -> None:
         """End the graph that is open, and run it."""
-        replay = self._open.end()
+        assert self._open is not None, "no graph is open inside a break"
+        ended, self._open = self._open, None
+        replay = ended.end()
         replay()
         self.pieces.parts.append(replay)
 
     def abandon(self) -> None:
-        """End the graph that is open after a failure."""
-        self._open.abandon()
+        """After a failure: end the graph that is open, if the failure was not between two."""
+        if self._open is not None:
+            self._open.abandon()
 
 
 class OpenGraph(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from hydraspec_kernels import breaks
@@ -60,7 +60,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if nobody_samples and not self.owns_kv_cache:
             return None
         row = self.newest_row(verdict, batch, state)
-        hidden, feedback = self.first_step(row, target_step, batch, state)
+        shared = self.begin(row, batch)
+        hidden, feedback = self.first_step(row, shared, target_step, batch, state)
         if nobody_samples:  # the draft's cache is filled, and nobody drafts
             return None
         # The sampled token stands at p + 1, so draft `index` predicts position p + 2 + index.
@@ -68,13 +69,26 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         first = None if probs is None else probs.unsqueeze(1)
         if self.num_speculative_tokens == 1:
             return Draft(tokens=tokens.unsqueeze(1), probs=first)
-        rest = breaks.run(self._decode_pass, DecodeStart(row, tokens, feedback), batch, state)
+        start = DecodeStart(row, tokens, feedback)
+        rest = breaks.run(self._decode_pass, start, shared, batch, state)
         if first is not None and rest.probs is not None:
             first = torch.cat((first, rest.probs), 1)
         return Draft(tokens=torch.cat((tokens.unsqueeze(1), rest.tokens), 1), probs=first)
 
+    def begin(self, row: NewestRows, batch: Batch) -> Any:
+        """What the steps of a round share, from the newest rows alone; handed to each of them.
+
+        Here where the rows of steps 1, 2, ... begin, [B+1]: one a request.
+        """
+        return torch.arange(batch.num_requests + 1, device=row.rows.device)
+
     def first_step(
-        self, row: NewestRows, target_step: TargetStep, batch: Batch, state: RequestState
+        self,
+        row: NewestRows,
+        shared: Any,
+        target_step: TargetStep,
+        batch: Batch,
+        state: RequestState,
     ) -> tuple[Tensor, Tensor]:
         """States of the newest rows, for logits [B, H_draft] and for feedback [B, H]."""
         hidden, feedback = self.head.forward(
@@ -86,35 +100,39 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return hidden.index_select(0, row.rows), feedback.index_select(0, row.rows)
 
     def next_step(
-        self, row: NewestRows, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
+        self,
+        row: NewestRows,
+        shared: Any,
+        tokens: Tensor,
+        feedback: Tensor,
+        batch: Batch,
+        index: int,
     ) -> tuple[Tensor, Tensor]:
         """The same for draft `index`, behind draft `index` - 1, `tokens` [B], at p + `index`."""
-        rows = single_rows(batch, self.draft_specs, tokens, row, index)
+        rows = single_rows(batch, self.draft_specs, tokens, row, index, shared)
         states: tuple[Tensor, Tensor] = self.head.forward(
             rows, feedback, self.draft_caches, step=index
         )
         return states
 
-    def resume(self, row: NewestRows, batch: Batch) -> None:
-        """Work out again what `first_step` leaves for `next_step`: a captured decode pass does not
-        see it.
-        """
-        return None
-
-    def _decode_pass(self, start: DecodeStart, batch: Batch, state: RequestState) -> Draft:
+    def _decode_pass(
+        self, start: DecodeStart, shared: Any, batch: Batch, state: RequestState
+    ) -> Draft:
+        """Drafts 1 to K-1, [B, K-1], from a graph if there is one."""
         captured = self._captured_for(batch)
         if captured is None:
-            return self._decode_steps(start, batch, state)
+            return self._decode_steps(start, shared, batch, state)
         copy_into(captured.inputs.start, start)
         return captured.replay()
 
-    def _decode_steps(self, start: DecodeStart, batch: Batch, state: RequestState) -> Draft:
-        """Drafts 1 to K-1, [B, K-1]."""
+    def _decode_steps(
+        self, start: DecodeStart, shared: Any, batch: Batch, state: RequestState
+    ) -> Draft:
         row, last, feedback = start.row, start.tokens, start.feedback
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         for index in range(1, self.num_speculative_tokens):
-            hidden, feedback = self.next_step(row, last, feedback, batch, index)
+            hidden, feedback = self.next_step(row, shared, last, feedback, batch, index)
             last, drawn_from = self.sample_draft(
                 hidden, batch, state, row.seq_lens + (1 + index), index
             )
@@ -166,8 +184,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _captured_decode_pass(self, inputs: DecodeInputs) -> Draft:
         assert self._graphs is not None
-        self.resume(inputs.start.row, inputs.batch)
-        return self._decode_steps(inputs.start, inputs.batch, self._graphs.state)
+        start, batch = inputs.start, inputs.batch
+        return self._decode_steps(start, self.begin(start.row, batch), batch, self._graphs.state)
 
 
 def _one_row_each(num_requests: int) -> Descriptor:

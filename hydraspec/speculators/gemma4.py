@@ -8,7 +8,7 @@ from hydraspec_kernels.step_inputs import NewestRows
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.gemma4_assistant import Gemma4Assistant, load_assistant
+from hydraspec.models.gemma4_assistant import DraftContext, Gemma4Assistant, load_assistant
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 from hydraspec.types import Batch, RequestState, TargetStep
 
@@ -26,20 +26,30 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         weights = self.config.method.weights.value
         return load_assistant(checkpoint, weights=weights, target=target, seed=self.config.seed)
 
-    def first_step(
-        self, row: NewestRows, target_step: TargetStep, batch: Batch, state: RequestState
-    ) -> tuple[Tensor, Tensor]:
-        self.resume(row, batch)
-        hidden = target_step.hidden_states.index_select(0, row.rows)
-        return self.head.step(self.context, row.token_ids, hidden)
-
-    def next_step(
-        self, row: NewestRows, tokens: Tensor, feedback: Tensor, batch: Batch, index: int
-    ) -> tuple[Tensor, Tensor]:
-        return self.head.step(self.context, tokens, feedback)
-
-    def resume(self, row: NewestRows, batch: Batch) -> None:
+    def begin(self, row: NewestRows, batch: Batch) -> DraftContext:
         max_seq_len = max(segment.max_seq_len for segment in batch.segments)
-        self.context = self.head.begin(
+        return self.head.begin(
             row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches
         )
+
+    def first_step(
+        self,
+        row: NewestRows,
+        shared: DraftContext,
+        target_step: TargetStep,
+        batch: Batch,
+        state: RequestState,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = target_step.hidden_states.index_select(0, row.rows)
+        return self.head.step(shared, row.token_ids, hidden)
+
+    def next_step(
+        self,
+        row: NewestRows,
+        shared: DraftContext,
+        tokens: Tensor,
+        feedback: Tensor,
+        batch: Batch,
+        index: int,
+    ) -> tuple[Tensor, Tensor]:
+        return self.head.step(shared, tokens, feedback)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from hydraspec_kernels.step_inputs import NewestRows, decode_rows, shifted_tokens
 from torch import Tensor
 
@@ -42,6 +41,7 @@ def single_rows(
     tokens: Tensor,
     row: NewestRows,
     lookahead: int,
+    query_start_loc: Tensor,
 ) -> Rows:
     """One row per request, `lookahead` positions behind its newest row."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
@@ -57,6 +57,6 @@ def single_rows(
         seq_lens=rows.seq_lens,
         slot_mapping=rows.slot_mapping,
         block_tables=tables,
-        query_start_loc=torch.arange(batch.num_requests + 1, device=tokens.device),
+        query_start_loc=query_start_loc,
         has_padding=batch.has_padding,
     )

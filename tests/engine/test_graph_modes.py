@@ -1,0 +1,212 @@
+"""Every graph mode gives the tokens of eager steps, whatever batches come after one another.
+
+On the CPU, captures are lists of operations over fixed memory (see recorded_graphs): what a capture
+froze stays frozen, so a batch that was padded wrongly, an input that was not written anew, or a
+number of the host that a graph baked in shows as another token. float64: no tie turns.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from graph_runs import (
+    PAIRS,
+    Run,
+    attention_as_on_devices,
+    count_launches,
+    graph_config,
+    make_graph_engine,
+    run_requests,
+    zoo_requests,
+)
+from recorded_graphs import CalledAgain, RecordedOps
+
+from hydraspec.config.schema import DraftSampling, Verification
+from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.speculators.gemma4 import Gemma4Speculator
+
+GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
+NUM_REQUESTS = 7
+
+
+@pytest.fixture(autouse=True)
+def _static_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_as_on_devices(monkeypatch)
+
+
+@cache
+def eager(method: str, k: int) -> Run:
+    """The same requests without graphs and without padding."""
+    engine = make_graph_engine(graph_config(method, "none", k=k), None)
+    return run_requests(engine, zoo_requests(NUM_REQUESTS))
+
+
+def assert_same(run: Run, wanted: Run) -> None:
+    assert run.outputs == wanted.outputs
+    assert run.drafts == wanted.drafts
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("method", PAIRS)
+def test_every_mode_gives_the_tokens_of_eager_steps(
+    method: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of unlike lengths come and go: chunked prefills mix with decodes, batches shrink and
+    grow, and rows that were a request's are padding in the next step."""
+    backend = RecordedOps()
+    engine = make_graph_engine(graph_config(method, mode), backend)
+    counts = count_launches(engine, monkeypatch)
+    run = run_requests(engine, zoo_requests(NUM_REQUESTS))
+    assert_same(run, eager(method, 3))
+    assert counts["decode"] > 10
+    assert counts["split"] > 3, "no decodes ran beside a prefill"
+    assert counts["eager"] > 3
+    assert counts["mixed"] == 0 or mode != "full_decode_only"
+    assert min(run.batch_sizes) == 1 < max(run.batch_sizes)
+    if method != "none":
+        assert run.num_accepted > 20, "nothing is accepted: no test of drafts"
+
+
+@pytest.mark.parametrize("mode", ["full", "full_and_piecewise", "piecewise"])
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3", "peagle"])
+def test_mixed_steps_run_as_graphs_where_they_are_small(
+    method: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of at most 20 rows: every step fits a mixed graph, decodes and prefills together."""
+    config = graph_config(method, mode, max_num_batched_tokens=20)
+    engine = make_graph_engine(config, RecordedOps())
+    counts = count_launches(engine, monkeypatch)
+    run = run_requests(engine, zoo_requests(4))
+    counts_eager, tokens = counts["eager"], run.tokens
+    assert counts["mixed"] > 5
+    assert counts_eager == 0
+    assert tokens == eager(method, 3).tokens[:4]
+
+
+@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3", "peagle"])
+def test_one_draft_and_many(method: str, k: int) -> None:
+    """K = 1 has no decode pass; K = 7 rows do not divide anything."""
+    config = graph_config(method, "full_and_piecewise", k=k)
+    run = run_requests(make_graph_engine(config, RecordedOps()), zoo_requests(NUM_REQUESTS))
+    assert_same(run, eager(method, k))
+
+
+def test_padding_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot that padding shares is filled with other tokens and a length before every launch,
+    and what no table names with large numbers: nothing of it reaches a request."""
+    engine = make_graph_engine(graph_config("eagle3", "full"), RecordedOps())
+    runner = engine.parts.runner
+    launch, state = runner.launch, runner.state
+
+    def poisoned(plan):  # type: ignore[no-untyped-def]
+        state.token_ids[-1].random_(0, 50)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", poisoned)
+    assert_same(run_requests(engine, zoo_requests(NUM_REQUESTS)), eager("eagle3", 3))
+    assert state.num_computed[-1] == 0
+    for cache_tensor in runner.kv.caches:
+        if cache_tensor is not None:
+            assert cache_tensor[:16].count_nonzero() == 0, "padding wrote into the null block"
+
+
+def test_preempted_requests_come_back() -> None:
+    """A cache of a few blocks: requests lose their slots between replays."""
+    config = graph_config("gemma4_mtp", "full_and_piecewise", block_size=8)
+    whole = make_graph_engine(config, None).info.memory_bytes["kv_cache"]
+    config.engine.kv_cache.memory_gib = 0.3 * whole / (1 << 30)
+    engine = make_graph_engine(config, RecordedOps())
+    run = run_requests(engine, zoo_requests(NUM_REQUESTS))
+    assert run.num_preempted > 0
+    assert run.tokens == eager("gemma4_mtp", 3).tokens
+
+
+def test_only_the_sizes_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes 2 and 4: a batch of 3 is padded to 4, one of 5 has no graph of decodes."""
+    config = graph_config("gemma4_mtp", "full_decode_only", sizes=[2, 4])
+    engine = make_graph_engine(config, RecordedOps())
+    runner = engine.parts.runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs is not None
+    assert [found.num_requests for found in runner.graphs.descriptors] == [2, 4]
+    counts = count_launches(engine, monkeypatch)
+    run = run_requests(engine, zoo_requests(NUM_REQUESTS), concurrency=None)
+    assert run.tokens == eager("gemma4_mtp", 3).tokens
+    assert max(run.batch_sizes) == 5
+    assert counts["decode"] > 5
+
+
+@pytest.mark.parametrize("verification", Verification)
+def test_other_ways_of_sampling_get_graphs_when_met(verification: Verification) -> None:
+    """Greedy and sampled requests in turn, drafts drawn from distributions: the steps of a graph
+    draw what eager steps draw, because a draw follows from seed and position alone."""
+    fields = {
+        "verification": verification,
+        "draft_sampling": DraftSampling.probabilistic,
+        "synthetic_acceptance_length": 2.0 if verification is Verification.synthetic else None,
+    }
+    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    wanted = run_requests(
+        make_graph_engine(graph_config("eagle3", "none", **fields), None), requests, concurrency=3
+    )
+    backend = RecordedOps()
+    engine = make_graph_engine(graph_config("eagle3", "full", **fields), backend)
+    num_captured = backend.num_captures
+    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    assert_same(run_requests(engine, requests, concurrency=3), wanted)
+    assert backend.num_captures > num_captured
+
+
+def test_a_drafter_that_cannot_be_captured_drafts_behind_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Gemma4Speculator, "cannot_be_captured", "it asks the device")
+    engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
+    assert engine.info.cudagraph["draft"] == "none"
+    assert "it asks the device" in str(engine.info.cudagraph["reason"])
+    assert_same(run_requests(engine, zoo_requests(NUM_REQUESTS)), eager("gemma4_mtp", 3))
+
+
+def test_the_baseline_has_graphs_of_its_own() -> None:
+    """It shares target and cache, and decodes one row a request."""
+    engine = make_graph_engine(graph_config("gemma4_mtp", "full_and_piecewise"), RecordedOps())
+    first = run_requests(engine, zoo_requests(3))
+    baseline = engine.baseline()
+    assert baseline.info.cudagraph["target"] == "full_and_piecewise"
+    runner = baseline.parts.runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner.num_graphs() > 0
+    assert run_requests(baseline, zoo_requests(3)).tokens == first.tokens
+    assert run_requests(engine, zoo_requests(3)).outputs == first.outputs
+
+
+def test_logits_of_a_prompt_come_out_of_graphs_too() -> None:
+    """A prompt of 9 tokens fits a mixed graph, one of 30 runs eagerly."""
+    plain = make_graph_engine(graph_config("gemma4_mtp", "none"), None)
+    engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
+    for length in (9, 30):
+        tokens = [5 + n % 40 for n in range(length)]
+        wanted = torch.from_numpy(plain.next_token_logits(tokens))
+        found = torch.from_numpy(engine.next_token_logits(tokens))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_eager_at_padded_shapes_is_the_same_step() -> None:
+    """What graphs on a device are compared with bit by bit."""
+    engine = make_graph_engine(graph_config("mtp", "full"), CalledAgain())
+    assert_same(run_requests(engine, zoo_requests(NUM_REQUESTS)), eager("mtp", 3))
+
+
+def test_a_cpu_runs_eagerly_and_says_so() -> None:
+    engine = NativeEngine(graph_config("gemma4_mtp", "full_and_piecewise"))
+    assert engine.info.cudagraph == {
+        "requested": "full_and_piecewise",
+        "target": "none",
+        "draft": "none",
+        "reason": "device is cpu",
+    }
+    assert not isinstance(engine.parts.runner, DeviceRunner)

@@ -1,0 +1,159 @@
+"""Runs of the trained zoo in any graph mode, with any backend, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hydraspec_kernels.paged_attention.plan import device_plan
+from tiny_targets import run_config
+
+from hydraspec import factory
+from hydraspec.config.schema import Device, Dtype, RunConfig, Weights
+from hydraspec.engine.native import loading
+from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.graphs import GraphBackend
+from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
+from hydraspec.zoo.evaluate import read_workload
+
+PAIRS = {
+    "none": ("tiny_gemma4", None),
+    "gemma4_mtp": ("tiny_gemma4", "tiny_gemma4-assistant"),
+    "eagle3": ("tiny_qwen3", "tiny_qwen3-eagle3"),
+    "peagle": ("tiny_qwen3", "tiny_qwen3-peagle"),
+    "eagle": ("tiny_mistral", "tiny_mistral-eagle"),
+    "mtp": ("tiny_deepseek", None),
+}
+
+
+def graph_config(
+    method: str,
+    mode: str,
+    *,
+    device: Device = Device.cpu,
+    dtype: Dtype = Dtype.float64,
+    sizes: list[int] | None = None,
+    **fields: Any,
+) -> RunConfig:
+    """Small chunks and few slots, so that prefills are cut and mix with decodes."""
+    target, drafter = PAIRS[method]
+    fields = {
+        "k": 3,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 40,
+        "max_model_len": 128,
+        "block_size": 16,
+        **fields,
+    }
+    config = run_config(
+        f"zoo:{target}",
+        method=method,
+        drafter=f"zoo:{drafter}" if drafter else None,
+        dtype=dtype,
+        weights=Weights.checkpoint,
+        **fields,
+    )
+    config.cudagraph.name, config.cudagraph.capture_sizes = mode, sizes
+    config.engine.device = device
+    return config
+
+
+def make_graph_engine(config: RunConfig, backend: GraphBackend | None) -> NativeEngine:
+    """`NativeEngine(config)` with `backend` in place of CUDA's."""
+    with pytest.MonkeyPatch.context() as patch:
+        whole = loading.assemble
+
+        def assemble(*args: Any, **kwargs: Any) -> loading.Loaded:
+            return whole(*args, **{"backend": backend, **kwargs})
+
+        patch.setattr(loading, "assemble", assemble)
+        engine = factory.build_engine(config)
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+@dataclass
+class Run:
+    """What a run gave, and how its steps were launched."""
+
+    outputs: dict[int, tuple[list[int], str]] = field(default_factory=dict)
+    drafts: dict[int, list[list[int]]] = field(default_factory=dict)
+    num_accepted: int = 0
+    num_preempted: int = 0
+    batch_sizes: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [self.outputs[index][0] for index in sorted(self.outputs)]
+
+
+def zoo_requests(count: int, *, longest: int = 30, **sampling: Any) -> list[Request]:
+    """Workload prompts; limits rise and fall, so that batches shrink and grow."""
+    lines = read_workload()
+    return [
+        Request(
+            index=index,
+            id=str(index),
+            messages=lines[index]["messages"],
+            sampling=SamplingParams(max_tokens=5 + (index * 11) % longest, seed=index, **sampling),
+        )
+        for index in range(count)
+    ]
+
+
+def run_requests(
+    engine: NativeEngine, requests: Sequence[Request], concurrency: int | None = 4
+) -> Run:
+    run = Run()
+    engine.tokenize(requests)
+    for event in engine.run(requests, concurrency=concurrency):
+        if isinstance(event, Completion):
+            assert event.error is None, event
+            run.outputs[event.index] = (event.output_token_ids, event.finish_reason)
+            continue
+        assert isinstance(event, StepRecord)
+        run.num_preempted += event.num_preempted
+        run.batch_sizes.append(len(event.requests))
+        for part in event.requests:
+            run.num_accepted += part.num_accepted
+            run.drafts.setdefault(part.index, []).append(part.draft_token_ids)
+    return run
+
+
+def attention_as_on_devices(patch: pytest.MonkeyPatch) -> None:
+    """Targets and heads plan attention as for kernels: mixed steps have no other static plan."""
+    for module in ("gemma4", "dense_layer", "deepseek_attention"):
+
+        def plan(shape: Any, segments: Any, table: Any, lens: Any, *rest: Any, **named: Any) -> Any:
+            starts = named.get("query_start_loc", rest[2] if len(rest) > 2 else None)
+            return device_plan(shape, segments, table, lens, starts)
+
+        patch.setattr(f"hydraspec.models.{module}.plan_attention", plan)
+
+
+def count_launches(engine: NativeEngine, patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many plans ran as a graph of decodes, as a mixed graph, and eagerly; fills as it runs."""
+    runner = engine.parts.runner
+    assert isinstance(runner, DeviceRunner)
+    counts = {"decode": 0, "mixed": 0, "eager": 0, "split": 0}
+    part, split = runner._launch_part, runner._split
+
+    def launch_part(plan: StepPlan) -> Any:
+        found = runner._graph_for(plan)
+        if found is None:
+            counts["eager"] += 1
+        else:
+            counts["decode" if found.descriptor.rows_per_request else "mixed"] += 1
+        return part(plan)
+
+    def split_plan(plan: StepPlan) -> Any:
+        parts = split(plan)
+        counts["split"] += len(parts) > 1
+        return parts
+
+    patch.setattr(runner, "_launch_part", launch_part)
+    patch.setattr(runner, "_split", split_plan)
+    return counts
