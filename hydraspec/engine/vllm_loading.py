@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,16 @@ class Environment:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # results own stdout
-            "HF_HUB_OFFLINE": "1",  # it gets folders
         }
-        self._added = [name for name in wanted if name not in os.environ]
-        os.environ.update({name: wanted[name] for name in self._added})
+        self._added: list[str] = []
+        for name, value in wanted.items():
+            self.add(name, value)
+
+    def add(self, name: str, value: str) -> None:
+        """Set a variable that is not set yet."""
+        if name not in os.environ:
+            os.environ[name] = value
+            self._added.append(name)
 
     def restore(self) -> None:
         """Take away what was added."""
@@ -91,32 +99,44 @@ def load_parts(config: RunConfig) -> VllmParts:
             allowed="native, transformers",
             remedy="choose engine=native, or run where there is a GPU",
         )
-    check_version(import_vllm().__version__)
-    opened = open_checkpoint(config.target.checkpoint)
     one_process = config.parallelism.data == 1
-    stats = StepStats() if config.engine.vllm.record_steps and one_process else None
     environment = Environment(one_process=one_process)
     try:
-        engine = _start(config, opened, stats)
+        find_vllm()
+        opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
+        environment.add("HF_HUB_OFFLINE", "1")  # from here on there are folders
+        stats = StepStats() if config.engine.vllm.record_steps and one_process else None
+        engine = _start(config, engine_arguments(config, opened.folder, drafter), stats)
         return _parts(config, opened, engine, stats, environment)
     except BaseException:
         environment.restore()
         raise
 
 
-def import_vllm() -> Any:
-    """The package. Raises ConfigurationError where it cannot be imported."""
-    try:
+def find_vllm() -> None:
+    """Refuse a vLLM that is missing or older, before anything is downloaded for it."""
+    with _importing():
         import vllm
-    except ImportError as error:
+    check_version(vllm.__version__)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """vLLM loads its parts late: any may find that a package is missing or does not fit."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise refusal(
             "engine.name",
             "vllm",
-            f"needs the package vllm, which cannot be imported here ({error})",
+            f"needs the package vllm, which cannot be imported here ({_reason(error)})",
             allowed="native, transformers, and vllm once it is installed",
             remedy="pip install 'vllm>=0.26' (or add it to PYTHONPATH), or choose engine=native",
         ) from error
-    return vllm
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or "no reason given").splitlines()[0]
 
 
 def check_version(version: str) -> None:
@@ -202,12 +222,12 @@ def _drafter_folder(config: RunConfig) -> Path | None:
     return resolve_folder(checkpoint)
 
 
-def _start(config: RunConfig, opened: Checkpoint, stats: StepStats | None) -> Any:
+def _start(config: RunConfig, arguments: dict[str, Any], stats: StepStats | None) -> Any:
     """The running engine. Memory that earlier runs of this process left cached is freed first: vLLM
     counts it as taken."""
-    from vllm import EngineArgs, LLMEngine
+    with _importing():
+        from vllm import EngineArgs, LLMEngine
 
-    arguments = engine_arguments(config, opened.folder, _drafter_folder(config))
     gc.collect()
     torch.cuda.empty_cache()
     try:
@@ -216,11 +236,10 @@ def _start(config: RunConfig, opened: Checkpoint, stats: StepStats | None) -> An
         loggers = None if stats is None else [stats.attach]
         return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
     except (ValueError, TypeError, RuntimeError, KeyError, OSError) as error:
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise CheckpointError(
             f"vLLM cannot start with target {config.target.checkpoint!r} and "
-            f"method={config.method.name} ({type(error).__name__}: {reason}): see the models and "
-            "options that it supports, or choose engine=native"
+            f"method={config.method.name} ({type(error).__name__}: {_reason(error)}): see the "
+            "models and options that it supports, or choose engine=native"
         ) from error
 
 

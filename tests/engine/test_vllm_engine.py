@@ -45,9 +45,7 @@ def planned(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture
-def start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., VllmEngine]]:
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
     """Start an engine over the fake; it is closed at the end."""
     fake_vllm.install(monkeypatch)
     target = gemma4_config(eos_token_id=63)
@@ -304,6 +302,14 @@ def test_a_missing_vllm_or_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'vllm>=0\.26'"):
         VllmEngine(config)
+    fake_vllm.install(monkeypatch, version="0.25.3")
+    with pytest.raises(ConfigurationError, match=r"finds vLLM 0\.25\.3"):
+        VllmEngine(config)
+    broken = fake_vllm.install(monkeypatch)
+    del broken.LLMEngine  # as where a package that it needs is missing or too old
+    with pytest.raises(ConfigurationError, match="cannot be imported here"):
+        VllmEngine(config)
+    assert "VLLM_NO_USAGE_STATS" not in os.environ
 
 
 def test_what_vllm_refuses_while_starting_names_both_checkpoints(
