@@ -348,6 +348,7 @@ def emit(
     temperature_ptr,  # [S]
     num_chunks,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two from K + 1 on
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -372,12 +373,10 @@ def emit(
                 ratio, token = first_best(ratios, ids)
         else:
             token = tl.load(best_ptr + request * (K + 1) + accepted)
-    for j in tl.static_range(K + 1):
-        emitted = tl.where(accepted == j, token, -1).to(tl.int64)
-        if j < K:
-            draft = tl.load(drafts_ptr + request * K + j)
-            emitted = tl.where(samples & (j < accepted), draft, emitted)
-        tl.store(tokens_ptr + request * (K + 1) + j, emitted)
+    j = tl.arange(0, WIDTH)
+    drafts = tl.load(drafts_ptr + request * K + j, mask=samples & (j < accepted), other=-1)
+    emitted = tl.where(j == accepted, token.to(tl.int64), drafts)
+    tl.store(tokens_ptr + request * (K + 1) + j, emitted, mask=j <= K)
     num_drafts = tl.load(num_drafts_ptr + request)
     tl.store(num_sampled_ptr + request, tl.where(samples, accepted.to(tl.int64) + 1, 0))
     tl.store(num_rejected_ptr + request, tl.where(samples, num_drafts - accepted, 0))

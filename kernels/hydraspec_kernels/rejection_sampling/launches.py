@@ -89,7 +89,7 @@ def verify_sampled_launches(
     emit[(b,)](
         out.tokens, out.num_sampled, out.num_rejected, ratios, found, num_accepted, best,
         draft_tokens, num_drafts, samples, slots, temperature, narrow,
-        K=k, CHUNKS=_power_of_two(narrow), num_warps=2, **launch,
+        K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(narrow), num_warps=2, **launch,
     )  # fmt: skip
     return out
 

@@ -61,6 +61,7 @@ def _prepare_rows(
     num_requests,
     BLOCK_SIZES: tl.constexpr,
     K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # power of two from K on
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -69,30 +70,33 @@ def _prepare_rows(
     is_row, is_request = row < num_rows, row < num_requests
     wait_for_inputs(PDL)
 
+    # All loads come before the stores: a warp waits for what it stores, and then loads no further.
     request = tl.load(row_request_ptr + row, mask=is_row, other=-1)
     offset = tl.load(row_offset_ptr + row, mask=is_row, other=0)
+    rows_of = tl.load(num_rows_ptr + row, mask=is_request, other=0)
+    drafts_of = tl.load(num_drafts_ptr + row, mask=is_request, other=0)
+    own_slot = tl.load(request_slots_ptr + row, mask=is_request, other=0)
     is_real = request >= 0
     is_real = is_real & (offset < tl.load(num_rows_ptr + request, mask=is_real, other=0))
     slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    end = tl.load(num_computed_ptr + own_slot, mask=is_request, other=0) + rows_of
     position = tl.load(num_computed_ptr + slot, mask=is_real, other=0) + offset
     position = tl.where(is_real, position, 0)
     token = tl.load(token_ids_ptr + slot * columns + position, mask=is_real, other=0)
+    if K > 0:
+        k = tl.arange(0, BLOCK_K)[None, :]
+        is_draft = is_request[:, None] & (k < drafts_of[:, None])
+        behind = (own_slot * columns + end - drafts_of)[:, None] + k
+        drafts = tl.load(token_ids_ptr + behind, mask=is_draft, other=-1)
+        places = drafts_ptr + row[:, None] * K + k
+        tl.store(places, drafts, mask=is_request[:, None] & (k < K))
     tl.store(ids_ptr + row, tl.maximum(token, 0), mask=is_row)
     tl.store(positions_ptr + row, position, mask=is_row)
+    tl.store(seq_lens_ptr + row, tl.where(rows_of > 0, end, 0), mask=is_request)
     _store_cache_rows(
         slots_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
         BLOCK_SIZES,
     )  # fmt: skip
-
-    rows_of = tl.load(num_rows_ptr + row, mask=is_request, other=0)
-    drafts_of = tl.load(num_drafts_ptr + row, mask=is_request, other=0)
-    slot = tl.load(request_slots_ptr + row, mask=is_request, other=0)
-    end = tl.load(num_computed_ptr + slot, mask=is_request, other=0) + rows_of
-    tl.store(seq_lens_ptr + row, tl.where(rows_of > 0, end, 0), mask=is_request)
-    for k in tl.static_range(K):
-        place = slot * columns + end - drafts_of + k
-        token = tl.load(token_ids_ptr + place, mask=is_request & (k < drafts_of), other=-1)
-        tl.store(drafts_ptr + row * K + k, token, mask=is_request)
 
 
 def prepare_rows_kernel(
@@ -117,7 +121,8 @@ def prepare_rows_kernel(
         ids, positions, seq_lens, drafts, cache_rows,
         num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset,
         tuple(tables), _widths(tables), token_ids.shape[1], t, b,
-        BLOCK_SIZES=tuple(block_sizes), K=k, BLOCK=BLOCK, **dependent_launch(token_ids),
+        BLOCK_SIZES=tuple(block_sizes), K=k, BLOCK_K=triton.next_power_of_2(max(k, 1)), BLOCK=BLOCK,
+        **dependent_launch(token_ids),
     )  # fmt: skip
     return StepInputs(
         input_ids=ids,
@@ -198,13 +203,13 @@ def _newest_rows(
     wait_for_inputs(PDL)
     end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
     rejected = tl.load(num_rejected_ptr + request, mask=is_request, other=0)
-    tl.store(rows_ptr + request, tl.maximum(end - 1 - rejected, 0), mask=is_request)
     newest = tl.load(num_sampled_ptr + request, mask=is_request, other=1) - 1
+    slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
     place = request.to(tl.int64) * width + tl.maximum(newest, 0)
     token = tl.load(tokens_ptr + place, mask=is_request, other=0)
-    tl.store(ids_ptr + request, tl.maximum(token, 0), mask=is_request)
-    slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
     length = tl.load(num_computed_ptr + slot, mask=is_request, other=0)
+    tl.store(rows_ptr + request, tl.maximum(end - 1 - rejected, 0), mask=is_request)
+    tl.store(ids_ptr + request, tl.maximum(token, 0), mask=is_request)
     tl.store(positions_ptr + request, tl.maximum(length - 1, 0), mask=is_request)
     tl.store(seq_lens_ptr + request, length, mask=is_request)
 

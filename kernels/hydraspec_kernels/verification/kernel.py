@@ -30,6 +30,7 @@ def _verify_choices(
     num_requests,
     MEAN_ACCEPTED: tl.constexpr,  # drafts accepted by drawing; None: where draft is choice
     K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two from K + 1 on
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -43,23 +44,24 @@ def _verify_choices(
         slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
         seed = tl.load(seed_ptr + slot, mask=is_request, other=0)
         first = tl.load(seq_lens_ptr + request, mask=is_request, other=0) - num_drafts
-    is_emitted, num_sampled = samples, tl.zeros([BLOCK], tl.int64)
-    for j in tl.static_range(K + 1):
-        row = tl.load(verify_rows_ptr + request * (K + 1) + j, mask=is_emitted, other=0)
-        token = tl.load(choices_ptr + row, mask=is_emitted, other=-1)
-        is_accepted = is_emitted
-        if j < K:
-            draft = tl.load(drafts_ptr + request * K + j, mask=is_emitted, other=-1)
-            if MEAN_ACCEPTED is not None:
-                draw = unit_interval(stream_key(seed, first + j, j * INDEX_STEP + ACCEPT))
-                is_accepted = is_emitted & (draft >= 0) & (draw < MEAN_ACCEPTED - j)
-                token = tl.where(is_accepted, draft, token)
-            else:
-                is_accepted = is_emitted & (draft == token)
-        token = tl.where(is_emitted, token, -1)
-        tl.store(tokens_ptr + request * (K + 1) + j, token, mask=is_request)
-        num_sampled += is_emitted.to(tl.int64)
-        is_emitted = is_accepted
+    j = tl.arange(0, WIDTH)[None, :]
+    at, is_draft = request[:, None], samples[:, None] & (j < K)
+    is_row = samples[:, None] & (j <= K)
+    row = tl.load(verify_rows_ptr + at * (K + 1) + j, mask=is_row, other=0)
+    draft = tl.load(drafts_ptr + at * K + j, mask=is_draft, other=-1)
+    token = tl.load(choices_ptr + row, mask=is_row, other=-1)
+    if MEAN_ACCEPTED is not None:
+        code = j * INDEX_STEP + ACCEPT
+        draw = unit_interval(stream_key(seed[:, None], first[:, None] + j, code))
+        is_accepted = is_draft & (draft >= 0) & (draw < MEAN_ACCEPTED - j.to(tl.float64))
+        token = tl.where(is_accepted, draft, token)
+    else:
+        is_accepted = is_draft & (draft == token)
+    is_rejected = 1 - is_accepted.to(tl.int32)
+    is_emitted = is_row & (tl.cumsum(is_rejected, 1) == is_rejected)  # none rejected before
+    num_sampled = tl.sum(is_emitted.to(tl.int64), 1)
+    places = tokens_ptr + at * (K + 1) + j
+    tl.store(places, tl.where(is_emitted, token, -1), mask=is_request[:, None] & (j <= K))
     tl.store(num_sampled_ptr + request, num_sampled, mask=is_request)
     num_rejected = tl.where(samples, num_drafts + 1 - num_sampled, 0)
     tl.store(num_rejected_ptr + request, num_rejected, mask=is_request)
@@ -119,7 +121,8 @@ def _verify(
         out.tokens, out.num_sampled, out.num_rejected,
         choices, verify_rows, draft_tokens, num_drafts, samples.view(torch.int8),
         seq_lens, slots, seed, b,
-        MEAN_ACCEPTED=mean_accepted, K=k, BLOCK=BLOCK, num_warps=1, **dependent_launch(choices),
+        MEAN_ACCEPTED=mean_accepted, K=k, WIDTH=triton.next_power_of_2(k + 1), BLOCK=BLOCK,
+        num_warps=1, **dependent_launch(choices),
     )  # fmt: skip
     return out
 
@@ -132,12 +135,14 @@ def _check(*tensors: Tensor) -> None:
 
 @triton.jit
 def _write_behind(
-    token_ids_ptr, columns, slot, first, tokens_ptr, request, writes, WIDTH: tl.constexpr
-):
-    """token_ids[slot, first + j] = tokens[request, j] of the lanes that write."""
-    for j in tl.static_range(WIDTH):
-        token = tl.load(tokens_ptr + request * WIDTH + j, mask=writes, other=-1)
-        tl.store(token_ids_ptr + slot * columns + first + j, token, mask=writes)
+    token_ids_ptr, columns, slot, first, tokens_ptr, request, writes, COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """token_ids[slot, first + j] = tokens[request, j], j < COUNT, of the lanes that write."""
+    j = tl.arange(0, WIDTH)[None, :]
+    writes = writes[:, None] & (j < COUNT)
+    token = tl.load(tokens_ptr + request[:, None] * COUNT + j, mask=writes, other=-1)
+    tl.store(token_ids_ptr + (slot * columns + first)[:, None] + j, token, mask=writes)
 
 
 @triton.jit(do_not_specialize=["columns", "num_requests"])
@@ -152,7 +157,8 @@ def _commit_tokens(
     num_rejected_ptr,  # [B]
     columns,
     num_requests,
-    WIDTH: tl.constexpr,  # K + 1
+    COUNT: tl.constexpr,  # K + 1
+    WIDTH: tl.constexpr,  # power of two from there on
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -163,9 +169,9 @@ def _commit_tokens(
     slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
     length = tl.load(seq_lens_ptr + request, mask=is_request, other=0)
     samples = tl.load(samples_ptr + request, mask=is_request, other=0) != 0
-    first = length - tl.load(num_drafts_ptr + request, mask=is_request, other=0)
-    _write_behind(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, WIDTH)
     rejected = tl.load(num_rejected_ptr + request, mask=is_request, other=0)
+    first = length - tl.load(num_drafts_ptr + request, mask=is_request, other=0)
+    _write_behind(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
     tl.store(num_computed_ptr + slot, length - rejected, mask=is_request)
 
 
@@ -181,11 +187,12 @@ def commit_tokens_kernel(
 ) -> None:
     """See `verification.commit_tokens`; the last column is left alone."""
     _check(token_ids, num_computed, slots, seq_lens, num_drafts, samples, tokens, num_rejected)
-    b, width = tokens.shape
+    b, count = tokens.shape
     _commit_tokens[(triton.cdiv(b, BLOCK),)](
         token_ids, num_computed, slots, seq_lens, num_drafts, samples.view(torch.int8), tokens,
         num_rejected, token_ids.shape[1], b,
-        WIDTH=width, BLOCK=BLOCK, num_warps=1, **dependent_launch(tokens),
+        COUNT=count, WIDTH=triton.next_power_of_2(count), BLOCK=BLOCK,
+        num_warps=1, **dependent_launch(tokens),
     )  # fmt: skip
 
 
@@ -198,7 +205,8 @@ def _store_drafts(
     tokens_ptr,  # [B, K]
     columns,
     num_requests,
-    WIDTH: tl.constexpr,  # K
+    COUNT: tl.constexpr,  # K
+    WIDTH: tl.constexpr,  # power of two from there on
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -209,7 +217,7 @@ def _store_drafts(
     slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
     samples = tl.load(samples_ptr + request, mask=is_request, other=0) != 0
     first = tl.load(num_computed_ptr + slot, mask=is_request, other=0) + 1
-    _write_behind(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, WIDTH)
+    _write_behind(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
 
 
 def store_drafts_kernel(
@@ -217,8 +225,11 @@ def store_drafts_kernel(
 ) -> None:
     """See `verification.store_drafts`; the last column is left alone."""
     _check(token_ids, num_computed, slots, samples, tokens)
-    b, width = tokens.shape
+    b, count = tokens.shape
+    if count == 0:
+        return
     _store_drafts[(triton.cdiv(b, BLOCK),)](
         token_ids, num_computed, slots, samples.view(torch.int8), tokens, token_ids.shape[1], b,
-        WIDTH=width, BLOCK=BLOCK, num_warps=1, **dependent_launch(tokens),
+        COUNT=count, WIDTH=triton.next_power_of_2(count), BLOCK=BLOCK,
+        num_warps=1, **dependent_launch(tokens),
     )  # fmt: skip
