@@ -19,7 +19,7 @@ from hydraspec_kernels.token_choice.kernel import NO_TOKEN, best_of_rows, first_
 
 BLOCK_ROWS = 16  # the least that tl.dot takes
 BLOCK_CENTROIDS = 16  # 128 programs for 2048 clusters
-OWN = 8  # clusters a program decides about
+OWN = (8, 16)  # clusters a program decides about, for few rows and for many
 TILE_BYTES = 1 << 16  # table rows in registers at once, over eight warps
 FEW_ROWS = 4  # up to here two programs share a cluster, to have more processors read
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
@@ -113,7 +113,7 @@ def _best_of_chosen(
     before = tl.sum((scores[None, :] > own[:, None]).to(tl.int32), 1)
     is_chosen = (before < k) & (mine < C)
     best, token = -float("inf"), NO_TOKEN
-    if tl.max(is_chosen.to(tl.int32), 0) > 0:  # in one program of eight
+    if tl.max(is_chosen.to(tl.int32), 0) > 0:  # in few programs
         is_tied = (scores[None, :] == own[:, None]) & (c[None, :] < mine[:, None])
         is_chosen = is_chosen & (before + tl.sum(is_tied.to(tl.int32), 1) < k)
         d = tl.load(d_ptr + row * d_stride + h, mask=h < H, other=0.0).to(tl.float32)
@@ -150,7 +150,8 @@ def centroid_greedy_kernel(
         H=width, C=num_clusters, BLOCK_H=block_h, BLOCK_ROWS=BLOCK_ROWS, BLOCK_C=BLOCK_CENTROIDS,
         num_warps=4, **launch,
     )  # fmt: skip
-    groups, parts = triton.cdiv(num_clusters, OWN), 2 if b <= FEW_ROWS else 1
+    own, parts = (OWN[0], 2) if b <= FEW_ROWS else (OWN[1], 1)
+    groups = triton.cdiv(num_clusters, own)
     part = triton.cdiv(size, parts)
     tile = min(triton.next_power_of_2(part), max(1, TILE_BYTES // (block_h * d.element_size())))
     best = torch.empty(b, groups * parts, dtype=torch.float32, device=d.device)
@@ -158,7 +159,7 @@ def centroid_greedy_kernel(
     _best_of_chosen[(groups, parts, b)](
         best, ids, d, scores, table, clusters, banned, d.stride(0), k,
         H=width, C=num_clusters, SIZE=size, BLOCK_H=block_h,
-        BLOCK_C=triton.next_power_of_2(num_clusters), OWN=OWN, PARTS=parts, PART=part, TILE=tile,
+        BLOCK_C=triton.next_power_of_2(num_clusters), OWN=own, PARTS=parts, PART=part, TILE=tile,
         num_warps=8, **launch,
     )  # fmt: skip
     return best_of_rows(best, ids)
