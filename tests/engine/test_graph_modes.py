@@ -21,6 +21,7 @@ from graph_runs import (
     run_requests,
     zoo_requests,
 )
+from late_device import LateDevice
 from recorded_graphs import CalledAgain, RecordedOps
 
 from hydraspec.config.schema import DraftSampling, Verification
@@ -193,6 +194,17 @@ def test_logits_of_a_prompt_come_out_of_graphs_too() -> None:
         wanted = torch.from_numpy(plain.next_token_logits(tokens))
         found = torch.from_numpy(engine.next_token_logits(tokens))
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3"])
+def test_steps_launched_ahead_replay_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device works as late as it may, so the host has planned the next step by then."""
+    wanted = eager(method, 3).tokens  # by an engine whose device is not late
+    config = graph_config(method, "full_and_piecewise")
+    config.engine.async_scheduling = True
+    engine = make_graph_engine(config, RecordedOps())
+    LateDevice(engine, monkeypatch)
+    assert run_requests(engine, zoo_requests(NUM_REQUESTS)).tokens == wanted
 
 
 def test_eager_at_padded_shapes_is_the_same_step() -> None:
