@@ -1,15 +1,18 @@
 """Linears of few rows: x [T, K] times weight [K, N], and what follows in the same kernel.
 
-On CUDA a weight is the [K, N] view of [N, K] storage, as checkpoints hold it. Other strides, and
-shapes at which the library is faster, go to `torch.mm`.
+On CUDA a weight is the [K, N] view of [N, K] storage, as checkpoints hold it. Other strides, more
+than 128 rows, and shapes at which the library is faster (see plan.py) go to `torch.mm`.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from hydraspec_kernels.launch import runs_kernels
+from hydraspec_kernels.linear.plan import tiling_for
 from hydraspec_kernels.linear.reference import (
     gated_linear_reference,
     linear_partials_reference,
@@ -26,6 +29,13 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, softcap: float | None = None
 ) -> Tensor:
     """x [T, K] @ weight [K, N] + bias [N] -> [T, N] in x's dtype; softcap: cap * tanh(y / cap)."""
+    if runs_kernels(x):
+        end = "" if softcap is None else "softcap"
+        if tiling := tiling_for(x, weight, end):
+            from hydraspec_kernels.linear.kernel import launch  # Triton
+
+            out = x.new_empty(x.shape[0], weight.shape[1])
+            return launch(out, x, weight, tiling, end=end, bias=bias, softcap=softcap)
     return linear_reference(x, weight, bias, softcap)
 
 
@@ -34,6 +44,11 @@ def linear_partials(x: Tensor, weight: Tensor) -> Tensor:
 
     S is fixed by the shape. From the kernel they are float32; elsewhere S = 1 in x's dtype.
     """
+    if runs_kernels(x) and (tiling := tiling_for(x, weight, partials=True)):
+        from hydraspec_kernels.linear.kernel import launch  # Triton
+
+        sizes = tiling.splits, x.shape[0], weight.shape[1]
+        return launch(x.new_empty(sizes, dtype=torch.float32), x, weight, tiling)
     return linear_partials_reference(x, weight)
 
 
@@ -41,6 +56,11 @@ def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
 ) -> Tensor:
     """act(x @ gate) * (x @ up) -> [T, I], for weight [K, 2I] and bias [2I], gate half first."""
+    if runs_kernels(x) and (tiling := tiling_for(x, weight, activation)):
+        from hydraspec_kernels.linear.kernel import launch  # Triton
+
+        out = x.new_empty(x.shape[0], weight.shape[1] // 2)
+        return launch(out, x, weight, tiling, end=activation, bias=bias)
     return gated_linear_reference(x, weight, bias, activation)
 
 
@@ -49,4 +69,9 @@ def scaled_gelu_linear(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
 
     factor may be a view with any row stride, such as [:, layer] of [T, L, N].
     """
+    if runs_kernels(x) and (tiling := tiling_for(x, weight, "scaled_gelu")):
+        from hydraspec_kernels.linear.kernel import launch  # Triton
+
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        return launch(out, x, weight, tiling, end="scaled_gelu", factor=factor)
     return scaled_gelu_linear_reference(x, weight, factor)

@@ -1,0 +1,128 @@
+"""Which tiles a linear of few rows uses, from its shape alone; measured on one H200.
+
+What the measurements say: tensor cores win from the first row on, because they leave the threads
+free to keep loads in flight; what decides is that every multiprocessor gets the same share, in
+one wave or many, with over 100 KB on their way. Small weights never fill the chip: there a short
+chain of dependent steps wins. From 65 rows on the library's tiles are better, except where K can
+be split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, bfloat16, float16
+
+GATED = ("gelu_tanh", "silu")
+
+MOST_ROWS = 128
+PROCESSORS = 132
+SHARED_BYTES = 225 << 10  # of a multiprocessor, for the tiles of one program
+SMALL_WEIGHT_BYTES = 4 << 20
+SHORT_K = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """One specialisation of a kernel and its grid."""
+
+    dots: bool  # tensor cores, or CUDA cores
+    m: int  # rows of x a program holds
+    rows: int  # rows of the weight's [N, K] storage a program owns
+    k: int  # columns of them a step, or of each slice
+    splits: int = 1  # programs that share K
+    slices: int = 1  # warps of a program that share K (dots only)
+    stages: int = 4  # steps in flight (dots only)
+    warps: int = 4
+    prefetch: int = 0  # steps brought into the L2 before the inputs are there: 0, 1, 2, 4
+
+    @property
+    def step(self) -> int:
+        """Columns of K a program takes at once."""
+        return self.k * self.slices
+
+    def columns(self, gated: bool) -> int:
+        """Columns of the output a program writes."""
+        return self.rows // 2 if gated else self.rows
+
+
+def tiling_for(
+    x: Tensor, weight: Tensor, end: str = "", *, partials: bool = False
+) -> Tiling | None:
+    """The tiling of x [T, K] @ weight [K, N], N being 2I for a gated `end`; None: the library.
+
+    None too for what the kernels do not take: float32 (its products belong to CUDA cores, where
+    the library is as fast), other strides than those of a [K, N] view of [N, K], no rows.
+    """
+    plain = x.stride(-1) == 1 and weight.stride(0) == 1 and x.dtype == weight.dtype
+    if not plain or x.dtype not in (bfloat16, float16):
+        return None
+    return tiling_of(x.shape[0], *weight.shape, end, partials=partials)
+
+
+def tiling_of(rows: int, k: int, n: int, end: str = "", *, partials: bool = False) -> Tiling | None:
+    """As tiling_for, from the sizes."""
+    if not 0 < rows <= MOST_ROWS:
+        return None
+    small = 2 * k * n < SMALL_WEIGHT_BYTES
+    m = next(size for size in (16, 32, 64, 128) if rows <= size)
+    if small:
+        return _one_row(k) if rows == 1 else _small(min(m, 32), k, n, end)
+    if m == 128:
+        return _many_rows(k, n, end, partials)
+    if partials:
+        return _split(m, k, n)
+    fits = [size for size in (16, 32, 64) if n >= 90 * size] or [16]
+    if m == 64 and fits[-1] < 64:
+        return None
+    if fits[-1] < 64 and k % 512 == 0:
+        return _staged(Tiling(True, m, fits[-1], 128, slices=4, prefetch=2), k, most=5)
+    return _wide(m, k, n)
+
+
+def _staged(tiling: Tiling, k: int, most: int) -> Tiling:
+    """With as many stages as the shared memory and K have room for."""
+    room = SHARED_BYTES // (2 * (tiling.rows + tiling.m) * tiling.step)
+    steps = -(-k // (tiling.splits * tiling.step))
+    values = {name: getattr(tiling, name) for name in tiling.__slots__}
+    return Tiling(**values | {"stages": max(2, min(most, room, steps + 1))})
+
+
+def _one_row(k: int) -> Tiling:
+    """One row, a small weight: all of it in registers at once if K allows."""
+    block = min(max(1 << (k - 1).bit_length(), 128), 4096)
+    return Tiling(False, 1, 8 if block <= 512 else 4 if block <= 1024 else 2, block)
+
+
+def _small(m: int, k: int, n: int, end: str) -> Tiling:
+    """Few rows, a small weight."""
+    if k <= SHORT_K:
+        return Tiling(True, m, 32, 128 if k <= 128 or end in GATED else 256, stages=2)
+    return _staged(Tiling(True, m, 8, 128, slices=4), k, most=5)
+
+
+def _split(m: int, k: int, n: int) -> Tiling:
+    """Partial sums: 64 rows of the weight, and K split until the programs fill the chip."""
+    tiles = -(-n // 64)
+    splits = PROCESSORS // tiles if 2 * tiles <= PROCESSORS else 2 * PROCESSORS // tiles
+    splits = max(1, min(splits, 8, k // 256))
+    most = 8 if tiles * splits <= PROCESSORS else 4
+    return _staged(Tiling(True, m, 64, 128, splits, prefetch=2), k, most)
+
+
+def _wide(m: int, k: int, n: int) -> Tiling:
+    """All of K in one program. Two programs fit on a multiprocessor with 4 stages, one with 8:
+    whichever leaves the shorter last wave.
+    """
+    programs = -(-n // 64)
+    even = 200 < programs <= 2 * PROCESSORS or programs > 4 * PROCESSORS
+    return _staged(Tiling(True, m, 64, 128, prefetch=2), k, 4 if even else 8)
+
+
+def _many_rows(k: int, n: int, end: str, partials: bool) -> Tiling | None:
+    """65 to 128 rows: x weighs as much as the weights do."""
+    if partials and n <= 4096:
+        return Tiling(True, 128, 64, 128, max(1, min(PROCESSORS // -(-n // 64), 3, k // 256)))
+    if end == "softcap":  # cheaper here than one more pass over the logits
+        return Tiling(True, 128, 256, 64, warps=8)
+    return None
