@@ -116,15 +116,12 @@ class Verifier(ABC):
 def _kernels_verify(logits: Tensor, state: RequestState, flags: SamplingFlags) -> bool:
     """Whether kernels can decide: temperature alone shapes all distributions, over one vocabulary.
 
-    Truncation, a narrower draft vocabulary and float64 take the road of the CPU.
+    Truncation, distributions over a narrower draft vocabulary and float64 take the road of the CPU.
     """
     truncates = flags.any_top_k or flags.any_top_p or flags.any_min_p
-    return (
-        runs_kernels(logits)
-        and not truncates
-        and state.draft_vocab_map is None
-        and logits.dtype is not torch.float64
-    )
+    is_narrow = state.draft_probs is not None and state.draft_vocab_map is not None
+    is_wide = logits.dtype is torch.float64
+    return runs_kernels(logits) and not (truncates or is_narrow or is_wide)
 
 
 def _verdict(verified: Verified) -> Verdict:
