@@ -173,6 +173,8 @@ class StepPlan:
 class RequestState:
     """Per-slot state that changes every step; it lives on the device and is never read by the host.
 
+    The last slot belongs to no request: padding requests of graphs share it, with nothing computed.
+
     token_ids holds prompt and sampled tokens; the drafts under verification stand behind the newest
     sampled token (which is number num_computed of a decoding request). Column L is a dump for
     masked writes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
@@ -52,10 +53,16 @@ class Runner:
 
     def forward(self, batch: Batch) -> TargetStep:
         hidden, aux = self.target.forward(batch, self.kv.caches, self.speculator.aux_layer_ids)
-        rows = hidden if batch.logits_rows is None else hidden.index_select(0, batch.logits_rows)
         return TargetStep(
-            hidden_states=hidden, logits=self.target.compute_logits(rows), aux_hidden_states=aux
+            hidden_states=hidden, logits=self._logits(batch, hidden), aux_hidden_states=aux
         )
+
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        if batch.logits_rows is None:
+            return self.target.compute_logits(hidden)
+        if batch.logits_rows.shape[0] == 0:  # nobody samples: no kernel runs on no rows
+            return hidden.new_empty(0, self.target.vocab_size)
+        return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
 
     def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
         return self.verifier(target_step.logits, batch, self.state, batch.flags)

@@ -57,12 +57,12 @@ def write_request(
     if row.is_cuda:
         staged = staged.pin_memory()  # given back once the copy is done
     row[: len(token_ids)].copy_(staged, non_blocking=True)
-    state.num_computed[slot] = 0
-    state.temperature[slot] = sampling.temperature
-    state.top_k[slot] = sampling.top_k
-    state.top_p[slot] = sampling.top_p
-    state.min_p[slot] = sampling.min_p
-    state.seed[slot] = sampling.seed
+    state.num_computed[slot].fill_(0)
+    state.temperature[slot].fill_(sampling.temperature)
+    state.top_k[slot].fill_(sampling.top_k)
+    state.top_p[slot].fill_(sampling.top_p)
+    state.min_p[slot].fill_(sampling.min_p)
+    state.seed[slot].fill_(sampling.seed)
 
 
 def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:

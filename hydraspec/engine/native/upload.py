@@ -250,14 +250,14 @@ class _Tables:
             if tables:
                 new = tables[g]
                 old = known[:used, : new.shape[1]]
-                row, column = np.nonzero(old != new)
+                row, column = np.where(old != new)
                 if len(row):
                     changed = new[row, column]
                     old[row, column] = changed
                     places.append(self._first[g] + row * width + column)
                     values.append(changed)
             if used < self._num_used:
-                row, column = np.nonzero(known[used : self._num_used])
+                row, column = np.where(known[used : self._num_used] != 0)
                 known[used : self._num_used] = 0
                 places.append(self._first[g] + (row + used) * width + column)
                 values.append(np.zeros(len(row), np.int64))
