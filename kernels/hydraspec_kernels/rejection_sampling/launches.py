@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,59 @@ MAX_BLOCK = 4096  # numbers of a row that one program reads
 MAX_RACE_BLOCK = 2048  # fewer where it draws in float64
 
 
+@dataclass(slots=True, frozen=True)
+class Given:
+    """What is verified, for all launches; the fields are those of `verify_sampled`."""
+
+    logits: Tensor
+    verify_rows: Tensor
+    drafts: Tensor
+    num_drafts: Tensor
+    samples: Tensor  # [B] int8
+    seq_lens: Tensor
+    slots: Tensor
+    temperature: Tensor
+    seed: Tensor
+    draft_probs: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """B, K, V."""
+        return (*self.drafts.shape, self.logits.shape[1])
+
+    def floats(self, *shape: int) -> Tensor:
+        return self.logits.new_empty(shape, dtype=torch.float32)
+
+    def ints(self, *shape: int) -> Tensor:
+        return self.logits.new_empty(shape, dtype=torch.int32)
+
+    def chunks(self, most: int) -> tuple[int, int]:
+        """Numbers of a row in one program, and programs a row."""
+        vocab_size = self.logits.shape[1]
+        block = min(_power_of_two(vocab_size), most)
+        return block, -(-vocab_size // block)
+
+
+@dataclass(slots=True, frozen=True)
+class Statistics:
+    """Rows of logits in brief; nothing stands where no request needs the row."""
+
+    peak: Tensor  # [B, K+1] float32
+    mass: Tensor  # [B, K+1] float32 relative to the peak
+    best: Tensor  # [B, K+1] int32
+    target: Tensor  # [B, K] float32 p of each draft
+    draft: Tensor | None  # [B, K] float32 q of each draft; None: 1
+
+
+@dataclass(slots=True, frozen=True)
+class Accepted:
+    """How far drafts are accepted and what the next token comes from."""
+
+    count: Tensor  # [B] int32
+    is_recovery: Tensor  # [B] int32
+    scale: Tensor  # [B] float32
+
+
 def verify_sampled_launches(
     logits: Tensor,
     verify_rows: Tensor,
@@ -36,60 +91,92 @@ def verify_sampled_launches(
     acceptance_length: float,
 ) -> Verified:
     """See `rejection_sampling.verify_sampled`."""
-    (b, k), v = draft_tokens.shape, logits.shape[1]
-    _check(logits, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, draft_probs, v)
-    is_rate, probs = rule is Rule.AT_RATE, draft_probs if k else None
-    block, race_block = (min(_power_of_two(v), most) for most in (MAX_BLOCK, MAX_RACE_BLOCK))
-    wide, narrow = -(-v // block), -(-v // race_block)
-    launch, stride, samples = dependent_launch(logits), logits.stride(0), samples.view(torch.int8)
-
-    def floats(*shape: int) -> Tensor:
-        return logits.new_empty(shape, dtype=torch.float32)
-
-    def ints(*shape: int) -> Tensor:
-        return logits.new_empty(shape, dtype=torch.int32)
-
-    peaks, masses, ids = floats(b, k + 1, wide), floats(b, k + 1, wide), ints(b, k + 1, wide)
-    chunk_statistics[(wide, b * (k + 1))](
-        peaks, masses, ids, logits, verify_rows, num_drafts, samples, slots, temperature,
-        stride, v, wide, K=k, BLOCK=block, num_warps=8, **launch,
+    given = Given(
+        logits, verify_rows, draft_tokens, num_drafts, samples.view(torch.int8), seq_lens, slots,
+        temperature, seed, draft_probs if draft_tokens.shape[1] else None,
     )  # fmt: skip
-    peak, mass, best = floats(b, k + 1), floats(b, k + 1), ints(b, k + 1)
-    target, draft = floats(b, k), None if probs is None else floats(b, k)
+    _check(given)
+    statistics = _statistics(given)
+    accepted = _accept(given, statistics, rule, acceptance_length - 1)
+    return _emit(given, statistics, accepted)
+
+
+def _check(given: Given) -> None:
+    """Rows of logits may be apart; all else is contiguous, and drafts have the target's width."""
+    g = given
+    assert g.logits.stride(1) == 1, g.logits.stride()
+    tensors = (g.verify_rows, g.drafts, g.num_drafts, g.seq_lens, g.slots, g.temperature, g.seed)
+    for tensor in tensors:
+        assert tensor.is_contiguous(), tensor.stride()
+    if g.draft_probs is not None:
+        assert g.draft_probs.is_contiguous()
+        assert g.draft_probs.shape[1:] == (g.drafts.shape[1], g.logits.shape[1]), "other drafts"
+
+
+def _statistics(g: Given) -> Statistics:
+    b, k, v = g.sizes
+    block, chunks = g.chunks(MAX_BLOCK)
+    launch, stride = dependent_launch(g.logits), g.logits.stride(0)
+    about = (g.verify_rows, g.num_drafts, g.samples, g.slots, g.temperature)
+    peaks, masses = g.floats(b, k + 1, chunks), g.floats(b, k + 1, chunks)
+    ids = g.ints(b, k + 1, chunks)
+    chunk_statistics[(chunks, b * (k + 1))](
+        peaks, masses, ids, g.logits, *about, stride, v, chunks,
+        K=k, BLOCK=block, num_warps=8, **launch,
+    )  # fmt: skip
+    draft = None if g.draft_probs is None else g.floats(b, k)
+    out = Statistics(
+        g.floats(b, k + 1), g.floats(b, k + 1), g.ints(b, k + 1), g.floats(b, k), draft
+    )
     row_statistics[(b * (k + 1),)](
-        peak, mass, best, target, draft, peaks, masses, ids, logits, probs, draft_tokens,
-        verify_rows, num_drafts, samples, slots, temperature, stride, v, wide,
-        K=k, CHUNKS=_power_of_two(wide), num_warps=2, **launch,
+        out.peak, out.mass, out.best, out.target, draft, peaks, masses, ids, g.logits,
+        g.draft_probs, g.drafts, *about, stride, v, chunks,
+        K=k, CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
     )  # fmt: skip
-    surplus = peaks  # not read unless it is written
-    if rule is Rule.BLOCK and probs is not None and k > 1:
-        surplus = floats(b, k, wide)
-        chunk_surplus[(wide, b * (k - 1))](
-            surplus, target, draft, peak, mass, logits, probs, draft_tokens, verify_rows, samples,
-            slots, temperature, stride, v, wide, K=k, BLOCK=block, num_warps=8, **launch,
+    return out
+
+
+def _accept(g: Given, s: Statistics, rule: Rule, mean_accepted: float) -> Accepted:
+    b, k, v = g.sizes
+    block, chunks = g.chunks(MAX_BLOCK)
+    launch, surplus = dependent_launch(g.logits), s.target  # not read unless it is written
+    if rule is Rule.BLOCK and g.draft_probs is not None and k > 1:
+        surplus = g.floats(b, k, chunks)
+        chunk_surplus[(chunks, b * (k - 1))](
+            surplus, s.target, s.draft, s.peak, s.mass, g.logits, g.draft_probs, g.drafts,
+            g.verify_rows, g.samples, g.slots, g.temperature, g.logits.stride(0), v, chunks,
+            K=k, BLOCK=block, num_warps=8, **launch,
         )  # fmt: skip
-    num_accepted, is_recovery, scale = ints(b), ints(b), floats(b)
+    out = Accepted(g.ints(b), g.ints(b), g.floats(b))
     accept[(b,)](
-        num_accepted, is_recovery, scale, target, draft, surplus, draft_tokens, num_drafts,
-        samples, seq_lens, slots, seed, wide,
-        RULE=int(rule), MEAN_ACCEPTED=acceptance_length - 1 if is_rate else None, K=k,
-        CHUNKS=_power_of_two(wide), num_warps=2, **launch,
+        out.count, out.is_recovery, out.scale, s.target, s.draft, surplus, g.drafts,
+        g.num_drafts, g.samples, g.seq_lens, g.slots, g.seed, chunks,
+        RULE=int(rule), MEAN_ACCEPTED=mean_accepted if rule is Rule.AT_RATE else None, K=k,
+        CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
     )  # fmt: skip
-    ratios, found = logits.new_empty(2, b, narrow, dtype=torch.float64), ints(2, b, narrow)
-    race_of_chunks[(narrow, b)](
-        ratios, found, num_accepted, is_recovery, scale, peak, mass, logits, probs, draft_tokens,
-        verify_rows, num_drafts, samples, seq_lens, slots, temperature, seed, stride, v, narrow,
-        K=k, BLOCK=race_block, num_warps=8, **launch,
+    return out
+
+
+def _emit(g: Given, s: Statistics, a: Accepted) -> Verified:
+    b, k, v = g.sizes
+    block, chunks = g.chunks(MAX_RACE_BLOCK)
+    launch = dependent_launch(g.logits)
+    ratios = g.logits.new_empty(2, b, chunks, dtype=torch.float64)
+    ids = g.ints(2, b, chunks)
+    race_of_chunks[(chunks, b)](
+        ratios, ids, a.count, a.is_recovery, a.scale, s.peak, s.mass, g.logits, g.draft_probs,
+        g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots, g.temperature,
+        g.seed, g.logits.stride(0), v, chunks, K=k, BLOCK=block, num_warps=8, **launch,
     )  # fmt: skip
     out = Verified(
-        tokens=num_drafts.new_empty(b, k + 1),
-        num_sampled=torch.empty_like(num_drafts),
-        num_rejected=torch.empty_like(num_drafts),
+        tokens=g.num_drafts.new_empty(b, k + 1),
+        num_sampled=torch.empty_like(g.num_drafts),
+        num_rejected=torch.empty_like(g.num_drafts),
     )
     emit[(b,)](
-        out.tokens, out.num_sampled, out.num_rejected, ratios, found, num_accepted, best,
-        draft_tokens, num_drafts, samples, slots, temperature, narrow,
-        K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(narrow), num_warps=2, **launch,
+        out.tokens, out.num_sampled, out.num_rejected, ratios, ids, a.count, s.best, g.drafts,
+        g.num_drafts, g.samples, g.slots, g.temperature, chunks,
+        K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
     )  # fmt: skip
     return out
 
@@ -97,15 +184,3 @@ def verify_sampled_launches(
 def _power_of_two(n: int) -> int:
     """The least power of two from n on."""
     return 1 << (n - 1).bit_length()
-
-
-def _check(logits: Tensor, *rest: Tensor | int | None) -> None:
-    """Rows of logits may be apart; all else is contiguous, and drafts have the target's width."""
-    *tensors, draft_probs, vocab_size = rest
-    assert logits.stride(1) == 1, logits.stride()
-    for tensor in tensors:
-        assert isinstance(tensor, Tensor)
-        assert tensor.is_contiguous()
-    if isinstance(draft_probs, Tensor):
-        assert draft_probs.is_contiguous()
-        assert draft_probs.shape[-1] == vocab_size, "draft and target vocabularies differ"
