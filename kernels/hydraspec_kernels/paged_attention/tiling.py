@@ -8,10 +8,11 @@ import torch
 
 from hydraspec_kernels.paged_attention.plan import GroupShape
 
-# Programs that fill the device: two for each of the 132 multiprocessors of an H100 or H200. A
-# constant, so that sums have the same order on all devices.
-FULL_DEVICE = 264
-MAX_SPLITS = 32  # reading more partial sums back takes longer than it saves
+# Programs that fill the device: one for each of the 132 multiprocessors of an H100 or H200; with two
+# each, adding up the splits costs more than they save. A constant, so that sums have the same order
+# on all devices.
+FULL_DEVICE = 132
+MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 MOST_SPLIT_ROWS = 16  # of a request; with more of them there are enough programs without splits
 
 
@@ -43,16 +44,12 @@ def tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dty
     if max_rows > MOST_SPLIT_ROWS:
         if dtype is torch.float32:
             return exact
-        return Tiling(64, 32, 8, 2) if width > 256 else Tiling(128, 64, 8, 2)
+        return Tiling(64, 32, 8, 3) if width > 256 else Tiling(128, 64, 8, 3)
     block_m = max(16, min(64, next_power_of_2(queries)))
     if dtype is torch.float32:
         cut = exact
-    elif width <= 256:
-        cut = Tiling(block_m, 32, 4, 5 if block_m < 64 else 3)
-    elif shape.latent_dim is not None:  # one tile serves keys and values
-        cut = Tiling(block_m, 32, 8, 5)
     else:
-        cut = Tiling(block_m, 16, 4 if block_m == 16 else 8, 5)
+        cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
     programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
     wanted = max(1, min(FULL_DEVICE // programs, MAX_SPLITS))
     return replace(cut, splits=1 << (wanted.bit_length() - 1))
