@@ -121,7 +121,7 @@ def check_add_norm_against_float64(
     total = x.double().sum(0)
     gain = (total.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * post.double()
     exact = (old + total * gain) * scale
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # below it steps are equal
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     bound = step * (old.abs() + x.double().abs().sum(0) * gain.abs()) * scale + smallest
     assert ((found.h.double() - exact).abs() <= bound).all()
     gain = (exact.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * following.double()
