@@ -12,6 +12,8 @@ from enum import IntEnum
 
 NONE, PIECEWISE, FULL = "none", "piecewise", "full"
 
+MIN_MIXED_ROWS = 8  # fewer rows cost no less
+
 # Name → (decode, mixed).
 MODES: dict[str, tuple[str, str]] = {
     "none": (NONE, NONE),
@@ -133,4 +135,5 @@ def mixed_row_sizes(sizes: Sequence[int], rows_per_decode: int, max_rows: int) -
     too much to be met closely. At most `max_rows`.
     """
     wanted = {1 << (size - 1).bit_length() for size in sizes}
-    return sorted({min(size * rows_per_decode, max_rows) for size in wanted})
+    rows = sorted({min(size * rows_per_decode, max_rows) for size in wanted})
+    return [count for count in rows if count >= MIN_MIXED_ROWS] or rows[-1:]

@@ -7,8 +7,11 @@ number of the host that a graph baked in shows as another token. float64: no tie
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from graph_runs import (
@@ -27,7 +30,12 @@ from recorded_graphs import CalledAgain, RecordedOps
 from hydraspec.config.schema import DraftSampling, Verification
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native.inputs import PlanTensors
+from hydraspec.engine.native.runner import Runner
+from hydraspec.engine.native.upload import PlanUpload, _Tables
+from hydraspec.speculators import autoregressive
 from hydraspec.speculators.gemma4 import Gemma4Speculator
+from hydraspec.types import Batch, StepPlan
 
 GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 NUM_REQUESTS = 7
@@ -115,6 +123,71 @@ def test_padding_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cache_tensor[:16].count_nonzero() == 0, "padding wrote into the null block"
 
 
+def tables_are_written_once(patch: pytest.MonkeyPatch) -> None:
+    """Later steps read the blocks of earlier requests."""
+    true_changes = _Tables.changes
+
+    def changes(self: _Tables, tables: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        found = true_changes(self, tables)
+        self.num_calls = getattr(self, "num_calls", 0) + 1  # type: ignore[attr-defined]
+        return found if self.num_calls < 30 else (found[0][:0], found[1][:0])  # type: ignore[attr-defined]
+
+    patch.setattr(_Tables, "changes", changes)
+
+
+def padding_is_somebody(patch: pytest.MonkeyPatch) -> None:
+    """Padding requests have the slot and the rows of the first request."""
+    true_header = PlanUpload._write_header
+
+    def write(self: PlanUpload, words: np.ndarray, plan: StepPlan | None) -> None:
+        true_header(self, words, plan)
+        if plan is not None:
+            for first in (self._slots, self._rows):
+                b, size = len(plan.slots), self.shape.max_num_seqs
+                words[first + b : first + size] = words[first]
+
+    patch.setattr(PlanUpload, "_write_header", write)
+
+
+def the_decode_pass_reads_what_it_was_captured_with(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(autoregressive, "copy_into", lambda static, value: None)
+
+
+def a_graph_freezes_a_number_of_the_host(patch: pytest.MonkeyPatch) -> None:
+    """The step's own count of requests becomes a part of the computation."""
+    true_prepare = Runner.prepare
+
+    def prepare(self: Runner, plan: PlanTensors) -> Batch:
+        batch = true_prepare(self, plan)
+        return replace(batch, samples=batch.samples & (batch.num_drafts == int(batch.slots[0])))
+
+    patch.setattr(Runner, "prepare", prepare)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        tables_are_written_once,
+        padding_is_somebody,
+        the_decode_pass_reads_what_it_was_captured_with,
+        a_graph_freezes_a_number_of_the_host,
+    ],
+)
+def test_planted_bugs_are_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs above prove something only if they fail when a step is padded or captured badly."""
+    wanted = eager("eagle3", 3)
+    plant(monkeypatch)
+
+    def run() -> None:
+        engine = make_graph_engine(graph_config("eagle3", "full_decode_only"), RecordedOps())
+        assert_same(run_requests(engine, zoo_requests(NUM_REQUESTS)), wanted)
+
+    with pytest.raises((AssertionError, IndexError)):
+        run()
+
+
 def test_preempted_requests_come_back() -> None:
     """A cache of a few blocks: requests lose their slots between replays."""
     config = graph_config("gemma4_mtp", "full_and_piecewise", block_size=8)
@@ -185,10 +258,13 @@ def test_the_baseline_has_graphs_of_its_own() -> None:
     assert run_requests(engine, zoo_requests(3)).outputs == first.outputs
 
 
-def test_logits_of_a_prompt_come_out_of_graphs_too() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_logits_of_a_prompt_come_out_of_graphs_too(ahead: bool) -> None:
     """A prompt of 9 tokens fits a mixed graph, one of 30 runs eagerly."""
     plain = make_graph_engine(graph_config("gemma4_mtp", "none"), None)
-    engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
+    config = graph_config("gemma4_mtp", "full")
+    config.engine.async_scheduling = ahead
+    engine = make_graph_engine(config, RecordedOps())
     for length in (9, 30):
         tokens = [5 + n % 40 for n in range(length)]
         wanted = torch.from_numpy(plain.next_token_logits(tokens))

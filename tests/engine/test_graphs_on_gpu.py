@@ -180,10 +180,13 @@ def test_memory_is_what_the_summary_lists(method: str) -> None:
     config.cudagraph.name, config.engine.device = "full_and_piecewise", Device.cuda
     engine = NativeEngine(config)
     assert isinstance(engine.parts.runner, DeviceRunner)
+    engine.parts.runner.run_padding()
+    torch.cuda.synchronize()
     parts = engine.info.memory_bytes
     assert parts["graphs"] > 0
     assert parts["activations"] > 0
     listed = sum(parts.values())
     peak = torch.cuda.max_memory_allocated()
     assert peak <= 1.05 * listed + WORKSPACES, parts
-    assert peak >= 0.95 * (listed - parts["graphs"]) - WORKSPACES, parts
+    # Of a graph's memory only its outputs count as allocated.
+    assert peak >= 0.95 * listed - parts["graphs"], parts
