@@ -67,7 +67,7 @@ def tiling_of(rows: int, k: int, n: int, end: str = "", *, partials: bool = Fals
     small = 2 * k * n < SMALL_WEIGHT_BYTES
     m = next(size for size in (16, 32, 64, 128) if rows <= size)
     if small:
-        return _one_row(k) if rows == 1 else _small(min(m, 32), k, n, end)
+        return _one_row(k) if rows == 1 else _small(m, k, end, partials)
     if m == 128:
         return _many_rows(k, n, end, partials)
     if partials:
@@ -94,11 +94,16 @@ def _one_row(k: int) -> Tiling:
     return Tiling(False, 1, 8 if block <= 512 else 4 if block <= 1024 else 2, block)
 
 
-def _small(m: int, k: int, n: int, end: str) -> Tiling:
-    """Few rows, a small weight."""
+def _small(m: int, k: int, end: str, partials: bool) -> Tiling:
+    """Few rows, a small weight: many programs with little to do each, 16 rows of x at a time."""
     if k <= SHORT_K:
-        return Tiling(True, m, 32, 128 if k <= 128 or end in GATED else 256, stages=2)
-    return _staged(Tiling(True, m, 8, 128, slices=4), k, most=5)
+        block = 128 if k <= 128 or end in GATED else 256
+        rows = 32 if m == 16 else 64
+        return Tiling(True, min(m, 64), rows, block, stages=2, prefetch=256 // block)
+    steps = -(-k // 512)
+    splits = min(4, steps) if partials else 1
+    ahead = 4 if steps >= 4 * splits else 2 if steps >= 2 * splits else 1
+    return _staged(Tiling(True, 16, 8, 128, splits, slices=4, prefetch=ahead), k, most=5)
 
 
 def _split(m: int, k: int, n: int) -> Tiling:
@@ -106,6 +111,8 @@ def _split(m: int, k: int, n: int) -> Tiling:
     tiles = -(-n // 64)
     splits = PROCESSORS // tiles if 2 * tiles <= PROCESSORS else 2 * PROCESSORS // tiles
     splits = max(1, min(splits, 8, k // 256))
+    if m == 64 and tiles > PROCESSORS // 2:
+        return Tiling(True, m, 128, 128, splits, warps=8)
     most = 8 if tiles * splits <= PROCESSORS else 4
     return _staged(Tiling(True, m, 64, 128, splits, prefetch=2), k, most)
 
@@ -114,6 +121,9 @@ def _wide(m: int, k: int, n: int) -> Tiling:
     """All of K in one program. Two programs fit on a multiprocessor with 4 stages, one with 8:
     whichever leaves the shorter last wave.
     """
+    pairs = -(-n // 128)  # programs of 128 rows, which read x half as often
+    if m == 64 and pairs / (-(-pairs // PROCESSORS) * PROCESSORS) > 0.8:
+        return Tiling(True, m, 128, 128, warps=8)
     programs = -(-n // 64)
     even = 200 < programs <= 2 * PROCESSORS or programs > 4 * PROCESSORS
     return _staged(Tiling(True, m, 64, 128, prefetch=2), k, 4 if even else 8)
@@ -124,5 +134,5 @@ def _many_rows(k: int, n: int, end: str, partials: bool) -> Tiling | None:
     if partials and n <= 4096:
         return Tiling(True, 128, 64, 128, max(1, min(PROCESSORS // -(-n // 64), 3, k // 256)))
     if end == "softcap":  # cheaper here than one more pass over the logits
-        return Tiling(True, 128, 256, 64, warps=8)
+        return Tiling(True, 128, 128, 64, stages=6, warps=8)
     return None
