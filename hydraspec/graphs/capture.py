@@ -1,7 +1,9 @@
 """How a call is captured and replayed: CUDA graphs, whole or in pieces.
 
-Captures share one memory pool and happen on a stream of their own. A piece is replayed as soon as
-it is captured, because the eager call behind it reads what the piece computes.
+Captures of one manager share a memory pool, those of two do not: a graph may be replayed between
+two pieces of another manager's, whose tensors it must not touch. Captures happen on a stream of
+their own. A piece is replayed as soon as it is captured, because the eager call behind it reads
+what the piece computes.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ class GraphBackend(Protocol):
         """Run a call as it will run in a capture: what compiles or initialises does so now."""
         ...
 
-    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
-        """The call's outputs, which every replay overwrites, and its replay. It has run once."""
+    def capture(self, run: Callable[[], T], *, in_pieces: bool, pool: str) -> tuple[T, Replayable]:
+        """The call's outputs, which every replay overwrites, and its replay. It has run once.
+
+        Captures of one `pool` share memory: none of them may be replayed between the pieces of
+        another.
+        """
         ...
 
     def num_bytes(self) -> int:
@@ -125,7 +131,7 @@ class CudaGraphBackend:
     def __init__(self, device: torch.device) -> None:
         self.is_capturing = False
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools: dict[str, Any] = {}
         self._stream = torch.cuda.Stream(device)
         self._num_bytes = 0
 
@@ -133,10 +139,13 @@ class CudaGraphBackend:
         with self._aside():
             run()
 
-    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+    def capture(self, run: Callable[[], T], *, in_pieces: bool, pool: str) -> tuple[T, Replayable]:
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
+        handle = self._pools[pool]
         before = torch.cuda.memory_reserved(self._device)
         with self._aside(), _no_collection():
-            recorder = PieceCapture(lambda: _OpenCudaGraph(self._pool))
+            recorder = PieceCapture(lambda: _OpenCudaGraph(handle))
             try:
                 if in_pieces:
                     with breaks.recording(recorder):

@@ -56,7 +56,7 @@ class Captured(Generic[I, O]):
 
 
 class GraphManager(Generic[I, O]):
-    """Captures one callable over descriptors.
+    """Captures one callable over descriptors. Managers of the same name share graph memory.
 
     `make_inputs` is called anew for the warm-up and for the capture: what a first use initialises
     must happen in the capture too. Outputs stay valid until the next replay of any graph of the
@@ -105,7 +105,9 @@ class GraphManager(Generic[I, O]):
         try:
             backend.warm_up(lambda: self._run(warm))
             inputs = self._make_inputs(descriptor)
-            outputs, graph = backend.capture(lambda: self._run(inputs), in_pieces=in_pieces)
+            outputs, graph = backend.capture(
+                lambda: self._run(inputs), in_pieces=in_pieces, pool=self.name
+            )
         except Exception as error:
             error.add_note(
                 f"while capturing the {self.name} graph of {_words(descriptor)}; "

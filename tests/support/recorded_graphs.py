@@ -93,7 +93,9 @@ class RecordedOps:
         run()
         self.is_capturing = False
 
-    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+    def capture(
+        self, run: Callable[[], T], *, in_pieces: bool, pool: str = ""
+    ) -> tuple[T, Replayable]:
         self.is_capturing = True
         recorder = PieceCapture(_OpenRecording)
         try:
@@ -133,7 +135,9 @@ class CalledAgain:
         run()
         self.is_capturing = False
 
-    def capture(self, run: Callable[[], T], *, in_pieces: bool) -> tuple[T, Replayable]:
+    def capture(
+        self, run: Callable[[], T], *, in_pieces: bool, pool: str = ""
+    ) -> tuple[T, Replayable]:
         self.is_capturing = True
         out = run()
         self.is_capturing = False
