@@ -253,7 +253,11 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step, in two parts where its decodes have a graph that the whole has not."""
-        parts = [self._launch_part(part) for part in self._split(plan)]
+        *first, last = self._split(plan)
+        parts = [self._launch_part(part) for part in first]
+        for part in parts:  # graphs share memory: the next may write where these results are
+            part.packed = part.packed.clone()
+        parts.append(self._launch_part(last))
         logits = parts[-1].logits
         return self._ring.launched([(part.packed, part.count) for part in parts], logits)
 
