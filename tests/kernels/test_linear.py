@@ -127,6 +127,28 @@ def test_every_tiling_can_be_launched(partials: bool):
             assert not tiling.dots or tiling.k >= 16, case
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "end"),
+    [
+        *[(1, 2560, 64, "scaled_gelu"), (20, 2560, 64, "scaled_gelu"), (100, 1024, 64, "partials")],
+        *[(8, 2048, 72, "partials"), (70, 256, 300, "partials"), (8, 256, 512, "silu")],
+        *[(40, 256, 512, "gelu_tanh"), (6, 1040, 2100, ""), (48, 512, 4096, "")],
+    ],
+)
+def test_shapes_with_the_tilings_they_get(rows: int, k: int, n: int, end: str):
+    """Each rule of the plan at the smallest size that it applies to."""
+    partials = end == "partials"
+    end = "" if partials else end
+    tiling = tiling_of(rows, k, n, end, partials=partials)
+    assert tiling is not None
+    x, weight, _, factor = operands(rows, k, n)
+    weight.mul_(k**-0.5)
+    want = expected(x, weight, None, factor, end)
+    out = torch.full((tiling.splits, *want.shape), torch.nan)
+    launch(out if partials else out[0], x, weight, tiling, end=end, factor=factor)
+    assert torch.allclose(out.sum(0), want, atol=SUM_ERROR)
+
+
 def test_rows_of_a_bucket_share_a_tiling():
     """A row's result does not depend on how many others came with it, within a padded shape."""
     for low, high in ((2, 16), (17, 32), (33, 64), (65, 128)):

@@ -51,8 +51,8 @@ def tiling_for(
 ) -> Tiling | None:
     """The tiling of x [T, K] @ weight [K, N], N being 2I for a gated `end`; None: the library.
 
-    None too for what the kernels do not take: float32 (its products belong to CUDA cores, where
-    the library is as fast), other strides than those of a [K, N] view of [N, K], no rows.
+    None too for what is left to the library unmeasured: float32, which tensor cores do not multiply
+    exactly, other strides than those of a [K, N] view of [N, K], no rows.
     """
     plain = x.stride(-1) == 1 and weight.stride(0) == 1 and x.dtype == weight.dtype
     if not plain or x.dtype not in (bfloat16, float16):
@@ -72,12 +72,11 @@ def tiling_of(rows: int, k: int, n: int, end: str = "", *, partials: bool = Fals
         return _many_rows(k, n, end, partials)
     if partials:
         return _split(m, k, n)
-    fits = [size for size in (16, 32, 64) if n >= 90 * size] or [16]
-    if m == 64 and fits[-1] < 64:
-        return None
-    if fits[-1] < 64 and k % 512 == 0:
-        return _staged(Tiling(True, m, fits[-1], 128, slices=4, prefetch=2), k, most=5)
-    return _wide(m, k, n)
+    if n < 4096:  # too few tiles of 64 rows
+        if m == 64:
+            return None
+        return _staged(Tiling(True, m, 32 if n >= 2880 else 16, 128, slices=4, prefetch=2), k, 5)
+    return _wide(m, k, n, end)
 
 
 def _staged(tiling: Tiling, k: int, most: int) -> Tiling:
@@ -95,15 +94,14 @@ def _one_row(k: int) -> Tiling:
 
 
 def _small(m: int, k: int, end: str, partials: bool) -> Tiling:
-    """Few rows, a small weight: many programs with little to do each, 16 rows of x at a time."""
+    """Few rows, a small weight: many programs with little to do each, of rows of x as well."""
     if k <= SHORT_K:
         block = 128 if k <= 128 or end in GATED else 256
         rows = 32 if m == 16 else 64
         return Tiling(True, min(m, 64), rows, block, stages=2, prefetch=256 // block)
-    steps = -(-k // 512)
-    splits = min(4, steps) if partials else 1
-    ahead = 4 if steps >= 4 * splits else 2 if steps >= 2 * splits else 1
-    return _staged(Tiling(True, 16, 8, 128, splits, slices=4, prefetch=ahead), k, most=5)
+    if partials:
+        return Tiling(True, min(m, 32), 8, 128, min(4, -(-k // 512)), slices=4, stages=5)
+    return _staged(Tiling(True, 16, 8, 128, slices=4, prefetch=4 if k > 1536 else 2), k, 5)
 
 
 def _split(m: int, k: int, n: int) -> Tiling:
@@ -117,13 +115,15 @@ def _split(m: int, k: int, n: int) -> Tiling:
     return _staged(Tiling(True, m, 64, 128, splits, prefetch=2), k, most)
 
 
-def _wide(m: int, k: int, n: int) -> Tiling:
+def _wide(m: int, k: int, n: int, end: str) -> Tiling | None:
     """All of K in one program. Two programs fit on a multiprocessor with 4 stages, one with 8:
     whichever leaves the shorter last wave.
     """
     pairs = -(-n // 128)  # programs of 128 rows, which read x half as often
     if m == 64 and pairs / (-(-pairs // PROCESSORS) * PROCESSORS) > 0.8:
         return Tiling(True, m, 128, 128, warps=8)
+    if m == 64 and n > 8192 and end not in GATED:
+        return None
     programs = -(-n // 64)
     even = 200 < programs <= 2 * PROCESSORS or programs > 4 * PROCESSORS
     return _staged(Tiling(True, m, 64, 128, prefetch=2), k, 4 if even else 8)
