@@ -201,7 +201,7 @@ def test_preempted_requests_come_back() -> None:
 
 def test_only_the_sizes_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes 2 and 4: a batch of 3 is padded to 4, one of 5 has no graph of decodes."""
-    config = graph_config("gemma4_mtp", "full_decode_only", sizes=[2, 4])
+    config = graph_config("gemma4_mtp", "full_decode_only", sizes=(2, 4))
     engine = make_graph_engine(config, RecordedOps())
     runner = engine.parts.runner
     assert isinstance(runner, DeviceRunner)

@@ -39,12 +39,12 @@ pytestmark = pytest.mark.gpu
 
 GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 BATCHES = [64, 33, 16, 5, 2, 1]  # each smaller than the one before: what was a request is padding
-SIZES = [1, 2, 8, 16, 40, 64]
+SIZES = (1, 2, 8, 16, 40, 64)
 WORKSPACES = 192 << 20  # libraries' workspaces and step inputs, which no part of the summary holds
 
 
 def gpu_config(method: str, mode: str, k: int, dtype: Dtype) -> RunConfig:
-    config = graph_config(
+    return graph_config(
         method,
         mode,
         device=Device.cuda,
@@ -55,9 +55,6 @@ def gpu_config(method: str, mode: str, k: int, dtype: Dtype) -> RunConfig:
         max_num_batched_tokens=1024,
         max_model_len=256,
     )
-    if mode == "none":
-        config.cudagraph.capture_sizes = None
-    return config
 
 
 def run_shrinking(engine: NativeEngine) -> list[Run]:

@@ -35,7 +35,7 @@ def graph_config(
     *,
     device: Device = Device.cpu,
     dtype: Dtype = Dtype.float64,
-    sizes: list[int] | None = None,
+    sizes: tuple[int, ...] = (2, 5),
     **fields: Any,
 ) -> RunConfig:
     """Small chunks and few slots, so that prefills are cut and mix with decodes."""
@@ -56,7 +56,8 @@ def graph_config(
         weights=Weights.checkpoint,
         **fields,
     )
-    config.cudagraph.name, config.cudagraph.capture_sizes = mode, sizes
+    config.cudagraph.name = mode
+    config.cudagraph.capture_sizes = list(sizes) or None
     config.engine.device = device
     return config
 

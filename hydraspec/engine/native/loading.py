@@ -213,6 +213,8 @@ def _capture(runner: DeviceRunner) -> None:
     start = time.perf_counter()
     runner.capture()
     assert runner.backend is not None
+    if runner.target.device.type == "cuda":
+        torch.cuda.empty_cache()  # what warm-ups took on the stream of captures
     log.info(
         "captured %d graphs (%s) in %.1f s, %.2f GiB",
         *(runner.num_graphs(), runner.modes.requested, time.perf_counter() - start),
