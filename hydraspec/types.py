@@ -237,6 +237,7 @@ class Batch(Rows):
     samples: Tensor  # [B] bool
     all_greedy: bool  # host fact: every request that samples has temperature 0
     flags: SamplingFlags = SamplingFlags()
+    needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
 
     @property
     def num_requests(self) -> int:

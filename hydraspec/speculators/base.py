@@ -42,6 +42,13 @@ class BaseSpeculator(ABC):
         self.aux_layer_ids: tuple[int, ...] = ()  # target states that propose reads
 
     @property
+    def reads_all_hidden_states(self) -> bool:
+        """Whether `propose` reads target_step.hidden_states of rows that nobody samples from. Else
+        the target may leave those rows out behind its last layer that writes KV.
+        """
+        return self.owns_kv_cache  # which is filled by a pass over all rows
+
+    @property
     def num_lookahead_tokens(self) -> int:
         """Positions behind a request's rows that drafting writes KV to."""
         return max(0, self.num_speculative_tokens - 1) if self.owns_kv_cache else 0

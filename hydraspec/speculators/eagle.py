@@ -27,6 +27,11 @@ class EagleDrafter(DraftModelSpeculator):
         )
 
     @property
+    def reads_all_hidden_states(self) -> bool:
+        """EAGLE-1 alone: heads that combine auxiliary states read nothing else."""
+        return self.head.combine is None
+
+    @property
     def draft_vocab_map(self) -> Tensor | None:
         return self.head.vocab_map
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from graph_runs import (
+    SHARING,
     Run,
     count_launches,
     graph_config,
@@ -135,6 +136,20 @@ def test_steps_never_wait_for_the_device(method: str, mode: str) -> None:
     assert run.outputs == warm.outputs, "two runs of the same requests differ"
 
 
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_rows_that_nobody_reads_are_left_out_without_waiting(mode: str) -> None:
+    """The last layers share KV: prefills run them on few rows, and give the CPU's tokens."""
+    fields = {"pair": SHARING, "dtype": Dtype.float32, "max_num_batched_tokens": 64}
+    cpu = make_graph_engine(graph_config("gemma4_mtp", "none", **fields), None)
+    wanted = run_requests(cpu, zoo_requests(8))
+    gpu = graph_config("gemma4_mtp", mode, device=Device.cuda, **fields)
+    engine = make_graph_engine(gpu, None)
+    run_requests(engine, zoo_requests(8))
+    with no_waiting():
+        found = run_requests(engine, zoo_requests(8))
+    assert found.tokens == wanted.tokens
+
+
 @pytest.mark.parametrize("verification", Verification)
 def test_sampled_steps_replay_and_never_wait(verification: Verification) -> None:
     synthetic = verification is Verification.synthetic
@@ -164,9 +179,9 @@ def test_memory_is_what_the_summary_lists(method: str) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     config = run_config(
-        "google/gemma-4-E2B-it",
+        "shape:gemma4_e2b",
         method=method,
-        drafter="google/gemma-4-E2B-it-assistant" if method == "gemma4_mtp" else None,
+        drafter="shape:gemma4_e2b-assistant" if method == "gemma4_mtp" else None,
         dtype=Dtype.bfloat16,
         weights=Weights.random,
         max_model_len=2048,

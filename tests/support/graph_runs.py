@@ -19,6 +19,7 @@ from hydraspec.graphs import GraphBackend
 from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
 from hydraspec.zoo.evaluate import read_workload
 
+SHARING = ("tiny_gemma4_e", "tiny_gemma4_e-assistant")  # its last layers share KV
 PAIRS = {
     "none": ("tiny_gemma4", None),
     "gemma4_mtp": ("tiny_gemma4", "tiny_gemma4-assistant"),
@@ -36,10 +37,11 @@ def graph_config(
     device: Device = Device.cpu,
     dtype: Dtype = Dtype.float64,
     sizes: tuple[int, ...] = (2, 5),
+    pair: tuple[str, str | None] | None = None,
     **fields: Any,
 ) -> RunConfig:
     """Small chunks and few slots, so that prefills are cut and mix with decodes."""
-    target, drafter = PAIRS[method]
+    target, drafter = pair or PAIRS[method]
     fields = {
         "k": 3,
         "max_num_seqs": 5,

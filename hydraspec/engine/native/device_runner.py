@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydraspec.engine.native.inputs import PlanTensors
+from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.launch import LaunchedStep, ResultRing, packed_results
 from hydraspec.engine.native.runner import Runner, split_plan
@@ -231,7 +231,7 @@ class DeviceRunner(Runner):
         count, rows = len(plan.slots), int(plan.num_rows.sum())
         b = self.speculator.padded_requests(count)
         longest = max(segment.max_seq_len for segment in plan.segments)
-        segments = plan.segments
+        segments, needed = plan.segments, rows_worth_naming(plan)
         if self._is_uniform(plan) and b == count:
             each, split = None, self._rows
         else:
@@ -240,7 +240,7 @@ class DeviceRunner(Runner):
             if b > count:
                 segments = (*segments, RowSegment(rows, count, b - count, 0, longest))
         shape = Descriptor(num_requests=b, num_rows=rows, rows_per_request=split)
-        self.upload.write(shape, plan, each)
+        self.upload.write(shape, plan, each, needed)
         return self.upload.view(
             shape,
             segments,
@@ -248,6 +248,7 @@ class DeviceRunner(Runner):
             GREEDY if plan.all_greedy else plan.flags,
             rows_of_logits=each,
             has_padding=b > count,
+            needed=needed,
         )
 
     @torch.inference_mode()

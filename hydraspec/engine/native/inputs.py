@@ -14,7 +14,16 @@ import torch
 from hydraspec_kernels.step_inputs import prepare_rows
 from torch import Tensor
 
-from hydraspec.types import Batch, KVGroupSpec, RequestState, RowSegment, SamplingFlags, StepPlan
+from hydraspec.models.needed_rows import needed_rows
+from hydraspec.types import (
+    Batch,
+    KVGroupSpec,
+    NeededRows,
+    RequestState,
+    RowSegment,
+    SamplingFlags,
+    StepPlan,
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -44,6 +53,7 @@ class PlanTensors:
     flags: SamplingFlags
     num_speculative_tokens: int
     has_padding: bool = False
+    needed: NeededRows | None = None  # None: all rows, and in graphs
 
 
 class PlanPlacer:
@@ -65,6 +75,7 @@ class PlanPlacer:
             all_greedy=plan.all_greedy,
             flags=plan.flags,
             num_speculative_tokens=plan.num_speculative_tokens,
+            needed=rows_worth_naming(plan),
         )
 
     def _layout(self, plan: StepPlan) -> Layout:
@@ -83,6 +94,12 @@ def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     np.cumsum(num_rows, out=starts[1:])
     row_request = np.repeat(np.arange(len(num_rows)), num_rows)
     return starts, row_request, np.arange(starts[-1]) - starts[row_request]
+
+
+def rows_worth_naming(plan: StepPlan) -> NeededRows | None:
+    """The rows that are read behind the target, in host memory; None where they are all rows."""
+    num_read = np.where(plan.samples, plan.num_drafts + 1, 0)
+    return None if (num_read == plan.num_rows).all() else needed_rows(plan, torch.device("cpu"))
 
 
 def _build_layout(plan: StepPlan, device: torch.device) -> Layout:
@@ -148,4 +165,5 @@ def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]
         samples=layout.samples,
         all_greedy=plan.all_greedy,
         flags=plan.flags,
+        needed=plan.needed,
     )

@@ -52,7 +52,10 @@ class Runner:
         return prepare(plan, self.state, self.kv.specs)
 
     def forward(self, batch: Batch) -> TargetStep:
-        hidden, aux = self.target.forward(batch, self.kv.caches, self.speculator.aux_layer_ids)
+        needed = None if self.speculator.reads_all_hidden_states else batch.needed
+        hidden, aux = self.target.forward(
+            batch, self.kv.caches, self.speculator.aux_layer_ids, needed
+        )
         return TargetStep(
             hidden_states=hidden, logits=self._logits(batch, hidden), aux_hidden_states=aux
         )

@@ -9,7 +9,7 @@ copy is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydraspec.engine.native.inputs import Layout, PlanTensors, row_places
 from hydraspec.graphs import Descriptor
-from hydraspec.types import RowSegment, SamplingFlags, StepPlan
+from hydraspec.types import NeededRows, RowSegment, SamplingFlags, StepPlan
 
 NUM_STAGES = 4
 ALIGNMENT = 16  # words: kernels are compiled for aligned pointers, so sections begin at such
@@ -63,7 +63,8 @@ class PlanUpload:
     """Device memory of one plan: `B` requests stand first in every section, at fixed places.
 
     Words: slots, rows, drafts, samples, query_start_loc of all requests, then for mixed plans the
-    request and the offset of each row and the rows that need logits, then changed table entries.
+    request and the offset of each row and the rows that need logits, then the rows that are read
+    behind the target if those are named, then changed table entries.
     """
 
     def __init__(self, shape: UploadShape, device: torch.device) -> None:
@@ -75,7 +76,8 @@ class PlanUpload:
         self._samples = self._starts + _aligned(b + 1)
         self._header = self._samples + _aligned(-(-b // 8))  # a byte each
         words = self._header + 2 * _aligned(shape.max_num_rows) + _aligned(b * (k + 1))
-        words += 2 * MAX_CHANGES
+        words += _aligned(b * (k + 1)) + _aligned(b) + _aligned(b + 1)  # needed rows
+        words += 2 * MAX_CHANGES + ALIGNMENT
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._stages = [_Stage(words, device) for _ in range(NUM_STAGES)]
         self._turn = 0
@@ -99,9 +101,11 @@ class PlanUpload:
         *,
         rows_of_logits: int | None = None,
         has_padding: bool = True,
+        needed: NeededRows | None = None,
     ) -> PlanTensors:
         """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
-        plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row.
+        plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row. needed: what was
+        written with the plan, if anything.
         """
         b, t, k = descriptor.num_requests, descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
@@ -137,7 +141,18 @@ class PlanUpload:
             flags=flags,
             num_speculative_tokens=k,
             has_padding=has_padding,
+            needed=needed and self._sent(needed, self._end_of_rows(descriptor, each)),
         )
+
+    def _sent(self, needed: NeededRows, first: int) -> NeededRows:
+        """The same on the device."""
+        places = zip(_needed_sections(needed, first), _parts(needed), strict=False)
+        rows, requests, starts = (self._words[at : at + len(part)] for at, part in places)
+        return replace(needed, rows=rows, requests=requests, query_start_loc=starts)
+
+    def _end_of_rows(self, descriptor: Descriptor, rows_of_logits: int) -> int:
+        third = self._row_sections(descriptor.num_rows)[2]
+        return third + descriptor.num_requests * rows_of_logits
 
     def _row_sections(self, num_rows: int) -> tuple[int, int, int]:
         """Where a mixed plan's requests of rows, offsets of rows, and rows of logits begin."""
@@ -157,9 +172,15 @@ class PlanUpload:
         return found
 
     def write(
-        self, descriptor: Descriptor, plan: StepPlan | None, rows_of_logits: int | None = None
+        self,
+        descriptor: Descriptor,
+        plan: StepPlan | None,
+        rows_of_logits: int | None = None,
+        needed: NeededRows | None = None,
     ) -> None:
-        """Put a plan, or none at all, into the places of `descriptor`; the rest becomes padding."""
+        """Put a plan, or none at all, into the places of `descriptor`; the rest becomes padding.
+        `needed` goes with a mixed plan, in host memory.
+        """
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % NUM_STAGES
         stage.wait()
@@ -168,6 +189,11 @@ class PlanUpload:
         count = self._header
         if descriptor.rows_per_request is None:
             count = self._write_rows(words, descriptor, plan, rows_of_logits)
+        if needed is not None:
+            sections = _needed_sections(needed, count)
+            for first, part in zip(sections, _parts(needed), strict=False):
+                words[first : first + len(part)] = part
+            count = sections[-1]
         index, values = self._tables.changes([] if plan is None else plan.block_tables)
         n = len(index)
         if n <= MAX_CHANGES:
@@ -205,7 +231,7 @@ class PlanUpload:
         t, k = descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
         first, second, third = self._row_sections(t)
-        end = third + descriptor.num_requests * each
+        end = self._end_of_rows(descriptor, each)
         words[first : first + t] = -1
         words[second:end] = 0
         if plan is not None:
@@ -218,6 +244,19 @@ class PlanUpload:
                 ahead = np.minimum(np.arange(each), plan.num_drafts[:, None])
                 words[third : third + b * each] = (newest[:, None] + ahead).ravel()
         return end
+
+
+def _parts(needed: NeededRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows, requests, starts = needed.rows, needed.requests, needed.query_start_loc
+    return np.asarray(rows), np.asarray(requests), np.asarray(starts)
+
+
+def _needed_sections(needed: NeededRows, first: int) -> tuple[int, int, int, int]:
+    """Where needed rows, their requests and start locations begin behind `first`, and the end."""
+    rows = _aligned(first)
+    requests = rows + _aligned(len(needed.rows))
+    starts = requests + _aligned(len(needed.requests))
+    return rows, requests, starts, starts + len(needed.query_start_loc)
 
 
 def _aligned(count: int) -> int:
