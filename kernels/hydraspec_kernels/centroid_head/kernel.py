@@ -1,10 +1,11 @@
-"""The best token of the best clusters, in three launches: the clusters' scores, the candidates of
-the chosen clusters, the best of those.
+"""The best token of the best clusters, in four launches: the clusters' scores, their ranks, the
+candidates of the chosen clusters, the best of those.
 
-A cluster is chosen if fewer than k come before it: better ones, or equal ones of a lower number.
-Each program finds that out for the few clusters it owns, so nothing is sorted and no list is
-written. Scores stay in float32: where the reference rounds them to its dtype, and ties that makes
-are broken arbitrarily by its sort, the better cluster or token wins here.
+A cluster's rank is how many come before it: better ones, or equal ones of a lower number. Each
+program counts that for the few clusters it owns, and those of rank below k write themselves into
+the list, each at its rank; nothing is sorted. Scores stay in float32: where the reference rounds
+them to its dtype, and ties that makes are broken arbitrarily by its sort, the better cluster or
+token wins here.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from hydraspec_kernels.token_choice.kernel import NO_TOKEN, best_of_rows, first_
 
 BLOCK_ROWS = 16  # the least that tl.dot takes
 BLOCK_CENTROIDS = 16  # 128 programs for 2048 clusters
-OWN = (8, 16)  # clusters a program decides about, for few rows and for many
+OWN = (16, 32)  # clusters a program ranks, for few rows and for many
+OTHERS = 128
 TILE_BYTES = 1 << 16  # table rows in registers at once, over eight warps
-FEW_ROWS = 4  # up to here two programs share a cluster, to have more processors read
+FEW_ROWS = 4  # up to here four programs share a cluster, to have more processors read
+SOME_ROWS = 16  # and up to here two
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -80,54 +83,69 @@ def _best_of_cluster(
     return best, token
 
 
+@triton.jit
+def _ordered(scores):
+    """NaN counts as the largest, as in an argmax: then every cluster has a rank of its own."""
+    return tl.where(scores != scores, float("inf"), scores)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _rank_clusters(
+    chosen_ptr,  # [B, k] int32: clusters by rank
+    scores_ptr,  # [B, C]
+    k,
+    C: tl.constexpr,
+    OWN: tl.constexpr,
+    OTHERS: tl.constexpr,  # compared with at once
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    wait_for_inputs(PDL)
+    scores_ptr += row * C
+    own = _ordered(tl.load(scores_ptr + mine, mask=mine < C, other=-float("inf")))
+    before = tl.zeros([OWN, OTHERS], tl.int32)
+    for start in range(0, C, OTHERS):
+        c = start + tl.arange(0, OTHERS)
+        scores = _ordered(tl.load(scores_ptr + c, mask=c < C, other=-float("inf")))
+        is_before = scores[None, :] > own[:, None]
+        is_tied = (scores[None, :] == own[:, None]) & (c[None, :] < mine[:, None])
+        before += (is_before | is_tied).to(tl.int32)
+    rank = tl.sum(before, 1)
+    tl.store(chosen_ptr + row * k + rank, mine, mask=(rank < k) & (mine < C))
+
+
 @triton.jit(do_not_specialize=["k"])
 def _best_of_chosen(
-    best_ptr,  # [B, P * G] float32: P parts of each of G groups of OWN clusters
-    ids_ptr,  # [B, P * G] int32
+    best_ptr,  # [B, k * P] float32: P parts of each chosen cluster
+    ids_ptr,  # [B, k * P] int32
     d_ptr,  # [B, H]
-    scores_ptr,  # [B, C]
+    chosen_ptr,  # [B, k]
     table_ptr,  # [V, H]
     clusters_ptr,  # [C, SIZE]
     banned_ptr,  # [V] or None
     d_stride,
     k,
     H: tl.constexpr,
-    C: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OWN: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,  # members of a cluster in one part
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    row, group, part = tl.program_id(2).to(tl.int64), tl.program_id(0), tl.program_id(1)
-    lane, c, h = tl.arange(0, OWN), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
-    mine = group * OWN + lane
+    rank, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
     wait_for_inputs(PDL)
-    scores_ptr += row * C
-    scores = tl.load(scores_ptr + c, mask=c < C, other=-float("inf"))
-    own = tl.load(scores_ptr + mine, mask=mine < C, other=-float("inf"))
-    before = tl.sum((scores[None, :] > own[:, None]).to(tl.int32), 1)
-    is_chosen = (before < k) & (mine < C)
-    best, token = -float("inf"), NO_TOKEN
-    if tl.max(is_chosen.to(tl.int32), 0) > 0:  # in few programs
-        is_tied = (scores[None, :] == own[:, None]) & (c[None, :] < mine[:, None])
-        is_chosen = is_chosen & (before + tl.sum(is_tied.to(tl.int32), 1) < k)
-        d = tl.load(d_ptr + row * d_stride + h, mask=h < H, other=0.0).to(tl.float32)
-        for i in range(OWN):
-            if tl.max((is_chosen & (lane == i)).to(tl.int32), 0) > 0:
-                first = part * PART
-                value, found = _best_of_cluster(
-                    d, table_ptr, clusters_ptr, banned_ptr, group * OWN + i,
-                    first, tl.minimum(first + PART, SIZE), h, H, SIZE, TILE,
-                )  # fmt: skip
-                is_better = (value > best) | ((value == best) & (found < token))
-                best = tl.where(is_better, value, best)
-                token = tl.where(is_better, found, token)
-    place = (row * tl.num_programs(0) + group) * PARTS + part
+    cluster = tl.load(chosen_ptr + row * k + rank)
+    d = tl.load(d_ptr + row * d_stride + h, mask=h < H, other=0.0).to(tl.float32)
+    best, token = _best_of_cluster(
+        d, table_ptr, clusters_ptr, banned_ptr, cluster,
+        part * PART, tl.minimum(part * PART + PART, SIZE), h, H, SIZE, TILE,
+    )  # fmt: skip
+    place = (row * k + rank) * PARTS + part
     tl.store(best_ptr + place, best)
     tl.store(ids_ptr + place, token)
 
@@ -138,6 +156,7 @@ def centroid_greedy_kernel(
     """See `centroid_head.centroid_greedy`."""
     (b, width), (num_clusters, size) = d.shape, clusters.shape
     assert d.stride(1) == 1, d.stride()
+    assert k <= num_clusters, (k, num_clusters)
     for tensor in (table, clusters):
         assert tensor.is_contiguous(), tensor.stride()
     launch = dependent_launch(d)
@@ -150,16 +169,19 @@ def centroid_greedy_kernel(
         H=width, C=num_clusters, BLOCK_H=block_h, BLOCK_ROWS=BLOCK_ROWS, BLOCK_C=BLOCK_CENTROIDS,
         num_warps=4, **launch,
     )  # fmt: skip
-    own, parts = (OWN[0], 2) if b <= FEW_ROWS else (OWN[1], 1)
-    groups = triton.cdiv(num_clusters, own)
+    own = OWN[b > FEW_ROWS]
+    chosen = torch.empty(b, k, dtype=torch.int32, device=d.device)
+    _rank_clusters[(triton.cdiv(num_clusters, own), b)](
+        chosen, scores, k, C=num_clusters, OWN=own, OTHERS=OTHERS, num_warps=8, **launch,
+    )  # fmt: skip
+    parts = 4 if b <= FEW_ROWS else 2 if b <= SOME_ROWS else 1
     part = triton.cdiv(size, parts)
     tile = min(triton.next_power_of_2(part), max(1, TILE_BYTES // (block_h * d.element_size())))
-    best = torch.empty(b, groups * parts, dtype=torch.float32, device=d.device)
-    ids = torch.empty(b, groups * parts, dtype=torch.int32, device=d.device)
-    _best_of_chosen[(groups, parts, b)](
-        best, ids, d, scores, table, clusters, banned, d.stride(0), k,
-        H=width, C=num_clusters, SIZE=size, BLOCK_H=block_h,
-        BLOCK_C=triton.next_power_of_2(num_clusters), OWN=own, PARTS=parts, PART=part, TILE=tile,
+    best = torch.empty(b, k * parts, dtype=torch.float32, device=d.device)
+    ids = torch.empty(b, k * parts, dtype=torch.int32, device=d.device)
+    _best_of_chosen[(k, parts, b)](
+        best, ids, d, chosen, table, clusters, banned, d.stride(0), k,
+        H=width, SIZE=size, BLOCK_H=block_h, PARTS=parts, PART=part, TILE=tile,
         num_warps=8, **launch,
     )  # fmt: skip
     return best_of_rows(best, ids)
