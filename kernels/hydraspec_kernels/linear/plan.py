@@ -20,6 +20,7 @@ PROCESSORS = 132
 SHARED_BYTES = 225 << 10  # of a multiprocessor, for the tiles of one program
 SMALL_WEIGHT_BYTES = 4 << 20
 SHORT_K = 512
+LONG_K = 16384  # from here on splitting K beats the library at 65 to 128 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ def _many_rows(k: int, n: int, end: str, partials: bool) -> Tiling | None:
     """65 to 128 rows: x weighs as much as the weights do."""
     if partials and n <= 4096:
         return Tiling(True, 128, 64, 128, max(1, min(PROCESSORS // -(-n // 64), 3, k // 256)))
+    if partials and k >= LONG_K:
+        return Tiling(True, 128, 128, 64, max(1, PROCESSORS // -(-n // 128)), stages=6, warps=8)
     if end == "softcap":  # cheaper here than one more pass over the logits
         return Tiling(True, 128, 128, 64, stages=6, warps=8)
     return None
