@@ -25,6 +25,7 @@ class EngineInfo:
     max_model_len: int
     greedy_is_exact: bool  # float32/float64 of our own engine: outputs are expected identical
     cudagraph: dict[str, str | None]  # requested, target, draft, reason
+    async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
     warnings: list[str] = field(default_factory=list)
@@ -62,6 +63,12 @@ class Engine(ABC):
     @abstractmethod
     def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Target logits [V] (float64) after `token_ids`, from one fresh prefill."""
+
+    def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
+        """Mean milliseconds per decode step of each phase, from a short run of its own over
+        tokenised requests, where `run` does not measure phases; None where it does or cannot.
+        """
+        return None
 
     def close(self) -> None:
         """Free what the engine holds; further calls are undefined."""

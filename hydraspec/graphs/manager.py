@@ -73,6 +73,7 @@ class GraphManager(Generic[I, O]):
         in_pieces: Callable[[Descriptor], bool] = lambda descriptor: False,
     ) -> None:
         self.name, self.backend = name, backend
+        self.is_paused = False  # nothing is served: everything runs eagerly
         self._make_inputs, self._run, self._in_pieces = make_inputs, run, in_pieces
         self._graphs: dict[Descriptor, Captured[I, O]] = {}
         self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
@@ -125,7 +126,7 @@ class GraphManager(Generic[I, O]):
         A graph for this very split of rows comes before a mixed one of the same size; a size
         without a fitting graph falls through to larger ones. Never inside a capture.
         """
-        if self.backend.is_capturing:
+        if self.is_paused or self.backend.is_capturing:
             return None
         if wanted not in self._served:
             fitting = [found for found in self._graphs if found.covers(wanted)]

@@ -19,6 +19,7 @@ from hydraspec.lab.report_charts import (
     stacked_bars,
 )
 from hydraspec.lab.report_style import card, facts, legend, page, table
+from hydraspec.lab.summary import PROFILE
 from hydraspec.metrics.console import number
 from hydraspec.metrics.files import Json, plain
 
@@ -239,8 +240,14 @@ def _breakdown(summary: Json) -> str:
         stacked_bars(stacks, description="Mean milliseconds per step by phase"),
         legend([(name, colors[name]) for name in phases]),
         table(["mean ms per step", *(label for label, _ in sides)], rows),
-        note="Over all steps, those that read prompts included",
+        note=_breakdown_note(summary),
     )
+
+
+def _breakdown_note(summary: Json) -> str:
+    if summary["time_breakdown_from"] == PROFILE:
+        return f"Over {PROFILE}; schedule is the host's time, the rest the device's"
+    return "Over all steps, those that read prompts included"
 
 
 # ---------------------------------------------------------------- answers

@@ -18,6 +18,7 @@ from hydraspec.types import Completion, Request, StepRecord
 NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
+PROFILED_REQUESTS = 32  # at most, and no more than are offered at once
 
 
 class Measurement:
@@ -39,6 +40,8 @@ class Measurement:
             side: Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens)
             for side, engine in engines.items()
         }
+
+        self.profiles: dict[Side, dict[str, float] | None] = {}
 
     def completions(self, side: Side) -> dict[int, Completion]:
         """Completions of a side by request index, errors included."""
@@ -66,6 +69,12 @@ class Measurement:
                     for sink in self.sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
                     self._run_part(side, part)
+
+    def profile(self) -> None:
+        """Phase times where steps have none: a few steps of the first requests, once all ran."""
+        few = self.requests[: min(self.concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
+        for side, engine in self.engines.items():
+            self.profiles[side] = engine.profile_phases(few)
 
     def _run_part(self, side: Side, part: Sequence[Request]) -> None:
         meter = self.meters[side]

@@ -128,6 +128,7 @@ class _Run:
         try:
             self.measurement.warm_up()
             self.measurement.run()
+            self.measurement.profile()
             lossless = self._judge()
         except KeyboardInterrupt:
             self._save("interrupted", self._judge_what_there_is())
@@ -205,6 +206,7 @@ class _Run:
             requests=self.requests,
             meter=self.measurement.meters[Side.method],
             baseline=self.measurement.meters.get(Side.baseline),
+            profiles=self.measurement.profiles,
             lossless=lossless,
             status=status,
             facts={

@@ -14,10 +14,12 @@ from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.lab.verdict import Lossless
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter, speedup
-from hydraspec.metrics.sinks import request_row
+from hydraspec.metrics.sinks import Side, request_row
 from hydraspec.types import Completion, Request
 
 SCHEMA_VERSION = 1
+STEPS = "all steps"
+PROFILE = "decode steps of a profiling run: eager, without graphs, not part of the measured rounds"
 MAX_FAILURES = 3  # kinds of error that are spelt out
 
 
@@ -28,6 +30,7 @@ def build(
     requests: Sequence[Request],
     meter: Meter,
     baseline: Meter | None,
+    profiles: Mapping[Side, Mapping[str, float] | None],
     lossless: Lossless,
     status: str,
     facts: Json,
@@ -51,8 +54,10 @@ def build(
             "num_errors": _num_errors(meter),
             "num_output_tokens": meter.num_output_tokens(),
             **_acceptance(meter),
-            **_speed(meter, requests),
-            "baseline": None if baseline is None else _baseline(baseline, requests),
+            **_speed(meter, requests, profiles.get(Side.method)),
+            "baseline": None
+            if baseline is None
+            else _baseline(baseline, requests, profiles.get(Side.baseline)),
             "speedup": None if baseline is None else _speedup(meter, baseline),
             "lossless": lossless.to_json(),
             "cudagraph": info.cudagraph,
@@ -117,8 +122,14 @@ def _acceptance(meter: Meter) -> Json:
     }
 
 
-def _speed(meter: Meter, requests: Sequence[Request]) -> Json:
-    """Speed and accuracy: the fields that a baseline has too."""
+def _speed(meter: Meter, requests: Sequence[Request], profile: Mapping[str, float] | None) -> Json:
+    """Speed and accuracy: the fields that a baseline has too. A `profile` gives the phases' times
+    where no step did.
+    """
+    breakdown: Mapping[str, float | None] = meter.time_breakdown_ms()
+    measured = any(value is not None for value in breakdown.values())
+    if not measured and profile is not None:
+        breakdown = profile
     by_index = {r.index: r for r in requests}
     done = [(by_index[c.index], c.completion) for c in meter.completed if c.completion]
     throughput = meter.throughput()
@@ -127,15 +138,18 @@ def _speed(meter: Meter, requests: Sequence[Request]) -> Json:
         "output_tokens_per_second_ci95": throughput.ci95,
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
-        "time_breakdown_ms": meter.time_breakdown_ms(),
+        "time_breakdown_ms": breakdown,
+        "time_breakdown_from": STEPS if measured else None if profile is None else PROFILE,
         "total_step_time_s": meter.total_step_time_s(),
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
     }
 
 
-def _baseline(meter: Meter, requests: Sequence[Request]) -> Json:
+def _baseline(
+    meter: Meter, requests: Sequence[Request], profile: Mapping[str, float] | None
+) -> Json:
     return {
-        **_speed(meter, requests),
+        **_speed(meter, requests, profile),
         "num_requests": len(meter.completed),
         "num_errors": _num_errors(meter),
         "num_output_tokens": meter.num_output_tokens(),
@@ -160,6 +174,7 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "draft_sampling": config.method.draft_sampling,
         "device": info.device,
         "dtype": info.dtype,
+        "async_scheduling": info.async_scheduling,
         "seed": config.seed,
         "draft_spec": info.draft_spec,
     }

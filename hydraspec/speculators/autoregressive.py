@@ -157,6 +157,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             return
         self._decode_graphs.capture_all([_one_row_each(size) for size in self._graphs.sizes])
 
+    def pause_graphs(self, paused: bool) -> None:
+        if self._decode_graphs is not None:
+            self._decode_graphs.is_paused = paused
+
     def padded_requests(self, num_requests: int) -> int:
         if self._decode_graphs is None:
             return num_requests

@@ -94,6 +94,10 @@ class BaseSpeculator(ABC):
         """Capture it, after `init_cudagraph_manager` and once the cache is bound."""
         return None
 
+    def pause_graphs(self, paused: bool) -> None:
+        """Run eagerly while `paused`."""
+        return None
+
     def padded_requests(self, num_requests: int) -> int:
         """How many requests a step should have, some of them padding, so that a captured pass
         serves it.

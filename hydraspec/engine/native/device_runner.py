@@ -8,7 +8,8 @@ own, length 0 and do not sample; padding rows have id 0, position 0 and cache ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -184,6 +185,19 @@ class DeviceRunner(Runner):
             variant=GREEDY_VARIANT,
         )
         self.run(self._static_inputs(largest))
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        self._pause_graphs(True)
+        try:
+            yield
+        finally:
+            self._pause_graphs(False)
+
+    def _pause_graphs(self, paused: bool) -> None:
+        if self.graphs is not None:
+            self.graphs.is_paused = paused
+        self.speculator.pause_graphs(paused)
 
     def _in_pieces(self, descriptor: Descriptor) -> bool:
         mixed = descriptor.rows_per_request is None

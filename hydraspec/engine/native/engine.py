@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
+from hydraspec.engine.native.profiling import profile
 from hydraspec.engine.native.scheduler import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
-from hydraspec.engine.native.timing import PhaseClock
+from hydraspec.engine.native.timing import Clock, PhaseClock
 from hydraspec.engine.prompts import tokenize
 from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
 
@@ -35,7 +37,7 @@ class NativeEngine(Engine):
             self._scheduler,
             FinishCheck(self.parts.target.eos_token_ids, self.info.max_model_len, decode),
         )
-        self._runs_ahead = _runs_ahead(self.parts)
+        self._runs_ahead = bool(self.info.async_scheduling)
         self._in_flight: Flight | None = None  # launched, not collected
         self._last_logits: torch.Tensor | None = None
         on_cpu = self.parts.target.device.type == "cpu"
@@ -90,7 +92,7 @@ class NativeEngine(Engine):
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
-    ) -> Iterator[StepRecord | Completion]:
+    ) -> Generator[StepRecord | Completion]:
         pending = deque(requests)
         limit = concurrency or len(pending)
         num_offered = 0
@@ -119,6 +121,22 @@ class NativeEngine(Engine):
         checkpoint = self.parts.config.target.checkpoint
         tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
 
+    def profile_phases(self, requests: Seq[Request]) -> dict[str, float] | None:
+        """None on a CPU, where phases are measured in every step."""
+        if self.parts.target.device.type == "cpu":
+            return None
+        return profile(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+
+    @contextmanager
+    def scheduling_timed_by(self, clock: Clock) -> Iterator[None]:
+        """For a while: no step ahead of results, and `clock` takes the time of scheduling."""
+        before = self._schedule, self._runs_ahead
+        self._schedule, self._runs_ahead = clock.timed("schedule", self._next_plan), False
+        try:
+            yield
+        finally:
+            self._schedule, self._runs_ahead = before
+
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
@@ -140,10 +158,3 @@ def _new_sequence(request: Request) -> Sequence:
     assert request.prompt_token_ids is not None, "call tokenize() first"
     tokens = list(request.prompt_token_ids)
     return Sequence(request=request, token_ids=tokens, num_prompt=len(tokens))
-
-
-def _runs_ahead(parts: Loaded) -> bool:
-    """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
-    done."""
-    wanted = parts.config.engine.async_scheduling
-    return parts.target.device.type == "cuda" if wanted is None else wanted

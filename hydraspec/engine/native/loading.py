@@ -244,6 +244,13 @@ def _resolve_modes(
     return modes
 
 
+def _runs_ahead(config: RunConfig, device: torch.device) -> bool:
+    """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
+    done."""
+    wanted = config.engine.async_scheduling
+    return device.type == "cuda" if wanted is None else wanted
+
+
 def _info(
     config: RunConfig,
     target: TargetModel,
@@ -272,6 +279,7 @@ def _info(
         max_model_len=max_model_len,
         greedy_is_exact=target.dtype in (torch.float32, torch.float64),
         cudagraph=modes.as_info(),
+        async_scheduling=_runs_ahead(config, target.device),
         memory_bytes=memory_bytes,
         draft_spec=None if spec is None else asdict(spec),
         warnings=warnings,

@@ -6,6 +6,8 @@ Nothing in here reads the device from the host: results travel by themselves (`L
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,12 +17,13 @@ from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.launch import LaunchedStep, launched_on_cpu
 from hydraspec.engine.native.state import commit, store_draft
-from hydraspec.engine.native.timing import PhaseClock
+from hydraspec.engine.native.timing import Clock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Batch, RequestState, RowSegment, StepPlan, TargetStep, Verdict
 
+VERBS = ("place", "prepare", "forward", "verify", "commit", "propose")
 PHASES = {"place": "prepare", "commit": "verify"}  # verbs that are a part of another's phase
 
 
@@ -78,11 +81,26 @@ class Runner:
         if draft is not None:
             store_draft(self.state, batch, draft)
 
-    def time_with(self, clock: PhaseClock) -> None:
+    def time_with(self, clock: Clock) -> None:
         """Have `clock` take the time of every verb."""
-        for verb in ("place", "prepare", "forward", "verify", "commit", "propose"):
+        for verb in VERBS:
             phase = PHASES.get(verb, verb)
             setattr(self, verb, clock.timed(phase, getattr(self, verb)))
+
+    @contextmanager
+    def timed_with(self, clock: Clock) -> Iterator[None]:
+        """The same for a while."""
+        before = {verb: getattr(self, verb) for verb in VERBS}
+        self.time_with(clock)
+        try:
+            yield
+        finally:
+            for verb, call in before.items():
+                setattr(self, verb, call)
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """While it lasts, steps run as Python calls, also those that have graphs."""
+        return nullcontext()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> tuple[Batch, TargetStep, Verdict]:

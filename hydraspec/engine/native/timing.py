@@ -5,12 +5,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 PHASES = ("schedule", "prepare", "forward", "verify", "propose")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Clock(Protocol):
+    """Takes the time of calls."""
+
+    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, with what it takes added to `phase`."""
+        ...
 
 
 class PhaseClock:

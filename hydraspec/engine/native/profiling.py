@@ -1,0 +1,112 @@
+"""What the phases of a decode step take on a device: a short run of its own, in eager steps.
+
+Steps that replay graphs have no phases to see, and timing them would cost what graphs save. So this
+run has no graphs, and its launches take the host longer than the device: it says where the work
+is, not how fast steps are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+from hydraspec.engine.native.timing import PHASES, PhaseClock
+from hydraspec.types import Request, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hydraspec.engine.native.engine import NativeEngine
+
+MAX_STEPS = 32
+UNSETTLED_STEPS = 2  # first decode steps, which load kernels; left out where others follow
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Event(Protocol):
+    """What is asked of `torch.cuda.Event(enable_timing=True)`."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds of the device between this event and a later one."""
+        ...
+
+
+class EventClock:
+    """Puts events around calls, in the order of the device's work. Nobody waits for them before
+    `milliseconds`."""
+
+    def __init__(self, make_event: Callable[[], Event]) -> None:
+        self._make_event = make_event
+        self._spans: list[tuple[str, Event, Event]] = []
+
+    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+        """`function` between two events of `phase`."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            begin, end = self._make_event(), self._make_event()
+            begin.record()
+            result = function(*args, **kwargs)
+            end.record()
+            self._spans.append((phase, begin, end))
+            return result
+
+        return call
+
+    def take(self) -> list[tuple[str, Event, Event]]:
+        """The spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+
+def milliseconds(spans: Sequence[tuple[str, Event, Event]]) -> dict[str, float]:
+    """Sums by phase; waits until the device has passed the last event."""
+    found = dict.fromkeys(PHASES, 0.0)
+    for phase, begin, end in spans:
+        end.synchronize()
+        found[phase] += begin.elapsed_time(end)
+    return found
+
+
+def profile(
+    engine: NativeEngine, requests: Sequence[Request], make_event: Callable[[], Event]
+) -> dict[str, float] | None:
+    """Mean milliseconds per decode step of each phase, the host's for `schedule` and the device's
+    for the others, over at most MAX_STEPS steps; None where no step only decodes.
+    """
+    clock, host = EventClock(make_event), PhaseClock(enabled=True)
+    steps: list[tuple[list[tuple[str, Event, Event]], float]] = []
+    num_steps = 0
+    events = engine.run(requests, concurrency=None)
+    with _timed(engine, clock, host), closing(events):
+        host.start()
+        for event in events:
+            if not isinstance(event, StepRecord):
+                continue
+            spans, scheduled = clock.take(), host.phase_ms()["schedule"]
+            host.start()
+            if not any(part.is_prefill for part in event.requests):
+                steps.append((spans, scheduled or 0.0))
+            num_steps += 1
+            if num_steps == MAX_STEPS:
+                break
+    if len(steps) > UNSETTLED_STEPS:
+        steps = steps[UNSETTLED_STEPS:]
+    if not steps:
+        return None
+    phases = [milliseconds(spans) | {"schedule": scheduled} for spans, scheduled in steps]
+    return {name: sum(step[name] for step in phases) / len(phases) for name in PHASES}
+
+
+@contextmanager
+def _timed(engine: NativeEngine, clock: EventClock, host: PhaseClock) -> Iterator[None]:
+    """The engine without graphs and one step at a time, its verbs timed; as it was afterwards."""
+    runner = engine.parts.runner
+    with runner.eagerly(), runner.timed_with(clock), engine.scheduling_timed_by(host):
+        yield
