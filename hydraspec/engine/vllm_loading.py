@@ -188,9 +188,12 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
 
 
 def _compilation(config: RunConfig) -> dict[str, Any]:
+    """Our capture sizes count requests, vLLM's the rows of a step: K + 1 a request."""
     options: dict[str, Any] = {"cudagraph_mode": config.cudagraph.name.upper()}
-    if config.cudagraph.capture_sizes is not None and config.cudagraph.name != "none":
-        options["cudagraph_capture_sizes"] = config.cudagraph.capture_sizes
+    sizes, method = config.cudagraph.capture_sizes, config.method
+    if sizes is not None and config.cudagraph.name != "none":
+        rows = 1 if method.name == "none" else method.num_speculative_tokens + 1
+        options["cudagraph_capture_sizes"] = [size * rows for size in sizes]
     return options
 
 

@@ -82,6 +82,12 @@ def test_one_key_changes_one_argument(override: str, changed: dict[str, Any]) ->
     assert arguments("method=none", override, drafter=None) == PLAIN | changed
 
 
+def test_capture_sizes_are_rows_to_vllm() -> None:
+    """Taken as they are, vLLM would round [1, 8] up to 4 and 8 rows: batches of 1 and 2."""
+    found = arguments("method=gemma4_mtp", "cudagraph.capture_sizes=[1,8]")
+    assert found["compilation_config"]["cudagraph_capture_sizes"] == [4, 32]
+
+
 def test_a_cache_of_fixed_size_goes_before_a_share_of_the_device() -> None:
     found = arguments("method=none", "engine.kv_cache.memory_gib=1.5", drafter=None)
     assert found["kv_cache_memory_bytes"] == 3 << 29
