@@ -2,6 +2,7 @@
 compiled where there is a GPU.
 """
 
+import hydraspec_kernels.rms_norm as rms_norm_module
 import pytest
 import torch
 from hydraspec_kernels.add_norm.kernel import add_norm_cuda
@@ -166,6 +167,13 @@ def test_rms_norm_kernel_is_its_reference(monkeypatch, shape, weighted, dtype, d
         poison(patch)
         found = rms_norm_cuda(x, weight, EPS)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
+
+
+def test_rows_too_wide_for_a_kernel_are_normed_all_the_same(monkeypatch):
+    """An EAGLE-3 head norms three states of its target side by side: 36864 numbers at 12288."""
+    monkeypatch.setattr(rms_norm_module, "runs_kernels", lambda x: True)
+    x, w = draws(5, torch.float32, "cpu", (2, 36864), (36864,))
+    assert torch.equal(rms_norm_module.rms_norm(x, w, EPS), rms_norm_reference(x, w, EPS))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hydraspec_kernels.add_norm.reference import AddNorm
 from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.rms_norm import MAX_WIDTH
 from hydraspec_kernels.rms_norm.kernel import inverse_rms
 
 REGISTERS = 65536  # of an SM
 FEW_ROWS = 512
-MAX_WIDTH = 16384  # beyond, a row no longer fits the registers of one program
 
 
 @triton.jit

@@ -9,15 +9,19 @@ from hydraspec_kernels.launch import runs_kernels
 from hydraspec_kernels.rms_norm.cpu import unit_norm, unit_norm_
 from hydraspec_kernels.rms_norm.reference import rms_norm_reference
 
-__all__ = ["rms_norm", "unit_norm", "unit_norm_"]
+__all__ = ["MAX_WIDTH", "rms_norm", "unit_norm", "unit_norm_"]
+
+MAX_WIDTH = 16384  # beyond, a row no longer fits the registers of one program
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of x [..., H] with weight [H] (None: no weight), rounded once to x's dtype.
 
-    A weight of several rows [.., H], one for each head, runs as plain operators everywhere.
+    A weight of several rows [.., H], one for each head, and an H beyond MAX_WIDTH (the states of
+    several layers side by side) run as plain operators everywhere.
     """
-    if runs_kernels(x) and x.dtype is not torch.float64 and (weight is None or weight.dim() == 1):
+    has_kernel = x.dtype is not torch.float64 and x.shape[-1] <= MAX_WIDTH
+    if runs_kernels(x) and has_kernel and (weight is None or weight.dim() == 1):
         from hydraspec_kernels.rms_norm.kernel import rms_norm_cuda  # Triton, where there is a GPU
 
         return rms_norm_cuda(x, weight, eps)

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.rms_norm import MAX_WIDTH
 
 MIN_TILE = 1024  # numbers a program works on at least: 16 bytes a thread and two warps
-MAX_WIDTH = 16384  # beyond, a row no longer fits the registers of one program
 
 
 @triton.jit
