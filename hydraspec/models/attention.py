@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from hydraspec_kernels.decode_attention import attend_projection
 from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.paged_attention import AttentionPlan, paged_attention
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.qkv_write import QkvShape
 from hydraspec_kernels.rms_norm import unit_norm
 from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
@@ -152,9 +153,8 @@ class Attention:
     def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """The same for a model that is not folded: x [T, D] normed -> [S, T, D] to add up."""
         qkv = linear(x, self.qkv, self.qkv_bias)
-        written = cache if self.writes_kv else None
-        q = write_qkv(qkv, shared.cos, shared.sin, shared.slots, written, self.shape)
-        attended = paged_attention(q, cache, shared.plan)
+        where = shared.cos, shared.sin, shared.slots, cache, shared.plan
+        attended = attend_projection(qkv, *where, self.shape, writes=self.writes_kv)
         if self.out_bias is None:
             return linear_partials(attended, self.out)
         return linear(attended, self.out, self.out_bias)

@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+from hydraspec_kernels.decode_attention import attend_projection
 from hydraspec_kernels.gated_activation import gated_silu
 from hydraspec_kernels.linear import gated_linear, linear, linear_partials
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention, plan_attention
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.qkv_write import QkvShape
 from hydraspec_kernels.rms_norm import unit_norm_
 from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored
 from torch import Tensor
@@ -138,8 +139,8 @@ class DenseAttention:
         partial sums of it.
         """
         qkv = linear(x, self.qkv, self.qkv_bias)
-        q = write_qkv(qkv, shared.cos, shared.sin, shared.slots, cache, self.heads_shape)
-        attended = paged_attention(q, cache, shared.plan)
+        where = shared.cos, shared.sin, shared.slots, cache, shared.plan
+        attended = attend_projection(qkv, *where, self.heads_shape, writes=True)
         if self.out_bias is None:
             return linear_partials(attended, self.out)
         return linear(attended, self.out, self.out_bias)

@@ -25,7 +25,7 @@ NO_KEY = tl.constexpr(-1.0e38)
 
 
 @triton.jit
-def _load_rows(base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """[N, BLOCK]: WIDTH numbers from FIRST on of the cache rows that begin at `at`, else zeros."""
     d = tl.arange(0, BLOCK)
     mask = exists[:, None]
@@ -52,7 +52,7 @@ def _find_request(
 
 
 @triton.jit
-def _find_rows(
+def find_rows(
     seq_lens, starts, request, num_rows, num_requests, ONE_ROW: tl.constexpr, CACHE: tl.constexpr
 ):
     """First row, rows and length of a request; request B has the rows behind the last one."""
@@ -67,7 +67,7 @@ def _find_rows(
 
 
 @triton.jit
-def _find_keys(
+def find_keys(
     length, rows, tile, split, splits,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -101,7 +101,7 @@ def _prefetch(at, wanted):
 
 
 @triton.jit
-def _prefetch_keys(
+def prefetch_keys(
     keys, values, table, begin, limit, table_width, num_blocks,
     BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr,
     COUNT: tl.constexpr,
@@ -125,7 +125,7 @@ def _prefetch_keys(
 
 
 @triton.jit
-def _clear_queries(
+def clear_queries(
     out, first_row, stop_row, kv_head,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -188,13 +188,13 @@ def _attention_kernel(
         request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
         table = block_table + request.to(tl.int64) * table_stride
         if PDL:  # most of what it reads has been there for long
-            _, rows, length = _find_rows(
+            _, rows, length = find_rows(
                 seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg"
             )
-            begin, limit = _find_keys(
+            begin, limit = find_keys(
                 length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N
             )
-            _prefetch_keys(
+            prefetch_keys(
                 keys, values, table, begin, limit, table_width, num_blocks,
                 BLOCK_SIZE, TOKEN, HEAD_DIM, LATENT, 2 * BLOCK_N,
             )  # fmt: skip
@@ -203,22 +203,22 @@ def _attention_kernel(
         unit = tl.num_programs(0) - 1 - tl.program_id(0)
         request, tile = _find_request(starts, unit, num_requests, GROUP, BLOCK_M, BLOCK_B)
         table = block_table + request.to(tl.int64) * table_stride
-    start, rows, length = _find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
+    start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
     if not SPLIT and BLOCK_B == 0 and not ONE_ROW:  # elsewhere others see to rows of nobody
         stop, last = start + rows, tl.program_id(0) == (num_requests - 1) * row_tiles
         until = tl.where(last, num_rows, stop)
-        _clear_queries(out, stop, until, kv_head, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_M, BLOCK_V)
+        clear_queries(out, stop, until, kv_head, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_M, BLOCK_V)
     if tile * BLOCK_M // GROUP >= rows:
         return
     f = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = f // GROUP, kv_head * GROUP + f % GROUP
     inside = row < rows
     at_query = (start + row).to(tl.int64) * query_stride + head * HEAD_DIM
-    q = _load_rows(query, at_query, inside, 0, VALUE_DIM, BLOCK_V)
+    q = load_rows(query, at_query, inside, 0, VALUE_DIM, BLOCK_V)
     if BLOCK_R > 0:
-        q_rest = _load_rows(query, at_query, inside, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
+        q_rest = load_rows(query, at_query, inside, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
 
-    begin, limit = _find_keys(
+    begin, limit = find_keys(
         length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N
     )
     position = length - rows + row
@@ -231,10 +231,10 @@ def _attention_kernel(
         seen = j < limit
         block = tl.load(table + j // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         at_key = (block * BLOCK_SIZE + j % BLOCK_SIZE) * TOKEN
-        k = _load_rows(keys, at_key, seen, 0, VALUE_DIM, BLOCK_V)
+        k = load_rows(keys, at_key, seen, 0, VALUE_DIM, BLOCK_V)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if BLOCK_R > 0:
-            k_rest = _load_rows(keys, at_key, seen, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
+            k_rest = load_rows(keys, at_key, seen, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         visible = j[None, :] <= newest[:, None]
         if WINDOW > 0:
@@ -244,7 +244,7 @@ def _attention_kernel(
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
-        v = k if LATENT else _load_rows(values, at_key, seen, 0, VALUE_DIM, BLOCK_V)
+        v = k if LATENT else load_rows(values, at_key, seen, 0, VALUE_DIM, BLOCK_V)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
 

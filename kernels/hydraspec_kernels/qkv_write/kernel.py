@@ -1,7 +1,8 @@
 """A few heads of one row a program: norm, rotation, and the store to queries or to the cache.
 
 A head is held as its two halves, which the rotation swaps, so nothing moves between threads but
-the norm's sum. What a padded half leaves over is zero and adds nothing to it.
+the norm's sum. What a padded half leaves over is zero and adds nothing to it. `load_heads` to
+`write_new` do the same inside other kernels, bit by bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,94 @@ from hydraspec_kernels.qkv_write.reference import QkvShape
 from hydraspec_kernels.rope.kernel import rotate_halves
 
 TILE = 1024  # numbers of a program: two warps with 16 bytes a thread and half
+
+
+@triton.jit
+def inverse_norm(a, b, eps, HALF: tl.constexpr):
+    """[N, 1] of heads in halves a and b [N, ...]: one over the root of their mean square.
+
+    Summed in float64, which rounds so little that the order of the sum, another in every layout,
+    does not show.
+    """
+    squares = tl.sum((a * a + b * b).to(tl.float64), axis=1, keep_dims=True).to(tl.float32)
+    return tl.rsqrt(squares / (2 * HALF) + eps)
+
+
+@triton.jit
+def _whole(N: tl.constexpr, BLOCK: tl.constexpr):
+    """[N, BLOCK]: the column, whole even where rows share it: broadcasting would move numbers."""
+    return tl.zeros((N, BLOCK), tl.int32) + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def norm_weights(weight, HAS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr):
+    """[N, B] twice: the halves of a head norm's weight; ones where there is none."""
+    first, second = tl.full((N, B), 1.0, tl.float32), tl.full((N, B), 1.0, tl.float32)
+    if HAS:
+        i = _whole(N, B)
+        first = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)
+        second = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def load_heads(
+    qkv, cos, sin, at, row, exists, N: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Halves of heads at `at` [N], cosines, and sines of the second half; the first's are their
+    negatives.
+    """
+    i = _whole(N, BLOCK)
+    mask = exists[:, None] & (i < HALF)
+    at_head, at_table = at[:, None] + i, row.to(tl.int64)[:, None] * (2 * HALF) + i
+    a = tl.load(qkv + at_head, mask=mask, other=0.0)
+    b = tl.load(qkv + at_head + HALF, mask=mask, other=0.0)
+    c = tl.load(cos + at_table, mask=mask, other=0.0)
+    s = tl.load(sin + at_table + HALF, mask=mask, other=0.0)
+    return a, b, c, s
+
+
+@triton.jit
+def turn_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: tl.constexpr):
+    """Loaded heads -> rotated halves, and one over the norm; rounded as `write_qkv` does."""
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    inverse = inverse_norm(a, b, eps, HALF)
+    if NORM:
+        a = (a * inverse * weight_a).to(dtype).to(tl.float32)
+        b = (b * inverse * weight_b).to(dtype).to(tl.float32)
+    c, s = c.to(tl.float32), s.to(tl.float32)
+    turned_a, turned_b = rotate_halves(a, b, c, c, -s, s, dtype)
+    return turned_a, turned_b, inverse
+
+
+@triton.jit
+def write_new(
+    cache, qkv, cos, sin, slots, weight_a, weight_b, eps, qkv_stride, kv_head, start, rows, length,
+    begin, limit,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    K_NORM: tl.constexpr, VALUE_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A request's new keys and values of one KV head, those of positions begin..limit."""
+    r = tl.arange(0, 2 * BLOCK_NEW)  # a row's key, then its value
+    position = length - rows + r // 2
+    is_value = r % 2
+    mine = (r // 2 < rows) & (position >= begin) & (position < limit)
+    row = start + r // 2
+    slot = tl.load(slots + row, mask=mine, other=-1).to(tl.int64)
+    head = NUM_HEADS + kv_head + (0 if K_EQ_V else is_value * NUM_KV_HEADS)
+    at = row.to(tl.int64) * qkv_stride + head * (2 * HALF)
+    a, b, c, s = load_heads(qkv, cos, sin, at, row, mine, 2 * BLOCK_NEW, HALF, BLOCK_H)
+    turned_a, turned_b, inverse = turn_heads(a, b, c, s, weight_a, weight_b, eps, K_NORM, HALF)
+    if VALUE_NORM:
+        a = (a.to(tl.float32) * inverse).to(a.dtype)
+        b = (b.to(tl.float32) * inverse).to(b.dtype)
+    i = _whole(2 * BLOCK_NEW, BLOCK_H)
+    kept = (mine & (slot >= 0))[:, None] & (i < HALF)
+    to = cache + (((slot * 2 + is_value) * NUM_KV_HEADS + kv_head) * (2 * HALF))[:, None] + i
+    tl.store(to, tl.where(is_value[:, None] != 0, a, turned_a), mask=kept)
+    tl.store(to + HALF, tl.where(is_value[:, None] != 0, b, turned_b), mask=kept)
 
 
 @triton.jit
@@ -85,8 +174,7 @@ def write_qkv_kernel(
     if HAS_CACHE:
         slot = tl.load(slots_ptr + row).to(tl.int64)
     tl.debug_barrier()  # or else ptxas moves loads behind the sum, and their latency with them
-    squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
-    inverse = tl.rsqrt(squares / (2 * HALF) + eps)
+    inverse = inverse_norm(a, b, eps, HALF)
     normed = (is_query & HAS_Q_NORM) | (is_key & HAS_K_NORM)
     head_a = tl.where(normed, (a * inverse * weight_a).to(dtype).to(tl.float32), a)
     head_b = tl.where(normed, (b * inverse * weight_b).to(dtype).to(tl.float32), b)
