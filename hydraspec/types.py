@@ -153,6 +153,31 @@ class SamplingFlags:
     any_min_p: bool = True
 
 
+@dataclass(slots=True, frozen=True)
+class BlockTable:
+    """The blocks of B requests in one KV group, as they were when this was made.
+
+    Nobody writes to an entry of a row that has a number, so rows are shared, not copied. Two rows
+    of the same owner have the same entries wherever both have any.
+    """
+
+    rows: list[np.ndarray]  # B times [P] block ids; entries that are not live hold anything
+    live: np.ndarray  # [B, 3] owner (0: nobody), first live entry, end of the live entries
+    width: int  # entries that the step can name
+
+    def dense(self) -> np.ndarray:
+        """[B, width]; entries that are not live are block 0."""
+        table = np.zeros((len(self.rows), self.width), dtype=np.int64)
+        for i, (_, first, end) in enumerate(self.live.tolist()):
+            last = min(end, self.width)
+            table[i, first:last] = self.rows[i][first:last]
+        return table
+
+    def part(self, requests: slice) -> BlockTable:
+        """The table of some of the requests."""
+        return BlockTable(self.rows[requests], self.live[requests], self.width)
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """What the scheduler decided, as plain numbers. Requests are ordered so that segments are
@@ -163,7 +188,7 @@ class StepPlan:
     num_drafts: np.ndarray  # [B] drafts under verification, 0..K
     samples: np.ndarray  # [B] bool: the last row of the request is its newest token
     segments: tuple[RowSegment, ...]
-    block_tables: list[np.ndarray]  # per KV group [B, P]; freed or unused entries are block 0
+    block_tables: list[BlockTable]  # per KV group
     all_greedy: bool
     num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
     flags: SamplingFlags = SamplingFlags()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from hydraspec_kernels import breaks
 from recorded_graphs import CalledAgain, RecordedOps
 
+from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.launch import RESULT_RING, ResultRing
 from hydraspec.engine.native.runner import split_plan
-from hydraspec.engine.native.upload import MAX_CHANGES, PlanUpload, UploadShape
+from hydraspec.engine.native.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
 from hydraspec.graphs import (
     MODES,
     Capability,
@@ -25,7 +27,7 @@ from hydraspec.graphs import (
     no_graphs,
     resolve_modes,
 )
-from hydraspec.types import RowSegment, SamplingFlags, StepPlan
+from hydraspec.types import BlockTable, KVGroupSpec, RowSegment, SamplingFlags, StepPlan
 
 # --------------------------------------------------------------------------- modes
 
@@ -262,6 +264,15 @@ def test_breaks_inside_a_break_are_plain() -> None:
 # --------------------------------------------------------------------------- plans on the device
 
 FLAGS = SamplingFlags()
+OWNERS = itertools.count(1)
+
+
+def block_table(table: np.ndarray, owners: list[int] | None = None) -> BlockTable:
+    """Rows without freed entries, of owners that nobody had before unless they are given."""
+    num_rows, width = table.shape
+    serial = owners or [next(OWNERS) for _ in range(num_rows)]
+    live = np.array([[owner, 0, width] for owner in serial], dtype=np.int64)
+    return BlockTable(list(table.astype(np.int64)), live, width)
 
 
 def plan_of(rows: list[int], drafts: list[int], tables: list[np.ndarray], k: int = 2) -> StepPlan:
@@ -275,7 +286,7 @@ def plan_of(rows: list[int], drafts: list[int], tables: list[np.ndarray], k: int
             RowSegment(int(f), i, 1, r, 9)
             for i, (f, r) in enumerate(zip(firsts, rows, strict=True))
         ),
-        block_tables=tables,
+        block_tables=[block_table(table) for table in tables],
         all_greedy=True,
         num_speculative_tokens=k,
     )
@@ -356,6 +367,74 @@ def test_more_changes_than_a_plan_carries_travel_by_themselves() -> None:
     assert torch.equal(upload.tables[0], torch.from_numpy(table))
 
 
+def test_tables_are_whole_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C between reading what changed and sending it: the next plan brings everything."""
+    upload = make_upload()
+    place = shape(4, 12, 3)
+    tables = [np.array([[7, 8], [9, 3]]), np.array([[5], [6]])]
+    plan = plan_of([3, 3], [2, 2], tables)
+    upload.write(place, plan_of([3] * 4, [2] * 4, [np.full((4, 5), 11), np.full((4, 3), 12)]))
+    with monkeypatch.context() as patch:
+
+        def interrupted(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(_Stage, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            upload.write(place, plan)
+    upload.write(place, plan)
+    assert upload.tables[0].tolist() == [[7, 8, 0, 0, 0], [9, 3, 0, 0, 0], [0] * 5, [0] * 5]
+    assert upload.tables[1].tolist() == [[5, 0, 0], [6, 0, 0], [0] * 3, [0] * 3]
+
+
+def test_tables_on_the_device_follow_the_cache() -> None:
+    """Requests grow, slide, end and take over slots and places in the batch, in any order: what
+    the device has after a plan is what the cache said when the plan was made."""
+    rng = np.random.default_rng(0)
+    specs = [
+        KVGroupSpec(name=name, layers=(g,), num_kv_heads=1, head_dim=1, block_size=2, window=window)
+        for g, (name, window) in enumerate((("full", None), ("sliding", 5)))
+    ]
+    kv = KVCache(
+        specs,
+        (200, 200),
+        num_layers=2,
+        num_slots=4,
+        max_tokens=40,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    upload = PlanUpload(
+        UploadShape(
+            max_num_seqs=4, max_num_rows=8, num_speculative_tokens=0, table_widths=kv.table_widths
+        ),
+        torch.device("cpu"),
+    )
+    lengths = [0] * 4
+    late: list[tuple[BlockTable, np.ndarray]] = []
+    for _ in range(300):
+        for slot in rng.permutation(4)[:2].tolist():
+            if rng.random() < 0.15:
+                kv.release(slot)
+                lengths[slot] = 0
+            lengths[slot] = min(40, lengths[slot] + int(rng.integers(1, 6)))
+            assert kv.allocate(slot, lengths[slot])
+            kv.slide(slot, max(0, lengths[slot] - 3))
+        slots = rng.permutation([s for s in range(4) if lengths[s]])[: rng.integers(1, 5)]
+        tables = kv.block_tables(slots, max(lengths))
+        plan = plan_of([1] * len(slots), [0] * len(slots), [], k=0)
+        plan.block_tables = tables
+        upload.write(shape(4, 4, 1), plan)
+        for table, seen in zip(tables, upload.tables, strict=True):
+            dense = table.dense()
+            assert seen[: len(slots), : table.width].tolist() == dense.tolist()
+            assert seen[len(slots) :].count_nonzero() == 0
+            assert dense.any(1).all()
+            late.append((table, dense))
+    for table, dense in late:
+        assert np.array_equal(table.dense(), dense), "a plan's numbers changed behind it"
+
+
 def test_results_nobody_fetched_in_time_are_kept() -> None:
     ring = ResultRing(4, 1, torch.device("cpu"))
     launched = [
@@ -377,5 +456,5 @@ def test_a_split_plan_is_two_plans() -> None:
     assert first.segments == (RowSegment(0, 0, 2, 3, 9),)
     assert rest.segments == (RowSegment(0, 0, 1, 7, 20),)
     assert (first.slots.tolist(), rest.slots.tolist()) == ([2, 1], [0])
-    assert rest.block_tables[0].tolist() == [[4, 5]]
+    assert rest.block_tables[0].dense().tolist() == [[4, 5]]
     assert (first.num_drafts.tolist(), rest.num_rows.tolist()) == ([2, 2], [7])

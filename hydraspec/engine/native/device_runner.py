@@ -53,7 +53,6 @@ MAX_VARIANTS = 4
 # A step of few prefill rows keeps the device less busy than the host: its decodes go first, as a
 # graph. Behind many rows they cost least where they share the pass over the weights.
 MAX_SPLIT_ROWS = 512
-EVERY_POSITION = 1 << 40
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -87,11 +86,6 @@ class _Part:
     logits: Tensor | None
 
 
-def _table_widths(kv: KVCache) -> tuple[int, ...]:
-    nobody = np.empty(0, dtype=np.int64)
-    return tuple(table.shape[1] for table in kv.block_tables(nobody, EVERY_POSITION))
-
-
 class DeviceRunner(Runner):
     """Launches steps, eagerly or as graphs. The same verbs in the same order as any runner's."""
 
@@ -115,7 +109,7 @@ class DeviceRunner(Runner):
                 max_num_seqs=limits.max_num_seqs,
                 max_num_rows=limits.max_num_batched_tokens,
                 num_speculative_tokens=limits.num_speculative_tokens,
-                table_widths=_table_widths(kv),
+                table_widths=kv.table_widths,
             ),
             target.device,
         )

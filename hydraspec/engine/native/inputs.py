@@ -70,7 +70,7 @@ class PlanPlacer:
         return PlanTensors(
             layout=self._layout(plan),
             slots=torch.from_numpy(plan.slots).to(self._device),
-            tables=[torch.from_numpy(table).to(self._device) for table in plan.block_tables],
+            tables=[torch.from_numpy(t.dense()).to(self._device) for t in plan.block_tables],
             segments=plan.segments,
             all_greedy=plan.all_greedy,
             flags=plan.flags,

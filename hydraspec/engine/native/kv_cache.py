@@ -8,6 +8,7 @@ table entries point at it, it stays zero.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from copy import copy
@@ -17,7 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydraspec.types import KVGroupSpec
+from hydraspec.types import BlockTable, KVGroupSpec
+
+OWNER, FIRST, END = range(3)  # columns of BlockTable.live
+NO_ROW = np.empty(0, dtype=np.int64)
+_owners = itertools.count(1)  # of rows, in every cache: no two are ever the same
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:
@@ -84,7 +89,12 @@ def plan_num_blocks(
 class _Group:
     spec: KVGroupSpec
     num_blocks: int
-    table: np.ndarray  # [S, P] block ids; 0 where freed or not yet allocated
+    num_slots: int
+    width: int  # P
+    # S times [P] block ids. A row is never written where it has a number, and each owner of a slot
+    # has one of its own: block tables that were handed out keep what they say.
+    rows: list[np.ndarray] = field(init=False)
+    live: np.ndarray = field(init=False)  # [S, 3], see BlockTable
     free_blocks: list[int] = field(init=False)
     num_allocated: list[int] = field(init=False)  # [S] leading table entries ever filled
     first_live: list[int] = field(init=False)  # [S] leading entries already given back
@@ -93,10 +103,11 @@ class _Group:
         self.clear()
 
     def clear(self) -> None:
-        self.table.fill(0)
+        self.rows = [NO_ROW] * self.num_slots
+        self.live = np.zeros((self.num_slots, 3), dtype=np.int64)
         self.free_blocks = list(range(self.num_blocks - 1, 0, -1))
-        self.num_allocated = [0] * self.table.shape[0]
-        self.first_live = [0] * self.table.shape[0]
+        self.num_allocated = [0] * self.num_slots
+        self.first_live = [0] * self.num_slots
 
     def missing(self, slot: int, num_tokens: int) -> int:
         return max(0, _ceil_div(num_tokens, self.spec.block_size) - self.num_allocated[slot])
@@ -110,9 +121,12 @@ class _Group:
 
     def grow(self, slot: int, count: int) -> None:
         start = self.num_allocated[slot]
-        self.table[slot, start : start + count] = self.free_blocks[: -count - 1 : -1]
+        if start == 0:
+            self.rows[slot] = np.empty(self.width, dtype=np.int64)
+            self.live[slot, OWNER] = next(_owners)
+        self.rows[slot][start : start + count] = self.free_blocks[: -count - 1 : -1]
         del self.free_blocks[-count:]
-        self.num_allocated[slot] = start + count
+        self.num_allocated[slot] = self.live[slot, END] = start + count
 
     def release_before(self, slot: int, first_position: int) -> None:
         """Give back blocks that hold only positions below `first_position`."""
@@ -120,14 +134,14 @@ class _Group:
         end = min(first_position // self.spec.block_size, self.num_allocated[slot])
         if end <= start:
             return
-        self.free_blocks.extend(self.table[slot, start:end].tolist())
-        self.table[slot, start:end] = 0
-        self.first_live[slot] = end
+        self.free_blocks.extend(self.rows[slot][start:end].tolist())
+        self.first_live[slot] = self.live[slot, FIRST] = end
 
     def release(self, slot: int) -> None:
         self.release_before(slot, self.reach(slot))
-        self.num_allocated[slot] = 0
-        self.first_live[slot] = 0
+        self.num_allocated[slot] = self.first_live[slot] = 0
+        self.rows[slot] = NO_ROW
+        self.live[slot] = 0
 
 
 class KVCache:
@@ -150,11 +164,7 @@ class KVCache:
     ) -> None:
         self.specs = list(specs)
         self._groups = [
-            _Group(
-                spec,
-                count,
-                np.zeros((num_slots, _ceil_div(max_tokens, spec.block_size) + 1), dtype=np.int64),
-            )
+            _Group(spec, count, num_slots, _ceil_div(max_tokens, spec.block_size) + 1)
             for spec, count in zip(specs, num_blocks, strict=True)
         ]
         self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
@@ -235,10 +245,20 @@ class KVCache:
             group.clear()
         self._room = [0] * len(self._room)
 
-    def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[np.ndarray]:
-        """Per group [B, P]: copies of the tables of `slots`, wide enough for `max_seq_len`
-        tokens."""
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """Per group, P: entries of a row."""
+        return tuple(group.width for group in self._groups)
+
+    def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[BlockTable]:
+        """Per group the blocks of `slots`, wide enough for `max_seq_len` tokens. They stay as they
+        are whatever is allocated or released later."""
+        places = slots.tolist()
         return [
-            group.table[slots, : _ceil_div(max_seq_len, group.spec.block_size)]
+            BlockTable(
+                [group.rows[slot] for slot in places],
+                group.live[slots],
+                min(group.width, _ceil_div(max_seq_len, group.spec.block_size)),
+            )
             for group in self._groups
         ]

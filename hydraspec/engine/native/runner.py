@@ -155,5 +155,5 @@ def _part(plan: StepPlan, part: slice, segments: list[RowSegment]) -> StepPlan:
         num_drafts=plan.num_drafts[part],
         samples=plan.samples[part],
         segments=tuple(segments),
-        block_tables=[table[part] for table in plan.block_tables],
+        block_tables=[table.part(part) for table in plan.block_tables],
     )
