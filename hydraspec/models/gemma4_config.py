@@ -149,6 +149,9 @@ def _layer_shape(
     kind, shares = kinds[i], i >= first_shared
     k_eq_v = kind == FULL and bool(reader.get("attention_k_eq_v", False))
     head_dim, kv_heads = _head_shape(reader, i, kind, k_eq_v)
+    if head_dim % 2:
+        key = "global_head_dim" if kind == FULL else "head_dim"
+        raise reader.fail(key, f"even, as rotary positions turn pairs (layer {i} has {head_dim})")
     if reader.count("num_attention_heads") % kv_heads:
         raise reader.fail("num_attention_heads", f"a multiple of layer {i}'s {kv_heads} KV heads")
     source = i

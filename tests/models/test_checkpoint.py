@@ -193,6 +193,7 @@ BAD_VALUES = {
     "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}},
     "num_kv_shared_layers": 5,
     "num_attention_heads": 3,
+    "head_dim": 15,
     "per_layer_config": {"one": 1},
 }
 
