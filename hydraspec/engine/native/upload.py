@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hydraspec.engine.native.inputs import Layout, PlanTensors, row_places
+from hydraspec.engine.native.known_tables import KnownTables
 from hydraspec.graphs import Descriptor
 from hydraspec.types import BlockTable, NeededRows, RowSegment, SamplingFlags, StepPlan
 
 NUM_STAGES = 4
 ALIGNMENT = 16  # words: kernels are compiled for aligned pointers, so sections begin at such
-NOTHING = np.empty(0, dtype=np.int64)
 MAX_CHANGES = 1 << 14  # table entries a plan's own copy may carry; more travel by themselves
 
 
@@ -265,81 +265,27 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-class _Changes:
-    """Runs of table entries that get new values."""
-
-    def __init__(self, zeros: np.ndarray) -> None:
-        self._zeros = zeros
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        self._values: list[np.ndarray] = []
-
-    def add(self, place: int, old: list[int], new: list[int], row: np.ndarray | None) -> None:
-        """The row at `place` has the live entries `new` instead of `old` (see BlockTable)."""
-        (was, old_first, old_end), (owner, first, end) = old, new
-        start = max(first, old_end) if owner == was else first
-        if row is not None and end > start:
-            self._run(place + start, row[start:end])
-        gone = min(old_end, first) if owner else old_end
-        if gone > old_first:
-            self._run(place + old_first, self._zeros[: gone - old_first])
-        behind = max(old_first, end)
-        if owner and owner != was and old_end > behind:
-            self._run(place + behind, self._zeros[: old_end - behind])
-
-    def _run(self, start: int, values: np.ndarray) -> None:
-        self._starts.append(start)
-        self._counts.append(len(values))
-        self._values.append(values)
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Place and value of each entry."""
-        counts = np.array(self._counts, dtype=np.int64)
-        firsts = np.array(self._starts, dtype=np.int64) - (np.cumsum(counts) - counts)
-        values = np.concatenate(self._values)
-        return np.repeat(firsts, counts) + np.arange(len(values)), values
-
-
 class _Tables:
-    """Block tables on the device by batch position, and whose entries the host knows to stand
-    there: what is not live is zero."""
+    """Block tables on the device by batch position, and what the host knows to stand there."""
 
     def __init__(self, shape: UploadShape, device: torch.device) -> None:
         b, widths = shape.max_num_seqs, shape.table_widths
-        self._device, self._widths = device, widths
-        self._first = [b * sum(widths[:g]) for g in range(len(widths))]
+        self._device = device
+        self._known = KnownTables(b, widths)
+        self._is_certain = True  # what is known has been sent
         self.flat = torch.zeros(b * sum(widths), dtype=torch.int64, device=device)
         self.groups = [
             self.flat[first : first + b * width].view(b, width)
-            for first, width in zip(self._first, widths, strict=True)
+            for first, width in zip(self._known.first, widths, strict=True)
         ]
-        self._known = np.zeros((len(widths), b, 3), dtype=np.int64)  # BlockTable.live by group
-        self._zeros = np.zeros(max(widths, default=0), dtype=np.int64)
-        self._is_certain = True  # what is known has been sent
 
     def changes(self, tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
-        """Places in `flat` and new values, which count as written once `were_sent` is called. The
-        work is that of the entries that changed.
-        """
+        """Places in `flat` and new values, which count as written once `were_sent` is called."""
         if not self._is_certain:  # an interrupt came between the two
             self.flat.zero_()
-            self._known[:] = 0
+            self._known.forget()
         self._is_certain = False
-        now = np.zeros_like(self._known)
-        for g, table in enumerate(tables):
-            now[g, : len(table.live)] = table.live
-        groups, requests = np.where((self._known != now).any(2))
-        if not len(groups):
-            return NOTHING, NOTHING
-        before = self._known[groups, requests].tolist()
-        after = now[groups, requests].tolist()
-        found = _Changes(self._zeros)
-        places = zip(groups.tolist(), requests.tolist(), strict=True)
-        for (g, i), old, new in zip(places, before, after, strict=True):
-            row = tables[g].rows[i] if new[0] else None
-            found.add(self._first[g] + i * self._widths[g], old, new, row)
-        self._known = now
-        return found.arrays()
+        return self._known.changes(tables)
 
     def were_sent(self) -> None:
         """The changes are on their way."""
