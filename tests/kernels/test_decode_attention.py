@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_layers import Case, Inputs, build
 from hydraspec_kernels import breaks
-from hydraspec_kernels.decode_attention import attend_projection, kernel, tiling
+from hydraspec_kernels.decode_attention import attend_projection, counters, kernel, tiling
 from hydraspec_kernels.decode_attention.reference import attend_projection_reference
 from hydraspec_kernels.paged_attention import GroupShape
-from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.paged_attention.plan import DevicePlan
 from hydraspec_kernels.paged_attention.reference import planned_attention_reference
-from hydraspec_kernels.qkv_write import QkvShape
 from hydraspec_kernels.qkv_write.kernel import write_qkv_cuda
-from hydraspec_kernels.rope import mirrored, rope_frequencies
-from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -35,54 +33,6 @@ FLOAT32 = 3e-5
 # relative to the largest one.
 HALF_NORM = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 HALF_ENTRY = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Segment:
-    num_requests: int
-    rows_per_request: int
-    first_row: int = 0
-    first_request: int = 0
-    max_seq_len: int = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows and sequence lengths per request. A length of 0 is a padding request."""
-
-    rows: tuple[int, ...]
-    lens: tuple[int, ...]
-    window: int | None = None
-    block_size: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    scale: float = 1.0
-    tail: int = 0  # rows behind the last request
-    strided: bool = False  # the projection is part of wider rows
-    writes: bool = True
-    head_norms: bool = True
-    value_norm: bool = True
-    k_eq_v: bool = False
-    starts: bool = True
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-
-
-@dataclass
-class Inputs:
-    qkv: Tensor
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    cache: Tensor
-    plan: DevicePlan
-    shape: QkvShape
-    writes: bool
-
-    def arguments(self, cache: Tensor) -> tuple[Any, ...]:
-        return self.qkv, self.cos, self.sin, self.slots, cache, self.plan, self.shape
 
 
 @pytest.fixture(autouse=True)
@@ -97,87 +47,6 @@ def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-def build(case: Case, seed: int = 7) -> Inputs:
-    """A NaN-poisoned cache in which only what some row may see and no row writes holds numbers."""
-    device, draw = case.device, torch.Generator(case.device).manual_seed(seed)
-    per_request = -(-max(case.lens) // case.block_size) + 1
-    blocks = len(case.rows) * per_request
-    table = (
-        torch.randperm(blocks, generator=draw, device=device).view(len(case.rows), per_request) + 1
-    )
-    size = ((blocks + 1) * case.block_size, 2, case.kv_heads, case.head_dim)
-    cache = torch.full(size, torch.nan, dtype=case.dtype, device=device)
-    cache[: case.block_size] = 0
-    slots, positions = [], []
-    for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
-        first = 0
-        if case.window is not None:  # what no row can see was freed
-            first = max(0, length - rows - case.window + 1)
-        j = torch.arange(first, length, device=device)
-        at = table[request, j // case.block_size] * case.block_size + j % case.block_size
-        old = at[: len(at) - rows] if case.writes else at
-        entries = torch.randn(len(old), *size[1:], generator=draw, device=device)
-        cache[old] = entries.to(case.dtype)
-        table[request, : first // case.block_size] = 0
-        if length == 0:
-            table[request] = 0
-            slots += [-1] * rows
-            positions += [0] * rows
-        else:
-            slots += at[len(at) - rows :].tolist()
-            positions += list(range(length - rows, length))
-    slots += [-1] * case.tail
-    positions += [0] * case.tail
-    kinds = 0 if not case.writes else 1 if case.k_eq_v else 2
-    heads = case.heads + kinds * case.kv_heads
-    width = heads * case.head_dim * (2 if case.strided else 1)
-    qkv = torch.randn(len(slots), width, generator=draw, device=device)
-    weights = [None, None]
-    if case.head_norms:
-        root = case.head_dim**-0.25  # scores of size 1
-        drawn = torch.randn(2, case.head_dim, generator=draw, device=device)
-        weights = [(w * root).to(case.dtype) for w in drawn]
-    cos, sin = rope_table_reference(
-        torch.tensor(positions), mirrored(rope_frequencies(case.head_dim, 1e4)), case.dtype
-    )
-    group = GroupShape(
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        window=case.window,
-        scale=case.scale,
-    )
-    shape = QkvShape(
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        eps=EPS,
-        q_weight=weights[0],
-        k_weight=weights[1] if case.writes else None,
-        value_norm=case.value_norm,
-        k_eq_v=case.k_eq_v,
-    )
-    starts = torch.tensor([0, *case.rows], device=device).cumsum(0) if case.starts else None
-    plan = device_plan(
-        group,
-        (Segment(len(case.rows), max(case.rows)),),
-        table,
-        torch.tensor(case.lens, device=device),
-        starts,
-    )
-    return Inputs(
-        qkv.to(case.dtype)[:, : heads * case.head_dim],
-        cos.to(device),
-        sin.to(device),
-        torch.tensor(slots, device=device),
-        cache,
-        plan,
-        shape,
-        case.writes,
-    )
 
 
 @contextmanager
@@ -220,8 +89,7 @@ def check(inputs: Inputs) -> None:
     else:
         assert error.norm() < HALF_NORM[out.dtype] * expected.norm()
         assert error.max() < HALF_ENTRY[out.dtype] * expected.abs().max()
-    for counters in kernel._counters.values():
-        assert not counters.any()
+    assert not counters.zero_counters(out.device).any()
 
 
 CASES = {
@@ -265,6 +133,7 @@ CASES = {
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few splits, many, none."""
     monkeypatch.setattr(tiling, "FULL_DEVICE", request.param)
+    monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -291,7 +160,8 @@ def test_the_dispatch_off_the_device_is_the_reference() -> None:
     torch.testing.assert_close(cache.float(), other, equal_nan=True)
 
 
-def test_a_capture_in_pieces_is_cut_here() -> None:
+def test_a_capture_in_pieces_is_cut_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
     inputs = build(CASES["verify rows"])
     seen = []
 
@@ -307,15 +177,24 @@ def test_a_capture_in_pieces_is_cut_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "head_dim", "group", "taken"),
+    ("rows", "head_dim", "group", "supported"),
     [(1, 512, 8, True), (4, 512, 8, True), (16, 512, 8, False), (17, 16, 1, False)],
 )
-def test_which_plans_are_taken(rows: int, head_dim: int, group: int, taken: bool) -> None:
+def test_what_is_supported(rows: int, head_dim: int, group: int, supported: bool) -> None:
     shape = GroupShape(
         num_heads=group, num_kv_heads=1, head_dim=head_dim, block_size=16, window=None
     )
-    lens = torch.ones(2, dtype=torch.int64)
-    plan = DevicePlan(shape, lens, lens, lens[:, None], rows, 1, rows)
+    assert tiling.supports(shape, rows) is supported
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "taken"),
+    [(1, 1, False), (8, 1, True), (8, 4, True), (132, 4, True), (133, 1, False), (8, 17, False)],
+)
+def test_which_plans_are_taken(requests: int, rows: int, taken: bool) -> None:
+    shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=256, block_size=16, window=512)
+    lens = torch.ones(requests, dtype=torch.int64)
+    plan = DevicePlan(shape, lens, lens, lens[:, None], requests * rows, requests, rows)
     assert tiling.fits(plan) is taken
 
 
@@ -325,7 +204,7 @@ def test_splits_fill_the_device_once_and_counters_suffice(requests: int) -> None
     splits = tiling.decode_tiling(shape, 4, requests, torch.bfloat16).splits
     assert splits == 1 or 2 * requests * splits <= tiling.FULL_DEVICE
     assert splits == tiling.MAX_SPLITS or 4 * requests * splits > tiling.FULL_DEVICE
-    assert splits == 1 or 2 * requests <= kernel.COUNTERS
+    assert splits == 1 or 2 * requests <= counters.COUNTERS
 
 
 # ------------------------------------------------------------------------------------- compiled
@@ -355,7 +234,7 @@ def test_compiled(model: str, rows: str, dtype: torch.dtype) -> None:
     count, lens = ROWS[rows]
     base = replace(MODELS[model], rows=count, lens=lens, dtype=dtype, device="cuda")
     inputs = build(replace(base, block_size=16, tail=5, strided=True))
-    if tiling.fits(inputs.plan):
+    if tiling.supports(inputs.plan.shape, inputs.plan.max_rows):
         check(inputs)
 
 

@@ -8,9 +8,9 @@ import torch
 
 from hydraspec_kernels.paged_attention.plan import GroupShape
 
-# Programs that fill the device: one for each of the 132 multiprocessors of an H100 or H200; with two
-# each, adding up the splits costs more than they save. A constant, so that sums have the same order
-# on all devices.
+# Programs that fill the device: one for each of the 132 multiprocessors of an H100 or H200; with
+# two each, adding up the splits costs more than they save. A constant, so that sums have the same
+# order on all devices.
 FULL_DEVICE = 132
 MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 MOST_SPLIT_ROWS = 16  # of a request; with more of them there are enough programs without splits

@@ -1,0 +1,144 @@
+"""One layer's projection, cache and plan with requests of given rows and lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hydraspec_kernels.paged_attention import GroupShape
+from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.qkv_write import QkvShape
+from hydraspec_kernels.rope import mirrored, rope_frequencies
+from hydraspec_kernels.rope.reference import rope_table_reference
+from torch import Tensor
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Segment:
+    num_requests: int
+    rows_per_request: int
+    first_row: int = 0
+    first_request: int = 0
+    max_seq_len: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows and sequence lengths per request. A length of 0 is a padding request."""
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+    window: int | None = None
+    block_size: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    scale: float = 1.0
+    tail: int = 0  # rows behind the last request
+    strided: bool = False  # the projection is part of wider rows
+    writes: bool = True
+    head_norms: bool = True
+    value_norm: bool = True
+    k_eq_v: bool = False
+    starts: bool = True
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+@dataclass
+class Inputs:
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    cache: Tensor
+    plan: DevicePlan
+    shape: QkvShape
+    writes: bool
+
+    def arguments(self, cache: Tensor) -> tuple[Any, ...]:
+        return self.qkv, self.cos, self.sin, self.slots, cache, self.plan, self.shape
+
+
+def build(case: Case, seed: int = 7) -> Inputs:
+    """A NaN-poisoned cache in which only what some row may see and no row writes holds numbers."""
+    device, draw = case.device, torch.Generator(case.device).manual_seed(seed)
+    per_request = -(-max(case.lens) // case.block_size) + 1
+    blocks = len(case.rows) * per_request
+    table = (
+        torch.randperm(blocks, generator=draw, device=device).view(len(case.rows), per_request) + 1
+    )
+    size = ((blocks + 1) * case.block_size, 2, case.kv_heads, case.head_dim)
+    cache = torch.full(size, torch.nan, dtype=case.dtype, device=device)
+    cache[: case.block_size] = 0
+    slots, positions = [], []
+    for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
+        first = 0
+        if case.window is not None:  # what no row can see was freed
+            first = max(0, length - rows - case.window + 1)
+        j = torch.arange(first, length, device=device)
+        at = table[request, j // case.block_size] * case.block_size + j % case.block_size
+        old = at[: len(at) - rows] if case.writes else at
+        entries = torch.randn(len(old), *size[1:], generator=draw, device=device)
+        cache[old] = entries.to(case.dtype)
+        table[request, : first // case.block_size] = 0
+        if length == 0:
+            table[request] = 0
+            slots += [-1] * rows
+            positions += [0] * rows
+        else:
+            slots += at[len(at) - rows :].tolist()
+            positions += list(range(length - rows, length))
+    slots += [-1] * case.tail
+    positions += [0] * case.tail
+    kinds = 0 if not case.writes else 1 if case.k_eq_v else 2
+    heads = case.heads + kinds * case.kv_heads
+    width = heads * case.head_dim * (2 if case.strided else 1)
+    qkv = torch.randn(len(slots), width, generator=draw, device=device)
+    weights = [None, None]
+    if case.head_norms:
+        root = case.head_dim**-0.25  # scores of size 1
+        drawn = torch.randn(2, case.head_dim, generator=draw, device=device)
+        weights = [(w * root).to(case.dtype) for w in drawn]
+    cos, sin = rope_table_reference(
+        torch.tensor(positions), mirrored(rope_frequencies(case.head_dim, 1e4)), case.dtype
+    )
+    group = GroupShape(
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        window=case.window,
+        scale=case.scale,
+    )
+    shape = QkvShape(
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        eps=EPS,
+        q_weight=weights[0],
+        k_weight=weights[1] if case.writes else None,
+        value_norm=case.value_norm,
+        k_eq_v=case.k_eq_v,
+    )
+    starts = torch.tensor([0, *case.rows], device=device).cumsum(0) if case.starts else None
+    plan = device_plan(
+        group,
+        (Segment(len(case.rows), max(case.rows)),),
+        table,
+        torch.tensor(case.lens, device=device),
+        starts,
+    )
+    return Inputs(
+        qkv.to(case.dtype)[:, : heads * case.head_dim],
+        cos.to(device),
+        sin.to(device),
+        torch.tensor(slots, device=device),
+        cache,
+        plan,
+        shape,
+        case.writes,
+    )
