@@ -7,6 +7,7 @@ number of the host that a graph baked in shows as another token. float64: no tie
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -36,7 +37,7 @@ from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.upload import PlanUpload, _Tables
 from hydraspec.speculators import autoregressive
 from hydraspec.speculators.gemma4 import Gemma4Speculator
-from hydraspec.types import Batch, StepPlan
+from hydraspec.types import Batch, StepPlan, TargetStep
 
 GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 NUM_REQUESTS = 7
@@ -302,8 +303,8 @@ def test_the_baseline_has_graphs_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_logits_of_a_prompt_come_out_of_graphs_too(ahead: bool) -> None:
-    """A prompt of 9 tokens fits a mixed graph, one of 30 runs eagerly."""
+def test_logits_of_a_prompt_are_had_beside_graphs(ahead: bool) -> None:
+    """A prompt of 9 tokens would fit a mixed graph, one of 30 fits none."""
     plain = make_graph_engine(graph_config("gemma4_mtp", "none"), None)
     config = graph_config("gemma4_mtp", "full")
     config.engine.async_scheduling = ahead
@@ -313,6 +314,41 @@ def test_logits_of_a_prompt_come_out_of_graphs_too(ahead: bool) -> None:
         wanted = torch.from_numpy(plain.next_token_logits(tokens))
         found = torch.from_numpy(engine.next_token_logits(tokens))
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(1, 41), (41, 1)], ids=["of 1 first", "of 41 first"])
+def test_logits_of_a_prompt_that_looks_like_a_decode(lengths: tuple[int, int]) -> None:
+    """Without drafts, one row is a uniform batch: a prompt of 1 token is, and the last chunk of one
+    of 41. Graphs of decodes keep no logits."""
+    plain = make_graph_engine(graph_config("none", "none", k=0), None)
+    backend = RecordedOps()
+    engine = make_graph_engine(graph_config("none", "full", k=0), backend)
+    for length in lengths:
+        tokens = [5 + n % 40 for n in range(length)]
+        wanted, found = plain.next_token_logits(tokens), engine.next_token_logits(tokens)
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    assert backend.num_replays == 0
+    run = run_requests(engine, zoo_requests(FEW))
+    assert backend.num_replays > 0
+    assert run.tokens == run_requests(plain, zoo_requests(FEW)).tokens
+
+
+def test_nobody_keeps_the_logits_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of many requests over a large vocabulary are gigabytes."""
+    engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
+    runner, made = engine.parts.runner, []
+    forward = runner.forward
+
+    def watched(batch: Batch) -> TargetStep:
+        step = forward(batch)
+        made.append(weakref.ref(step.logits))
+        return step
+
+    monkeypatch.setattr(runner, "forward", watched)
+    engine.next_token_logits([5, 6, 7])
+    run_requests(engine, zoo_requests(FEW))
+    assert len(made) > 3
+    assert not [logits for logits in made if logits() is not None]
 
 
 @pytest.mark.parametrize("method", [pytest.param("gemma4_mtp", marks=pytest.mark.slow), "eagle3"])

@@ -195,7 +195,7 @@ def test_tables_on_the_device_follow_the_cache() -> None:
 def test_results_nobody_fetched_in_time_are_kept() -> None:
     ring = ResultRing(4, 1, torch.device("cpu"))
     launched = [
-        ring.launched([(torch.full((3, 4), n), 2), (torch.full((3, 4), -n), 1)], None)
+        ring.launched([(torch.full((3, 4), n), 2), (torch.full((3, 4), -n), 1)])
         for n in range(RESULT_RING + 2)
     ]
     for n, step in enumerate(launched):

@@ -21,8 +21,6 @@ from hydraspec.types import Batch, Draft, RequestState, StepPlan, TargetStep, Ve
 class LateStep:
     """A launched step that has not begun."""
 
-    logits = None
-
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self.outcome: Any = None

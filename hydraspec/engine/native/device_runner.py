@@ -68,22 +68,13 @@ class RunnerLimits:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a captured step leaves behind. The last three are kept where drafting comes after it."""
+    """What a captured step leaves behind: beside results, what drafting reads where it comes after
+    the graph."""
 
     packed: Tensor  # [B, 2K+2], see packed_results
-    logits: Tensor | None  # [K+1, V] of the first request of a mixed step
     batch: Batch | None = None
     target_step: TargetStep | None = None
     verdict: Verdict | None = None
-
-
-@dataclass(slots=True)
-class _Part:
-    """A launched plan: the rows of `packed` that are real."""
-
-    packed: Tensor
-    count: int
-    logits: Tensor | None
 
 
 class DeviceRunner(Runner):
@@ -213,8 +204,7 @@ class DeviceRunner(Runner):
 
     def _captured_step(self, inputs: PlanTensors) -> StepOutputs:
         batch, target_step, verdict = self.decide(inputs)
-        first = target_step.logits[: self._rows].clone() if batch.logits_rows is not None else None
-        outputs = StepOutputs(packed_results(batch, verdict), first)
+        outputs = StepOutputs(packed_results(batch, verdict))
         if self.modes.holds_propose:
             self.propose(batch, target_step, verdict)
         else:
@@ -263,28 +253,24 @@ class DeviceRunner(Runner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step, in two parts where its decodes have a graph that the whole has not."""
         *first, last = self._split(plan)
-        parts = [self._launch_part(part) for part in first]
-        for part in parts:  # graphs share memory: the next may write where these results are
-            part.packed = part.packed.clone()
-        parts.append(self._launch_part(last))
-        logits = parts[-1].logits
-        return self._ring.launched([(part.packed, part.count) for part in parts], logits)
+        # Graphs share memory: the next may write where these results are.
+        parts = [(self._launch_part(part).clone(), len(part.slots)) for part in first]
+        parts.append((self._launch_part(last), len(last.slots)))
+        return self._ring.launched(parts)
 
-    def _launch_part(self, plan: StepPlan) -> _Part:
-        count = len(plan.slots)
+    def _launch_part(self, plan: StepPlan) -> Tensor:
+        """Packed results, padding behind those of the plan's requests."""
         captured = self._graph_for(plan)
         if captured is None:
-            batch, target_step, verdict = self.run(self.place(plan))
-            logits = target_step.logits
-            real = count * (logits.shape[0] // batch.num_requests)
-            return _Part(packed_results(batch, verdict), count, logits[:real] if real else None)
+            batch, _, verdict = self.run(self.place(plan))
+            return packed_results(batch, verdict)
         self.upload.write(captured.descriptor, plan)
         outputs = captured.replay()
         if outputs.batch is not None:
             assert outputs.target_step is not None
             assert outputs.verdict is not None
             self.propose(outputs.batch, outputs.target_step, outputs.verdict)
-        return _Part(outputs.packed, count, outputs.logits if count == 1 else None)
+        return outputs.packed
 
     def _split(self, plan: StepPlan) -> list[StepPlan]:
         if self.graphs is None or self.modes.decode == NONE or self._graph_for(plan) is not None:

@@ -39,7 +39,6 @@ class NativeEngine(Engine):
         )
         self._runs_ahead = bool(self.info.async_scheduling)
         self._in_flight: Flight | None = None  # launched, not collected
-        self._last_logits: torch.Tensor | None = None
         on_cpu = self.parts.target.device.type == "cpu"
         self._clock = PhaseClock(enabled=on_cpu and not self._runs_ahead)
         self._schedule = self._clock.timed("schedule", self._next_plan)
@@ -72,8 +71,6 @@ class NativeEngine(Engine):
             num_preempted=scheduler.take_num_preempted(),
             kv_usage=scheduler.kv.usage,
         )
-        if flight.step.logits is not None:
-            self._last_logits = flight.step.logits
         if self._runs_ahead:
             scheduler.launched(scheduled)
         return flight
@@ -148,10 +145,11 @@ class NativeEngine(Engine):
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
         )
-        for _ in self.run([request], concurrency=1):
-            pass
-        assert self._last_logits is not None
-        return self._last_logits[-1].double().cpu().numpy()
+        with self.parts.runner.keep_logits() as kept:
+            for _ in self.run([request], concurrency=1):
+                pass
+        assert kept, "a prompt that does not fit samples nothing"
+        return kept[0][-1].double().cpu().numpy()
 
 
 def _new_sequence(request: Request) -> Sequence:

@@ -25,22 +25,14 @@ class StepResult:
 
 
 class LaunchedStep:
-    """A step that runs, or has run. `logits` [N, V] of its last part, where no graph holds them."""
+    """A step that runs, or has run."""
 
     def __init__(
-        self,
-        logits: Tensor | None,
-        fetch: Callable[[], StepResult],
-        event: torch.cuda.Event | None = None,
+        self, fetch: Callable[[], StepResult], event: torch.cuda.Event | None = None
     ) -> None:
-        self.logits = logits
         self._fetch = fetch
         self._event = event
         self._result: StepResult | None = None
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._result is not None or self._event is None or self._event.query()
 
     def result(self) -> StepResult:
         """The step's results; waits for the device if need be."""
@@ -51,7 +43,7 @@ class LaunchedStep:
         return self._result
 
 
-def launched_on_cpu(batch: Batch, verdict: Verdict, logits: Tensor) -> LaunchedStep:
+def launched_on_cpu(batch: Batch, verdict: Verdict) -> LaunchedStep:
     """Results that are there already."""
 
     def fetch() -> StepResult:
@@ -59,7 +51,7 @@ def launched_on_cpu(batch: Batch, verdict: Verdict, logits: Tensor) -> LaunchedS
             verdict.tokens.numpy(), verdict.num_sampled.numpy(), batch.draft_tokens.numpy()
         )
 
-    return LaunchedStep(logits, fetch)
+    return LaunchedStep(fetch)
 
 
 def packed_results(batch: Batch, verdict: Verdict) -> Tensor:
@@ -82,7 +74,7 @@ class ResultRing:
         self._users: list[LaunchedStep | None] = [None] * RESULT_RING
         self._turn = 0
 
-    def launched(self, parts: list[tuple[Tensor, int]], logits: Tensor | None) -> LaunchedStep:
+    def launched(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
         """parts: packed results of each part of a step and how many of its requests are real.
 
         A result nobody has fetched by the time its memory is needed again is fetched now.
@@ -105,5 +97,5 @@ class ResultRing:
             found = buffer[:row].numpy().copy()
             return StepResult(found[:, : k + 1], found[:, k + 1], found[:, k + 2 :])
 
-        launched = self._users[place] = LaunchedStep(logits, fetch, event)
+        launched = self._users[place] = LaunchedStep(fetch, event)
         return launched

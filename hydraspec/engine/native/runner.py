@@ -45,6 +45,7 @@ class Runner:
         self.kv = kv
         self.state = state
         self._placer = PlanPlacer(target.device)
+        self._kept_logits: list[Tensor] | None = None  # somebody asks for them, see `keep_logits`
         speculator.bind_kv_caches(kv.specs, kv.caches)
 
     def place(self, plan: StepPlan) -> PlanTensors:
@@ -102,6 +103,18 @@ class Runner:
         """While it lasts, steps run as Python calls, also those that have graphs."""
         return nullcontext()
 
+    @contextmanager
+    def keep_logits(self) -> Iterator[list[Tensor]]:
+        """While it lasts, steps run eagerly and the list has the logits [N, V] of the newest that
+        sampled. Nothing keeps them otherwise: they are large, and graphs write over theirs."""
+        kept: list[Tensor] = []
+        self._kept_logits = kept
+        try:
+            with self.eagerly():
+                yield kept
+        finally:
+            self._kept_logits = None
+
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> tuple[Batch, TargetStep, Verdict]:
         """The device's verbs, in order."""
@@ -117,6 +130,8 @@ class Runner:
         """A step but for its last verb."""
         batch = self.prepare(inputs)
         target_step = self.forward(batch)
+        if self._kept_logits is not None and target_step.logits.shape[0]:
+            self._kept_logits[:] = [target_step.logits]
         verdict = self.verify(batch, target_step)
         self.commit(batch, verdict)
         return batch, target_step, verdict
@@ -124,8 +139,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; its results come when they are asked for."""
-        batch, target_step, verdict = self.step(plan)
-        return launched_on_cpu(batch, verdict, target_step.logits)
+        batch, _, verdict = self.step(plan)
+        return launched_on_cpu(batch, verdict)
 
 
 def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
