@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hydraspec_kernels.embedding import embed
+from hydraspec_kernels.embedding import embed, embed_beside
 from hydraspec_kernels.linear import linear
 from torch import Tensor
 
@@ -45,6 +45,7 @@ class Decoder:
         self.table = place.empty(vocab_size, hidden_size)
         self.head = self.table if tied else place.empty(vocab_size, hidden_size)
         self.norm = Norm(hidden_size, rms_norm_eps, place)
+        self.embed_scale: float | None = None  # of the embedding, as the first layer reads it
         self.block_size = 16  # until kv_groups says otherwise
         self._suppressed: Tensor | None = None
 
@@ -112,8 +113,14 @@ class Decoder:
         return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], a new tensor."""
-        return embed(token_ids, self.table)
+        """[...] -> [..., D], a new tensor, scaled as the first layer reads it."""
+        return embed(token_ids, self.table, self.embed_scale)
+
+    def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """`embed` of token_ids [B], and behind each its row of hidden [B, H], or of hidden [T, H]
+        at rows [B] -> [B, D + H].
+        """
+        return embed_beside(token_ids, self.table, self.embed_scale, hidden, rows)
 
     def memory_bytes(self) -> int:
         """Bytes of weights held; a tied head counts once."""

@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 
 import torch
-from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.paged_attention import GroupShape, plan_attention
 from hydraspec_kernels.ple_inputs import ple_inputs
@@ -245,10 +244,6 @@ class Gemma4Target(Decoder):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
         return self.suppress(linear(hidden, self.head.t(), softcap=self.config.softcap))
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], scaled by sqrt(D) rounded to the model's dtype."""
-        return embed(token_ids, self.table, self.embed_scale)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

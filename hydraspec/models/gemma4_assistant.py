@@ -172,15 +172,15 @@ class Gemma4Assistant:
         return DraftContext(kinds)
 
     def step(
-        self, context: DraftContext, token_ids: Tensor, hidden: Tensor
+        self, context: DraftContext, token_ids: Tensor, hidden: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [B] and backbone hidden states [B, D] -> d [B, Hd] for logits, and the next
-        step's [B, D].
+        """token_ids [B] and backbone hidden states [B, D], or [T, D] at rows [B] -> d [B, Hd] for
+        logits, and the next step's [B, D].
 
         Step 0 takes the newest token and the target's final-norm output at p; later steps what
         the last returned.
         """
-        h = linear(torch.cat((self.target.embed(token_ids), hidden), -1), self.pre)
+        h = linear(self.target.embed_beside(token_ids, hidden, rows), self.pre)
         d = self._run_folded(h, context) if self.folded else self._advance(h, context)
         return d, linear(d, self.post)
 

@@ -64,8 +64,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         hidden, feedback = self.first_step(row, shared, target_step, batch, state)
         if nobody_samples:  # the draft's cache is filled, and nobody drafts
             return None
-        # The sampled token stands at p + 1, so draft `index` predicts position p + 2 + index.
-        tokens, probs = self.sample_draft(hidden, batch, state, row.seq_lens + 1, 0)
+        tokens, probs = self.sample_draft(hidden, batch, state, row.seq_lens, 0)
         first = None if probs is None else probs.unsqueeze(1)
         if self.num_speculative_tokens == 1:
             return Draft(tokens=tokens.unsqueeze(1), probs=first)
@@ -133,9 +132,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         probs: list[Tensor] = []
         for index in range(1, self.num_speculative_tokens):
             hidden, feedback = self.next_step(row, shared, last, feedback, batch, index)
-            last, drawn_from = self.sample_draft(
-                hidden, batch, state, row.seq_lens + (1 + index), index
-            )
+            last, drawn_from = self.sample_draft(hidden, batch, state, row.seq_lens, index)
             drafts.append(last)
             if drawn_from is not None:
                 probs.append(drawn_from)

@@ -130,11 +130,12 @@ class DraftModelSpeculator(BaseSpeculator):
         )
 
     def sample_draft(
-        self, hidden: Tensor, batch: Batch, state: RequestState, positions: Tensor, index: int
+        self, hidden: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft token [B] number `index` at `positions` [B], and what it was drawn from.
+        """Draft token [B] number `index`, and what it was drawn from.
 
-        The probabilities [B, V_draft] are None for greedy drafts.
+        seq_lens [B] are p + 1: the sampled token stands there, so the draft predicts position
+        p + 2 + index. The probabilities [B, V_draft] are None for greedy drafts.
         """
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
@@ -142,7 +143,7 @@ class DraftModelSpeculator(BaseSpeculator):
             self.head.compute_logits(hidden),
             state.temperature.index_select(0, batch.slots),
             state.seed.index_select(0, batch.slots),
-            positions,
+            seq_lens + (1 + index),
             index,
             batch.flags,
         )

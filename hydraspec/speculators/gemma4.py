@@ -40,8 +40,7 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         batch: Batch,
         state: RequestState,
     ) -> tuple[Tensor, Tensor]:
-        hidden = target_step.hidden_states.index_select(0, row.rows)
-        return self.head.step(shared, row.token_ids, hidden)
+        return self.head.step(shared, row.token_ids, target_step.hidden_states, row.rows)
 
     def next_step(
         self,

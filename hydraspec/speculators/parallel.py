@@ -51,7 +51,7 @@ class ParallelSpeculator(DraftModelSpeculator):
         drafts, probs = [], []
         for index, column in enumerate(places.unbind(1)):
             tokens, drawn_from = self.sample_draft(
-                states.index_select(0, column), batch, state, seq_lens + (1 + index), index
+                states.index_select(0, column), batch, state, seq_lens, index
             )
             drafts.append(tokens)
             if drawn_from is not None:

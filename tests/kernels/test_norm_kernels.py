@@ -7,8 +7,8 @@ import pytest
 import torch
 from hydraspec_kernels.add_norm.kernel import add_norm_cuda
 from hydraspec_kernels.add_norm.reference import add_norm_reference
-from hydraspec_kernels.embedding.kernel import embed_cuda
-from hydraspec_kernels.embedding.reference import embed_reference
+from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
+from hydraspec_kernels.embedding.reference import embed_beside_reference, embed_reference
 from hydraspec_kernels.gated_activation.kernel import gated_activation_cuda
 from hydraspec_kernels.gated_activation.reference import (
     gated_activation_reference,
@@ -246,6 +246,21 @@ def test_per_layer_inputs_are_their_reference(monkeypatch, layers, width, dtype,
         found = ple_inputs_cuda(ids, table, projected, weight, **scales)
     assert found.shape == (5, layers, width)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("named", [True, False], ids=["rows named", "rows in order"])
+def test_embedding_beside_hidden_rows(monkeypatch, named, dtype, device):
+    """Widths that no block divides; rows of another tensor's stride."""
+    table, wide = draws(7, dtype, device, (11, 24), (5, 50))
+    hidden, ids = wide[:, :40], torch.tensor([3, 0, 10], device=device)
+    rows = torch.tensor([4, 0, 2], device=device) if named else None
+    hidden = hidden if named else hidden[:3]
+    expected = embed_beside_reference(ids, table, 1.7, hidden, rows)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found = embed_beside_cuda(ids, table, 1.7, hidden, rows)
+    assert found.equal(expected)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

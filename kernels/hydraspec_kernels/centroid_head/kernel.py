@@ -1,11 +1,10 @@
-"""The best token of the best clusters, in four launches: the clusters' scores, their ranks, the
-candidates of the chosen clusters, the best of those.
+"""The best token of the best clusters, in four launches: the clusters' scores, the k best of them,
+the candidates of those, the best candidate.
 
-A cluster's rank is how many come before it: better ones, or equal ones of a lower number. Each
-program counts that for the few clusters it owns, and those of rank below k write themselves into
-the list, each at its rank; nothing is sorted. Scores stay in float32: where the reference rounds
-them to its dtype, and ties that makes are broken arbitrarily by its sort, the better cluster or
-token wins here.
+The k best are not sorted: a program a row finds the k-th score bit by bit, by counting how many
+reach a bound, and lists the clusters above it and as many equal ones, lowest first, as there is
+room for. Scores stay in float32: where the reference rounds them to its dtype, and ties that makes
+are broken arbitrarily by its sort, the better cluster or token wins here.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from hydraspec_kernels.token_choice.kernel import NO_TOKEN, best_of_rows, first_
 
 BLOCK_ROWS = 16  # the least that tl.dot takes
 BLOCK_CENTROIDS = 16  # 128 programs for 2048 clusters
-OWN = (16, 32)  # clusters a program ranks, for few rows and for many
-OTHERS = 128
 TILE_BYTES = 1 << 16  # table rows in registers at once, over eight warps
 FEW_ROWS = 4  # up to here four programs share a cluster, to have more processors read
 SOME_ROWS = 16  # and up to here two
@@ -85,35 +82,37 @@ def _best_of_cluster(
 
 @triton.jit
 def _ordered(scores):
-    """NaN counts as the largest, as in an argmax: then every cluster has a rank of its own."""
-    return tl.where(scores != scores, float("inf"), scores)
+    """float32 -> uint32 in the same order. NaN counts as the largest, as in an argmax."""
+    scores = tl.where(scores != scores, float("inf"), scores)
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.uint32, bitcast=True)  # one zero, not two
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit(do_not_specialize=["k"])
-def _rank_clusters(
-    chosen_ptr,  # [B, k] int32: clusters by rank
+def _choose_clusters(
+    chosen_ptr,  # [B, k] int32
     scores_ptr,  # [B, C]
     k,
     C: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHERS: tl.constexpr,  # compared with at once
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)
     wait_for_inputs(PDL)
-    scores_ptr += row * C
-    own = _ordered(tl.load(scores_ptr + mine, mask=mine < C, other=-float("inf")))
-    before = tl.zeros([OWN, OTHERS], tl.int32)
-    for start in range(0, C, OTHERS):
-        c = start + tl.arange(0, OTHERS)
-        scores = _ordered(tl.load(scores_ptr + c, mask=c < C, other=-float("inf")))
-        is_before = scores[None, :] > own[:, None]
-        is_tied = (scores[None, :] == own[:, None]) & (c[None, :] < mine[:, None])
-        before += (is_before | is_tied).to(tl.int32)
-    rank = tl.sum(before, 1)
-    tl.store(chosen_ptr + row * k + rank, mine, mask=(rank < k) & (mine < C))
+    scores = tl.load(scores_ptr + row * C + c, mask=c < C, other=0.0)
+    order = tl.where(c < C, _ordered(scores), 0)  # below every number
+    kth, bit = tl.zeros([1], tl.uint32), tl.full([1], 0x80000000, tl.uint32)
+    for _ in range(32):
+        reached = tl.sum((order >= kth + bit).to(tl.int32), 0)
+        kth = tl.where(reached >= k, kth + bit, kth)
+        bit = bit >> 1
+    above, equal = (order > kth).to(tl.int32), (order == kth).to(tl.int32)
+    room = k - tl.sum(above, 0)
+    is_chosen = (above != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))
+    place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    tl.store(chosen_ptr + row * k + place, c, mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -169,11 +168,11 @@ def centroid_greedy_kernel(
         H=width, C=num_clusters, BLOCK_H=block_h, BLOCK_ROWS=BLOCK_ROWS, BLOCK_C=BLOCK_CENTROIDS,
         num_warps=4, **launch,
     )  # fmt: skip
-    own = OWN[b > FEW_ROWS]
     chosen = torch.empty(b, k, dtype=torch.int32, device=d.device)
-    _rank_clusters[(triton.cdiv(num_clusters, own), b)](
-        chosen, scores, k, C=num_clusters, OWN=own, OTHERS=OTHERS, num_warps=8, **launch,
-    )  # fmt: skip
+    block_c = triton.next_power_of_2(num_clusters)
+    _choose_clusters[(b,)](
+        chosen, scores, k, C=num_clusters, BLOCK_C=block_c, num_warps=4, **launch
+    )
     parts = 4 if b <= FEW_ROWS else 2 if b <= SOME_ROWS else 1
     part = triton.cdiv(size, parts)
     tile = min(triton.next_power_of_2(part), max(1, TILE_BYTES // (block_h * d.element_size())))

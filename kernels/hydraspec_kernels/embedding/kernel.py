@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,14 +13,20 @@ BLOCK = 1024  # columns of a program
 
 @triton.jit
 def embed_kernel(
-    # [T, width]
+    # [T, width + beside]
     out_ptr,
     # [T]
     token_ids_ptr,
     # [vocab, width]
     table_ptr,
+    # [T, beside], or rows of it named by rows_ptr; None: beside is 0
+    hidden_ptr,
+    # [T] or None
+    rows_ptr,
     vocab,
     width,
+    beside,
+    hidden_stride,
     scale,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,23 +39,52 @@ def embed_kernel(
     token = tl.where((token >= 0) & (token < vocab), token, 0)
     x = tl.load(table_ptr + token * width + column, mask=column < width, other=0.0)
     out = (x.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + column, out, mask=column < width)
+    if hidden_ptr is not None:
+        source = row if rows_ptr is None else tl.load(rows_ptr + row).to(tl.int64)
+        behind = column - width
+        is_behind = (behind >= 0) & (behind < beside)
+        y = tl.load(hidden_ptr + source * hidden_stride + behind, mask=is_behind, other=0.0)
+        out = tl.where(is_behind, y, out)
+    tl.store(out_ptr + row * (width + beside) + column, out, mask=column < width + beside)
 
 
 def embed_cuda(token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
     """See `hydraspec_kernels.embedding.embed`."""
-    vocab, width = table.shape
+    out = table.new_empty(*token_ids.shape, table.shape[1])
+    return _launch(out, token_ids.contiguous(), table, scale, None, None)
+
+
+def embed_beside_cuda(
+    token_ids: Tensor, table: Tensor, scale: float | None, hidden: Tensor, rows: Tensor | None
+) -> Tensor:
+    """See `hydraspec_kernels.embedding.embed_beside`."""
+    assert hidden.stride(1) == 1, hidden.stride()
+    assert hidden.dtype is table.dtype
+    assert rows is not None or len(hidden) == len(token_ids)
+    out = table.new_empty(len(token_ids), table.shape[1] + hidden.shape[1])
+    return _launch(out, token_ids.contiguous(), table, scale, hidden, rows)
+
+
+def _launch(
+    out: Tensor,
+    token_ids: Tensor,
+    table: Tensor,
+    scale: float | None,
+    hidden: Tensor | None,
+    rows: Tensor | None,
+) -> Tensor:
     assert table.is_contiguous()
-    token_ids = token_ids.contiguous()
-    out = torch.empty(*token_ids.shape, width, dtype=table.dtype, device=table.device)
     if not out.numel():
         return out
-    embed_kernel[(token_ids.numel(), triton.cdiv(width, BLOCK))](
+    embed_kernel[(token_ids.numel(), triton.cdiv(out.shape[-1], BLOCK))](
         out,
         token_ids,
         table,
-        vocab,
-        width,
+        hidden,
+        rows,
+        *table.shape,
+        out.shape[-1] - table.shape[1],
+        0 if hidden is None else hidden.stride(0),
         1.0 if scale is None else scale,
         BLOCK=BLOCK,
         num_warps=4,
