@@ -42,6 +42,12 @@ bench: $(VENV)/.stamp-test ## Time the native engine against transformers on thi
 bench-gpu: $(VENV)/.stamp-test ## Time tokens on this GPU, native against vLLM: ARGS="experiment=bench_gemma4_31b"
 	$(BIN)/python -m hydraspec $(if $(findstring experiment=,$(ARGS)),,experiment=bench_gemma4_e4b) $(ARGS)
 
+bench-kernels: $(VENV)/.stamp-test ## Time every kernel on this GPU against its floor
+	for bench in kernels/benchmarks/bench_*.py; do $(BIN)/python $$bench; done
+
+test-gpu: $(VENV)/.stamp-test ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
 table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the README's table
 	$(BIN)/python tests/bench/readme_table.py $(ARGS)
 
@@ -66,4 +72,4 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: help run setup test test-slow lint type check wheel bench table sweep clean
+.PHONY: help run setup test test-slow test-gpu lint type check wheel bench bench-gpu bench-kernels table sweep clean
