@@ -21,8 +21,8 @@ from rich.console import Console
 from hydraspec.config.benches import methods_of
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import bench_table
-from hydraspec.lab.bench_measure import measure
-from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder
+from hydraspec.lab.bench_measure import INTERRUPTED, measure
+from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder, interrupts_held_back
 from hydraspec.metrics.files import Json, plain
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 LOG = "log.txt"
 VLLM = "vllm"
+STOPPED = 130  # exit status after an interrupt
 # What a process is told beside what was typed, and so replaces it.
 OWN_KEYS = {"engine", "method", "tracker", "baseline"}
 OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
-STATUSES = {0: "ok", 2: "refused"}  # by exit status; any other is "failed"
+STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
+NOTHING_DONE = "before a batch size was finished"
 SECONDS_TO_STOP = 20
 WIDE = 140  # columns of a table that goes to a file
 
@@ -47,6 +49,7 @@ def run(
     (vLLM that is not installed, say) is left out of the table, with its reason below it.
 
     Raises:
+        KeyboardInterrupt: once what was finished is saved, with status "interrupted".
         CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
         OSError: with the path, if the run folder cannot be written.
     """
@@ -54,14 +57,37 @@ def run(
     if not console.is_terminal:
         console = Console(width=WIDE)
     folder.write_config(resolved, overrides)
+    parts: list[Json] = []
+    try:
+        for part in _parts(config, folder.path, overrides, console):
+            parts.append(part)  # what came before an interrupt is kept
+    except KeyboardInterrupt:
+        with interrupts_held_back():
+            _save(config, folder, console, parts, INTERRUPTED)
+        raise
+    return _save(config, folder, console, parts, _status(parts))
+
+
+def _parts(
+    config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
+) -> Iterator[Json]:
+    """An interrupt comes behind the part that it cut short."""
     if config.bench.isolate:
-        parts = list(_in_processes(config, folder.path, overrides, console))
-    else:
-        parts = [measure(config)]
+        yield from _in_processes(config, folder, overrides, console)
+        return
+    part = measure(config)
+    yield part
+    if part["status"] == INTERRUPTED:
+        raise KeyboardInterrupt
+
+
+def _save(
+    config: RunConfig, folder: RunFolder, console: Console, parts: Sequence[Json], status: str
+) -> Json:
     result: Json = plain(
         {
             "schema_version": SCHEMA_VERSION,
-            "status": _status(parts),
+            "status": status,
             "target": config.target.name,
             "dtype": config.target.dtype,
             "prompt_tokens": config.bench.prompt_tokens,
@@ -75,7 +101,7 @@ def run(
     result["ratios"] = bench_table.ratios(result)
     folder.write_bench(result, bench_table.page_of(result))
     bench_table.print_table(result, console)
-    console.print(f"Benchmark: {run_dir / BENCH_REPORT}", soft_wrap=True, markup=False)
+    console.print(f"Benchmark: {folder.path / BENCH_REPORT}", soft_wrap=True, markup=False)
     return result
 
 
@@ -91,9 +117,15 @@ def _in_processes(
         for method in methods_of(config):
             own = folder / f"{engine}-{method}"
             own.mkdir(parents=True, exist_ok=True)
+            (own / BENCH).unlink(missing_ok=True)  # an earlier benchmark's
             console.print(f"{engine}, {method}: {own / LOG}", soft_wrap=True, markup=False)
             command = command_of(engine, method, own, overrides)
-            code = _wait(command, own / LOG, _environment(config, engine), config.bench.timeout_s)
+            environment = _environment(config, engine)
+            try:
+                code = _wait(command, own / LOG, environment, config.bench.timeout_s)
+            except KeyboardInterrupt:
+                yield _part_of(engine, method, own, STOPPED)
+                raise
             yield _part_of(engine, method, own, code)
 
 
@@ -143,28 +175,36 @@ def _wait(
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+        except KeyboardInterrupt:  # which a session of its own does not hear of: it saves, too
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_STOP)
+            raise
         finally:
             _stop(process)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End a process that still runs, and whatever it left behind: it may hold device memory."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_TO_STOP)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_STOP)
+    finally:  # also where a second Ctrl-C cuts the waiting short
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _part_of(engine: str, method: str, folder: Path, code: int | None) -> Json:
     """What a process measured, or why it did not."""
-    if code == 0:
-        result = json.loads((folder / BENCH).read_text(encoding="utf-8"))
-        return result["parts"][0]
+    if code == 0 or (code == STOPPED and (folder / BENCH).is_file()):
+        parts: list[Json] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["parts"]
+        if parts:
+            return parts[0]
     status = "timed out" if code is None else STATUSES.get(code, "failed")
-    reason = _last_words(folder / LOG)
+    reason = NOTHING_DONE if code == STOPPED else _last_words(folder / LOG)
     log.warning("%s, %s %s: %s", engine, method, status, reason)
     return {"engine": engine, "method": method, "status": status, "reason": reason, "rows": []}
 

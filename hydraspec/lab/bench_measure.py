@@ -26,6 +26,7 @@ from hydraspec.types import Request, StepRecord
 
 log = logging.getLogger(__name__)
 
+INTERRUPTED = "interrupted"  # status of a part that is not whole
 WARM_UP_TOKENS = 16
 CLOCK_TOKENS = 64
 STREAM = 0x62656E63  # of the prompts' random numbers
@@ -49,7 +50,11 @@ def measure(config: RunConfig) -> Json:
 
     Per batch: one warm-up, then config.bench.repeats times the whole output and one token alone.
     first_step_s is what a user waits for the first token of a fresh process: loading, warm-up,
-    capture and that token; imports of torch are not in it.
+    capture and that token; imports of torch are not in it. After an interrupt the part has the
+    batch sizes that were finished, and status "interrupted".
+
+    Raises:
+        KeyboardInterrupt: before any batch size was finished.
     """
     started = time.perf_counter()
     engine = factory.build_engine(config)
@@ -60,18 +65,32 @@ def measure(config: RunConfig) -> Json:
         log.info("loaded in %.1f s, first token after %.1f s", load_s, first_step_s)
         gc.collect()
         gc.freeze()
-        rows = [_time_batch(config, engine, batch) for batch in config.bench.batches]
-        return _part(config, engine, rows, load_s=load_s, first_step_s=first_step_s)
+        part = _part(engine, load_s=load_s, first_step_s=first_step_s)
+        try:
+            for batch in config.bench.batches:
+                part["rows"].append(_time_batch(config, engine, batch))
+            part["gpu_clocks"] = _clocks_under_load(config, engine)
+        except KeyboardInterrupt:
+            num_done, num_wanted = len(part["rows"]), len(config.bench.batches)
+            if not num_done:
+                raise
+            part["status"] = INTERRUPTED
+            part["reason"] = f"after {num_done} of {num_wanted} batch sizes"
+        # Known at the end: the largest batch's peak, and what later captures took or could not.
+        part |= {
+            "memory_bytes": engine.info.memory_bytes,
+            "peak_memory_bytes": _peak_memory_bytes(),
+            "warnings": [*config.warnings, *engine.info.warnings],
+        }
+        return part
     finally:
         gc.unfreeze()
         engine.close()
 
 
-def _part(
-    config: RunConfig, engine: Engine, rows: list[Json], *, load_s: float, first_step_s: float
-) -> Json:
+def _part(engine: Engine, *, load_s: float, first_step_s: float) -> Json:
+    """What is known before the first batch; the other keys have their place."""
     info = engine.info
-    clocks = _clocks_under_load(config, engine)
     return {
         "engine": info.engine,
         "method": info.method,
@@ -79,13 +98,13 @@ def _part(
         "status": "ok",
         "load_s": load_s,
         "first_step_s": first_step_s,
-        "memory_bytes": info.memory_bytes,
-        "peak_memory_bytes": _peak_memory_bytes(),
+        "memory_bytes": {},
+        "peak_memory_bytes": {},
         "cudagraph": info.cudagraph,
-        "warnings": [*config.warnings, *info.warnings],
+        "warnings": [],
         "environment": environment.describe(info),
-        "gpu_clocks": clocks,
-        "rows": rows,
+        "gpu_clocks": None,
+        "rows": [],
     }
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -105,3 +108,20 @@ def _clear(path: Path) -> None:
 def _yaml(value: object) -> str:
     text: str = yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True)
     return text
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Let a Ctrl-C wait until the files are written; it is raised at the end."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(signal.getsignal(signal.SIGINT)):  # or ignored already
+        yield
+        return
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            raise KeyboardInterrupt

@@ -5,11 +5,9 @@ Measures nothing and writes nothing itself: it puts the rooms in order.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from hydraspec import factory
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, report, summary, verdict, workloads
-from hydraspec.lab.folder import STEPS, TRACE, RunFolder
+from hydraspec.lab.folder import STEPS, TRACE, RunFolder, interrupts_held_back
 from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.verdict import NOT_CHECKED, Lossless
@@ -181,7 +179,7 @@ class _Run:
         """
         meter = self.measurement.meters[Side.method]
         rows = summary.request_rows(self.requests, meter)
-        with _interrupts_held_back():
+        with interrupts_held_back():
             for sink in self.files:
                 sink.close()
             self.folder.write_requests(rows)
@@ -189,7 +187,7 @@ class _Run:
             self._write(result, rows)
         if self.tracker is not None and (failures := self.tracker.on_summary(result)):
             result["warnings"] += failures
-            with _interrupts_held_back():
+            with interrupts_held_back():
                 self._write(result, rows)
         self.progress.on_summary(result)
         self.console.print(f"Report: {self.folder.path / 'report.html'}", soft_wrap=True)
@@ -267,20 +265,3 @@ def _tracker(
         name=f"{config.target.name}-{config.method.name}-{config.method.num_speculative_tokens}",
     )
     return WandbSink(options, folder.path, resolved)
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Let a Ctrl-C wait until the files are written; it is raised at the end."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not callable(signal.getsignal(signal.SIGINT)):  # or ignored already
-        yield
-        return
-    received: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            raise KeyboardInterrupt

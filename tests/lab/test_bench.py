@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,7 +176,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) ->
             return codes[name]
         job = plan(command[3:])
         bench.run(job.jobs[0], run_dir=job.folder, overrides=command[3:], resolved={})
-        return 0
+        return 0  # an interrupt is raised: here the two processes are one
 
     monkeypatch.setattr(bench, "_wait", wait)
     return told
@@ -247,6 +249,83 @@ def test_what_is_missing_has_its_reason(
     assert said in capsys.readouterr().out
     assert len([part for part in result["parts"] if part["rows"]]) == 4 - len(codes)
     assert bench_table.page_of(result)
+
+
+@pytest.mark.parametrize("during", ["a batch", "the first batch"])
+def test_an_interrupt_leaves_what_was_finished(
+    build: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    during: str,
+) -> None:
+    """Of a process, finished parts and the batches of the one it cut short; nothing else starts."""
+    told = in_process(monkeypatch, {})
+    time_batch, batches = bench_measure._time_batch, []
+
+    def interrupted(config: RunConfig, engine: FakeEngine, batch: int) -> Any:
+        batches.append(batch)
+        if len(batches) == (4 if during == "a batch" else 3):
+            raise KeyboardInterrupt
+        return time_batch(config, engine, batch)
+
+    monkeypatch.setattr(bench_measure, "_time_batch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(tmp_path)
+    saved = json.loads((tmp_path / "run" / "bench.json").read_text())
+    assert [name for name, *_ in told] == ["native-none", "native-gemma4_mtp"]
+    assert saved["status"] == "interrupted"
+    assert [part["status"] for part in saved["parts"]] == ["ok", "interrupted"]
+    wanted = [1] if during == "a batch" else []
+    assert [row["batch"] for row in saved["parts"][1]["rows"]] == wanted
+    said = "after 1 of 2 batch sizes" if wanted else "before a batch size was finished"
+    assert f"native, gemma4_mtp interrupted: {said}" in capsys.readouterr().out
+    assert said in (tmp_path / "run" / "bench.html").read_text()
+    assert all(engine.closed for engine in build)
+
+
+def test_an_interrupt_in_this_process_keeps_its_batches(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also one while nvidia-smi is asked, when every batch is done."""
+
+    def interrupted(config: RunConfig, engine: FakeEngine) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_measure, "_clocks_under_load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(
+            tmp_path,
+            "method=none",
+            "bench.isolate=false",
+            "bench.engines=[native]",
+            "bench.methods=[none]",
+        )
+    saved = json.loads((tmp_path / "run" / "bench.json").read_text())
+    assert (saved["status"], saved["parts"][0]["status"]) == ("interrupted", "interrupted")
+    assert [row["batch"] for row in saved["parts"][0]["rows"]] == [1, 2]
+
+
+def test_a_process_hears_of_an_interrupt_and_may_save(tmp_path: Path) -> None:
+    """It has a session of its own, where a Ctrl-C does not arrive by itself."""
+    log = tmp_path / "log.txt"
+    program = (
+        "import time\ntry:\n print('up', flush=True); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n time.sleep(0.2); print('saved', flush=True)"
+    )
+
+    def press() -> None:
+        while "up" not in log.read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    log.touch()
+    keyboard = threading.Thread(target=press)
+    keyboard.start()
+    with pytest.raises(KeyboardInterrupt):
+        bench._wait([sys.executable, "-c", program], log, dict(os.environ), 60)
+    keyboard.join()
+    assert log.read_text() == "up\nsaved\n"
 
 
 def test_a_process_and_what_it_started_end_with_the_time(tmp_path: Path) -> None:
