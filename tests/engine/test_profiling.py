@@ -21,6 +21,7 @@ from recorded_graphs import RecordedOps
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.profiling import MAX_STEPS, EventClock, milliseconds, profile
+from hydraspec.engine.native.scheduler import Sequence
 from hydraspec.engine.native.timing import PHASES
 
 VERB_MS = {"place": 1.0, "prepare": 2.0, "forward": 30.0, "verify": 4.0, "commit": 5.0}
@@ -120,10 +121,29 @@ def test_no_step_waits_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.tokenize(requests)
     assert profile(engine, requests, device.event) is not None
     assert not any(waits)
-    assert len(steps) == MAX_STEPS
+    assert steps.count(False) == MAX_STEPS
     assert steps[0]
-    assert device.num_waits == 6 * (steps.count(False) - 2)
+    assert device.num_waits == 6 * (MAX_STEPS - 2)
     assert not engine.parts.scheduler.running, "the profile left requests behind"
+
+
+def test_prompts_may_take_more_steps_than_a_profile_has() -> None:
+    """Long prompts in small chunks; of many requests, as many are read as fit into a batch."""
+    engine = make_graph_engine(graph_config("none", "none", max_num_batched_tokens=5), None)
+    requests = zoo_requests(9)
+    for request in requests:
+        request.sampling.max_tokens, request.sampling.ignore_eos = 8, True
+        request.messages, request.prompt_token_ids = None, [5 + n % 40 for n in range(60)]
+    taken = []
+    add = engine._scheduler.add
+
+    def watched(sequence: Sequence) -> None:
+        taken.append(sequence.request.index)
+        add(sequence)
+
+    engine._scheduler.add = watched  # type: ignore[method-assign]
+    assert profile(engine, requests, FakeDevice().event) is not None
+    assert taken == [0, 1, 2, 3, 4]
 
 
 def test_only_prompts_give_no_profile() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hydraspec.engine.native.engine import NativeEngine
 
-MAX_STEPS = 32
+MAX_STEPS = 32  # decode steps
 UNSETTLED_STEPS = 2  # first decode steps, which load kernels; left out where others follow
 
 P = ParamSpec("P")
@@ -78,12 +78,14 @@ def profile(
     engine: NativeEngine, requests: Sequence[Request], make_event: Callable[[], Event]
 ) -> dict[str, float] | None:
     """Mean milliseconds per decode step of each phase, the host's for `schedule` and the device's
-    for the others, over at most MAX_STEPS steps; None where no step only decodes.
+    for the others, over at most MAX_STEPS of them; None where no step only decodes.
+
+    Of the requests, as many run as fit into a batch: those behind would bring prefills all along.
     """
     clock, host = EventClock(make_event), PhaseClock(enabled=True)
     steps: list[tuple[list[tuple[str, Event, Event]], float]] = []
-    num_steps = 0
-    events = engine.run(requests, concurrency=None)
+    batch = requests[: engine.parts.config.engine.max_num_seqs]
+    events = engine.run(batch, concurrency=None)
     with _timed(engine, clock, host), closing(events):
         host.start()
         for event in events:
@@ -93,8 +95,7 @@ def profile(
             host.start()
             if not any(part.is_prefill for part in event.requests):
                 steps.append((spans, scheduled or 0.0))
-            num_steps += 1
-            if num_steps == MAX_STEPS:
+            if len(steps) == MAX_STEPS:
                 break
     if len(steps) > UNSETTLED_STEPS:
         steps = steps[UNSETTLED_STEPS:]
