@@ -7,7 +7,6 @@ number of the host that a graph baked in shows as another token. float64: no tie
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from graph_runs import (
     PAIRS,
     Run,
+    assert_same,
     attention_as_on_devices,
     count_launches,
     graph_config,
@@ -29,7 +28,6 @@ from graph_runs import (
 from late_device import LateDevice
 from recorded_graphs import CalledAgain, RecordedOps
 
-from hydraspec.config.schema import DraftSampling, Verification
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.inputs import PlanTensors
@@ -37,7 +35,7 @@ from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.upload import PlanUpload, _Tables
 from hydraspec.speculators import autoregressive
 from hydraspec.speculators.gemma4 import Gemma4Speculator
-from hydraspec.types import Batch, StepPlan, TargetStep
+from hydraspec.types import Batch, StepPlan
 
 GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 NUM_REQUESTS = 7
@@ -65,12 +63,6 @@ def eager(method: str, k: int, count: int = NUM_REQUESTS) -> Run:
     """The same requests without graphs and without padding."""
     engine = make_graph_engine(graph_config(method, "none", k=k), None)
     return run_requests(engine, zoo_requests(count))
-
-
-def assert_same(run: Run, wanted: Run) -> None:
-    """The requests of `run` got what they got in `wanted`, whoever ran beside them."""
-    assert run.outputs == {index: wanted.outputs[index] for index in run.outputs}
-    assert run.drafts == {index: wanted.drafts[index] for index in run.outputs}
 
 
 @pytest.mark.parametrize(
@@ -251,34 +243,6 @@ def test_only_the_sizes_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) 
     assert counts["decode"] > 5
 
 
-@pytest.mark.parametrize(
-    "verification",
-    [
-        Verification.standard,
-        pytest.param(Verification.block, marks=pytest.mark.slow),
-        pytest.param(Verification.synthetic, marks=pytest.mark.slow),
-    ],
-)
-def test_other_ways_of_sampling_get_graphs_when_met(verification: Verification) -> None:
-    """Greedy and sampled requests in turn, drafts drawn from distributions: the steps of a graph
-    draw what eager steps draw, because a draw follows from seed and position alone."""
-    fields = {
-        "verification": verification,
-        "draft_sampling": DraftSampling.probabilistic,
-        "synthetic_acceptance_length": 2.0 if verification is Verification.synthetic else None,
-    }
-    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
-    wanted = run_requests(
-        make_graph_engine(graph_config("eagle3", "none", **fields), None), requests, concurrency=3
-    )
-    backend = RecordedOps()
-    engine = make_graph_engine(graph_config("eagle3", "full", **fields), backend)
-    num_captured = backend.num_captures
-    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
-    assert_same(run_requests(engine, requests, concurrency=3), wanted)
-    assert backend.num_captures > num_captured
-
-
 def test_a_drafter_that_cannot_be_captured_drafts_behind_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -300,55 +264,6 @@ def test_the_baseline_has_graphs_of_its_own() -> None:
     assert runner.num_graphs() > 0
     assert run_requests(baseline, zoo_requests(3)).tokens == first.tokens
     assert run_requests(engine, zoo_requests(3)).outputs == first.outputs
-
-
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_logits_of_a_prompt_are_had_beside_graphs(ahead: bool) -> None:
-    """A prompt of 9 tokens would fit a mixed graph, one of 30 fits none."""
-    plain = make_graph_engine(graph_config("gemma4_mtp", "none"), None)
-    config = graph_config("gemma4_mtp", "full")
-    config.engine.async_scheduling = ahead
-    engine = make_graph_engine(config, RecordedOps())
-    for length in (9, 30):
-        tokens = [5 + n % 40 for n in range(length)]
-        wanted = torch.from_numpy(plain.next_token_logits(tokens))
-        found = torch.from_numpy(engine.next_token_logits(tokens))
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("lengths", [(1, 41), (41, 1)], ids=["of 1 first", "of 41 first"])
-def test_logits_of_a_prompt_that_looks_like_a_decode(lengths: tuple[int, int]) -> None:
-    """Without drafts, one row is a uniform batch: a prompt of 1 token is, and the last chunk of one
-    of 41. Graphs of decodes keep no logits."""
-    plain = make_graph_engine(graph_config("none", "none", k=0), None)
-    backend = RecordedOps()
-    engine = make_graph_engine(graph_config("none", "full", k=0), backend)
-    for length in lengths:
-        tokens = [5 + n % 40 for n in range(length)]
-        wanted, found = plain.next_token_logits(tokens), engine.next_token_logits(tokens)
-        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
-    assert backend.num_replays == 0
-    run = run_requests(engine, zoo_requests(FEW))
-    assert backend.num_replays > 0
-    assert run.tokens == run_requests(plain, zoo_requests(FEW)).tokens
-
-
-def test_nobody_keeps_the_logits_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of many requests over a large vocabulary are gigabytes."""
-    engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
-    runner, made = engine.parts.runner, []
-    forward = runner.forward
-
-    def watched(batch: Batch) -> TargetStep:
-        step = forward(batch)
-        made.append(weakref.ref(step.logits))
-        return step
-
-    monkeypatch.setattr(runner, "forward", watched)
-    engine.next_token_logits([5, 6, 7])
-    run_requests(engine, zoo_requests(FEW))
-    assert len(made) > 3
-    assert not [logits for logits in made if logits() is not None]
 
 
 @pytest.mark.parametrize("method", [pytest.param("gemma4_mtp", marks=pytest.mark.slow), "eagle3"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import (
     CudagraphConfig,
@@ -21,6 +21,7 @@ from hydraspec.config.schema import (
     TrackerConfig,
     WorkloadConfig,
 )
+from hydraspec.lab import bench_measure
 from hydraspec.lab import run as run_module
 
 
@@ -83,3 +84,24 @@ def run_config(config: RunConfig, tmp_path: Path) -> Callable[[], dict[str, Any]
         )
 
     return run
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """Make the factory hand out fake engines named as asked for; they are collected."""
+    built: list[FakeEngine] = []
+
+    def build_engine(config: RunConfig) -> FakeEngine:
+        built.append(
+            FakeEngine(
+                Behaviour(),
+                is_baseline=config.method.name == "none",
+                engine=config.engine.name,
+                method=config.method.name,
+                num_speculative_tokens=config.method.num_speculative_tokens,
+            )
+        )
+        return built[-1]
+
+    monkeypatch.setattr(bench_measure.factory, "build_engine", build_engine)
+    return built

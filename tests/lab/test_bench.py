@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_runs import SMALL, in_process, planned, run_bench
 from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
@@ -26,13 +24,6 @@ from hydraspec.lab import bench, bench_measure, bench_table
 from hydraspec.lab import run as run_module
 
 PRESETS = [name for name in choices_of("experiment") if name.startswith("bench_")]
-SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
-
-
-def planned(*overrides: str) -> RunConfig:
-    return plan(["bench=decode", *SMALL, *overrides]).jobs[0]
-
-
 # ------------------------------------------------------------------ what is asked for
 
 
@@ -99,27 +90,6 @@ def test_a_method_left_to_the_drafter_is_the_tables() -> None:
 # ------------------------------------------------------------------ what is measured
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
-    """Make the factory hand out fake engines named as asked for; they are collected."""
-    built: list[FakeEngine] = []
-
-    def build_engine(config: RunConfig) -> FakeEngine:
-        built.append(
-            FakeEngine(
-                Behaviour(),
-                is_baseline=config.method.name == "none",
-                engine=config.engine.name,
-                method=config.method.name,
-                num_speculative_tokens=config.method.num_speculative_tokens,
-            )
-        )
-        return built[-1]
-
-    monkeypatch.setattr(bench_measure.factory, "build_engine", build_engine)
-    return built
-
-
 def test_a_part_loads_once_and_measures_every_batch(build: list[FakeEngine]) -> None:
     part = bench_measure.measure(planned("bench.repeats=2"))
     assert len(build) == 1
@@ -162,32 +132,6 @@ def test_a_request_that_ends_early_spoils_the_figure(build: list[FakeEngine]) ->
 
 
 # ------------------------------------------------------------------ the table
-
-
-def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) -> list[Any]:
-    """Run what a process is told in this one; `codes` end engine-method otherwise."""
-    told: list[Any] = []
-
-    def wait(command: list[str], log: Path, environment: dict[str, str], timeout_s: float) -> Any:
-        name = log.parent.name
-        told.append((name, environment, timeout_s))
-        log.write_text("loading\n[INFO] x\nhydraspec: engine.name=vllm needs it\n  allowed: y\n")
-        if name in codes:
-            return codes[name]
-        job = plan(command[3:])
-        bench.run(job.jobs[0], run_dir=job.folder, overrides=command[3:], resolved={})
-        return 0  # an interrupt is raised: here the two processes are one
-
-    monkeypatch.setattr(bench, "_wait", wait)
-    return told
-
-
-def run_bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
-    typed = ["bench=decode", *SMALL, *overrides]
-    job = plan(typed)
-    result = bench.run(job.jobs[0], run_dir=tmp_path / "run", overrides=typed, resolved={"a": 1})
-    assert json.loads((tmp_path / "run" / "bench.json").read_text()) == result
-    return result
 
 
 def test_engines_stand_side_by_side(
@@ -249,83 +193,6 @@ def test_what_is_missing_has_its_reason(
     assert said in capsys.readouterr().out
     assert len([part for part in result["parts"] if part["rows"]]) == 4 - len(codes)
     assert bench_table.page_of(result)
-
-
-@pytest.mark.parametrize("during", ["a batch", "the first batch"])
-def test_an_interrupt_leaves_what_was_finished(
-    build: list[FakeEngine],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    during: str,
-) -> None:
-    """Of a process, finished parts and the batches of the one it cut short; nothing else starts."""
-    told = in_process(monkeypatch, {})
-    time_batch, batches = bench_measure._time_batch, []
-
-    def interrupted(config: RunConfig, engine: FakeEngine, batch: int) -> Any:
-        batches.append(batch)
-        if len(batches) == (4 if during == "a batch" else 3):
-            raise KeyboardInterrupt
-        return time_batch(config, engine, batch)
-
-    monkeypatch.setattr(bench_measure, "_time_batch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_bench(tmp_path)
-    saved = json.loads((tmp_path / "run" / "bench.json").read_text())
-    assert [name for name, *_ in told] == ["native-none", "native-gemma4_mtp"]
-    assert saved["status"] == "interrupted"
-    assert [part["status"] for part in saved["parts"]] == ["ok", "interrupted"]
-    wanted = [1] if during == "a batch" else []
-    assert [row["batch"] for row in saved["parts"][1]["rows"]] == wanted
-    said = "after 1 of 2 batch sizes" if wanted else "before a batch size was finished"
-    assert f"native, gemma4_mtp interrupted: {said}" in capsys.readouterr().out
-    assert said in (tmp_path / "run" / "bench.html").read_text()
-    assert all(engine.closed for engine in build)
-
-
-def test_an_interrupt_in_this_process_keeps_its_batches(
-    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also one while nvidia-smi is asked, when every batch is done."""
-
-    def interrupted(config: RunConfig, engine: FakeEngine) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_measure, "_clocks_under_load", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_bench(
-            tmp_path,
-            "method=none",
-            "bench.isolate=false",
-            "bench.engines=[native]",
-            "bench.methods=[none]",
-        )
-    saved = json.loads((tmp_path / "run" / "bench.json").read_text())
-    assert (saved["status"], saved["parts"][0]["status"]) == ("interrupted", "interrupted")
-    assert [row["batch"] for row in saved["parts"][0]["rows"]] == [1, 2]
-
-
-def test_a_process_hears_of_an_interrupt_and_may_save(tmp_path: Path) -> None:
-    """It has a session of its own, where a Ctrl-C does not arrive by itself."""
-    log = tmp_path / "log.txt"
-    program = (
-        "import time\ntry:\n print('up', flush=True); time.sleep(60)\n"
-        "except KeyboardInterrupt:\n time.sleep(0.2); print('saved', flush=True)"
-    )
-
-    def press() -> None:
-        while "up" not in log.read_text():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    log.touch()
-    keyboard = threading.Thread(target=press)
-    keyboard.start()
-    with pytest.raises(KeyboardInterrupt):
-        bench._wait([sys.executable, "-c", program], log, dict(os.environ), 60)
-    keyboard.join()
-    assert log.read_text() == "up\nsaved\n"
 
 
 def test_a_process_and_what_it_started_end_with_the_time(tmp_path: Path) -> None:

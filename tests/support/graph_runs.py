@@ -126,6 +126,12 @@ def run_requests(
     return run
 
 
+def assert_same(run: Run, wanted: Run) -> None:
+    """The requests of `run` got what they got in `wanted`, whoever ran beside them."""
+    assert run.outputs == {index: wanted.outputs[index] for index in run.outputs}
+    assert run.drafts == {index: wanted.drafts[index] for index in run.outputs}
+
+
 def attention_as_on_devices(patch: pytest.MonkeyPatch) -> None:
     """Targets and heads plan attention as for kernels: mixed steps have no other static plan."""
     for module in ("gemma4", "dense_layer", "deepseek_attention"):

@@ -53,6 +53,10 @@ MAX_VARIANTS = 4
 # A step of few prefill rows keeps the device less busy than the host: its decodes go first, as a
 # graph. Behind many rows they cost least where they share the pass over the weights.
 MAX_SPLIT_ROWS = 512
+NOT_CAPTURED = (
+    "some steps that sample run without CUDA graphs, for which there is no memory left; lower "
+    "engine.kv_cache.memory_gib to have them"
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -106,6 +110,9 @@ class DeviceRunner(Runner):
         )
         self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
         self._variants: list[SamplingFlags] = []
+        self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
+        self._memory_bytes: dict[str, int] = {}  # of the engine, as are the warnings
+        self._warnings: list[str] = []
         self.graphs: GraphManager[PlanTensors, StepOutputs] | None = None
         if backend is not None and modes.enabled:
             self.graphs = GraphManager(
@@ -115,17 +122,39 @@ class DeviceRunner(Runner):
     # ------------------------------------------------------------------ capture
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture what the mode asks for, for greedy steps; others are captured when first met."""
+    def capture(self, memory_bytes: dict[str, int], warnings: list[str]) -> None:
+        """Capture what the mode asks for, for greedy steps; others are captured when first met.
+
+        memory_bytes["graphs"] counts all of them, and `warnings` tells why one that was met could
+        not be captured: both also later.
+        """
         if self.graphs is None or self.backend is None:
             return
+        self._memory_bytes, self._warnings = memory_bytes, warnings
+        with self._counted_memory():
+            self._capture_greedy(self.graphs, self.backend)
+
+    def _capture_greedy(
+        self, graphs: GraphManager[PlanTensors, StepOutputs], backend: GraphBackend
+    ) -> None:
         sizes = self.limits.capture_sizes
         if self.modes.draft != NONE:
             self.speculator.init_cudagraph_manager(
-                DraftGraphs(self.backend, sizes, self._draft_batch, self.state)
+                DraftGraphs(backend, sizes, self._draft_batch, self.state)
             )
             self.speculator.capture()
-        self.graphs.capture_all(self.descriptors())
+        graphs.capture_all(self.descriptors())
+
+    @contextmanager
+    def _counted_memory(self) -> Iterator[None]:
+        """Adds what is captured meanwhile to the engine's figure, also if a capture fails."""
+        assert self.backend is not None
+        before = self.backend.num_bytes()
+        try:
+            yield
+        finally:
+            taken = self.backend.num_bytes() - before
+            self._memory_bytes["graphs"] = self._memory_bytes.get("graphs", 0) + taken
 
     def descriptors(self) -> list[Descriptor]:
         """What the mode asks for: greedy steps of decodes by batch size, mixed ones by rows."""
@@ -285,7 +314,7 @@ class DeviceRunner(Runner):
 
     def _graph_for(self, plan: StepPlan) -> Captured[PlanTensors, StepOutputs] | None:
         """The graph that serves a plan. One for its way of sampling is captured where only a greedy
-        one of its shape exists.
+        one of its shape exists; where memory does not allow that, such plans run eagerly.
         """
         if self.graphs is None:
             return None
@@ -300,12 +329,26 @@ class DeviceRunner(Runner):
             return found
         variant = self._variant(plan)
         exact = replace(found.descriptor, variant=variant)
+        if exact in self._uncaptured:
+            return None
         return self.graphs.dispatch(exact) or self._capture_late(exact)
 
-    def _capture_late(self, descriptor: Descriptor) -> Captured[PlanTensors, StepOutputs]:
+    def _capture_late(self, descriptor: Descriptor) -> Captured[PlanTensors, StepOutputs] | None:
         assert self.graphs is not None
         log.info("a way of sampling is met for the first time: capturing its steps")
-        return self.graphs.capture(descriptor)
+        try:
+            with self._counted_memory():
+                return self.graphs.capture(descriptor)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ", 1)[0]
+        self._uncaptured.add(descriptor)
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the attempt took on the stream of captures
+        told = f"{NOT_CAPTURED}: {reason}"
+        log.warning(told)
+        if told not in self._warnings:
+            self._warnings.append(told)
+        return None
 
     def _variant(self, plan: StepPlan) -> Hashable:
         flags = plan.flags

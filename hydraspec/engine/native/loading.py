@@ -126,9 +126,7 @@ def assemble(
     memory_bytes["kv_cache"] = kv.num_bytes
     runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
     if isinstance(runner, DeviceRunner) and backend is not None and modes.enabled:
-        before = backend.num_bytes()
-        _capture(runner)
-        memory_bytes["graphs"] = backend.num_bytes() - before
+        _capture(runner, memory_bytes, warnings)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.engine.max_num_seqs,
@@ -209,9 +207,9 @@ def _measure_activations(
     return peak
 
 
-def _capture(runner: DeviceRunner) -> None:
+def _capture(runner: DeviceRunner, memory_bytes: dict[str, int], warnings: list[str]) -> None:
     start = time.perf_counter()
-    runner.capture()
+    runner.capture(memory_bytes, warnings)
     assert runner.backend is not None
     if runner.target.device.type == "cuda":
         torch.cuda.empty_cache()  # what warm-ups took on the stream of captures

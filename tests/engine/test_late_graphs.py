@@ -1,0 +1,98 @@
+"""Graphs that are captured while requests run: a way of sampling is met for the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from graph_runs import (
+    assert_same,
+    attention_as_on_devices,
+    graph_config,
+    make_graph_engine,
+    run_requests,
+    zoo_requests,
+)
+from recorded_graphs import RecordedOps
+
+from hydraspec.config.schema import DraftSampling, Verification
+from hydraspec.graphs.capture import Replayable
+
+T = TypeVar("T")
+
+FEW = 4
+
+
+@pytest.fixture(autouse=True)
+def _static_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_as_on_devices(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "verification",
+    [
+        Verification.standard,
+        pytest.param(Verification.block, marks=pytest.mark.slow),
+        pytest.param(Verification.synthetic, marks=pytest.mark.slow),
+    ],
+)
+def test_other_ways_of_sampling_get_graphs_when_met(verification: Verification) -> None:
+    """Greedy and sampled requests in turn, drafts drawn from distributions: the steps of a graph
+    draw what eager steps draw, because a draw follows from seed and position alone."""
+    fields = {
+        "verification": verification,
+        "draft_sampling": DraftSampling.probabilistic,
+        "synthetic_acceptance_length": 2.0 if verification is Verification.synthetic else None,
+    }
+    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    wanted = run_requests(
+        make_graph_engine(graph_config("eagle3", "none", **fields), None), requests, concurrency=3
+    )
+    backend = RecordedOps()
+    engine = make_graph_engine(graph_config("eagle3", "full", **fields), backend)
+    num_captured = backend.num_captures
+    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    assert_same(run_requests(engine, requests, concurrency=3), wanted)
+    assert backend.num_captures > num_captured
+
+
+class SmallMemory(RecordedOps):
+    """Every capture takes a byte; of those that come late, few find one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left, self.num_refused = 1000, 0
+
+    def capture(self, run: Callable[[], T], *, in_pieces: bool, pool: str) -> tuple[T, Replayable]:
+        if not self.num_left:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        self.num_left -= 1
+        return super().capture(run, in_pieces=in_pieces, pool=pool)
+
+    def num_bytes(self) -> int:
+        return self.num_captures
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_without_memory_for_later_graphs_such_steps_run_eagerly(num_left: int) -> None:
+    """And the engine's facts say so: what graphs take, and what could not be captured."""
+    plain = make_graph_engine(graph_config("eagle3", "none"), None)
+    wanted = run_requests(plain, zoo_requests(FEW, temperature=0.9))
+    backend = SmallMemory()
+    engine = make_graph_engine(graph_config("eagle3", "full"), backend)
+    assert engine.info.memory_bytes["graphs"] == backend.num_captures
+    backend.num_left = num_left
+    assert_same(run_requests(engine, zoo_requests(FEW, temperature=0.9)), wanted)
+    assert engine.info.memory_bytes["graphs"] == backend.num_captures
+    (warning,) = engine.info.warnings
+    assert "without CUDA graphs" in warning
+    assert warning.endswith("CUDA out of memory")
+    num_refused, num_replays = backend.num_refused, backend.num_replays
+    assert num_refused > 0
+    run_requests(engine, zoo_requests(FEW, temperature=0.9))
+    assert backend.num_refused == num_refused, "what cannot be had is asked for again"
+    assert_same(run_requests(engine, zoo_requests(FEW)), run_requests(plain, zoo_requests(FEW)))
+    assert backend.num_replays > num_replays

@@ -1,0 +1,45 @@
+"""Benchmarks of fake engines, the processes of which are calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydraspec.compose import plan
+from hydraspec.config.schema import RunConfig
+from hydraspec.lab import bench
+
+SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
+
+
+def planned(*overrides: str) -> RunConfig:
+    return plan(["bench=decode", *SMALL, *overrides]).jobs[0]
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) -> list[Any]:
+    """Run what a process is told in this one; `codes` end engine-method otherwise."""
+    told: list[Any] = []
+
+    def wait(command: list[str], log: Path, environment: dict[str, str], timeout_s: float) -> Any:
+        name = log.parent.name
+        told.append((name, environment, timeout_s))
+        log.write_text("loading\n[INFO] x\nhydraspec: engine.name=vllm needs it\n  allowed: y\n")
+        if name in codes:
+            return codes[name]
+        job = plan(command[3:])
+        bench.run(job.jobs[0], run_dir=job.folder, overrides=command[3:], resolved={})
+        return 0  # an interrupt is raised: here the two processes are one
+
+    monkeypatch.setattr(bench, "_wait", wait)
+    return told
+
+
+def run_bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    typed = ["bench=decode", *SMALL, *overrides]
+    job = plan(typed)
+    result = bench.run(job.jobs[0], run_dir=tmp_path / "run", overrides=typed, resolved={"a": 1})
+    assert json.loads((tmp_path / "run" / "bench.json").read_text()) == result
+    return result
