@@ -23,10 +23,14 @@ from hydraspec.engine.vllm_async import start_data_parallel
 from hydraspec.engine.vllm_steps import StepStats
 from hydraspec.models.checkpoint import Checkpoint, open_checkpoint, resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
-from hydraspec.types import CheckpointError, ConfigurationError
+from hydraspec.types import CheckpointError, ConfigurationError, UserError
 
 OLDEST = (0, 26)
 GIB = 1 << 30
+FOR_MEMORY = (
+    "free device memory, lower engine.max_num_seqs or target.max_model_len, or set "
+    "engine.kv_cache.memory_gib or engine.vllm.gpu_memory_utilization to what there is room for"
+)
 MAX_SEED = 2**32  # vLLM seeds numpy with it
 LOAD_FORMATS = {Weights.checkpoint: "auto", Weights.random: "dummy"}
 METHODS = {  # vLLM finds out by itself whether an mtp folder is Gemma 4's assistant
@@ -90,6 +94,7 @@ def load_parts(config: RunConfig) -> VllmParts:
     Raises:
         ConfigurationError: vLLM or a CUDA device is missing, or it cannot do what is asked.
         CheckpointError: a folder that cannot be used, by us or by vLLM.
+        UserError: too little device memory.
     """
     if pick_device(config).type != "cuda":
         raise refusal(
@@ -239,10 +244,17 @@ def _start(config: RunConfig, arguments: dict[str, Any], stats: StepStats | None
         loggers = None if stats is None else [stats.attach]
         return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
     except (ValueError, TypeError, RuntimeError, KeyError, OSError) as error:
-        raise CheckpointError(
+        failed = (
             f"vLLM cannot start with target {config.target.checkpoint!r} and "
-            f"method={config.method.name} ({type(error).__name__}: {_reason(error)}): see the "
-            "models and options that it supports, or choose engine=native"
+            f"method={config.method.name} ({type(error).__name__}: {_reason(error)})"
+        )
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in _reason(error):
+            raise UserError(f"{failed}: {FOR_MEMORY}") from error
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            error.add_note(failed)  # no word on the checkpoint: a driver, a process that died
+            raise
+        raise CheckpointError(
+            f"{failed}: see the models and options that it supports, or choose engine=native"
         ) from error
 
 

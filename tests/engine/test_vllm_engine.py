@@ -7,26 +7,21 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fake_vllm
 import pytest
-import torch
 from fake_engine import target_token
-from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.compose import plan
 from hydraspec.config.schema import (
-    Dtype,
     RunConfig,
 )
 from hydraspec.engine.vllm_engine import VllmEngine
 from hydraspec.engine.vllm_steps import Part, StepStats, share_out
 from hydraspec.types import (
-    CheckpointError,
     Completion,
     ConfigurationError,
     Request,
@@ -42,37 +37,6 @@ def planned(*overrides: str) -> RunConfig:
 
 
 # ------------------------------------------------------------------ running
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
-    """Start an engine over the fake; it is closed at the end."""
-    fake_vllm.install(monkeypatch)
-    target = gemma4_config(eos_token_id=63)
-    folder = write_folder(tmp_path / "target", target)
-    drafter = write_folder(tmp_path / "assistant", assistant_config(target))
-    engines: list[VllmEngine] = []
-
-    def start_engine(method: str = "gemma4_mtp", **changes: Any) -> VllmEngine:
-        record_steps, data = changes.pop("record_steps", True), changes.pop("data", 1)
-        config = run_config(
-            folder,
-            method=method,
-            drafter=None if method == "none" else drafter,
-            dtype=Dtype.float32,
-            max_model_len=MAX_MODEL_LEN,
-            **changes,
-        )
-        config.engine.device = type(config.engine.device)("auto")
-        config.engine.name = "vllm"
-        config.engine.vllm.record_steps = record_steps
-        config.parallelism.data = data
-        engines.append(VllmEngine(config))
-        return engines[-1]
-
-    yield start_engine
-    for engine in engines:
-        engine.close()
 
 
 def requests_of(count: int = 5, **sampling: Any) -> list[Request]:
@@ -291,52 +255,6 @@ def test_the_baseline_is_left_to_a_sweep(start: Callable[..., VllmEngine]) -> No
         start().baseline()
     with pytest.raises(ConfigurationError, match="no logits"):
         start().next_token_logits([1])
-
-
-def test_a_missing_vllm_or_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = planned("method=none")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="needs a CUDA device"):
-        VllmEngine(config)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'vllm>=0\.26'"):
-        VllmEngine(config)
-    fake_vllm.install(monkeypatch, version="0.25.3")
-    with pytest.raises(ConfigurationError, match=r"finds vLLM 0\.25\.3"):
-        VllmEngine(config)
-    broken = fake_vllm.install(monkeypatch)
-    del broken.LLMEngine  # as where a package that it needs is missing or too old
-    with pytest.raises(ConfigurationError, match="cannot be imported here"):
-        VllmEngine(config)
-    assert "VLLM_NO_USAGE_STATS" not in os.environ
-
-
-def test_what_vllm_refuses_while_starting_names_both_checkpoints(
-    start: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(args: Any, **options: Any) -> None:
-        raise ValueError("head size 8 is not supported\nand more")
-
-    monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", refuse)
-    with pytest.raises(CheckpointError, match=r"ValueError: head size 8 is not supported\)"):
-        start()
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
-
-
-def test_block_verification_needs_the_newer_runner(
-    start: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = fake_vllm.LLMEngine.__init__
-
-    def older(self: Any, *args: Any) -> None:
-        made(self, *args)
-        self.vllm_config.use_v2_model_runner = False
-
-    monkeypatch.setattr(fake_vllm.LLMEngine, "__init__", older)
-    block = type(planned().method.verification)("block")
-    with pytest.raises(ConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
-        start(verification=block)
 
 
 def test_vllm_is_imported_by_its_own_engine_only() -> None:
