@@ -14,8 +14,9 @@ from torch import Tensor
 from hydraspec.types import NeededRows, Rows, RowSegment, StepPlan
 
 
-def needed_rows(plan: StepPlan, device: torch.device) -> NeededRows:
-    """Of every request that samples, the row of its newest token and those of its drafts."""
+def needed_rows(plan: StepPlan) -> NeededRows:
+    """Of every request that samples, the row of its newest token and those of its drafts: host
+    numbers, in host memory."""
     requests = np.flatnonzero(plan.samples)
     counts = plan.num_drafts[requests] + 1
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -23,13 +24,13 @@ def needed_rows(plan: StepPlan, device: torch.device) -> NeededRows:
     row_request = np.repeat(np.arange(len(requests)), counts)
     rows = (ends - counts)[row_request] + np.arange(first[-1]) - first[row_request]
 
-    def to_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64))
 
     return NeededRows(
-        rows=to_device(rows),
-        requests=to_device(requests),
-        query_start_loc=to_device(first),
+        rows=tensor(rows),
+        requests=tensor(requests),
+        query_start_loc=tensor(first),
         segments=_segments(plan, requests, counts),
     )
 

@@ -210,7 +210,7 @@ def test_rows_that_nobody_reads_are_left_out(
         )
     ):
         batches = [run.batch(chunk) for run in runs]
-        needed = needed_rows(plan_of(batches[0], samples, drafts), torch.device("cpu"))
+        needed = needed_rows(plan_of(batches[0], samples, drafts))
         assert needed.rows.shape[0] == (0, 9)[step]
         expected, states = target.forward(batches[0], runs[0].caches, aux)
         widths: list[int] = []

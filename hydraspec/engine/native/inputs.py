@@ -99,7 +99,7 @@ def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 def rows_worth_naming(plan: StepPlan) -> NeededRows | None:
     """The rows that are read behind the target, in host memory; None where they are all rows."""
     num_read = np.where(plan.samples, plan.num_drafts + 1, 0)
-    return None if (num_read == plan.num_rows).all() else needed_rows(plan, torch.device("cpu"))
+    return None if (num_read == plan.num_rows).all() else needed_rows(plan)
 
 
 def _build_layout(plan: StepPlan, device: torch.device) -> Layout:

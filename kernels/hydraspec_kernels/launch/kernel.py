@@ -30,6 +30,12 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+def check_contiguous(*tensors: Tensor) -> None:
+    """For kernels that index a whole tensor by one stride."""
+    for tensor in tensors:
+        assert tensor.is_contiguous(), tensor.stride()
+
+
 def dependent_launch(x: Tensor) -> dict[str, bool]:
     """Launch options for a kernel over `x`: its constexpr PDL, and Triton's launch attribute."""
     if supports_dependent_launch(x.device):

@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.launch.kernel import (
+    check_contiguous,
+    dependent_launch,
+    start_next,
+    wait_for_inputs,
+)
 from hydraspec_kernels.slot_mapping.kernel import cache_row
 from hydraspec_kernels.step_inputs.records import DecodeRows, NewestRows, ParallelLayout, StepInputs
 
@@ -112,7 +117,9 @@ def prepare_rows_kernel(
     num_speculative_tokens: int,
 ) -> StepInputs:
     """See `step_inputs.prepare_rows`."""
-    _check(num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset, *tables)
+    check_contiguous(
+        num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset, *tables
+    )
     t, b, k = row_request.shape[0], slots.shape[0], num_speculative_tokens
     ids, positions = slots.new_empty(t), slots.new_empty(t)
     seq_lens, drafts = slots.new_empty(b), slots.new_empty(b, k)
@@ -131,12 +138,6 @@ def prepare_rows_kernel(
         draft_tokens=drafts,
         slot_mapping=list(cache_rows.unbind(0)),
     )
-
-
-def _check(*tensors: Tensor) -> None:
-    """Kernels of this file index whole tensors by one stride."""
-    for tensor in tensors:
-        assert tensor.is_contiguous(), tensor.stride()
 
 
 def _widths(tables: Sequence[Tensor]) -> tuple[int, ...]:
@@ -171,7 +172,7 @@ def shifted_tokens_kernel(
     token_ids: Tensor, slots: Tensor, row_request: Tensor, positions: Tensor
 ) -> Tensor:
     """See `step_inputs.shifted_tokens`."""
-    _check(token_ids, slots, row_request, positions)
+    check_contiguous(token_ids, slots, row_request, positions)
     ids, t = torch.empty_like(positions), positions.shape[0]
     _shifted_tokens[(triton.cdiv(t, BLOCK),)](
         ids, token_ids, slots, row_request, positions, token_ids.shape[1], t,
@@ -223,7 +224,7 @@ def newest_rows_kernel(
     num_computed: Tensor,
 ) -> NewestRows:
     """See `step_inputs.newest_rows`."""
-    _check(tokens, num_sampled, num_rejected, query_start_loc, slots, num_computed)
+    check_contiguous(tokens, num_sampled, num_rejected, query_start_loc, slots, num_computed)
     b = slots.shape[0]
     found = NewestRows(*(torch.empty_like(slots) for _ in range(4)))
     _newest_rows[(triton.cdiv(b, BLOCK),)](
@@ -272,7 +273,7 @@ def decode_rows_kernel(
     block_sizes: Sequence[int],
 ) -> DecodeRows:
     """See `step_inputs.decode_rows`."""
-    _check(positions, seq_lens, *tables)
+    check_contiguous(positions, seq_lens, *tables)
     b = positions.shape[0]
     out_positions, out_seq_lens = torch.empty_like(positions), torch.empty_like(positions)
     cache_rows = positions.new_empty(len(tables), b)
@@ -367,7 +368,7 @@ def parallel_rows_kernel(
     num_rows: int,
 ) -> ParallelLayout:
     """See `step_inputs.parallel_rows`."""
-    _check(query_start_loc, seq_lens, num_rejected, slots, token_ids, *tables)
+    check_contiguous(query_start_loc, seq_lens, num_rejected, slots, token_ids, *tables)
     b = slots.shape[0]
     t = num_rows + b * num_masks
     laid = ParallelLayout(

@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.launch.kernel import (
+    check_contiguous,
+    dependent_launch,
+    start_next,
+    wait_for_inputs,
+)
 from hydraspec_kernels.random_streams.kernel import ACCEPT, INDEX_STEP, stream_key, unit_interval
 from hydraspec_kernels.verification.reference import Verified
 
@@ -110,7 +115,7 @@ def _verify(
     seed: Tensor,
     mean_accepted: float | None,
 ) -> Verified:
-    _check(choices, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, seed)
+    check_contiguous(choices, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, seed)
     b, k = draft_tokens.shape
     out = Verified(
         tokens=num_drafts.new_empty(b, k + 1),
@@ -125,12 +130,6 @@ def _verify(
         num_warps=1, **dependent_launch(choices),
     )  # fmt: skip
     return out
-
-
-def _check(*tensors: Tensor) -> None:
-    """Kernels of this file index whole tensors by one stride."""
-    for tensor in tensors:
-        assert tensor.is_contiguous(), tensor.stride()
 
 
 @triton.jit
@@ -186,7 +185,9 @@ def commit_tokens_kernel(
     num_rejected: Tensor,
 ) -> None:
     """See `verification.commit_tokens`; the last column is left alone."""
-    _check(token_ids, num_computed, slots, seq_lens, num_drafts, samples, tokens, num_rejected)
+    check_contiguous(
+        token_ids, num_computed, slots, seq_lens, num_drafts, samples, tokens, num_rejected
+    )
     b, count = tokens.shape
     _commit_tokens[(triton.cdiv(b, BLOCK),)](
         token_ids, num_computed, slots, seq_lens, num_drafts, samples.view(torch.int8), tokens,
@@ -224,7 +225,7 @@ def store_drafts_kernel(
     token_ids: Tensor, num_computed: Tensor, slots: Tensor, samples: Tensor, tokens: Tensor
 ) -> None:
     """See `verification.store_drafts`; the last column is left alone."""
-    _check(token_ids, num_computed, slots, samples, tokens)
+    check_contiguous(token_ids, num_computed, slots, samples, tokens)
     b, count = tokens.shape
     if count == 0:
         return
