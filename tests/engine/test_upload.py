@@ -85,11 +85,25 @@ def test_a_mixed_plan_says_where_rows_belong_and_which_need_logits() -> None:
     assert seen.layout.row_offset.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 0]
     assert seen.layout.logits_rows is not None
     assert seen.layout.logits_rows.tolist() == [0, 1, 2, 7, 7, 7, 0, 0, 0]
+    assert seen.layout.verify_rows.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     one = upload.view(place, (), True, FLAGS, rows_of_logits=1)
     upload.write(place, plan_of([3, 5], [0, 0], [np.ones((2, 1)), np.ones((2, 1))]), 1)
     assert one.layout.logits_rows is not None
     assert one.layout.logits_rows.tolist() == [2, 7, 0]
     assert one.layout.verify_rows.tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+
+
+def test_a_mixed_plan_of_few_rows_has_logits_of_them_all() -> None:
+    """Room for 3 x 3 rows that are verified, 9 rows: naming some of them would save nothing."""
+    upload = make_upload()
+    place = shape(3, 9, None)
+    upload.write(place, plan_of([3, 5], [1, 0], [np.ones((2, 1)), np.ones((2, 1))]))
+    seen = upload.view(place, (), True, FLAGS)
+    assert seen.layout.logits_rows is None
+    assert seen.layout.verify_rows.tolist() == [[1, 2, 2], [7, 7, 7], [0, 0, 0]]
+    one = upload.view(place, (), True, FLAGS, rows_of_logits=1)
+    assert one.layout.logits_rows is not None
+    assert one.layout.logits_rows.shape == (3,)
 
 
 def test_views_keep_their_memory_over_shrinking_batches() -> None:

@@ -64,8 +64,8 @@ class PlanUpload:
     """Device memory of one plan: `B` requests stand first in every section, at fixed places.
 
     Words: slots, rows, drafts, samples, query_start_loc of all requests, then for mixed plans the
-    request and the offset of each row and the rows that need logits, then the rows that are read
-    behind the target if those are named, then changed table entries.
+    request and the offset of each row and the rows to sample from or verify, then the rows that are
+    read behind the target if those are named, then changed table entries.
     """
 
     def __init__(self, shape: UploadShape, device: torch.device) -> None:
@@ -105,8 +105,8 @@ class PlanUpload:
         needed: NeededRows | None = None,
     ) -> PlanTensors:
         """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
-        plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row. needed: what was
-        written with the plan, if anything.
+        plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row, and so has a mixed
+        one whose rows are not more than that. needed: what was written with the plan, if anything.
         """
         b, t, k = descriptor.num_requests, descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
@@ -115,15 +115,19 @@ class PlanUpload:
         )
         samples = self._words[self._samples : self._header].view(torch.bool)[:b]
         logits_rows: Tensor | None = None
+        verify_rows = self._every[: b * (k + 1)].view(b, k + 1) if each > k else self._first_of[:b]
         if descriptor.rows_per_request is not None:
             row_request, row_offset, starts = self._uniform_rows(b, descriptor.rows_per_request)
         else:
             first, second, third = self._row_sections(t)
             row_request = self._words[first : first + t]
             row_offset = self._words[second : second + t]
-            logits_rows = self._words[third : third + b * each]
+            named = self._words[third : third + b * each]
+            if each > k and t <= b * each:
+                verify_rows = named.view(b, k + 1)
+            else:
+                logits_rows = named
             starts = self._words[self._starts : self._starts + b + 1]
-        verify_rows = self._every[: b * (k + 1)].view(b, k + 1)
         return PlanTensors(
             layout=Layout(
                 num_rows=num_rows,
@@ -133,7 +137,7 @@ class PlanUpload:
                 row_request=row_request,
                 row_offset=row_offset,
                 logits_rows=logits_rows,
-                verify_rows=verify_rows if each == k + 1 else self._first_of[:b],
+                verify_rows=verify_rows,
             ),
             slots=slots,
             tables=[table[:b] for table in self.tables],
