@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,7 @@ def test_an_interrupt_while_saving_waits_for_whole_files(
     write_requests = run_module.RunFolder.write_requests
 
     def interrupted(folder: run_module.RunFolder, rows: list[Any]) -> None:
-        run_module.signal.raise_signal(run_module.signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         write_requests(folder, rows)
 
     monkeypatch.setattr(run_module.RunFolder, "write_requests", interrupted)
