@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 TARGETS = ["help", "run", "setup", "test", "test-slow", "lint", "type", "check"]
-TARGETS += ["wheel", "bench", "bench-gpu", "table", "sweep", "clean"]
+TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "table", "sweep", "clean"]
 
 
 def packages_below(folder: str, name: str) -> set[str]:
