@@ -9,11 +9,42 @@ front of it have ended, so waiting for one's neighbour is waiting for everybody.
 
 from __future__ import annotations
 
+from inspect import signature
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.runtime import build
 
 from hydraspec_kernels.launch import supports_dependent_launch
+
+
+def build_unoptimised(
+    name: str,
+    src: str,
+    srcdir: str,
+    library_dirs: list[str],
+    include_dirs: list[str],
+    libraries: list[str],
+    /,
+) -> str:
+    """Triton's own build of a kernel's host-side launcher, but with -O0.
+
+    Every signature gets a launcher, and a cold start some forty: optimising them takes the compiler
+    four times as long, and a launcher only unpacks its arguments.
+    """
+    knobs.build.impl = None
+    try:
+        return build._build(name, src, srcdir, library_dirs, include_dirs, libraries, ["-O0"])
+    finally:
+        knobs.build.impl = build_unoptimised
+
+
+# Somebody may have chosen another build; and Tritons that build other languages, too, compile no
+# launchers.
+if knobs.build.impl is None and "language" not in signature(build._build).parameters:
+    knobs.build.impl = build_unoptimised
 
 
 @triton.jit
