@@ -3,13 +3,11 @@
 In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the sizes of real models.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
+from attention_layers import HALF_ENTRY, HALF_NORM, poisoned_memory
 from hydraspec_kernels.paged_attention import (
     GroupShape,
     kernel,
@@ -23,27 +21,15 @@ from hydraspec_kernels.paged_attention.reference import (
     planned_attention_reference,
 )
 from torch import Tensor
-from triton.runtime import interpreter
+
+from hydraspec.types import RowSegment
 
 # Rows of nobody are never written to scratch memory, and their sums not used.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 
 # Outputs are means of values of size 1. Float32 sums of a few hundred terms in another order.
 FLOAT32 = 2e-5
-# Weights and result are rounded to 8 (11) bits: relative to the norm of the result, and per entry
-# relative to the largest one.
-HALF_NORM = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-HALF_ENTRY = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 FLOAT64 = 1e-12  # two sums in another order
-
-
-@dataclass(frozen=True)
-class Segment:
-    first_row: int
-    first_request: int
-    num_requests: int
-    rows_per_request: int
-    max_seq_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,20 +57,6 @@ class Inputs:
     cache: Tensor
     plan: DevicePlan
     expected: Tensor  # [T, Hq * Hv] float64
-
-
-@pytest.fixture(autouse=True)
-def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes loaded loop bounds for numpy arrays of one dimension, which
-    numpy 2.4 no longer turns into numbers.
-    """
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def build(case: Case, seed: int = 7, given_starts: bool = True) -> Inputs:
@@ -127,22 +99,12 @@ def build(case: Case, seed: int = 7, given_starts: bool = True) -> Inputs:
     )
     starts = torch.tensor([0, *case.rows], device=device).cumsum(0)
     lens = torch.tensor(case.lens, device=device)
-    segments = (Segment(0, 0, len(case.rows), max(case.rows)),)
+    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
     plan = device_plan(shape, segments, table, lens, starts)
     expected = planned_attention_reference(query.double(), cache.double(), plan)
     if not given_starts:
         plan = device_plan(shape, segments, table, lens, None)
     return Inputs(query, cache, plan, expected)
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """What `torch.empty` returns holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def run(inputs: Inputs) -> Tensor:
@@ -240,7 +202,7 @@ def test_a_row_a_request_needs_no_starts(window: int | None) -> None:
 def test_several_rows_need_starts() -> None:
     inputs = build(CASES["verify rows"])
     plan = inputs.plan
-    segments = (Segment(0, 0, 2, 4),)
+    segments = (RowSegment(0, 0, 2, 4, 0),)
     with pytest.raises(ValueError, match="query_start_loc"):
         device_plan(plan.shape, segments, plan.block_table, plan.seq_lens, None)
 
@@ -357,7 +319,7 @@ def test_plans_on_the_device_launch_nothing() -> None:
     plan = inputs.plan
     made = plan_attention(
         plan.shape,
-        (Segment(0, 0, 2, 4),),
+        (RowSegment(0, 0, 2, 4, 0),),
         plan.block_table,
         plan.seq_lens,
         plan.seq_lens,

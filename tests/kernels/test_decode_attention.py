@@ -6,14 +6,12 @@ In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_layers import Case, Inputs, build
+from attention_layers import HALF_ENTRY, HALF_NORM, Case, Inputs, build, poisoned_memory
 from hydraspec_kernels import breaks
 from hydraspec_kernels.decode_attention import attend_projection, counters, kernel, tiling
 from hydraspec_kernels.decode_attention.reference import attend_projection_reference
@@ -22,41 +20,12 @@ from hydraspec_kernels.paged_attention.plan import DevicePlan
 from hydraspec_kernels.paged_attention.reference import planned_attention_reference
 from hydraspec_kernels.qkv_write.kernel import write_qkv_cuda
 from torch import Tensor
-from triton.runtime import interpreter
 
 # Rows of nobody are never written to scratch memory.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 
 # Outputs are means of values of size 1. Float32 sums of a few hundred terms in another order.
 FLOAT32 = 3e-5
-# Weights and result are rounded to 8 (11) bits: relative to the norm of the result, and per entry
-# relative to the largest one.
-HALF_NORM = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-HALF_ENTRY = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-@pytest.fixture(autouse=True)
-def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes loaded loop bounds for numpy arrays of one dimension, which
-    numpy 2.4 no longer turns into numbers.
-    """
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """What `torch.empty` returns holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def run(inputs: Inputs, cache: Tensor) -> Tensor:

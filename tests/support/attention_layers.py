@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +15,23 @@ from hydraspec_kernels.rope import mirrored, rope_frequencies
 from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor
 
+from hydraspec.types import RowSegment
+
 EPS = 1e-6
+# Weights and result are rounded to 8 (11) bits: relative to the norm of the result, and per entry
+# relative to the largest one.
+HALF_NORM = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+HALF_ENTRY = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@dataclass(frozen=True)
-class Segment:
-    num_requests: int
-    rows_per_request: int
-    first_row: int = 0
-    first_request: int = 0
-    max_seq_len: int = 0
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What `torch.empty` returns holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ def build(case: Case, seed: int = 7) -> Inputs:
     starts = torch.tensor([0, *case.rows], device=device).cumsum(0) if case.starts else None
     plan = device_plan(
         group,
-        (Segment(len(case.rows), max(case.rows)),),
+        (RowSegment(0, 0, len(case.rows), max(case.rows), 0),),
         table,
         torch.tensor(case.lens, device=device),
         starts,
