@@ -1,8 +1,8 @@
 """What every kernel's benchmark shares: time inside a CUDA graph, out of L2, against the floor.
 
-    calls = rotation(lambda: (torch.randn(...), ...))          # > 256 MB of argument sets
-    micros = time_us(kernel, calls)                            # microseconds a call
-    print_table("linear", [Measured("down", "1x10240x2560", micros, bytes_moved)])
+calls = rotation(lambda: (torch.randn(...), ...))          # > 256 MB of argument sets
+micros = time_us(kernel, calls)                            # microseconds a call
+print_table("linear", [Measured("down", "1x10240x2560", micros, bytes_moved)])
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig
 from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.scheduler import Scheduled, Scheduler, Sequence
+from hydraspec.engine.native.scheduler import Scheduler
+from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.timing import PhaseClock
 from hydraspec.graphs import no_graphs
 from hydraspec.speculators.gemma4 import Gemma4Speculator

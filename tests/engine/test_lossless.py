@@ -31,7 +31,8 @@ from torch import Tensor
 
 from hydraspec.engine.native import engine, runner
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.scheduler import Scheduler, Sequence
+from hydraspec.engine.native.scheduler import Scheduler
+from hydraspec.engine.native.sequence import Sequence
 from hydraspec.models import load_target
 from hydraspec.sampling import verifier
 from hydraspec.speculators.gemma4 import Gemma4Speculator

@@ -30,7 +30,7 @@ from hydraspec.engine.native import device_runner, inputs
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.runner import Runner
-from hydraspec.engine.native.scheduler import Sequence
+from hydraspec.engine.native.sequence import Sequence
 from hydraspec.factory import build_speculator
 from hydraspec.graphs import GraphBackend
 from hydraspec.models import load_target

@@ -21,7 +21,7 @@ from recorded_graphs import RecordedOps
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.profiling import MAX_STEPS, EventClock, milliseconds, profile
-from hydraspec.engine.native.scheduler import Sequence
+from hydraspec.engine.native.sequence import Sequence
 from hydraspec.engine.native.timing import PHASES
 
 VERB_MS = {"place": 1.0, "prepare": 2.0, "forward": 30.0, "verify": 4.0, "commit": 5.0}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.scheduler import Scheduled, Scheduler, Sequence
+from hydraspec.engine.native.scheduler import Scheduler
+from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.types import KVGroupSpec, Request, SamplingParams
 
 

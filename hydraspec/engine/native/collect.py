@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.launch import LaunchedStep
-from hydraspec.engine.native.scheduler import Scheduled, Scheduler
+from hydraspec.engine.native.scheduler import Scheduler
+from hydraspec.engine.native.sequence import Scheduled
 from hydraspec.engine.native.timing import PhaseClock
 from hydraspec.types import Completion, RequestStep, StepRecord
 

@@ -16,7 +16,7 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
 from hydraspec.engine.native.profiling import profile
-from hydraspec.engine.native.scheduler import Scheduled, Sequence
+from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
 from hydraspec.engine.native.timing import Clock, PhaseClock
 from hydraspec.engine.prompts import tokenize

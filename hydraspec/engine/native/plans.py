@@ -3,17 +3,13 @@ scheduler, so that a plan stays true while the next step is scheduled."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.sequence import Scheduled
 from hydraspec.types import RowSegment, SamplingFlags, StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hydraspec.engine.native.scheduler import Scheduled
 
 
 class PlanBuilder:
