@@ -13,7 +13,7 @@ from tiny_targets import run_config
 from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype, RunConfig, Weights
 from hydraspec.engine.native import loading
-from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.device_runner import CapturedStep, DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.graphs import GraphBackend
 from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
@@ -150,13 +150,12 @@ def count_launches(engine: NativeEngine, patch: pytest.MonkeyPatch) -> dict[str,
     counts = {"decode": 0, "mixed": 0, "eager": 0, "split": 0}
     part, split = runner._launch_part, runner._split
 
-    def launch_part(plan: StepPlan) -> Any:
-        found = runner._graph_for(plan)
+    def launch_part(plan: StepPlan, found: CapturedStep | None) -> Any:
         if found is None:
             counts["eager"] += 1
         else:
             counts["decode" if found.descriptor.rows_per_request else "mixed"] += 1
-        return part(plan)
+        return part(plan, found)
 
     def split_plan(plan: StepPlan) -> Any:
         parts = split(plan)

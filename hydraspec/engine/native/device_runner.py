@@ -11,7 +11,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -79,6 +79,9 @@ class StepOutputs:
     batch: Batch | None = None
     target_step: TargetStep | None = None
     verdict: Verdict | None = None
+
+
+CapturedStep: TypeAlias = Captured[PlanTensors, StepOutputs]
 
 
 class DeviceRunner(Runner):
@@ -283,13 +286,12 @@ class DeviceRunner(Runner):
         """Start a step, in two parts where its decodes have a graph that the whole has not."""
         *first, last = self._split(plan)
         # Graphs share memory: the next may write where these results are.
-        parts = [(self._launch_part(part).clone(), len(part.slots)) for part in first]
-        parts.append((self._launch_part(last), len(last.slots)))
+        parts = [(self._launch_part(*part).clone(), len(part[0].slots)) for part in first]
+        parts.append((self._launch_part(*last), len(last[0].slots)))
         return self._ring.launched(parts)
 
-    def _launch_part(self, plan: StepPlan) -> Tensor:
+    def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Packed results, padding behind those of the plan's requests."""
-        captured = self._graph_for(plan)
         if captured is None:
             batch, _, verdict = self.run(self.place(plan))
             return packed_results(batch, verdict)
@@ -301,18 +303,23 @@ class DeviceRunner(Runner):
             self.propose(outputs.batch, outputs.target_step, outputs.verdict)
         return outputs.packed
 
-    def _split(self, plan: StepPlan) -> list[StepPlan]:
-        if self.graphs is None or self.modes.decode == NONE or self._graph_for(plan) is not None:
-            return [plan]
+    def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:
+        """The parts a plan is launched in, each with the graph that serves it."""
+        whole = plan, self._graph_for(plan)
+        if self.graphs is None or self.modes.decode == NONE or whole[1] is not None:
+            return [whole]
         decodes = self._full_decodes(plan)
         count = len(decodes) if decodes.all() else int(decodes.argmin())
         rows_behind = int(plan.num_rows[count:].sum())
         if not 0 < count < len(decodes) or rows_behind > MAX_SPLIT_ROWS:
-            return [plan]
+            return [whole]
         first, rest = split_plan(plan, count)
-        return [plan] if self._graph_for(first) is None else [first, rest]
+        captured = self._graph_for(first)
+        if captured is None:
+            return [whole]
+        return [(first, captured), (rest, self._graph_for(rest))]
 
-    def _graph_for(self, plan: StepPlan) -> Captured[PlanTensors, StepOutputs] | None:
+    def _graph_for(self, plan: StepPlan) -> CapturedStep | None:
         """The graph that serves a plan. One for its way of sampling is captured where only a greedy
         one of its shape exists; where memory does not allow that, such plans run eagerly.
         """
@@ -333,7 +340,7 @@ class DeviceRunner(Runner):
             return None
         return self.graphs.dispatch(exact) or self._capture_late(exact)
 
-    def _capture_late(self, descriptor: Descriptor) -> Captured[PlanTensors, StepOutputs] | None:
+    def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
         assert self.graphs is not None
         log.info("a way of sampling is met for the first time: capturing its steps")
         try:
