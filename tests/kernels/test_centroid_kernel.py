@@ -6,9 +6,9 @@ import pytest
 import torch
 from hydraspec_kernels.centroid_head.kernel import centroid_greedy_kernel
 from hydraspec_kernels.centroid_head.reference import centroid_greedy_reference
+from kernel_places import DEVICES
 from torch import Tensor
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # bf16 inputs, float32 sums over a width of 256 in another order; scores are of size 16.
 BF16_SUM_ERROR = 1e-3
 

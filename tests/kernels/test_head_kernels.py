@@ -13,9 +13,9 @@ from hydraspec_kernels.step_inputs import kernel as rows_kernel
 from hydraspec_kernels.step_inputs import reference as rows_reference
 from hydraspec_kernels.verification import kernel as verify_kernel
 from hydraspec_kernels.verification import reference as verify_reference
+from kernel_places import DEVICES
 from torch import Tensor
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK_SIZES = (16, 4)
 
 

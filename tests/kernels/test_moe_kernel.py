@@ -7,9 +7,9 @@ from hydraspec_kernels.moe.cpu import moe_dense
 from hydraspec_kernels.moe.kernel import group_pairs, moe_cuda
 from hydraspec_kernels.routing.kernel import route_cuda, route_grouped_cuda
 from hydraspec_kernels.routing.reference import route_grouped_reference, route_reference
+from kernel_places import DEVICES, poison
 from torch import Tensor
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Float32 products summed in another order, over some thousand terms; narrow ones are compared with
 # float64, and differ by the roundings of the inner row, of each expert and of their sum.
 CLOSE = {
@@ -21,14 +21,7 @@ CLOSE = {
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves unwritten is NaN, or an index far out of range."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        made = empty(*args, **kwargs)  # type: ignore[arg-type]
-        return made.fill_(float("nan") if made.is_floating_point() else 2**30)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch)
 
 
 def experts_of(

@@ -18,6 +18,7 @@ from hydraspec_kernels.ple_inputs.kernel import ple_inputs_cuda
 from hydraspec_kernels.ple_inputs.reference import ple_inputs_reference
 from hydraspec_kernels.rms_norm.kernel import rms_norm_cuda
 from hydraspec_kernels.rms_norm.reference import rms_norm_reference
+from kernel_places import DEVICES, PLACES, poison
 from torch import Tensor
 
 EPS = 1e-6
@@ -30,30 +31,12 @@ CLOSE = {
 }
 # Against float64, in eps of the type: its roundings, and in float32 the sum and rsqrt as well.
 STEPS = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# The interpreter truncates to bfloat16 where a GPU rounds: float16 is its narrow type.
-PLACES = [
-    ("cpu", torch.float32),
-    ("cpu", torch.float16),
-    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
-    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-]
 GPU_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def draws(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
-
-
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves unwritten is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        return empty(*args, **kwargs).fill_(float("nan"))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def check_add_norm(

@@ -11,6 +11,7 @@ from hydraspec_kernels.rms_norm import rms_norm
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 from hydraspec_kernels.rope.kernel import apply_rope_cuda, rope_table_cuda
 from hydraspec_kernels.rope.reference import apply_rope_reference, rope_table_reference
+from kernel_places import DEVICES, PLACES, poison
 from torch import Tensor
 
 EPS = 1e-6
@@ -22,14 +23,6 @@ CLOSE = {
 }
 # Against float64, in eps of the type: its roundings, and in float32 the sum and rsqrt as well.
 STEPS = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 3}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# The interpreter truncates to bfloat16 where a GPU rounds: float16 is its narrow type.
-PLACES = [
-    ("cpu", torch.float32),
-    ("cpu", torch.float16),
-    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
-    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-]
 
 SHAPES = {
     "gemma": QkvShape(num_heads=4, num_kv_heads=2, head_dim=16, eps=EPS, value_norm=True),
@@ -72,16 +65,6 @@ def inputs(
         )
         cache[0] = 0
     return qkv, cos.to(device), sin.to(device), torch.tensor(slots).to(device), cache
-
-
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves unwritten is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        return empty(*args, **kwargs).fill_(float("nan"))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def check(

@@ -12,10 +12,10 @@ from hydraspec_kernels.token_choice.reference import (
     sample_tokens_reference,
     sample_with_probs_reference,
 )
+from kernel_places import DEVICES
 from scipy import stats
 from torch import Tensor
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]
 INF = torch.inf
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
+from kernel_places import DEVICES
 from torch import Tensor
 
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import SamplingFlags, Verdict
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RULES = {"standard": Rule.STANDARD, "block": Rule.BLOCK, "synthetic": Rule.AT_RATE}
 NO_TRUNCATION = SamplingFlags(any_top_k=False, any_top_p=False, any_min_p=False)
 LENGTH = 1.7
