@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 from eagle_folders import (
+    LAYER,
+    ROWS,
+    SIZE,
+    VOCAB,
     FakeTarget,
     authors_names,
     draw_eagle1,
@@ -33,22 +37,7 @@ from hydraspec.models.mistral_names import config_of_params
 from hydraspec.models.mtp_loading import load_mtp
 from hydraspec.types import CheckpointError
 
-SIZE, VOCAB, ROWS = 16, 40, 33
 AUX = "eagle_aux_hidden_state_layer_ids"
-LAYER: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": SIZE,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 
 
 def make_target() -> FakeTarget:

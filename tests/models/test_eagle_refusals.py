@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from eagle_folders import (
+    LAYER,
+    ROWS,
+    SIZE,
+    VOCAB,
     FakeTarget,
     draw_eagle1,
     draw_weights,
@@ -29,22 +33,6 @@ from tiny_targets import assistant_config, gemma4_config, write_folder
 
 from hydraspec.models.detect import Detected, detect, open_draft
 from hydraspec.types import CheckpointError
-
-SIZE, VOCAB, ROWS = 16, 40, 33
-LAYER: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": SIZE,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 
 
 def make_target(**changes: Any) -> FakeTarget:

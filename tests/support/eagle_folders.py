@@ -14,6 +14,22 @@ from torch import Tensor
 
 from hydraspec.models.mistral_names import consolidated_name, interleaved
 
+SIZE, VOCAB, ROWS = 16, 40, 33  # of a small head; ROWS in a vocabulary of its own
+LAYER: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": SIZE,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
 
 class FakeTarget:
     """What a head may know of a target: sizes and tables."""
