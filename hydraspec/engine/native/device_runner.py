@@ -15,6 +15,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 import torch
+from hydraspec_kernels.launch import compiled_ahead
 from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
@@ -194,14 +195,24 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def run_padding(self) -> None:
         """The largest step there is, of padding alone."""
+        self.run(self._static_inputs(self._largest()))
+
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Compile, all at once, the kernels of the largest step and of those that `capture` will
+        meet: its warm-ups then only run them."""
+        with self.eagerly(), compiled_ahead(self.target.device):
+            for descriptor in [self._largest(), *self.descriptors()]:
+                self._captured_step(self._static_inputs(descriptor))
+
+    def _largest(self) -> Descriptor:
         limits = self.limits
-        largest = Descriptor(
+        return Descriptor(
             num_requests=limits.max_num_seqs,
             num_rows=limits.max_num_batched_tokens,
             rows_per_request=None,
             variant=GREEDY_VARIANT,
         )
-        self.run(self._static_inputs(largest))
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:

@@ -115,16 +115,21 @@ def assemble(
     if modes.enabled and backend is None:
         backend = CudaGraphBackend(target.device)
     memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
+    has_cache = kv is not None
     if kv is None:
         activation_bytes = 0
         if target.device.type == "cuda":
-            activation_bytes = _measure_activations(config, target, speculator, max_model_len)
+            activation_bytes = _measure_activations(
+                config, target, speculator, max_model_len, modes
+            )
             memory_bytes["activations"] = activation_bytes
         kv = new_cache(
             config, target, speculator, max_model_len, warnings, activation_bytes=activation_bytes
         )
     memory_bytes["kv_cache"] = kv.num_bytes
     runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
+    if isinstance(runner, DeviceRunner) and has_cache:  # else measuring has compiled
+        runner.compile_ahead()
     if isinstance(runner, DeviceRunner) and backend is not None and modes.enabled:
         _capture(runner, memory_bytes, warnings)
     scheduler = Scheduler(
@@ -185,16 +190,21 @@ def _runner(
 
 
 def _measure_activations(
-    config: RunConfig, target: TargetModel, speculator: BaseSpeculator, max_model_len: int
+    config: RunConfig,
+    target: TargetModel,
+    speculator: BaseSpeculator,
+    max_model_len: int,
+    modes: GraphModes,
 ) -> int:
     """Bytes that the largest step takes beside weights, cache and state: it runs once, on padding.
 
-    Kernels of large batches are compiled by the way.
+    Before that kernels are compiled, those of steps to be captured among them.
     """
     kv = smallest_cache(config, target, speculator, max_model_len)
-    none = no_graphs("none", None)
-    runner = _runner(config, target, speculator, kv, max_model_len, none, None)
+    runner = _runner(config, target, speculator, kv, max_model_len, modes, None)
     assert isinstance(runner, DeviceRunner)
+    runner.compile_ahead()
+    torch.cuda.empty_cache()
     start = time.perf_counter()
     before = torch.cuda.memory_allocated(target.device)
     torch.cuda.reset_peak_memory_stats(target.device)

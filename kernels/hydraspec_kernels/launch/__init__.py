@@ -1,4 +1,5 @@
-"""How our kernels are launched: whether a tensor's kernels can run here, and dependent launches."""
+"""How our kernels are launched: whether a tensor's kernels can run here, compiling them ahead of
+their first launch, and dependent launches."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["runs_kernels", "supports_dependent_launch"]
+from hydraspec_kernels.launch.ahead import compiled_ahead
+
+__all__ = ["compiled_ahead", "runs_kernels", "supports_dependent_launch"]
 
 
 def runs_kernels(x: Tensor) -> bool:

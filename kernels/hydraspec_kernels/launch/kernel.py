@@ -9,15 +9,31 @@ front of it have ended, so waiting for one's neighbour is waiting for everybody.
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import subprocess
+import sysconfig
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
+from threading import Event
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import build
+from triton.runtime.jit import JITFunction
 
 from hydraspec_kernels.launch import supports_dependent_launch
+
+log = logging.getLogger(__name__)
 
 
 def build_unoptimised(
@@ -34,17 +50,92 @@ def build_unoptimised(
     Every signature gets a launcher, and a cold start some forty: optimising them takes the compiler
     four times as long, and a launcher only unpacks its arguments.
     """
-    knobs.build.impl = None
-    try:
-        return build._build(name, src, srcdir, library_dirs, include_dirs, libraries, ["-O0"])
-    finally:
-        knobs.build.impl = build_unoptimised
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError("no C compiler for the launchers of kernels: install gcc, or set CC")
+    library = str(Path(srcdir) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's
+    includes = [*include_dirs, srcdir, sysconfig.get_paths(scheme=scheme)["include"]]
+    subprocess.check_call(
+        [
+            *(compiler, src, "-O0", "-shared", "-fPIC", "-Wno-psabi", "-o", library),
+            *map(build._library_flag, libraries),
+            *(f"-L{folder}" for folder in library_dirs),
+            *(f"-I{folder}" for folder in [*includes, *knobs.build.backend_dirs]),
+        ],
+        stdout=subprocess.DEVNULL,
+    )
+    return library
 
 
 # Somebody may have chosen another build; and Tritons that build other languages, too, compile no
 # launchers.
 if knobs.build.impl is None and "language" not in signature(build._build).parameters:
     knobs.build.impl = build_unoptimised
+
+
+class _Loading(Executor):
+    """Compiles a kernel and does what its first launch would: builds its launcher, loads it."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self.num_kernels = 0
+        self.may_start = Event()
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        def compile_and_load() -> Any:
+            self.may_start.wait()
+            kernel = compile_kernel()
+            kernel.run  # noqa: B018  a property that loads
+            return kernel
+
+        self.num_kernels += 1
+        return self._pool.submit(compile_and_load)
+
+
+@contextmanager
+def launches_compile(device: torch.device, num_threads: int) -> Iterator[None]:
+    """Launches of kernels have them compiled in `num_threads` threads, and launch nothing.
+
+    Where Triton has no such compilation, launches are launches.
+    """
+    if not hasattr(triton, "AsyncCompileMode") or knobs.runtime.interpret:
+        yield
+        return
+    started, launch, seen = time.perf_counter(), JITFunction.run, set[Hashable]()
+
+    def compile_once(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        named = ((name, _kind(value)) for name, value in kwargs.items())
+        call = (id(self), *map(_kind, args), *named)
+        if call not in seen:  # asking Triton takes ten times as long
+            seen.add(call)
+            launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    in_thread = (torch.cuda.set_device, (device,)) if device.index is not None else (None, ())
+    with ThreadPoolExecutor(num_threads, "compile", *in_thread) as pool:
+        loading = _Loading(pool)
+        # Its end waits for all; what failed is compiled again by its first launch, and fails there.
+        with triton.AsyncCompileMode(loading, ignore_errors=True):
+            JITFunction.run = compile_once
+            try:
+                yield
+            finally:
+                JITFunction.run = launch
+                loading.may_start.set()
+                ran = time.perf_counter() - started
+    log.info(
+        "compiled %d kernels by %d threads in %.1f s, after %.1f s of steps without them",
+        *(loading.num_kernels, num_threads, time.perf_counter() - started, ran),
+    )
+
+
+def _kind(argument: Any) -> Hashable:
+    """What a kernel may be specialised for."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    return type(argument), argument
 
 
 @triton.jit

@@ -1,0 +1,98 @@
+"""Loading compiles kernels ahead: what warm-ups and captures launch is there, under its key."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from graph_runs import SHARING, graph_config, make_graph_engine, run_requests, zoo_requests
+from hydraspec_kernels.paged_attention import kernel  # noqa: F401  which imports Triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from hydraspec.config.schema import Device, Dtype
+from hydraspec.engine.native.device_runner import DeviceRunner
+
+pytestmark = pytest.mark.gpu
+
+
+class Counted:
+    """Kernels that were compiled, or read from Triton's cache, and by whom."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ahead: list[str] = []
+        self.late: list[str] = []
+        self._is_ahead = False
+        patch.setattr(knobs.compilation, "listener", self._note)
+        compile_ahead = DeviceRunner.compile_ahead
+
+        def watched(runner: DeviceRunner) -> None:
+            self._is_ahead = True
+            compile_ahead(runner)
+            self._is_ahead = False
+
+        patch.setattr(DeviceRunner, "compile_ahead", watched)
+
+    def _note(self, *, src: object, **_: object) -> None:
+        (self.ahead if self._is_ahead else self.late).append(str(getattr(src, "name", src)))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
+    """In a process that has compiled nothing yet, and finds nothing on the disk."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for found in gc.get_objects():
+        if isinstance(found, JITFunction):
+            found.device_caches.clear()
+    return Counted(monkeypatch)
+
+
+def config_of(method: str, mode: str):  # type: ignore[no-untyped-def]
+    return graph_config(
+        method,
+        mode,
+        device=Device.cuda,
+        dtype=Dtype.bfloat16,
+        sizes=(1, 2, 8, 16),
+        pair=SHARING if method == "gemma4_mtp" else None,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        max_model_len=256,
+    )
+
+
+@pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
+@pytest.mark.parametrize("method", ["none", "gemma4_mtp", "eagle3"])
+def test_warm_ups_and_captures_compile_nothing(counted: Counted, method: str, mode: str) -> None:
+    engine = make_graph_engine(config_of(method, mode), None)
+    assert len(counted.ahead) > 10
+    assert len(set(counted.ahead)) > 5
+    assert not counted.late
+    run = run_requests(engine, zoo_requests(8, longest=12), concurrency=8)
+    assert len(run.outputs) == 8
+
+
+def test_steps_after_it_are_those_of_an_engine_that_compiled_as_it_went(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its garbage must not stay anywhere: in the state, the cache, or a first use's tensors."""
+    runs = []
+    for compile_ahead in (DeviceRunner.compile_ahead, lambda runner: None):
+        monkeypatch.setattr(DeviceRunner, "compile_ahead", compile_ahead)
+        engine = make_graph_engine(config_of("gemma4_mtp", "full"), None)
+        runs.append(run_requests(engine, zoo_requests(16, longest=12), concurrency=16))
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert runs[0].outputs == runs[1].outputs
+    assert runs[0].drafts == runs[1].drafts
+
+
+def test_a_baseline_compiles_ahead_too(counted: Counted) -> None:
+    engine = make_graph_engine(config_of("gemma4_mtp", "full"), None)
+    counted.ahead.clear()
+    engine.baseline()
+    assert counted.ahead
+    assert not counted.late
