@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -61,21 +63,33 @@ def load(config: RunConfig) -> Loaded:
         CheckpointError: a checkpoint that cannot be used.
     """
     device = pick_device(config)
-    target = load_target(
-        config.target.checkpoint,
-        weights=config.target.weights.value,
-        dtype=DTYPES[config.target.dtype.value],
-        device=device,
-        seed=config.seed,
-        max_model_len=config.target.max_model_len,
-    )
+    with _timed("target's weights", device):
+        target = load_target(
+            config.target.checkpoint,
+            weights=config.target.weights.value,
+            dtype=DTYPES[config.target.dtype.value],
+            device=device,
+            seed=config.seed,
+            max_model_len=config.target.max_model_len,
+        )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
     speculator = factory.build_speculator(config)
-    speculator.load(target)
+    with _timed("drafter's weights", device):
+        speculator.load(target)
     return assemble(
         config, target, load_tokenizer(resolve_folder(config.target.checkpoint)), speculator, None
     )
+
+
+@contextmanager
+def _timed(part: str, device: torch.device) -> Iterator[None]:
+    """Logs how long a part of loading took."""
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        log.info("%s: %.1f s", part, time.perf_counter() - start)
 
 
 def load_baseline(loaded: Loaded) -> Loaded:
@@ -123,9 +137,11 @@ def assemble(
                 config, target, speculator, max_model_len, modes
             )
             memory_bytes["activations"] = activation_bytes
-        kv = new_cache(
-            config, target, speculator, max_model_len, warnings, activation_bytes=activation_bytes
-        )
+        with _timed("KV cache", target.device):
+            kv = new_cache(
+                *(config, target, speculator, max_model_len, warnings),
+                activation_bytes=activation_bytes,
+            )
     memory_bytes["kv_cache"] = kv.num_bytes
     runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
     if isinstance(runner, DeviceRunner) and has_cache:  # else measuring has compiled
