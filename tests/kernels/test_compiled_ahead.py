@@ -6,17 +6,20 @@ Triton's own lookup runs over a stand-in for the compiler and the device.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
-from hydraspec_kernels.launch import ahead, compiled_ahead
-from hydraspec_kernels.launch import kernel as launch
+from hydraspec_kernels.launch import ahead, can_compile_ahead, compiled_ahead
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -43,10 +46,11 @@ class Diary:
 class FakeKernel:
     """What Triton's compiler gives back: loaded on first use of `run`."""
 
-    function, packed_metadata = 0, ()
+    function, packed_metadata, metadata = 0, (), None
 
     def __init__(self, diary: Diary, name: str) -> None:
         self._diary, self._name, self._is_loaded = diary, name, False
+        self.src = name
 
     def launch_metadata(self, *args: object) -> None:
         return None
@@ -60,6 +64,12 @@ class FakeKernel:
 
 
 class FakeDriver:
+    @staticmethod
+    def launcher_cls(src: object, metadata: object) -> None:
+        """Forked processes build launchers: the file says that one did."""
+        if folder := os.environ.get("LAUNCHERS"):
+            Path(folder, f"{src}-{os.getpid()}").touch()
+
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
@@ -120,6 +130,21 @@ def test_what_was_compiled_ahead_is_what_launches_find(diary: Diary) -> None:
     assert diary.launched == [("scaled", 3)] * 12
 
 
+def test_other_processes_compile_first(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each kernel in one of them."""
+    monkeypatch.setenv("LAUNCHERS", str(tmp_path))
+    kernel, _ = kernels()
+    with compiled_ahead(CUDA):
+        run_steps(kernel)
+        assert not any(tmp_path.iterdir())
+    makers = [path.name.split("-") for path in tmp_path.iterdir()]
+    assert makers
+    assert {name for name, _ in makers} == {"scaled"}
+    assert str(os.getpid()) not in {process for _, process in makers}
+
+
 def test_a_kernel_that_was_there_before_is_not_launched_either(diary: Diary) -> None:
     """It would read what the ones in front of it have not written."""
     kernel, _ = kernels()
@@ -161,22 +186,15 @@ def test_after_an_error_launches_launch(diary: Diary) -> None:
     assert len(diary.launched) == 12
 
 
-@pytest.mark.parametrize("reason", ["an older Triton", "the interpreter", "no GPU"])
-def test_elsewhere_launches_stay_launches(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    if reason == "an older Triton":
-        monkeypatch.delattr(triton, "AsyncCompileMode")
-    elif reason == "the interpreter":
-        monkeypatch.setattr(knobs.runtime, "interpret", True)
-    kernel, _ = kernels()
-    with (
-        compiled_ahead(torch.device("cpu"))
-        if reason == "no GPU"
-        else launch.launches_compile(CUDA, 2)
-    ):
-        run_steps(kernel)
-    assert len(diary.launched) == 12
+def test_it_is_left_alone_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert can_compile_ahead(CUDA)
+    assert not can_compile_ahead(torch.device("cpu"))
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    assert not can_compile_ahead(CUDA)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    assert not can_compile_ahead(CUDA)
 
 
 def test_an_argument_keeps_no_memory(diary: Diary) -> None:
@@ -222,4 +240,41 @@ def test_indices_that_no_kernel_wrote_are_zeros() -> None:
 def test_other_operators_keep_their_whole_numbers() -> None:
     with ahead.ZeroIndices():
         assert (GARBAGE + 1).equal(torch.tensor([2**40 + 1, -6, 4]))
-        assert GARBAGE.index_select(0, GARBAGE).equal(torch.full((3,), 2**40))
+
+
+def test_an_operator_writes_where_it_was_told_to() -> None:
+    """Not into a tensor of zeros in its place."""
+    counts = torch.zeros(3, dtype=torch.int64)
+    with ahead.ZeroIndices():
+        found = counts.index_add_(0, GARBAGE, torch.ones(3, dtype=torch.int64))
+        counts[GARBAGE] = 5
+    assert found is counts
+    assert counts.tolist() == [5, 0, 0]
+
+
+def touch_in_turn(folder: Path, number: int) -> None:
+    """Fails for every third: the others must not miss it."""
+    if number % 3 == 2:
+        raise ValueError(number)
+    (folder / f"{number}").write_text(str(os.getpid()))
+
+
+def test_forks_make_every_call_once_and_drop_errors(tmp_path: Path) -> None:
+    ahead.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(300)], 3, 60.0)
+    done = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(done) == [n for n in range(300) if n % 3 != 2]
+    assert str(os.getpid()) not in done.values()
+
+
+def test_a_fork_that_hangs_is_ended(tmp_path: Path) -> None:
+    started = time.monotonic()
+    calls = [partial(time.sleep, 600.0), partial(touch_in_turn, tmp_path, 0)]
+    ahead.run_in_forks(calls, 2, 1.0)
+    assert time.monotonic() - started < 60
+    assert (tmp_path / "0").exists()
+
+
+def test_without_forks_nobody_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    ahead.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 1.0)
+    assert not any(tmp_path.iterdir())

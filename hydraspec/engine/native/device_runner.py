@@ -15,12 +15,13 @@ from typing import TypeAlias, cast
 
 import numpy as np
 import torch
-from hydraspec_kernels.launch import compiled_ahead
+from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
 from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.launch import LaunchedStep, ResultRing, packed_results
+from hydraspec.engine.native.rehearsal import rehearsals
 from hydraspec.engine.native.runner import Runner, split_plan
 from hydraspec.engine.native.upload import PlanUpload, UploadShape
 from hydraspec.graphs import (
@@ -199,11 +200,22 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
-        """Compile, all at once, the kernels of the largest step and of those that `capture` will
-        meet: its warm-ups then only run them."""
+        """Compile, all at once, the kernels of the largest step, of those that `capture` will meet,
+        and of such as will run eagerly."""
+        limits = self.limits
+        if not can_compile_ahead(self.target.device):
+            return  # warm-ups compile them, one after another
+        plans = rehearsals(
+            *({1, *limits.capture_sizes}, limits.num_speculative_tokens),
+            max_rows=limits.max_num_batched_tokens,
+            max_seq_len=limits.max_seq_len,
+            decodes=self.modes.decode == NONE,
+        )
         with self.eagerly(), compiled_ahead(self.target.device):
             for descriptor in [self._largest(), *self.descriptors()]:
                 self._captured_step(self._static_inputs(descriptor))
+            for plan in plans:
+                self._launch_part(plan, None)
 
     def _largest(self) -> Descriptor:
         limits = self.limits

@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.launch.ahead import compiled_ahead
+from hydraspec_kernels.launch.ahead import can_compile_ahead, compiled_ahead
 
-__all__ = ["compiled_ahead", "runs_kernels", "supports_dependent_launch"]
+__all__ = ["can_compile_ahead", "compiled_ahead", "runs_kernels", "supports_dependent_launch"]
 
 
 def runs_kernels(x: Tensor) -> bool:

@@ -6,69 +6,129 @@ but where it would be indices, which are zeros instead.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
-MOST_THREADS = 32
+MOST_PROCESSES = 32
+WORD = 4  # bytes of a call's number
+SECONDS_BETWEEN_LOOKS = 0.01
 
-aten = torch.ops.aten
+# Operators that read or write where indices say.
 INDEXED = {
-    *(aten.index, aten.index_select, aten.gather, aten.embedding),
-    *(aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index),
-    *(aten.index_copy, aten.index_copy_, aten.index_add, aten.index_add_),
-    *(aten.index_fill, aten.index_fill_, aten.scatter, aten.scatter_),
-    *(aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_),
+    *("__getitem__", "__setitem__", "index_select", "gather", "take", "take_along_dim"),
+    *("embedding", "embedding_bag", "index_put", "index_put_", "index_copy", "index_copy_"),
+    *("index_add", "index_add_", "index_fill", "index_fill_", "index_reduce", "index_reduce_"),
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
 }
 
 
-class ZeroIndices(TorchDispatchMode):
-    """Whole numbers that say where an operator reads or writes are zeros.
+class ZeroIndices(TorchFunctionMode):
+    """Whole numbers that such an operator is given are zeros, but for what it writes to."""
 
-    These are all whole numbers behind its first argument: what it writes is of no interest.
-    """
-
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.overloadpacket in INDEXED:
-            args = (args[0], *(_zeroed(argument) for argument in args[1:]))
-            kwargs = {name: _zeroed(value) for name, value in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in INDEXED:
+            written = 1 if name.endswith("_") and name != "__getitem__" else 0
+            args = (*args[:written], *map(_zeroed, args[written:]))
+            kwargs = {key: _zeroed(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def _zeroed(argument: Any) -> Any:
     if isinstance(argument, list | tuple):
         return type(argument)(_zeroed(part) for part in argument)
-    if isinstance(argument, Tensor) and not argument.is_floating_point():
-        return torch.zeros_like(argument)
-    return argument
+    is_index = isinstance(argument, Tensor) and not argument.is_floating_point()
+    return torch.zeros_like(argument) if is_index else argument
+
+
+def can_compile_ahead(device: torch.device) -> bool:
+    """Whether there is anything to compile, and a Triton that can do it without launching."""
+    if device.type != "cuda":
+        return False
+    from hydraspec_kernels.launch.kernel import has_async_compilation
+
+    return has_async_compilation()
 
 
 @contextmanager
 def compiled_ahead(device: torch.device) -> Iterator[None]:
-    """For calls that run for the sake of their kernels: these are compiled and loaded by a pool of
-    threads, all of them once it ends, and launched nowhere. Results are of no use.
+    """For calls that run for the sake of their kernels: these are compiled and loaded, all at once
+    when it ends, and launched nowhere. Results are of no use. Only where `can_compile_ahead`.
 
     A kernel that cannot be compiled is left to its first launch, which tells why. The process must
-    not launch kernels from another thread meanwhile. Elsewhere than on CUDA nothing is different.
+    not launch kernels from another thread meanwhile.
     """
-    if device.type != "cuda":
-        yield
-        return
-    from hydraspec_kernels.launch import kernel
+    from hydraspec_kernels.launch.kernel import launches_compile
 
-    with kernel.launches_compile(device, num_threads()), ZeroIndices():
+    with launches_compile(device, num_processes()), ZeroIndices():
         yield
 
 
-def num_threads() -> int:
+def num_processes() -> int:
     """The cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(MOST_THREADS, cores)
+    return min(MOST_PROCESSES, cores)
+
+
+def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: float) -> None:
+    """Make every call in one of `count` forked processes, for what it leaves on the disk.
+
+    Their errors are dropped, and after `timeout_s` seconds so is what is not done. The calls must
+    not use the device, which a fork cannot.
+    """
+    if not hasattr(os, "fork"):
+        return
+    take, give = os.pipe()
+    with os.fdopen(give, "wb") as numbers:
+        numbers.write(b"".join(number.to_bytes(WORD, "little") for number in range(len(calls))))
+    children = set[int]()
+    try:
+        for _ in range(min(count, len(calls))):
+            children.add(_fork(calls, take))
+        deadline = time.monotonic() + timeout_s
+        while children and time.monotonic() < deadline:
+            children -= {child for child in children if _has_ended(child, os.WNOHANG)}
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+    finally:
+        os.close(take)
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            _has_ended(child, 0)
+
+
+def _fork(calls: Sequence[Callable[[], object]], take: int) -> int:
+    """A process that makes those calls whose numbers it gets hold of."""
+    with warnings.catch_warnings():
+        # Of locks that other threads hold: a child that waits for one is ended in time.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
+    try:
+        gc.disable()  # it would free memory of the device
+        while word := os.read(take, WORD):
+            with suppress(Exception):
+                calls[int.from_bytes(word, "little")]()
+    finally:
+        os._exit(0)
+
+
+def _has_ended(child: int, options: int) -> bool:
+    try:
+        return os.waitpid(child, options)[0] == child
+    except ChildProcessError:  # somebody else has asked
+        return True

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from threading import Event
@@ -28,12 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
-from triton.runtime import build
+from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
 from hydraspec_kernels.launch import supports_dependent_launch
+from hydraspec_kernels.launch.ahead import run_in_forks
 
 log = logging.getLogger(__name__)
+
+FORKS_TIMEOUT_S = 120.0  # then threads go on alone
 
 
 def build_unoptimised(
@@ -75,33 +79,55 @@ if knobs.build.impl is None and "language" not in signature(build._build).parame
 
 
 class _Loading(Executor):
-    """Compiles a kernel and does what its first launch would: builds its launcher, loads it."""
+    """Threads that compile kernels and do what a first launch does: build a launcher, and load.
+
+    They hold the interpreter a third of the time, so forked processes compile into Triton's cache
+    first, and the threads find it there.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self.num_kernels = 0
-        self.may_start = Event()
+        self._compilations: list[Callable[[], Any]] = []
+        self._may_start, self._is_given_up = Event(), False
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def compile_and_load() -> Any:
-            self.may_start.wait()
+            self._may_start.wait()  # or they would hold up the steps
+            if self._is_given_up:
+                raise RuntimeError("its step has failed")
             kernel = compile_kernel()
             kernel.run  # noqa: B018  a property that loads
             return kernel
 
-        self.num_kernels += 1
+        self._compilations.append(compile_kernel)
         return self._pool.submit(compile_and_load)
+
+    def start(self, num_processes: int) -> int:
+        """Compile everything; returns how many kernels that is."""
+        launcher = driver.active.launcher_cls
+
+        def built(compile_kernel: Callable[[], Any]) -> None:
+            kernel = compile_kernel()
+            launcher(kernel.src, kernel.metadata)
+
+        calls = [partial(built, compilation) for compilation in self._compilations]
+        run_in_forks(calls, num_processes, FORKS_TIMEOUT_S)
+        self._may_start.set()
+        return len(calls)
+
+    def give_up(self) -> None:
+        self._is_given_up = True
+        self._may_start.set()
+
+
+def has_async_compilation() -> bool:
+    """Not in older Tritons, nor where kernels are interpreted."""
+    return hasattr(triton, "AsyncCompileMode") and not knobs.runtime.interpret
 
 
 @contextmanager
-def launches_compile(device: torch.device, num_threads: int) -> Iterator[None]:
-    """Launches of kernels have them compiled in `num_threads` threads, and launch nothing.
-
-    Where Triton has no such compilation, launches are launches.
-    """
-    if not hasattr(triton, "AsyncCompileMode") or knobs.runtime.interpret:
-        yield
-        return
+def launches_compile(device: torch.device, num_processes: int) -> Iterator[None]:
+    """Launches have their kernels compiled by `num_processes` processes, and launch nothing."""
     started, launch, seen = time.perf_counter(), JITFunction.run, set[Hashable]()
 
     def compile_once(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -112,20 +138,25 @@ def launches_compile(device: torch.device, num_threads: int) -> Iterator[None]:
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     in_thread = (torch.cuda.set_device, (device,)) if device.index is not None else (None, ())
-    with ThreadPoolExecutor(num_threads, "compile", *in_thread) as pool:
+    with ThreadPoolExecutor(num_processes, "compile", *in_thread) as pool:
         loading = _Loading(pool)
         # Its end waits for all; what failed is compiled again by its first launch, and fails there.
         with triton.AsyncCompileMode(loading, ignore_errors=True):
             JITFunction.run = compile_once
             try:
                 yield
+            except BaseException:
+                loading.give_up()
+                raise
             finally:
                 JITFunction.run = launch
-                loading.may_start.set()
-                ran = time.perf_counter() - started
+            ran = time.perf_counter()
+            count = loading.start(num_processes)
+            compiled = time.perf_counter()
     log.info(
-        "compiled %d kernels by %d threads in %.1f s, after %.1f s of steps without them",
-        *(loading.num_kernels, num_threads, time.perf_counter() - started, ran),
+        "compiled %d kernels by %d processes in %.1f s: steps without them %.1f, loading %.1f",
+        *(count, num_processes, time.perf_counter() - started),
+        *(ran - started, time.perf_counter() - compiled),
     )
 
 
