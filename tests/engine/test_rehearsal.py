@@ -1,0 +1,70 @@
+"""Steps that are run for the sake of their kernels: each is one that an engine might run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from graph_runs import PAIRS, graph_config, make_graph_engine
+from recorded_graphs import RecordedOps
+
+from hydraspec.engine.native import device_runner
+from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.rehearsal import rehearsals
+from hydraspec.engine.native.runner import Runner
+from hydraspec.types import Batch, StepPlan
+
+
+def plans(decodes: bool = False, k: int = 3) -> list[StepPlan]:
+    found = rehearsals({1, 4, 16}, k, max_rows=40, max_seq_len=24, decodes=decodes)
+    return list(found)
+
+
+def test_prompts_fill_a_step_and_no_more() -> None:
+    """By batch size, the largest first; none where a step has fewer rows than requests."""
+    shapes = [(len(plan.slots), plan.num_rows.tolist()) for plan in plans()]
+    assert shapes == [(16, [2] * 16), (4, [10] * 4), (1, [24])]
+
+
+def test_decodes_verify_every_draft_where_they_fit() -> None:
+    decodes = [plan for plan in plans(decodes=True) if plan.num_drafts.any()]
+    assert [plan.num_rows.tolist() for plan in decodes] == [[4] * 4, [4]]
+    assert all(len(plan.segments) == 1 for plan in decodes)
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """What `compile_ahead` runs, on a CPU, where it would do nothing."""
+    batches: list[Batch] = []
+
+    @contextmanager
+    def compiled(device: torch.device) -> Iterator[None]:
+        yield
+
+    class Watching(DeviceRunner):
+        def prepare(self, plan: object) -> Batch:
+            batches.append(Runner.prepare(self, plan))  # type: ignore[arg-type]
+            return batches[-1]
+
+    monkeypatch.setattr(device_runner, "can_compile_ahead", lambda device: True)
+    monkeypatch.setattr(device_runner, "compiled_ahead", compiled)
+    monkeypatch.setattr(DeviceRunner, "prepare", Watching.prepare)
+    return batches
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "full_and_piecewise"])
+@pytest.mark.parametrize("method", PAIRS)
+def test_every_method_rehearses(rehearsed: list[Batch], method: str, mode: str) -> None:
+    """Graphs' shapes and those of prompts and, without graphs, of decodes."""
+    config = graph_config(method, mode, sizes=(2, 5) if mode != "none" else ())
+    engine = make_graph_engine(config, RecordedOps())
+    runner = engine.parts.runner
+    assert isinstance(runner, DeviceRunner)
+    rehearsed.clear()
+    runner.compile_ahead()
+    shapes = {(batch.num_requests, batch.input_ids.shape[0]) for batch in rehearsed}
+    k = engine.info.num_speculative_tokens
+    assert {(5, 40), (1, 40)} <= shapes
+    assert {(count, count * (k + 1)) for count in (2, 5)} <= shapes
