@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from hydraspec_kernels.token_choice import draw_tokens, sample_with_probs
+from hydraspec_kernels.truncation import kth_largest, truncate_top_k_top_p
 from torch import Tensor
 
 from hydraspec.sampling.streams import Purpose
@@ -35,9 +36,9 @@ def process_logits(
     # Centred before dividing: a tiny temperature then underflows to 0 instead of giving NaN.
     scaled = (logits - peak).div_(torch.where(greedy, 1.0, temperature).unsqueeze(-1))
     if flags.any_top_p:
-        scaled = _truncate_top_k_top_p(scaled, top_k, top_p)
+        scaled = truncate_top_k_top_p(scaled, top_k, top_p)
     elif flags.any_top_k:
-        kth = _kth_largest(scaled.sort(-1, descending=True).values, top_k)
+        kth = kth_largest(scaled.sort(-1, descending=True).values, top_k)
         scaled = scaled.masked_fill_(scaled < kth, -torch.inf)
     probs = scaled.softmax(-1)
     if flags.any_min_p:
@@ -52,25 +53,6 @@ def process_logits(
 def _one_hot_argmax(logits: Tensor, like: Tensor) -> Tensor:
     """[N, V] of ones at the argmax of each row, in the dtype of `like`."""
     return torch.zeros_like(like).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-
-
-def _kth_largest(descending: Tensor, top_k: Tensor) -> Tensor:
-    """[N, 1], the top_k-th value of each sorted row [N, V]; the last one where top_k is off."""
-    vocab_size = descending.shape[-1]
-    rank = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size) - 1
-    return descending.gather(-1, rank.unsqueeze(-1))
-
-
-def _truncate_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scaled logits [N, V] with -inf at what top_k and then top_p cut off."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill_(ordered < _kth_largest(ordered, top_k), -torch.inf)
-    mass = ordered.softmax(-1)
-    mass_before = mass.cumsum(-1) - mass
-    limit = top_p.unsqueeze(-1)
-    cut = (mass_before >= limit) & (limit < 1)
-    cut[:, 0] = False
-    return torch.empty_like(scaled).scatter_(-1, order, ordered.masked_fill_(cut, -torch.inf))
 
 
 def sample(

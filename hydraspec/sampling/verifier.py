@@ -13,6 +13,7 @@ import torch
 from hydraspec_kernels.launch import runs_kernels
 from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
 from hydraspec_kernels.token_choice import greedy_tokens
+from hydraspec_kernels.truncation import truncate_
 from hydraspec_kernels.verification import Verified, verify_at_rate, verify_prefix
 from torch import Tensor
 
@@ -81,18 +82,24 @@ class Verifier(ABC):
         logits [N, V] of the rows that `batch.verify_rows` counts in; `state` as before the step.
         With `state.draft_probs` drafts are taken as sampled from it, else as chosen outright.
         `flags` are host facts that save work. The first token of a request, and every token without
-        a drafter, is the case of no drafts.
+        a drafter, is the case of no drafts. Nobody may read `logits` afterwards: kernels truncate
+        in place.
         """
         if logits.shape[0] == 0:
             return _nothing_sampled(batch)
         if batch.all_greedy:
             return _verdict(self.verify_choices(greedy_tokens(logits), batch, state))
-        if _kernels_verify(logits, state, flags):
+        if runs_kernels(logits) and logits.dtype is not torch.float64:
+            if flags.any_top_k or flags.any_top_p or flags.any_min_p:
+                truncate_(
+                    logits, batch.verify_rows, batch.num_drafts, batch.samples, batch.slots,
+                    state.temperature, state.top_k, state.top_p, state.min_p,
+                )  # fmt: skip
             return _verdict(
                 verify_sampled(
                     logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
                     batch.seq_lens, batch.slots, state.temperature, state.seed, state.draft_probs,
-                    self.rule, self.acceptance_length,
+                    self.rule, self.acceptance_length, state.draft_vocab_map,
                 )
             )  # fmt: skip
         trial = _prepare(logits, batch, state, flags)
@@ -111,17 +118,6 @@ class Verifier(ABC):
     @abstractmethod
     def accept(self, trial: Trial) -> Acceptance:
         """Apply the rule to every request; K may be 0."""
-
-
-def _kernels_verify(logits: Tensor, state: RequestState, flags: SamplingFlags) -> bool:
-    """Whether kernels can decide: temperature alone shapes all distributions, over one vocabulary.
-
-    Truncation, distributions over a narrower draft vocabulary and float64 take the road of the CPU.
-    """
-    truncates = flags.any_top_k or flags.any_top_p or flags.any_min_p
-    is_narrow = state.draft_probs is not None and state.draft_vocab_map is not None
-    is_wide = logits.dtype is torch.float64
-    return runs_kernels(logits) and not (truncates or is_narrow or is_wide)
 
 
 def _verdict(verified: Verified) -> Verdict:

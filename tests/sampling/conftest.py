@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -95,6 +96,23 @@ def build_step(
         all_greedy=all_greedy,
     )
     return Step(logits=poisoned.flatten(0, 1), batch=batch, state=state)
+
+
+@pytest.fixture(autouse=True)
+def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter holds loop bounds as numpy arrays of one dimension, which numpy 2.4
+    no longer turns into numbers.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: object) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
 from kernel_places import DEVICES
 from torch import Tensor
 
+from hydraspec.sampling import verifier
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import SamplingFlags, Verdict
 
@@ -18,7 +20,7 @@ NO_TRUNCATION = SamplingFlags(any_top_k=False, any_top_p=False, any_min_p=False)
 LENGTH = 1.7
 
 
-def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str) -> Any:
+def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str, **given: Any) -> Any:
     """Requests of all temperatures with 0 to K drafts, some missing, some not sampling."""
     count = 9
     draw = torch.Generator().manual_seed(seed)
@@ -50,6 +52,7 @@ def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str) -
         temperature=torch.tensor([0.0, 0.6, 1.0])[request % 3],
         seed=torch.randint(-(2**62), 2**62, (count,), generator=draw),
         num_computed=torch.randint(0, 999, (count,), generator=draw),
+        **given,
     )
 
 
@@ -60,8 +63,23 @@ def by_kernels(step: Any, verification: str, device: str) -> tuple[Tensor, Tenso
         batch.seq_lens, batch.slots, state.temperature, state.seed, state.draft_probs,
     ]  # fmt: skip
     moved = [None if x is None else x.to(device) for x in given]
-    out = verify_sampled(*moved, RULES[verification], LENGTH)  # type: ignore[arg-type]
+    ids = (
+        state.draft_vocab_map if state.draft_vocab_map is None else state.draft_vocab_map.to(device)
+    )
+    out = verify_sampled(*moved, RULES[verification], LENGTH, ids)  # type: ignore[arg-type]
     return out.tokens.cpu(), out.num_sampled.cpu(), out.num_rejected.cpu()
+
+
+def on(device: str, step: Any) -> Any:
+    """The step's tensors elsewhere."""
+
+    def moved(record: Any) -> Any:
+        values = {f.name: getattr(record, f.name) for f in fields(record)}
+        there = {n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)}
+        return replace(record, **there)
+
+    return replace(step, logits=step.logits.to(device), batch=moved(step.batch),
+                   state=moved(step.state))  # fmt: skip
 
 
 def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
@@ -94,6 +112,75 @@ def test_verdicts_are_those_of_the_verifiers(
         assert tokens.equal(wanted.tokens)
         lengths += num_sampled.tolist()
     assert len(set(lengths)) > min(num_drafts, 2)
+
+
+TRUNCATIONS = {
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.2},
+    "each its own": {
+        "top_k": torch.tensor([0, 3, 0, 1, 5, 0, 99, 2, 4]),
+        "top_p": torch.tensor([1, 1, 0.5, 0.9, 0.7, 0.8, 0.6, 1, 0.01]),
+        "min_p": torch.tensor([0, 0, 0, 0.1, 0, 0.3, 0, 0.9, 0]),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "truncation"),
+    [
+        ("cpu", "each its own"),
+        *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in TRUNCATIONS),
+    ],
+)
+@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize("verification", RULES)
+def test_truncated_verdicts_are_those_of_the_verifiers(
+    verification: str,
+    truncation: str,
+    drafts: str,
+    make_step: Any,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The road that a verifier takes where kernels run, told what truncations there are. Catches
+    rows that are cut after they are read, or under another row's parameters."""
+    given = TRUNCATIONS[truncation]
+    flags = SamplingFlags(**{f"any_{name}": name in given for name in ("top_k", "top_p", "min_p")})
+    verify = build_verifier(
+        verification,
+        synthetic_acceptance_length=LENGTH if verification == "synthetic" else None,
+        num_speculative_tokens=3,
+    )
+    step = steps(make_step, 3, 70, len(truncation), drafts, **given)
+    wanted = step.verdict(verify, flags)
+    moved = on(device, replace(step, logits=step.logits.clone()))
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier, "runs_kernels", lambda _: True)
+        got = moved.verdict(verify, flags)
+    assert got.num_sampled.cpu().equal(wanted.num_sampled)
+    assert got.num_rejected.cpu().equal(wanted.num_rejected)
+    assert got.tokens.cpu().equal(wanted.tokens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_drafts_from_a_narrower_vocabulary(verification: str, make_step: Any, device: str) -> None:
+    """What the drafter's vocabulary lacks it proposes with probability 0."""
+    ids = torch.tensor([9, 2, 3, 0, 7])
+    for seed in range(2):
+        step = steps(make_step, 3, 11, seed, "probabilistic")
+        step.batch.draft_tokens = torch.where(
+            step.batch.draft_tokens < 0, -1, ids[step.batch.draft_tokens % 5]
+        )
+        narrow = step.state.draft_probs[..., :5]
+        step.state.draft_probs = narrow / narrow.sum(-1, keepdim=True)
+        step.state.draft_vocab_map = ids
+        wanted = by_torch(step, verification, 3)
+        tokens, num_sampled, num_rejected = by_kernels(step, verification, device)
+        assert num_sampled.equal(wanted.num_sampled)
+        assert num_rejected.equal(wanted.num_rejected)
+        assert tokens.equal(wanted.tokens)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,7 +1,7 @@
 """Verification against the target's distribution, without tensors of probabilities.
 
 The specification is the sampling package's verifiers: their rules in plain torch are what runs on
-a CPU, and where some request truncates its distribution. The draws are the same.
+a CPU. The draws are the same.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ def verify_sampled(
     slots: Tensor,  # [B]
     temperature: Tensor,  # [S]
     seed: Tensor,  # [S]
-    draft_probs: Tensor | None,  # [S, K, V] float32; None: drafts were chosen outright
+    draft_probs: Tensor | None,  # [S, K, V'] float32; None: drafts were chosen outright
     rule: Rule,
     acceptance_length: float = 1.0,  # of Rule.AT_RATE
+    draft_vocab_map: Tensor | None = None,  # [V'] ids of the drafter's tokens; None: V' is V
 ) -> Verified:
     """Accept drafts by `rule`, then emit a token recovered from the residual, or the bonus.
 
-    Only where kernels run. Nothing but temperature shapes the target's distribution; requests of
-    temperature 0 accept, and emit, the argmax.
+    Only where kernels run. The target's distribution is that of the logits at the temperature:
+    what is cut off them is -inf already. Requests of temperature 0 accept, and emit, the argmax.
     """
     # Triton is imported where kernels run only.
     from hydraspec_kernels.rejection_sampling.launches import verify_sampled_launches
 
     return verify_sampled_launches(
         logits, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, temperature, seed,
-        draft_probs, rule, acceptance_length,
+        draft_probs, rule, acceptance_length, draft_vocab_map,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K: tl.cons
     return tl.load(verify_rows_ptr + request * (K + 1) + j), is_needed
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def chunk_statistics(
     peaks_ptr,  # [B, K+1, C] float32 largest logit
     masses_ptr,  # [B, K+1, C] float32 sum of exp((x - peak) / temperature)
@@ -73,7 +73,16 @@ def chunk_statistics(
         tl.store(ids_ptr + out, best)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@triton.jit
+def _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width):
+    """q of target tokens; the drafter proposes what its vocabulary lacks with probability 0."""
+    if draft_index_ptr is not None:
+        token = tl.load(draft_index_ptr + token, mask=is_token, other=-1)
+        is_token = token >= 0
+    return tl.load(draft_probs_ptr + place * draft_width + token, mask=is_token, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
 def row_statistics(
     peak_ptr,  # [B, K+1] float32
     mass_ptr,  # [B, K+1] float32
@@ -84,7 +93,8 @@ def row_statistics(
     masses_ptr,  # [B, K+1, C]
     ids_ptr,  # [B, K+1, C]
     logits_ptr,  # [N, V]
-    draft_probs_ptr,  # [S, K, V] or None
+    draft_probs_ptr,  # [S, K, V'] or None
+    draft_index_ptr,  # [V] places in V', -1 where there is none; None: V' is V
     drafts_ptr,  # [B, K]
     verify_rows_ptr,  # [B, K+1]
     num_drafts_ptr,  # [B]
@@ -93,6 +103,7 @@ def row_statistics(
     temperature_ptr,  # [S]
     row_stride,
     vocab_size,
+    draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -127,7 +138,10 @@ def row_statistics(
             p = tl.where(is_greedy, (draft == best).to(tl.float32), p)
             tl.store(target_ptr + request * K + j, p)
             if draft_probs_ptr is not None:
-                q = tl.load(draft_probs_ptr + (slot * K + j) * vocab_size + draft)
+                drawn_at = slot * K + j
+                q = _q_of(
+                    draft, draft >= 0, draft_probs_ptr, draft_index_ptr, drawn_at, draft_width
+                )
                 tl.store(draft_ptr + request * K + j, tl.where(is_greedy, 1.0, q))
 
 
@@ -152,7 +166,7 @@ def _advance(running, target_ptr, draft_ptr, at):
     return tl.minimum(running * ratio, 1.0)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def chunk_surplus(
     surplus_ptr,  # [B, K, C] float32 sum of max(p_j p - q, 0) at row j; j = 0 is not written
     target_ptr,  # [B, K]
@@ -160,7 +174,8 @@ def chunk_surplus(
     peak_ptr,  # [B, K+1]
     mass_ptr,  # [B, K+1]
     logits_ptr,  # [N, V]
-    draft_probs_ptr,  # [S, K, V]
+    draft_probs_ptr,  # [S, K, V']
+    draft_index_ptr,  # [V] or None
     drafts_ptr,  # [B, K]
     verify_rows_ptr,  # [B, K+1]
     samples_ptr,  # [B]
@@ -168,6 +183,7 @@ def chunk_surplus(
     temperature_ptr,  # [S]
     row_stride,
     vocab_size,
+    draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -194,8 +210,7 @@ def chunk_surplus(
         x = finite(tl.load(x_ptrs, mask=is_token, other=-float("inf")))
         at = request * (K + 1) + j
         peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
-        q_ptrs = draft_probs_ptr + (slot * K + j) * vocab_size + token
-        q = tl.load(q_ptrs, mask=is_token, other=0.0)
+        q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, slot * K + j, draft_width)
         p = softmax_weights(x, peak, temperature) / mass
         surplus = tl.sum(tl.maximum(p * running - q, 0.0), 0)
     tl.store(surplus_ptr + (request * K + j) * num_chunks + chunk, surplus)
@@ -267,7 +282,7 @@ def accept(
     tl.store(scale_ptr + request, scale)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def race_of_chunks(
     ratios_ptr,  # [2, B, C] float64: of the residual, of the target
     ids_ptr,  # [2, B, C] int32
@@ -277,7 +292,8 @@ def race_of_chunks(
     peak_ptr,  # [B, K+1]
     mass_ptr,  # [B, K+1]
     logits_ptr,  # [N, V]
-    draft_probs_ptr,  # [S, K, V] or None
+    draft_probs_ptr,  # [S, K, V'] or None
+    draft_index_ptr,  # [V] places in V', -1 where there is none; None: V' is V
     drafts_ptr,  # [B, K]
     verify_rows_ptr,  # [B, K+1]
     num_drafts_ptr,  # [B]
@@ -288,6 +304,7 @@ def race_of_chunks(
     seed_ptr,  # [S]
     row_stride,
     vocab_size,
+    draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -323,8 +340,8 @@ def race_of_chunks(
                 rejected = tl.load(drafts_ptr + request * K + j)
                 residual = tl.where(token == rejected, 0.0, p)
             else:
-                q_ptrs = draft_probs_ptr + (slot * K + j) * vocab_size + token
-                q = tl.load(q_ptrs, mask=is_token, other=0.0)
+                drawn_at = slot * K + j
+                q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, drawn_at, draft_width)
                 residual = p * tl.load(scale_ptr + request) - q
                 residual = tl.where(residual > 0, residual, 0.0)
             ratio, found = first_best(residual.to(tl.float64) / race, token)

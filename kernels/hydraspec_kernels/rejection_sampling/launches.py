@@ -37,6 +37,12 @@ class Given:
     temperature: Tensor
     seed: Tensor
     draft_probs: Tensor | None
+    draft_index: Tensor | None  # [V] int32 the target's tokens in the drafter's vocabulary
+
+    @property
+    def draft_width(self) -> int:
+        """V', the drafter's vocabulary."""
+        return self.logits.shape[1] if self.draft_probs is None else self.draft_probs.shape[2]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -89,11 +95,17 @@ def verify_sampled_launches(
     draft_probs: Tensor | None,
     rule: Rule,
     acceptance_length: float,
+    draft_vocab_map: Tensor | None,
 ) -> Verified:
     """See `rejection_sampling.verify_sampled`."""
+    if draft_tokens.shape[1] == 0:
+        draft_probs = None
+    draft_index = None
+    if draft_probs is not None and draft_vocab_map is not None:
+        draft_index = _places(draft_vocab_map, logits.shape[1])
     given = Given(
         logits, verify_rows, draft_tokens, num_drafts, samples.view(torch.int8), seq_lens, slots,
-        temperature, seed, draft_probs if draft_tokens.shape[1] else None,
+        temperature, seed, draft_probs, draft_index,
     )  # fmt: skip
     _check(given)
     statistics = _statistics(given)
@@ -101,8 +113,16 @@ def verify_sampled_launches(
     return _emit(given, statistics, accepted)
 
 
+def _places(draft_vocab_map: Tensor, vocab_size: int) -> Tensor:
+    """[V] int32: where the map [V'] names each id, -1 where it does not."""
+    places = draft_vocab_map.new_full((vocab_size,), -1, dtype=torch.int32)
+    every = torch.arange(len(draft_vocab_map), dtype=torch.int32, device=places.device)
+    return places.index_copy_(0, draft_vocab_map, every)
+
+
 def _check(given: Given) -> None:
-    """Rows of logits may be apart; all else is contiguous, and drafts have the target's width."""
+    """Rows of logits may be apart; all else is contiguous, and drafts have the target's width, or
+    places there."""
     g = given
     assert g.logits.stride(1) == 1, g.logits.stride()
     tensors = (g.verify_rows, g.drafts, g.num_drafts, g.seq_lens, g.slots, g.temperature, g.seed)
@@ -110,7 +130,9 @@ def _check(given: Given) -> None:
         assert tensor.is_contiguous(), tensor.stride()
     if g.draft_probs is not None:
         assert g.draft_probs.is_contiguous()
-        assert g.draft_probs.shape[1:] == (g.drafts.shape[1], g.logits.shape[1]), "other drafts"
+        assert g.draft_probs.shape[1] == g.drafts.shape[1], "other drafts"
+        is_whole = g.draft_width == g.logits.shape[1]
+        assert is_whole or g.draft_index is not None, "draft and target vocabularies differ"
 
 
 def _statistics(g: Given) -> Statistics:
@@ -130,7 +152,7 @@ def _statistics(g: Given) -> Statistics:
     )
     row_statistics[(b * (k + 1),)](
         out.peak, out.mass, out.best, out.target, draft, peaks, masses, ids, g.logits,
-        g.draft_probs, g.drafts, *about, stride, v, chunks,
+        g.draft_probs, g.draft_index, g.drafts, *about, stride, v, g.draft_width, chunks,
         K=k, CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
     )  # fmt: skip
     return out
@@ -143,9 +165,9 @@ def _accept(g: Given, s: Statistics, rule: Rule, mean_accepted: float) -> Accept
     if rule is Rule.BLOCK and g.draft_probs is not None and k > 1:
         surplus = g.floats(b, k, chunks)
         chunk_surplus[(chunks, b * (k - 1))](
-            surplus, s.target, s.draft, s.peak, s.mass, g.logits, g.draft_probs, g.drafts,
-            g.verify_rows, g.samples, g.slots, g.temperature, g.logits.stride(0), v, chunks,
-            K=k, BLOCK=block, num_warps=8, **launch,
+            surplus, s.target, s.draft, s.peak, s.mass, g.logits, g.draft_probs, g.draft_index,
+            g.drafts, g.verify_rows, g.samples, g.slots, g.temperature, g.logits.stride(0), v,
+            g.draft_width, chunks, K=k, BLOCK=block, num_warps=8, **launch,
         )  # fmt: skip
     out = Accepted(g.ints(b), g.ints(b), g.floats(b))
     accept[(b,)](
@@ -165,8 +187,9 @@ def _emit(g: Given, s: Statistics, a: Accepted) -> Verified:
     ids = g.ints(2, b, chunks)
     race_of_chunks[(chunks, b)](
         ratios, ids, a.count, a.is_recovery, a.scale, s.peak, s.mass, g.logits, g.draft_probs,
-        g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots, g.temperature,
-        g.seed, g.logits.stride(0), v, chunks, K=k, BLOCK=block, num_warps=8, **launch,
+        g.draft_index, g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots,
+        g.temperature, g.seed, g.logits.stride(0), v, g.draft_width, chunks,
+        K=k, BLOCK=block, num_warps=8, **launch,
     )  # fmt: skip
     out = Verified(
         tokens=g.num_drafts.new_empty(b, k + 1),

@@ -1,0 +1,122 @@
+"""Sampled steps: what truncation costs, and verification behind it, per step of K = 3 drafts.
+
+    python kernels/benchmarks/bench_sampling.py [--rows 1 4 32 128] [--vocab 262144] [--torch]
+
+Rows of logits follow Zipf's law (a language model's shape: at exponent 1.5 the nucleus of 0.95 has
+some 240 tokens) or are normal (nobody's, and the longest search: it has tens of thousands).
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+from harness import Measured, describe_device, print_table, rotation, time_us
+from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
+from hydraspec_kernels.truncation import truncate_, truncate_reference
+from torch import Tensor
+
+DRAFTS = 3
+NAMES = ("temperature", "top_k", "top_p", "min_p")
+CASES = {  # top_k, top_p, min_p
+    "top_k=64 top_p=0.95": (64, 0.95, 0.0),
+    "top_k=64": (64, 1.0, 0.0),
+    "top_p=0.95": (0, 0.95, 0.0),
+    "min_p=0.05": (0, 1.0, 0.05),
+    "off": (0, 1.0, 0.0),
+}
+
+
+def zipf(rows: int, vocab: int) -> Tensor:
+    ranks = torch.rand(rows, vocab, device="cuda").argsort(-1).add_(1)
+    return ranks.float().log_().mul_(-1.5).add_(20).bfloat16()
+
+
+def normal(rows: int, vocab: int) -> Tensor:
+    return torch.randn(rows, vocab, device="cuda").mul_(3).bfloat16()
+
+
+def parameters(rows: int, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, ...]:
+    """temperature, top_k, top_p, min_p of requests of one row each."""
+    values = ((0.8, torch.float32), (top_k, torch.long), (top_p, torch.float32))
+    made = [torch.full((rows,), v, dtype=d, device="cuda") for v, d in values]
+    return (*made, torch.full((rows,), min_p, device="cuda"))
+
+
+def step(rows: int, width: int) -> tuple[Tensor, ...]:
+    """verify_rows, num_drafts, samples and slots of requests of `width` rows each."""
+    each = torch.arange(rows // width, device="cuda")
+    named = torch.arange(rows, device="cuda").view(-1, width)
+    return named, torch.full_like(each, width - 1), torch.ones_like(each, dtype=torch.bool), each
+
+
+def truncations(rows: int, vocab: int, with_torch: bool) -> list[Measured]:
+    """Rows are written over: every call cuts a copy, whose time is taken off."""
+    lines = []
+    where = step(rows, 1)
+    read = float(rows * vocab * 2)
+    for shape, make in (("zipf", zipf), ("normal", normal)):
+        kept = [one for (one,) in rotation(lambda make=make: (make(rows, vocab),), most=8)]
+        scratch = torch.empty_like(kept[0])
+        copy = time_us(lambda x, scratch=scratch: scratch.copy_(x), [(x,) for x in kept])
+        for name, given in CASES.items():
+            about = parameters(rows, *given)
+
+            def cut(
+                x: Tensor, scratch: Tensor = scratch, about: tuple[Tensor, ...] = about
+            ) -> None:
+                scratch.copy_(x)
+                truncate_(scratch, *where, *about)
+
+            micros = time_us(cut, [(x,) for x in kept]) - copy
+            lines.append(Measured(f"{name}, {shape}", f"{rows}x{vocab}", micros, read))
+            if with_torch and name.startswith("top_k=64 top_p"):
+                sorting = partial(truncate_reference, **dict(zip(NAMES, about, strict=True)))
+                micros = time_us(sorting, [(kept[0],)], least_calls=2, replays=3)
+                lines.append(Measured(f"torch, {shape}", f"{rows}x{vocab}", micros, read))
+    return lines
+
+
+def verifications(rows: int, vocab: int) -> list[Measured]:
+    """Verification of rows that are truncated already."""
+    if rows % (DRAFTS + 1):
+        return []
+    named, num_drafts, samples, slots = step(rows, DRAFTS + 1)
+    drafts = torch.randint(0, 1000, (len(slots), DRAFTS), device="cuda")
+    hot, seed = torch.full((len(slots),), 0.8, device="cuda"), slots * 7
+    probs = torch.randn(len(slots), DRAFTS, vocab, device="cuda").softmax(-1)
+    lines = []
+    for name, rule, q in (
+        ("verify, one-hot", Rule.STANDARD, None),
+        ("verify, sampled", Rule.STANDARD, probs),
+        ("verify block, sampled", Rule.BLOCK, probs),
+    ):
+
+        def verify(x: Tensor, rule: Rule = rule, q: Tensor | None = q) -> object:
+            lens = slots + 50
+            return verify_sampled(
+                x, named, drafts, num_drafts, samples, lens, slots, hot, seed, q, rule
+            )
+
+        sets = rotation(lambda: (zipf(rows, vocab),), most=8)
+        read = float((rows + len(slots)) * vocab * 2)
+        lines.append(Measured(name, f"{rows}x{vocab}", time_us(verify, sets), read))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 32, 128])
+    parser.add_argument("--vocab", type=int, default=262_144)
+    parser.add_argument("--torch", action="store_true", help="time the reference, too")
+    given = parser.parse_args()
+    lines: list[Measured] = []
+    for rows in given.rows:
+        lines += truncations(rows, given.vocab, given.torch)
+        lines += verifications(rows, given.vocab)
+    print_table(f"sampling: {describe_device()}", lines)
+
+
+if __name__ == "__main__":
+    main()
