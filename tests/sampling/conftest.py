@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,16 @@ class Step:
 
     def verdict(self, verifier: Verifier, flags: SamplingFlags = EVERYTHING) -> Verdict:
         return verifier(self.logits, self.batch, self.state, flags)
+
+    def to(self, device: str) -> Step:
+        """A copy whose tensors are on a device."""
+        batch, state = (_moved(record, device) for record in (self.batch, self.state))
+        return Step(logits=self.logits.to(device, copy=True), batch=batch, state=state)
+
+
+def _moved(record: Any, device: str) -> Any:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return replace(record, **{n: x.to(device) for n, x in values.items() if torch.is_tensor(x)})
 
 
 def _per_request(value: float | Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -103,9 +114,10 @@ def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter holds loop bounds as numpy arrays of one dimension, which numpy 2.4
     no longer turns into numbers.
     """
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
+    if find_spec("triton") is None:
         return
+    from triton.runtime import interpreter
+
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: object, scope: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -68,18 +67,6 @@ def by_kernels(step: Any, verification: str, device: str) -> tuple[Tensor, Tenso
     )
     out = verify_sampled(*moved, RULES[verification], LENGTH, ids)  # type: ignore[arg-type]
     return out.tokens.cpu(), out.num_sampled.cpu(), out.num_rejected.cpu()
-
-
-def on(device: str, step: Any) -> Any:
-    """The step's tensors elsewhere."""
-
-    def moved(record: Any) -> Any:
-        values = {f.name: getattr(record, f.name) for f in fields(record)}
-        there = {n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)}
-        return replace(record, **there)
-
-    return replace(step, logits=step.logits.to(device), batch=moved(step.batch),
-                   state=moved(step.state))  # fmt: skip
 
 
 def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
@@ -154,7 +141,7 @@ def test_truncated_verdicts_are_those_of_the_verifiers(
     )
     step = steps(make_step, 3, 70, len(truncation), drafts, **given)
     wanted = step.verdict(verify, flags)
-    moved = on(device, replace(step, logits=step.logits.clone()))
+    moved = step.to(device)
     with monkeypatch.context() as patch:
         patch.setattr(verifier, "runs_kernels", lambda _: True)
         got = moved.verdict(verify, flags)

@@ -196,6 +196,48 @@ def test_emitted_sequences_follow_the_target(
     assert goodness_of_fit(setup, make_step) > ALPHA
 
 
+class OnDevice:
+    """A step that kernels verify."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step.to("cuda")
+
+    def verdict(self, verify: Any) -> Any:
+        verdict = self.step.verdict(verify)
+        values = (verdict.tokens, verdict.num_sampled, verdict.num_rejected)
+        tokens, num_sampled, num_rejected = (x.cpu() for x in values)
+        return replace(verdict, tokens=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_kernels_emit_sequences_that_follow_the_target(
+    verification: str,
+    drafts: str,
+    truncation: str,
+    make_step: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same at DISTANCE 0.05, which is as many rows as one launch takes."""
+    monkeypatch.setitem(globals(), "DISTANCE", 0.05)
+    setup = Setup(
+        verification=verification,
+        probabilistic=drafts == "probabilistic",
+        truncation=TRUNCATIONS[truncation],
+        ragged=True,
+    )
+
+    def step(*args: Any, **kwargs: Any) -> OnDevice:
+        return OnDevice(make_step(*args, **kwargs))
+
+    assert goodness_of_fit(setup, step) > ALPHA
+    if truncation != "untruncated":
+        monkeypatch.setattr(verifier, "truncate_", lambda *_: None)
+        assert goodness_of_fit(setup, step) < ALPHA
+
+
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
 @pytest.mark.parametrize("verification", ["standard", "block"])
 def test_missing_drafts_do_not_bias(verification: str, drafts: str, make_step: Any) -> None:
