@@ -13,6 +13,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from hydraspec.config.schema import Device, Dtype
+from hydraspec.engine.native import loading
 from hydraspec.engine.native.device_runner import DeviceRunner
 
 pytestmark = pytest.mark.gpu
@@ -26,14 +27,14 @@ class Counted:
         self.late: list[str] = []
         self._is_ahead = False
         patch.setattr(knobs.compilation, "listener", self._note)
-        compile_ahead = DeviceRunner.compile_ahead
+        compile_ahead = loading._compile
 
         def watched(runner: DeviceRunner) -> None:
             self._is_ahead = True
             compile_ahead(runner)
             self._is_ahead = False
 
-        patch.setattr(DeviceRunner, "compile_ahead", watched)
+        patch.setattr(loading, "_compile", watched)
 
     def _note(self, *, src: object, **_: object) -> None:
         (self.ahead if self._is_ahead else self.late).append(str(getattr(src, "name", src)))
@@ -44,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     """In a process that has compiled nothing yet, and finds nothing on the disk."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for found in gc.get_objects():
-        if isinstance(found, JITFunction):
+        if issubclass(type(found), JITFunction):  # isinstance would ask deprecated objects
             found.device_caches.clear()
     return Counted(monkeypatch)
 
@@ -79,8 +80,8 @@ def test_steps_after_it_are_those_of_an_engine_that_compiled_as_it_went(
 ) -> None:
     """Its garbage must not stay anywhere: in the state, the cache, or a first use's tensors."""
     runs = []
-    for compile_ahead in (DeviceRunner.compile_ahead, lambda runner: None):
-        monkeypatch.setattr(DeviceRunner, "compile_ahead", compile_ahead)
+    for compile_ahead in (loading._compile, lambda runner: None):
+        monkeypatch.setattr(loading, "_compile", compile_ahead)
         engine = make_graph_engine(config_of("gemma4_mtp", "full"), None)
         runs.append(run_requests(engine, zoo_requests(16, longest=12), concurrency=16))
         del engine

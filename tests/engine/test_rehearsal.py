@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
-import torch
 from graph_runs import PAIRS, graph_config, make_graph_engine
 from recorded_graphs import RecordedOps
 
-from hydraspec.engine.native import device_runner
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.rehearsal import rehearsals
 from hydraspec.engine.native.runner import Runner
@@ -36,20 +31,14 @@ def test_decodes_verify_every_draft_where_they_fit() -> None:
 
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-    """What `compile_ahead` runs, on a CPU, where it would do nothing."""
+    """The batches that runners prepare."""
     batches: list[Batch] = []
-
-    @contextmanager
-    def compiled(device: torch.device) -> Iterator[None]:
-        yield
 
     class Watching(DeviceRunner):
         def prepare(self, plan: object) -> Batch:
             batches.append(Runner.prepare(self, plan))  # type: ignore[arg-type]
             return batches[-1]
 
-    monkeypatch.setattr(device_runner, "can_compile_ahead", lambda device: True)
-    monkeypatch.setattr(device_runner, "compiled_ahead", compiled)
     monkeypatch.setattr(DeviceRunner, "prepare", Watching.prepare)
     return batches
 
@@ -63,7 +52,7 @@ def test_every_method_rehearses(rehearsed: list[Batch], method: str, mode: str) 
     runner = engine.parts.runner
     assert isinstance(runner, DeviceRunner)
     rehearsed.clear()
-    runner.compile_ahead()
+    runner.rehearse()
     shapes = {(batch.num_requests, batch.input_ids.shape[0]) for batch in rehearsed}
     k = engine.info.num_speculative_tokens
     assert {(5, 40), (1, 40)} <= shapes

@@ -20,10 +20,12 @@ import pytest
 import torch
 import triton
 from hydraspec_kernels.launch import ahead, can_compile_ahead, compiled_ahead
+from hydraspec_kernels.launch.kernel import _kind
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 CUDA = torch.device("cuda")
 
@@ -118,9 +120,10 @@ def run_steps(kernel: Any) -> None:
 def test_what_was_compiled_ahead_is_what_launches_find(diary: Diary) -> None:
     """A key that differs from the launch's would compile everything twice."""
     kernel, _ = kernels()
-    with compiled_ahead(CUDA):
+    with compiled_ahead(CUDA) as compiled:
         run_steps(kernel)
         assert not diary.compiled, "threads hold up the steps"
+    assert compiled.num_kernels == 3
     assert diary.compiled == ["scaled"] * 3
     assert len(diary.loaded_in) == 3
     assert threading.main_thread() not in diary.loaded_in
@@ -206,6 +209,16 @@ def test_an_argument_keeps_no_memory(diary: Diary) -> None:
         kernel[(1,)](x, x, 32, SIZE=16)
         del x
         assert watched() is None
+
+
+def test_a_descriptor_of_a_tensor_counts_by_its_tiles() -> None:
+    """Not by the tensor, which would be kept, and it has no hash."""
+    descriptors = [
+        TensorDescriptor(torch.empty(rows, 64), [rows, 64], [64, 1], [16, columns])
+        for rows, columns in ((16, 16), (32, 16), (32, 32))
+    ]
+    kinds = [hash(_kind(descriptor)) for descriptor in descriptors]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 GARBAGE = torch.tensor([2**40, -7, 3])

@@ -15,7 +15,6 @@ from typing import TypeAlias, cast
 
 import numpy as np
 import torch
-from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
 from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
@@ -199,19 +198,17 @@ class DeviceRunner(Runner):
         self.run(self._static_inputs(self._largest()))
 
     @torch.inference_mode()
-    def compile_ahead(self) -> None:
-        """Compile, all at once, the kernels of the largest step, of those that `capture` will meet,
-        and of such as will run eagerly."""
+    def rehearse(self) -> None:
+        """Run, on padding and prompts of nothing, the largest step, those that `capture` will meet,
+        and such as will run eagerly: for the sake of their kernels, before there are requests."""
         limits = self.limits
-        if not can_compile_ahead(self.target.device):
-            return  # warm-ups compile them, one after another
         plans = rehearsals(
             *({1, *limits.capture_sizes}, limits.num_speculative_tokens),
             max_rows=limits.max_num_batched_tokens,
             max_seq_len=limits.max_seq_len,
             decodes=self.modes.decode == NONE,
         )
-        with self.eagerly(), compiled_ahead(self.target.device):
+        with self.eagerly():
             for descriptor in [self._largest(), *self.descriptors()]:
                 self._captured_step(self._static_inputs(descriptor))
             for plan in plans:

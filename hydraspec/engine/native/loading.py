@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
 
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
@@ -145,7 +146,7 @@ def assemble(
     memory_bytes["kv_cache"] = kv.num_bytes
     runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
     if isinstance(runner, DeviceRunner) and has_cache:  # else measuring has compiled
-        runner.compile_ahead()
+        _compile(runner)
     if isinstance(runner, DeviceRunner) and backend is not None and modes.enabled:
         _capture(runner, memory_bytes, warnings)
     scheduler = Scheduler(
@@ -219,7 +220,7 @@ def _measure_activations(
     kv = smallest_cache(config, target, speculator, max_model_len)
     runner = _runner(config, target, speculator, kv, max_model_len, modes, None)
     assert isinstance(runner, DeviceRunner)
-    runner.compile_ahead()
+    _compile(runner)
     torch.cuda.empty_cache()
     start = time.perf_counter()
     before = torch.cuda.memory_allocated(target.device)
@@ -231,6 +232,21 @@ def _measure_activations(
     torch.cuda.empty_cache()
     log.info("largest step: %.2f GiB, %.1f s", peak / (1 << 30), time.perf_counter() - start)
     return peak
+
+
+def _compile(runner: DeviceRunner) -> None:
+    """Kernels, all at once, that warm-ups would otherwise compile one after another."""
+    device = runner.target.device
+    if not can_compile_ahead(device):
+        return
+    start = time.perf_counter()
+    with compiled_ahead(device) as compiled:
+        runner.rehearse()
+    log.info(
+        "%d kernels: %.1f s (steps without them %.1f, compiling %.1f, loading %.1f)",
+        *(compiled.num_kernels, time.perf_counter() - start),
+        *(compiled.stepping_s, compiled.compiling_s, compiled.loading_s),
+    )
 
 
 def _capture(runner: DeviceRunner, memory_bytes: dict[str, int], warnings: list[str]) -> None:

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,8 +63,18 @@ def can_compile_ahead(device: torch.device) -> bool:
     return has_async_compilation()
 
 
+@dataclass(slots=True)
+class Compiled:
+    """What compiling ahead did; known once it has ended."""
+
+    num_kernels: int = 0
+    stepping_s: float = 0.0  # the calls
+    compiling_s: float = 0.0
+    loading_s: float = 0.0
+
+
 @contextmanager
-def compiled_ahead(device: torch.device) -> Iterator[None]:
+def compiled_ahead(device: torch.device) -> Iterator[Compiled]:
     """For calls that run for the sake of their kernels: these are compiled and loaded, all at once
     when it ends, and launched nowhere. Results are of no use. Only where `can_compile_ahead`.
 
@@ -72,8 +83,8 @@ def compiled_ahead(device: torch.device) -> Iterator[None]:
     """
     from hydraspec_kernels.launch.kernel import launches_compile
 
-    with launches_compile(device, num_processes()), ZeroIndices():
-        yield
+    with launches_compile(device, num_processes()) as compiled, ZeroIndices():
+        yield compiled
 
 
 def num_processes() -> int:

@@ -9,7 +9,6 @@ front of it have ended, so waiting for one's neighbour is waiting for everybody.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -33,9 +32,7 @@ from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
 from hydraspec_kernels.launch import supports_dependent_launch
-from hydraspec_kernels.launch.ahead import run_in_forks
-
-log = logging.getLogger(__name__)
+from hydraspec_kernels.launch.ahead import Compiled, run_in_forks
 
 FORKS_TIMEOUT_S = 120.0  # then threads go on alone
 
@@ -126,9 +123,10 @@ def has_async_compilation() -> bool:
 
 
 @contextmanager
-def launches_compile(device: torch.device, num_processes: int) -> Iterator[None]:
+def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compiled]:
     """Launches have their kernels compiled by `num_processes` processes, and launch nothing."""
-    started, launch, seen = time.perf_counter(), JITFunction.run, set[Hashable]()
+    compiled, clock = Compiled(), time.perf_counter
+    started, launch, seen = clock(), JITFunction.run, set[Hashable]()
 
     def compile_once(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         named = ((name, _kind(value)) for name, value in kwargs.items())
@@ -144,28 +142,28 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[None]
         with triton.AsyncCompileMode(loading, ignore_errors=True):
             JITFunction.run = compile_once
             try:
-                yield
+                yield compiled
             except BaseException:
                 loading.give_up()
                 raise
             finally:
                 JITFunction.run = launch
-            ran = time.perf_counter()
-            count = loading.start(num_processes)
-            compiled = time.perf_counter()
-    log.info(
-        "compiled %d kernels by %d processes in %.1f s: steps without them %.1f, loading %.1f",
-        *(count, num_processes, time.perf_counter() - started),
-        *(ran - started, time.perf_counter() - compiled),
-    )
+            stepped = clock()
+            compiled.num_kernels = loading.start(num_processes)
+            forked = clock()
+    compiled.stepping_s, compiled.compiling_s = stepped - started, forked - stepped
+    compiled.loading_s = clock() - forked
 
 
 def _kind(argument: Any) -> Hashable:
     """What a kernel may be specialised for."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
-    if isinstance(argument, tuple):
+    if isinstance(argument, tuple | list):
         return tuple(map(_kind, argument))
+    if hasattr(argument, "block_shape"):  # a descriptor of a tensor
+        layout = repr(getattr(argument, "layout", None))
+        return type(argument), _kind(argument.base), tuple(argument.block_shape), layout
     return type(argument), argument
 
 
