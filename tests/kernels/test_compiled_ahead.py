@@ -287,6 +287,20 @@ def test_a_fork_that_hangs_is_ended(tmp_path: Path) -> None:
     assert (tmp_path / "0").exists()
 
 
+def test_fewer_forks_than_wanted_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, made = os.fork, []
+
+    def second_fails() -> int:
+        if made:
+            raise BlockingIOError("no more processes")
+        made.append(fork())
+        return made[0]
+
+    monkeypatch.setattr(os, "fork", second_fails)
+    ahead.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(6)], 3, 60.0)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_without_forks_nobody_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     ahead.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 1.0)

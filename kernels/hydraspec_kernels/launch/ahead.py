@@ -107,8 +107,9 @@ def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: f
         numbers.write(b"".join(number.to_bytes(WORD, "little") for number in range(len(calls))))
     children = set[int]()
     try:
-        for _ in range(min(count, len(calls))):
-            children.add(_fork(calls, take))
+        with suppress(OSError):  # as many as there may be
+            for _ in range(min(count, len(calls))):
+                children.add(_fork(calls, take))
         deadline = time.monotonic() + timeout_s
         while children and time.monotonic() < deadline:
             children -= {child for child in children if _has_ended(child, os.WNOHANG)}
