@@ -20,6 +20,7 @@ import pytest
 import torch
 import triton
 from hydraspec_kernels.launch import ahead, can_compile_ahead, compiled_ahead
+from hydraspec_kernels.launch import kernel as launch
 from hydraspec_kernels.launch.kernel import _kind
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -186,6 +187,25 @@ def test_after_an_error_launches_launch(diary: Diary) -> None:
     assert len(diary.launched) == 12
     with compiled_ahead(CUDA):
         run_steps(kernel)
+    assert len(diary.launched) == 12
+
+
+def test_an_interrupt_while_forks_compile_ends_the_waiting(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    def compile_nothing() -> None:
+        with compiled_ahead(CUDA):
+            run_steps(kernel)
+
+    kernel, _ = kernels()
+    monkeypatch.setattr(launch, "run_in_forks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_nothing()
+    assert not diary.compiled
+    run_steps(kernel)
     assert len(diary.launched) == 12
 
 

@@ -128,15 +128,15 @@ def _fork(calls: Sequence[Callable[[], object]], take: int) -> int:
         # Of locks that other threads hold: a child that waits for one is ended in time.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
-    if child:
-        return child
-    try:
-        gc.disable()  # it would free memory of the device
-        while word := os.read(take, WORD):
-            with suppress(Exception):
-                calls[int.from_bytes(word, "little")]()
-    finally:
-        os._exit(0)
+        if child:
+            return child
+        try:
+            gc.disable()  # it would free memory of the device
+            while word := os.read(take, WORD):
+                with suppress(Exception):
+                    calls[int.from_bytes(word, "little")]()
+        finally:
+            os._exit(0)
 
 
 def _has_ended(child: int, options: int) -> bool:

@@ -140,17 +140,18 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
         loading = _Loading(pool)
         # Its end waits for all; what failed is compiled again by its first launch, and fails there.
         with triton.AsyncCompileMode(loading, ignore_errors=True):
-            JITFunction.run = compile_once
             try:
-                yield compiled
+                JITFunction.run = compile_once
+                try:
+                    yield compiled
+                finally:
+                    JITFunction.run = launch
+                stepped = clock()
+                compiled.num_kernels = loading.start(num_processes)
+                forked = clock()
             except BaseException:
                 loading.give_up()
                 raise
-            finally:
-                JITFunction.run = launch
-            stepped = clock()
-            compiled.num_kernels = loading.start(num_processes)
-            forked = clock()
     compiled.stepping_s, compiled.compiling_s = stepped - started, forked - stepped
     compiled.loading_s = clock() - forked
 
