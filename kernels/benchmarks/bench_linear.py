@@ -1,9 +1,9 @@
 """Linears of few rows at the sizes of Gemma 4 E4B, 31B and the E4B assistant, against the library.
 
-    python kernels/benchmarks/bench_linear.py [--rows 1 8 32 128] [--json out.json]
+    python kernels/benchmarks/bench_linear.py [--rows 1 8 32 64 128] [--json out.json]
 
-Weights are rotated out of the L2. Last comes the chain of linears and residual norms of E4B's 42
-layers in one graph: dependent launches, which one kernel measured alone cannot show.
+Weights are rotated out of the L2. Last come chains of linears and residual norms in one graph, E4B's
+42 layers and six of 31B: dependent launches, which one kernel measured alone cannot show.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def measure(shape: Shape, rows: int) -> Measured:
     return Measured(shape.name, f"{rows} x {shape.k} x {shape.n}", ours, nbytes, note=note)
 
 
-LAYERS, FULL_EVERY, OWN_CACHE = 42, 6, 24
+LAYERS, FULL_EVERY, OWN_CACHE, LAYERS_31B = 42, 6, 24, 6
 
 
-def chain(rows: int) -> Measured:
+def chain_of_e4b(rows: int) -> Measured:
     """E4B's layers without attention: norms as they are, the queries as if they were its output."""
     layers = []
     for layer in range(LAYERS):
@@ -115,16 +115,34 @@ def chain(rows: int) -> Measured:
         heads = 4096 if full else 2048
         sizes = [(2560, heads * 3 // 2 if own else heads), (heads, 2560), (2560, 20480)]
         layers.append([weight(*s) for s in [*sizes, (10240, 2560), (2560, 256), (256, 2560)]])
-    gain = torch.ones(2560, device="cuda", dtype=torch.bfloat16)
-    h, y, factor = rows_of(rows, 2560), rows_of(rows, 2560), rows_of(rows, 256)
+    return chain("layers of E4B, no attention", rows, layers)
+
+
+def chain_of_31b(rows: int) -> Measured:
+    """As chain_of_e4b: five sliding layers of 31B and a full one."""
+    layers = []
+    for layer in range(LAYERS_31B):
+        qkv, heads = (18432, 16384) if layer % FULL_EVERY == FULL_EVERY - 1 else (16384, 8192)
+        sizes = [(5376, qkv), (heads, 5376), (5376, 43008), (21504, 5376)]
+        layers.append([weight(*s) for s in sizes])
+    return chain("layers of 31B, no attention", rows, layers)
+
+
+def chain(name: str, rows: int, layers: list[list[Tensor]]) -> Measured:
+    """One graph of qkv, o, gate and up, down, and any per-layer gate and projection."""
+    width = layers[0][0].shape[0]
+    gain = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    h, y, factor = rows_of(rows, width), rows_of(rows, width), rows_of(rows, 256)
 
     def step() -> None:
         x = y
-        for qkv, o, gate_up, down, gate, projection in layers:
+        for qkv, o, gate_up, down, *per_layer in layers:
             a = linear(x, qkv)[:, : o.shape[0]]
             x = joined(linear_partials(a, o))
             x = joined(linear_partials(gated_linear(x, gate_up, activation="gelu_tanh"), down))
-            x = joined(linear_partials(scaled_gelu_linear(x, gate, factor), projection))
+            if per_layer:
+                gate, projection = per_layer
+                x = joined(linear_partials(scaled_gelu_linear(x, gate, factor), projection))
 
     def joined(partials: Tensor) -> Tensor:
         normed = add_norm(h, partials, post_weight=gain, next_weight=gain, eps=1e-6).y
@@ -132,8 +150,9 @@ def chain(rows: int) -> Measured:
         return normed
 
     nbytes = sum(2 * w.numel() for layer in layers for w in layer)
-    name = "layers of E4B, no attention"
-    return Measured(name, f"{rows} rows", graph_us(step), nbytes, note=f"{LAYERS} layers")
+    micros = graph_us(step)
+    note = f"{micros / len(layers):.1f} us a layer"
+    return Measured(name, f"{rows} rows", micros, nbytes, note=note)
 
 
 def graph_us(step: Callable[[], None]) -> float:
@@ -151,14 +170,15 @@ def graph_us(step: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = []
     for rows in options.rows:
         table = [measure(shape, rows) for shape in [*E4B, *B31, *ASSISTANT]]
         torch.cuda.empty_cache()
-        table.append(chain(rows))
+        table += [chain_of_e4b(rows), chain_of_31b(rows)]
+        torch.cuda.empty_cache()
         print_table(f"{rows} rows, {describe_device()}", table)
         measured += table
     if options.json:
