@@ -2,8 +2,8 @@
 
     python kernels/benchmarks/bench_linear.py [--rows 1 8 32 64 128] [--json out.json]
 
-Weights are rotated out of the L2. Last come chains of linears and residual norms in one graph, E4B's
-42 layers and six of 31B: dependent launches, which one kernel measured alone cannot show.
+Weights are rotated out of the L2. Last come chains of linears and residual norms in one graph, of
+E4B's 42 layers and six of 31B: dependent launches, which one kernel measured alone cannot show.
 """
 
 from __future__ import annotations
