@@ -262,7 +262,7 @@ def test_indices_that_no_kernel_wrote_are_zeros() -> None:
     values = torch.arange(6.0).view(3, 2)
     with pytest.raises((IndexError, RuntimeError)):
         indexed(values, GARBAGE)
-    with ahead.ZeroIndices():
+    with ahead.Rehearsing():
         found = indexed(values, GARBAGE)
     assert [x.shape for x in found] == [
         x.shape for x in indexed(values, torch.zeros(3, dtype=torch.int64))
@@ -271,14 +271,26 @@ def test_indices_that_no_kernel_wrote_are_zeros() -> None:
 
 
 def test_other_operators_keep_their_whole_numbers() -> None:
-    with ahead.ZeroIndices():
+    with ahead.Rehearsing():
         assert (GARBAGE + 1).equal(torch.tensor([2**40 + 1, -6, 4]))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_products_are_left_out(rows: int) -> None:
+    x, weight, bias = torch.ones(rows, 4), torch.ones(5, 4).t(), torch.ones(5)
+    with ahead.Rehearsing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        found = [torch.mm(x, weight), x.mm(weight), torch.addmm(bias, x, weight)]
+    for product in found:
+        assert product.shape == (rows, 5)
+        assert product.is_contiguous()
+        assert not product.any()
 
 
 def test_an_operator_writes_where_it_was_told_to() -> None:
     """Not into a tensor of zeros in its place."""
     counts = torch.zeros(3, dtype=torch.int64)
-    with ahead.ZeroIndices():
+    with ahead.Rehearsing():
         found = counts.index_add_(0, GARBAGE, torch.ones(3, dtype=torch.int64))
         counts[GARBAGE] = 5
     assert found is counts

@@ -1,7 +1,7 @@
-"""Compiling ahead: a step runs once without its kernels, which are compiled meanwhile, all at once.
+"""Compiling ahead: a step runs once without its kernels, which are then compiled, all at once.
 
-Between kernels stand operators of torch. Those run, on memory that no kernel has written: harmless
-but where it would be indices, which are zeros instead.
+Between kernels stand operators of torch. Products are left out, too; the others run, on memory that
+nobody has written: harmless but where it would be indices, which are zeros instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MOST_PROCESSES = 32
 WORD = 4  # bytes of a call's number
 SECONDS_BETWEEN_LOOKS = 0.01
 
+PRODUCTS = {"mm", "addmm"}  # their last two arguments are what is multiplied
 # Operators that read or write where indices say.
 INDEXED = {
     *("__getitem__", "__setitem__", "index_select", "gather", "take", "take_along_dim"),
@@ -33,13 +34,16 @@ INDEXED = {
 }
 
 
-class ZeroIndices(TorchFunctionMode):
-    """Whole numbers that such an operator is given are zeros, but for what it writes to."""
+class Rehearsing(TorchFunctionMode):
+    """Products are left out. Whole numbers that say where an operator reads or writes are zeros."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in PRODUCTS and "out" not in kwargs:
+            left, right = args[-2:]
+            return left.new_empty(left.shape[0], right.shape[1])
         if name in INDEXED:
             written = 1 if name.endswith("_") and name != "__getitem__" else 0
             args = (*args[:written], *map(_zeroed, args[written:]))
@@ -83,7 +87,7 @@ def compiled_ahead(device: torch.device) -> Iterator[Compiled]:
     """
     from hydraspec_kernels.launch.kernel import launches_compile
 
-    with launches_compile(device, num_processes()) as compiled, ZeroIndices():
+    with launches_compile(device, num_processes()) as compiled, Rehearsing():
         yield compiled
 
 
