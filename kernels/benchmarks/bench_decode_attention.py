@@ -5,7 +5,8 @@
 Head norms and cache write, then attention, as two kernels, and the fused kernel, also where a model
 would not take it. Each alone, and between the linears in front of it and behind it, less those
 alone: what a layer pays for it. Bytes are the keys and values that some row sees, the projection
-and the result. --sweep times other tilings in the same ways.
+and the result. --sweep times other tilings in the same ways; splits with a + are added up by a
+kernel of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 
 import torch
@@ -23,9 +25,9 @@ from harness import Measured, describe_device, print_table, rotation, time_us
 from hydraspec_kernels import decode_attention
 from hydraspec_kernels.decode_attention import attend_projection
 from hydraspec_kernels.decode_attention import tiling as cuts
+from hydraspec_kernels.decode_attention.tiling import DecodeTiling
 from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.paged_attention import DevicePlan, GroupShape, paged_attention
-from hydraspec_kernels.paged_attention.tiling import Tiling
 from hydraspec_kernels.qkv_write import QkvShape, write_qkv
 from torch import Tensor
 
@@ -72,6 +74,8 @@ BATCHES = ((1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4))
 # Keys of a step in kilobytes (of one KV head), warps, stages.
 SWEPT = ((32, 8, 3), (32, 8, 4), (16, 8, 5), (16, 8, 3), (16, 4, 3), (16, 4, 5), (32, 4, 3))
 SWEPT_SPLITS = (1, 2)  # times those chosen
+# The same of programs whose few queries are columns.
+SWEPT_TURNED = ((8, 4, 3), (8, 4, 4), (16, 4, 3), (16, 4, 4), (16, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ def linears(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def cut_as(cut: Tiling) -> Iterator[None]:
+def cut_as(cut: DecodeTiling) -> Iterator[None]:
     original = cuts.decode_tiling
     cuts.decode_tiling = lambda *_: cut
     try:
@@ -175,20 +179,24 @@ def cut_as(cut: Tiling) -> Iterator[None]:
         cuts.decode_tiling = original
 
 
-def swept(case: Case) -> list[Tiling]:
-    chosen = cuts.decode_tiling(case.layer.group, case.rows, case.requests, DTYPE)
-    found = []
+def swept(case: Case) -> list[DecodeTiling]:
+    group, found = case.layer.group, []
+    chosen = cuts.decode_tiling(group, case.rows, case.requests, DTYPE)
+    rows = cuts.block_queries(group, case.rows)
     for kilobytes, warps, stages in SWEPT:
         keys = kilobytes * 512 // case.layer.dim
-        for times in SWEPT_SPLITS:
+        for times, apart in product(SWEPT_SPLITS, (False, True)):
             splits = min(chosen.splits * times, cuts.MAX_SPLITS)
-            cut = replace(chosen, block_n=keys, num_warps=warps, num_stages=stages, splits=splits)
-            if cut not in found:
-                found.append(cut)
-    return found
+            found.append(DecodeTiling(rows, keys, warps, stages, splits, adds_apart=apart))
+    if cuts.queries_of(group, case.rows) <= cuts.TURNED_QUERIES:
+        for kilobytes, warps, stages in SWEPT_TURNED:
+            keys = max(16, kilobytes * 512 // case.layer.dim)
+            cut = DecodeTiling(cuts.TURNED_QUERIES, keys, warps, stages, turned=True)
+            found.append(replace(cut, adds_apart=True, prefetched=32 << 10))
+    return list(dict.fromkeys(found))
 
 
-def compile_one(job: tuple[Case, Tiling]) -> None:
+def compile_one(job: tuple[Case, DecodeTiling]) -> None:
     """Into the cache on disk, beside other processes."""
     case, cut = job
     try:
@@ -199,7 +207,7 @@ def compile_one(job: tuple[Case, Tiling]) -> None:
 
 
 def compile_all(cases: list[Case]) -> None:
-    jobs: dict[tuple[object, ...], tuple[Case, Tiling]] = {}
+    jobs: dict[tuple[object, ...], tuple[Case, DecodeTiling]] = {}
     for case in cases:
         for cut in swept(case):
             key = (case.name, case.rows, replace(cut, splits=0))
@@ -227,7 +235,8 @@ def measure(case: Case, sweep: bool) -> list[Measured]:
     tried = [chosen, *(swept(case) if sweep else [])]
     found = []
     for cut in tried:
-        note = f"N{cut.block_n} warps {cut.num_warps} stages {cut.num_stages} splits {cut.splits}"
+        note = f"{'turned ' if cut.turned else ''}N{cut.block_n} warps {cut.num_warps}"
+        note += f" stages {cut.num_stages} splits {cut.splits}{'+' if cut.adds_apart else ''}"
         try:
             with cut_as(cut):
                 alone, layer = time_us(fused, sets), chain(fused) - base

@@ -98,11 +98,14 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[8, 64, 1])
+@pytest.fixture(params=["few splits", "many", "many, added up apart", "none", "none, turned"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few splits, many, none."""
-    monkeypatch.setattr(tiling, "FULL_DEVICE", request.param)
+    how = request.param
+    full = 8 if how == "few splits" else 64 if how.startswith("many") else 1
+    monkeypatch.setattr(tiling, "FULL_DEVICE", full)
     monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
+    monkeypatch.setattr(tiling, "TURNED_WIDTH", 256 if how == "none, turned" else 0)
+    monkeypatch.setattr(tiling, "MOST_ADDED", 0 if how.endswith("apart") else 1 << 20)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,7 +161,15 @@ def test_what_is_supported(rows: int, head_dim: int, group: int, supported: bool
 
 @pytest.mark.parametrize(
     ("requests", "rows", "taken"),
-    [(1, 1, False), (8, 1, True), (8, 4, True), (132, 4, True), (133, 1, False), (8, 17, False)],
+    [
+        (1, 1, False),
+        (8, 1, True),
+        (8, 4, True),
+        (132, 4, True),
+        (8, 17, False),
+        (133, 2, True),
+        (133, 4, False),
+    ],
 )
 def test_which_plans_are_taken(requests: int, rows: int, taken: bool) -> None:
     shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=256, block_size=16, window=512)
@@ -216,7 +227,7 @@ def test_compiled_half() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("requests", [1, 2, 8, 32, 64])
-@pytest.mark.parametrize("model", ["E4B sliding", "E4B full"])
+@pytest.mark.parametrize("model", ["E4B sliding", "E4B full", "31B sliding", "31B full"])
 def test_compiled_batches(model: str, requests: int) -> None:
     lens = tuple(600 + 7 * b for b in range(requests))
     base = replace(MODELS[model], lens=lens, dtype=torch.bfloat16, device="cuda", block_size=16)
@@ -226,12 +237,17 @@ def test_compiled_batches(model: str, requests: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("model", ["E4B sliding", "E4B full"])
-def test_a_graph_of_layers_follows_the_inputs_and_is_deterministic(model: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "threes"), [("E4B sliding", 1), ("E4B full", 1), ("31B sliding", 3)]
+)
+def test_a_graph_of_layers_follows_the_inputs_and_is_deterministic(
+    model: str, threes: int, rows: int
+) -> None:
     """Dependent launches behind one another, counters used again by each."""
     base = replace(MODELS[model], dtype=torch.bfloat16, device="cuda", block_size=16)
-    first = build(replace(base, rows=(rows,) * 3, lens=(900, 64, 640)))
-    other = build(replace(base, rows=(rows,) * 3, lens=(70, 899, 0)), seed=8)
+    base = replace(base, rows=(rows,) * 3 * threes)
+    first = build(replace(base, lens=(900, 64, 640) * threes))
+    other = build(replace(base, lens=(70, 899, 0) * threes), seed=8)
     caches = [first.cache.clone() for _ in range(6)]
     run(first, caches[0])
     graph = torch.cuda.CUDAGraph()
@@ -240,7 +256,7 @@ def test_a_graph_of_layers_follows_the_inputs_and_is_deterministic(model: str, r
             kernel.attend_projection_kernel(*first.arguments(cache), writes=True)
             for cache in caches
         ]
-    for fresh in (other, build(replace(base, rows=(rows,) * 3, lens=(900, 64, 640)))):
+    for fresh in (other, build(replace(base, lens=(900, 64, 640) * threes))):
         expected_cache = fresh.cache.clone()
         expected = run(fresh, expected_cache)
         for name in ("qkv", "cos", "sin", "slots"):

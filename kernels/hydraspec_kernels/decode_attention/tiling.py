@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from hydraspec_kernels.paged_attention.plan import DevicePlan, GroupShape
@@ -12,22 +14,38 @@ MOST_ROWS = 16  # of a request
 MOST_QUERY_NUMBERS = 32 * 512
 MAX_SPLITS = 16
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
+# Results of a tile that one program adds up at once; more are worth a kernel of their own.
+MOST_ADDED = 2048
 # Programs that fill the device; a constant, so that sums have the same order on all devices.
 FULL_DEVICE = 132
+# Columns of queries, and width of a head, of which four programs fit on a multiprocessor.
+TURNED_QUERIES, TURNED_WIDTH = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiling(Tiling):
+    """How a launch of the fused kernel is cut."""
+
+    turned: bool = False  # queries are columns, not rows
+    adds_apart: bool = False  # splits, if any, are added up by a kernel of their own
+    # Bytes in half precision that a program brings into the L2 while the kernel in front runs;
+    # those of all programs fit there several times.
+    prefetched: int = 64 << 10
 
 
 def fits(plan: DevicePlan) -> bool:
     """Whether the fused kernel is the faster one for a plan.
 
-    Of few programs each would have many splits, which one program adds up. Many programs keep the
-    memory busy anyhow, and would all do their norms before they read a key.
+    Of few programs each would have many splits. Many programs must be small: several on a
+    multiprocessor, so that some read keys while others do their norms.
     """
     shape = plan.shape
     if not supports(shape, plan.max_rows):
         return False
-    tiles = -(-queries_of(shape, plan.max_rows) // block_queries(shape, plan.max_rows))
-    programs = plan.num_requests * shape.num_kv_heads * tiles
-    return programs * MAX_SPLITS >= FULL_DEVICE and programs <= 2 * FULL_DEVICE
+    programs = _programs(shape, plan.max_rows, plan.num_requests)
+    if programs > 2 * FULL_DEVICE:
+        return _turns(shape, plan.max_rows, programs)
+    return programs * MAX_SPLITS >= FULL_DEVICE
 
 
 def supports(shape: GroupShape, max_rows: int) -> bool:
@@ -44,7 +62,7 @@ def queries_of(shape: GroupShape, max_rows: int) -> int:
 
 
 def block_queries(shape: GroupShape, max_rows: int) -> int:
-    """Queries of a program."""
+    """Queries of a program whose queries are rows."""
     return max(16, min(64, next_power_of_2(queries_of(shape, max_rows))))
 
 
@@ -62,21 +80,40 @@ def least_share(shape: GroupShape, cut: Tiling) -> int:
     return max(cut.block_n, LEAST_SHARE // next_power_of_2(shape.head_dim))
 
 
+def _programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
+    """Programs without splits."""
+    tiles = -(-queries_of(shape, max_rows) // block_queries(shape, max_rows))
+    return num_requests * shape.num_kv_heads * tiles
+
+
+def _turns(shape: GroupShape, max_rows: int, programs: int) -> bool:
+    """Whether programs are so many, and so small, that several share a multiprocessor."""
+    small = shape.head_dim <= TURNED_WIDTH and queries_of(shape, max_rows) <= TURNED_QUERIES
+    return small and programs > FULL_DEVICE
+
+
 def decode_tiling(
     shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype
-) -> Tiling:
+) -> DecodeTiling:
     """A function of what the host knows; sequence lengths are not among it."""
-    width = next_power_of_2(shape.head_dim)
-    block_m = block_queries(shape, max_rows)
-    queries = queries_of(shape, max_rows)
-    if dtype is torch.float32:  # without tensor cores operands are in registers, too
+    width, exact = next_power_of_2(shape.head_dim), dtype is torch.float32
+    programs = _programs(shape, max_rows, num_requests)
+    if _turns(shape, max_rows, programs):
+        if exact:
+            return DecodeTiling(TURNED_QUERIES, 16, 4, 1, turned=True, adds_apart=True)
+        keys = max(16, min(64, 4096 // width))
+        return DecodeTiling(
+            TURNED_QUERIES, keys, 4, 4, turned=True, adds_apart=True, prefetched=32 << 10
+        )
+    block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
+    if exact:  # without tensor cores operands are in registers, too
         block_m = 16
-        cut = Tiling(16, 16, 8 if width > 256 else 4, 1)
+        programs = num_requests * shape.num_kv_heads * -(-queries // block_m)
+        cut = DecodeTiling(16, 16, 8 if width > 256 else 4, 1)
+    elif block_m > 32:
+        cut = DecodeTiling(block_m, 32, 8, 3)
     else:
-        cut = Tiling(block_m, 32, 4, 3) if width > 256 else Tiling(block_m, 64, 8, 3)
-        if block_m > 32:
-            cut = Tiling(block_m, 32, 8, 3)
-    programs = num_requests * shape.num_kv_heads * -(-queries // block_m)
+        cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
     wanted = max(1, min(FULL_DEVICE // programs, MAX_SPLITS))
-    splits = 1 << (wanted.bit_length() - 1)
-    return Tiling(cut.block_m, cut.block_n, cut.num_warps, cut.num_stages, splits)
+    adds_apart = min(queries, block_m) * shape.head_dim > MOST_ADDED
+    return replace(cut, splits=1 << (wanted.bit_length() - 1), adds_apart=adds_apart)
