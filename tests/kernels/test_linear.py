@@ -6,7 +6,14 @@ import pytest
 import torch
 from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
 from hydraspec_kernels.linear.kernel import launch
-from hydraspec_kernels.linear.plan import GATED, MOST_ROWS, Tiling, tiling_for, tiling_of
+from hydraspec_kernels.linear.plan import (
+    GATED,
+    MOST_ROWS,
+    Broad,
+    Tiling,
+    tiling_for,
+    tiling_of,
+)
 from hydraspec_kernels.linear.reference import (
     gated_linear_reference,
     linear_reference,
@@ -109,22 +116,41 @@ def test_what_the_kernels_do_not_take_goes_to_the_library():
 SIZES = (64, 75, 256, 2048, 2560, 5376, 10240, 21504)
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["threads copy", "a warp copies"])
 @pytest.mark.parametrize("partials", [False, True])
-def test_every_tiling_can_be_launched(partials: bool):
+def test_every_tiling_can_be_launched(partials: bool, copied: bool):
     """Powers of two, no empty range of K, and tiles that fit into the shared memory."""
     for rows, k, n in itertools.product((1, 2, 16, 17, 32, 33, 64, 65, 128), SIZES, SIZES):
         for end in [""] if partials else ENDS:
-            tiling = tiling_of(rows, k, n, end, partials=partials)
+            tiling = tiling_of(rows, k, n, end, partials=partials, copied=copied)
             if tiling is None:
                 continue
             case = f"{rows} x {k} x {n} {end}: {tiling}"
             assert partials or tiling.splits == 1, case
             assert 1 <= tiling.splits <= -(-k // tiling.step), case
+            if isinstance(tiling, Broad):
+                assert copied, case
+                check_broad(tiling, rows, end, case)
+                continue
             for size in (tiling.m, tiling.rows, tiling.k, tiling.slices, tiling.warps):
                 assert size & (size - 1) == 0, case
             stages = tiling.stages if tiling.dots else 0
             assert 2 * (tiling.rows + tiling.m) * tiling.step * stages <= 227 << 10, case
             assert not tiling.dots or tiling.k >= 16, case
+
+
+def check_broad(tiling: Broad, rows: int, end: str, case: str) -> None:
+    """Four or eight multiplying warps, accumulators that fit into their registers."""
+    assert tiling.m in (64, 128), case
+    assert end != "scaled_gelu", case
+    assert 1 <= len(tiling.columns) <= 3, case
+    assert all(size in (16, 32, 64, 128, 256) for size in tiling.columns), case
+    branches = 2 if end in GATED else 1
+    assert branches * tiling.columns[0] <= 256, case
+    assert branches * sum(tiling.columns) <= 352, case
+    assert branches == 1 or tiling.k == 64, f"{case}: branches lie one below the other"
+    assert tiling.stages >= 2, case
+    assert tiling.shared_bytes(end in GATED) <= 226 << 10, case
 
 
 @pytest.mark.parametrize(
@@ -139,8 +165,8 @@ def test_shapes_with_the_tilings_they_get(rows: int, k: int, n: int, end: str):
     """Each rule of the plan at the smallest size that it applies to."""
     partials = end == "partials"
     end = "" if partials else end
-    tiling = tiling_of(rows, k, n, end, partials=partials)
-    assert tiling is not None
+    tiling = tiling_of(rows, k, n, end, partials=partials, copied=False)
+    assert isinstance(tiling, Tiling)
     x, weight, _, factor = operands(rows, k, n)
     weight.mul_(k**-0.5)
     want = expected(x, weight, None, factor, end)
@@ -159,6 +185,8 @@ GPU_SHAPES = [
     *[(1, 2560, 256), (3, 256, 2560), (5, 2560, 3072), (8, 5120, 256), (16, 2048, 2560)],
     *[(17, 10240, 2560), (32, 2560, 20480), (33, 2560, 6144), (64, 2560, 2560)],
     *[(128, 10240, 2560), (128, 2560, 256), (100, 256, 2560), (7, 2576, 2000)],
+    *[(20, 8200, 2563), (40, 2568, 8707), (70, 2560, 2048), (100, 2560, 3072), (65, 2568, 9001)],
+    *[(128, 16400, 4104), (33, 1032, 43008), (128, 1032, 43008), (64, 8192, 2564)],
 ]
 
 
@@ -197,6 +225,58 @@ def test_on_the_gpu_float32_tiles_are_not_tf32():
     x, weight, _, _ = operands(16, 2560, 256, device="cuda")
     got = launch(x.new_empty(16, 256), x, weight, Tiling(True, 16, 16, 32, stages=2))
     assert gpu_error(got, x.double() @ weight.double()) < FP32_ERROR
+
+
+# A warp copies: three products, K in uneven parts, several tiles a program, rows in two blocks.
+BROAD = {
+    "one product": Broad(64, (128,), stages=8, registers=128),
+    "three products": Broad(128, (64, 32, 16), stages=3),
+    "widest": Broad(128, (128, 32, 16), stages=3),
+    "a narrow last one": Broad(64, (64, 16), stages=7),
+    "tiles in turn": Broad(128, (64,), stages=4, most=3, registers=96),
+    "more stages than steps": Broad(64, (16,), stages=8),
+    "rows in blocks": Broad(64, (32,), k=128, stages=6, registers=128),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("end", ["", "softcap", *GATED], ids=lambda end: end or "plain")
+@pytest.mark.parametrize("name", BROAD)
+def test_on_the_gpu_copied_tiles_equal_float64(name: str, end: str):
+    """Rows, columns and K that fill no tile; also fewer steps than stages."""
+    tiling = BROAD[name]
+    if end in GATED and (tiling.k != 64 or tiling.shared_bytes(True) > 226 << 10):
+        pytest.skip("no tiling for two branches")
+    for rows, k, n in ((tiling.m - 27, 1016, 1003), (100, 136, 331), (1, 72, 15)):
+        x, weight, bias, factor = operands(rows, k, n, dtype=torch.bfloat16, device="cuda")
+        weight.mul_(k**-0.5)
+        want = expected(*(a.double() for a in (x, weight, bias, factor)), end)
+        out = torch.full(want.shape, torch.nan, dtype=x.dtype, device="cuda")
+        launch(out, x, weight, tiling, end=end, bias=bias, softcap=3.0)
+        assert gpu_error(out, want) < BF16_ERROR, f"{rows} x {k} x {n}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+def test_on_the_gpu_copied_partial_sums_add_up(splits: int):
+    tiling = Broad(64, (128,), splits, stages=4, registers=128)
+    x, weight, _, _ = operands(50, 840, 1003, dtype=torch.bfloat16, device="cuda")
+    parts = torch.full((splits, 50, 1003), torch.nan, device="cuda")
+    launch(parts, x, weight, tiling)
+    for split, part in enumerate(parts):
+        own = slice(split * 14 // splits * 64, (split + 1) * 14 // splits * 64)
+        assert gpu_error(part, x[:, own].double() @ weight[own].double()) < SUM_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "k", "n"), [(64, 2560, 9216), (128, 2560, 9216), (32, 8192, 5376)]
+)
+def test_on_the_gpu_a_rows_result_does_not_depend_on_how_many_there_are(rows: int, k: int, n: int):
+    x, weight, _, _ = operands(rows, k, n, dtype=torch.bfloat16, device="cuda")
+    few = rows // 2 + 1
+    assert torch.equal(linear(x, weight)[:few], linear(x[:few], weight))
+    assert torch.equal(linear_partials(x, weight)[:, :few], linear_partials(x[:few], weight))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
-from hydraspec_kernels.linear.plan import GATED, Tiling
+from hydraspec_kernels.linear.plan import GATED, Broad, Tiling
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _k_range(K, STEP: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexpr):
+def prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexpr):
     """Bring the first SPAN columns of these rows into the L2."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -52,14 +52,14 @@ def _prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexp
 
 
 @triton.jit
-def _logistic(v):
+def logistic(v):
     return 1 / (1 + tl.exp(tl.minimum(-v, 80.0)))  # e^80 is finite, and large enough
 
 
 @triton.jit
-def _gelu_tanh(v):
+def gelu_tanh(v):
     """gelu in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
-    return v * _logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
+    return v * logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _finish(
         if HAS_BIAS:
             gate += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        v = (_gelu_tanh(gate) if END == "gelu_tanh" else gate * _logistic(gate)) * up
+        v = (gelu_tanh(gate) if END == "gelu_tanh" else gate * logistic(gate)) * up
     else:
         n = first + tl.arange(0, BR)
         v = y
@@ -84,9 +84,9 @@ def _finish(
     inside = (n < N)[:, None] & (m < M)[None, :]
     if END == "scaled_gelu":
         at = factor + m.to(tl.int64)[None, :] * stride_fm + n[:, None]
-        v = _gelu_tanh(v) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        v = gelu_tanh(v) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if END == "softcap":
-        v = softcap * (2 * _logistic(2 * v / softcap) - 1)
+        v = softcap * (2 * logistic(2 * v / softcap) - 1)
     to = (tl.program_id(1).to(tl.int64) * M + m)[None, :] * N + n[:, None]
     tl.store(out + to, v.to(out.dtype.element_ty), mask=inside)
 
@@ -175,7 +175,7 @@ def _tile_kernel(
     rows = _weight_rows(first, N, BR, GATES)
     low, high = _k_range(K, STEP)
     if PREFETCH:
-        _prefetch(weight, rows, stride_wn, low, K, STEP * PREFETCH, PDL)
+        prefetch(weight, rows, stride_wn, low, K, STEP * PREFETCH, PDL)
     wait_for_inputs(PDL)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     at = _tile(weight, rows, stride_wn, BK, SLICES)
@@ -207,7 +207,7 @@ def launch(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    tiling: Tiling,
+    tiling: Tiling | Broad,
     *,
     end: str = "",
     bias: Tensor | None = None,
@@ -225,6 +225,11 @@ def launch(
     assert factor is None or factor.stride(1) == 1
     assert out.numel() == tiling.splits * rows * n
     assert 1 <= tiling.splits <= triton.cdiv(k, tiling.step)
+    if isinstance(tiling, Broad):
+        from hydraspec_kernels.linear.broad.kernel import launch_broad  # Gluon
+
+        assert factor is None
+        return launch_broad(out, x, weight, tiling, end=end, bias=bias, softcap=softcap)
     grid = triton.cdiv(n, tiling.columns(end in GATED)), tiling.splits, triton.cdiv(rows, tiling.m)
     arguments = (
         *(out, x, weight, bias, factor, rows, n, k, x.stride(0), weight.stride(1)),

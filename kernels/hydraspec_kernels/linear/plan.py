@@ -3,14 +3,17 @@
 What the measurements say: tensor cores win from the first row on, because they leave the threads
 free to keep loads in flight; what decides is that every multiprocessor gets the same share, in
 one wave or many, with over 100 KB on their way. Small weights never fill the chip: there a short
-chain of dependent steps wins. From 65 rows on the library's tiles are better, except where K can
-be split.
+chain of dependent steps wins. The more rows, the more x weighs: from 33 on, wide tiles that a warp
+of its own copies are best (`Broad`), which also come in front of and behind other kernels of ours
+without a gap; a few shapes stay with the library.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor, bfloat16, float16
 
 GATED = ("gelu_tanh", "silu")
@@ -18,9 +21,11 @@ GATED = ("gelu_tanh", "silu")
 MOST_ROWS = 128
 PROCESSORS = 132
 SHARED_BYTES = 225 << 10  # of a multiprocessor, for the tiles of one program
+COPIED_BYTES = 226 << 10  # the same where a warp copies them, less its bookkeeping
 SMALL_WEIGHT_BYTES = 4 << 20
 SHORT_K = 512
-LONG_K = 16384  # from here on splitting K beats the library at 65 to 128 rows
+SPLIT_K = 8192  # from here on it pays to split K among wide tiles
+LONG_K = 16384  # the same at 65 to 128 rows, for outputs of more than 4096 columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,32 @@ class Tiling:
         return self.rows // 2 if gated else self.rows
 
 
+@dataclass(frozen=True, slots=True)
+class Broad:
+    """As Tiling, for the kernel whose copies have a warp of their own."""
+
+    m: int  # rows of x a program holds: 64 or 128
+    columns: tuple[int, ...]  # of the output, of up to three products; gated: of gate and of up
+    splits: int = 1  # programs that share K
+    stages: int = 4  # steps in flight
+    k: int = 64  # columns of x a step
+    most: int = PROCESSORS  # programs along the columns, which take them in turn if they are more
+    registers: int | None = None  # of a thread, in the mean; None: all there are
+
+    @property
+    def step(self) -> int:
+        """Columns of K a program takes at once."""
+        return self.k
+
+    def shared_bytes(self, gated: bool) -> int:
+        """Of the tiles in flight."""
+        rows = self.m + sum(self.columns) * (2 if gated else 1)
+        return 2 * rows * self.k * self.stages
+
+
 def tiling_for(
     x: Tensor, weight: Tensor, end: str = "", *, partials: bool = False
-) -> Tiling | None:
+) -> Tiling | Broad | None:
     """The tiling of x [T, K] @ weight [K, N], N being 2I for a gated `end`; None: the library.
 
     None too for what is left to the library unmeasured: float32, which tensor cores do not multiply
@@ -58,17 +86,31 @@ def tiling_for(
     plain = x.stride(-1) == 1 and weight.stride(0) == 1 and x.dtype == weight.dtype
     if not plain or x.dtype not in (bfloat16, float16):
         return None
-    return tiling_of(x.shape[0], *weight.shape, end, partials=partials)
+    copied = _copies_tiles(x.device) and all(
+        a.data_ptr() % 16 == 0 and stride % 8 == 0
+        for a, stride in ((x, x.stride(0)), (weight, weight.stride(1)))
+    )
+    return tiling_of(x.shape[0], *weight.shape, end, partials=partials, copied=copied)
 
 
-def tiling_of(rows: int, k: int, n: int, end: str = "", *, partials: bool = False) -> Tiling | None:
-    """As tiling_for, from the sizes."""
+@cache
+def _copies_tiles(device: torch.device) -> bool:
+    """Whether `Broad` runs: Hopper's copies of tiles and its products of four warps."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def tiling_of(
+    rows: int, k: int, n: int, end: str = "", *, partials: bool = False, copied: bool = True
+) -> Tiling | Broad | None:
+    """As tiling_for, from the sizes; not `copied`: without Broad."""
     if not 0 < rows <= MOST_ROWS:
         return None
     small = 2 * k * n < SMALL_WEIGHT_BYTES
     m = next(size for size in (16, 32, 64, 128) if rows <= size)
     if small:
         return _one_row(k) if rows == 1 else _small(m, k, end, partials)
+    if copied and m > 16 and (broad := _broad(m, k, n, end, partials)):
+        return broad
     if m == 128:
         return _many_rows(k, n, end, partials)
     if partials:
@@ -128,6 +170,61 @@ def _wide(m: int, k: int, n: int, end: str) -> Tiling | None:
     programs = -(-n // 64)
     even = 200 < programs <= 2 * PROCESSORS or programs > 4 * PROCESSORS
     return _staged(Tiling(True, m, 64, 128, prefetch=2), k, 4 if even else 8)
+
+
+def _broad(m: int, k: int, n: int, end: str, partials: bool) -> Broad | None:
+    """17 to 128 rows, where wide tiles are best."""
+    if end == "scaled_gelu":
+        return None
+    if partials:
+        if k < SPLIT_K or (m == 128 and n > 4096 and k < LONG_K):
+            return None
+        width = 64 if m == 128 and n <= 4096 else 128
+        tiles = -(-n // width)
+        splits = PROCESSORS // tiles
+        return _filled(m, (width,), k, splits=splits) if 2 <= splits <= 8 else None
+    if end in GATED:
+        columns = _one_wave(n // 2)
+        wanted = m > 32 or sum(columns) <= 80
+        return _filled(m, columns, k, gated=True) if wanted and columns else None
+    if end == "softcap":
+        return _filled(m, (256,), k) if m == 128 and k < 4096 else None
+    if m == 128 and n < 4096:  # too few columns for wide tiles: rows in two blocks
+        width = 32 if 2 * n <= 32 * PROCESSORS else 64
+        return _filled(64, (width,), k, step=128)
+    columns = _one_wave(n)
+    return _filled(m, columns, k) if m > 32 and n > 8192 and columns else None
+
+
+def _one_wave(n: int) -> tuple[int, ...]:
+    """Up to three powers of two whose sum gives n columns to one wave of programs; () if n is too
+    large.
+    """
+    share = max(-(-n // (16 * PROCESSORS)), 1) * 16
+    powers = [size for size in (128, 64, 32, 16) if share & size]
+    return tuple(powers[:3]) if share <= 176 and len(powers) <= 3 else ()
+
+
+def _filled(
+    m: int,
+    columns: tuple[int, ...],
+    k: int,
+    *,
+    splits: int = 1,
+    step: int = 64,
+    gated: bool = False,
+) -> Broad:
+    """With as many stages as the shared memory has room for, beside the output of a program, and
+    registers to spare for the norm in front or behind, where the products leave some.
+    """
+    m = max(m, 64)
+    wide = sum(columns) * (2 if gated else 1)
+    room = COPIED_BYTES - min(2 * m * columns[0], 32 << 10)  # less what the output goes through
+    stages = min(room // (2 * (m + wide) * step), 8, -(-k // (splits * step)) + 1)
+    registers = 128 if m == 64 else max(80, wide // 2 + 32)
+    if columns[0] * (2 if gated else 1) > 128:  # one such product takes more
+        return Broad(m, columns, splits, stages, step)
+    return Broad(m, columns, splits, stages, step, registers=registers)
 
 
 def _many_rows(k: int, n: int, end: str, partials: bool) -> Tiling | None:
