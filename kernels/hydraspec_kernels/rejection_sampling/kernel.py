@@ -318,33 +318,34 @@ def race_of_chunks(
     slot, j = tl.load(slots_ptr + request), tl.load(num_accepted_ptr + request)
     temperature = tl.load(temperature_ptr + slot)
     if (temperature > 0) & (tl.load(samples_ptr + request) != 0):
-        row = tl.load(verify_rows_ptr + request * (K + 1) + j)
         at = request * (K + 1) + j
         peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
-        x_ptrs = logits_ptr + row * row_stride + token
-        x = finite(tl.load(x_ptrs, mask=is_token, other=-float("inf")))
+        row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
+        x = finite(tl.load(row_ptr + token, mask=is_token, other=-float("inf")))
         p = softmax_weights(x, peak, temperature) / mass
-        is_recovery = tl.load(is_recovery_ptr + request) != 0
-        position = tl.load(seq_lens_ptr + request) - tl.load(num_drafts_ptr + request) + j
-        code = j * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
-        key = stream_key(tl.load(seed_ptr + slot), position, code)
-        race = exponential(key, token)
-        out = request * num_chunks + chunk
-        behind = tl.num_programs(1).to(tl.int64) * num_chunks
         p = tl.where(p > 0, p, 0.0)  # NaN never wins
-        ratio, found = first_best(p.to(tl.float64) / race, token)
-        tl.store(ratios_ptr + behind + out, ratio)
-        tl.store(ids_ptr + behind + out, found)
-        if is_recovery:
-            if draft_probs_ptr is None:
-                rejected = tl.load(drafts_ptr + request * K + j)
-                residual = tl.where(token == rejected, 0.0, p)
-            else:
-                drawn_at = slot * K + j
-                q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, drawn_at, draft_width)
-                residual = p * tl.load(scale_ptr + request) - q
-                residual = tl.where(residual > 0, residual, 0.0)
-            ratio, found = first_best(residual.to(tl.float64) / race, token)
+        is_recovery = tl.load(is_recovery_ptr + request) != 0
+        ratio, found = tl.zeros([], tl.float64), chunk * BLOCK
+        of_residual, id_there = ratio, found
+        if tl.max(p, 0) > 0:  # truncation leaves most chunks without mass
+            position = tl.load(seq_lens_ptr + request) - tl.load(num_drafts_ptr + request) + j
+            code = j * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
+            race = exponential(stream_key(tl.load(seed_ptr + slot), position, code), token)
+            ratio, found = first_best(p.to(tl.float64) / race, token)
+            of_residual, id_there = ratio, found
+            if is_recovery:
+                if draft_probs_ptr is None:
+                    p = tl.where(token == tl.load(drafts_ptr + request * K + j), 0.0, p)
+                else:
+                    at = slot * K + j
+                    q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, at, draft_width)
+                    p = p * tl.load(scale_ptr + request) - q
+                p = tl.where(p > 0, p, 0.0)
+                of_residual, id_there = first_best(p.to(tl.float64) / race, token)
+        out = request * num_chunks + chunk
+        tl.store(ratios_ptr + out, of_residual)
+        tl.store(ids_ptr + out, id_there)
+        out += tl.num_programs(1).to(tl.int64) * num_chunks
         tl.store(ratios_ptr + out, ratio)
         tl.store(ids_ptr + out, found)
 

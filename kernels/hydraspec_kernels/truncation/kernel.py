@@ -1,5 +1,4 @@
 """Truncation in three launches that look closely at few tokens of a row:
-
 the largest logit of every group of tokens; where each row is cut, found among the groups that can
 reach into what is kept; and -inf over the rest.
 
@@ -117,19 +116,19 @@ def below_ties(key, peak, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _listed(tokens, start, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _listed(tokens, start, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Ids and keys of some tokens of a list, and what nobody has behind its end.
 
-    `tokens` are the pointers to the list and to the row, how many groups of 2**log_each tokens are
-    listed, log_each, and the size of the vocabulary.
+    `tokens` are the pointers to the list and to the row, how many groups of GROUP tokens are
+    listed, and the size of the vocabulary.
     """
-    list_ptr, x_ptr, count, log_each, vocab_size = tokens
-    i = start + tl.arange(0, BLOCK)
-    entry = i >> log_each
-    listed = tl.load(list_ptr + entry, mask=entry < count, other=NO_TOKEN >> log_each)
-    token = (listed << log_each) + (i & ((1 << log_each) - 1))
+    list_ptr, x_ptr, count, vocab_size = tokens
+    entry = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    listed = tl.load(list_ptr + entry, mask=entry < count, other=NO_TOKEN // GROUP)
+    token = listed[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = finite(tl.load(x_ptr + token, mask=token < vocab_size, other=-float("inf")))
-    return token, tl.where(token < vocab_size, key_of(x, SHIFT), NO_KEY)
+    keys = tl.where(token < vocab_size, key_of(x, SHIFT), NO_KEY)
+    return tl.reshape(token, [BLOCK]), tl.reshape(keys, [BLOCK])
 
 
 @triton.jit
@@ -170,31 +169,35 @@ def _bound_of_top_p(
 
 
 @triton.jit
-def _mass_from(key, tokens, peak, sharpness, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _mass_from(
+    key, tokens, peak, sharpness, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
     """Mass of the listed tokens from a key on."""
     masses = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tokens[2] << tokens[3], BLOCK):
-        _, keys = _listed(tokens, start, SHIFT, BLOCK)
+    for start in range(0, tokens[2] * GROUP, BLOCK):
+        _, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
         masses += tl.where(keys >= key, weight_of(keys, peak, sharpness, SHIFT), 0.0)
     return tl.sum(masses, 0)
 
 
 @triton.jit
-def _count_between(low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _count(low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """How many of the listed tokens have keys from `low` to `high`."""
     counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, tokens[2] << tokens[3], BLOCK):
-        _, keys = _listed(tokens, start, SHIFT, BLOCK)
+    for start in range(0, tokens[2] * GROUP, BLOCK):
+        _, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
         counts += ((keys >= low) & (keys <= high)).to(tl.int32)
     return tl.sum(counts, 0)
 
 
 @triton.jit
-def _id_of_rank(rank, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _id_of_rank(
+    rank, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
     """The rank-th id of those whose keys are from `low` to `high`."""
     found, before = NO_TOKEN + rank * 0, 0
-    for start in range(0, tokens[2] << tokens[3], BLOCK):
-        token, keys = _listed(tokens, start, SHIFT, BLOCK)
+    for start in range(0, tokens[2] * GROUP, BLOCK):
+        token, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
         is_in = ((keys >= low) & (keys <= high)).to(tl.int32)
         is_it = (before + tl.cumsum(is_in, 0) == rank) & (is_in != 0)
         found = tl.minimum(found, tl.min(tl.where(is_it, token, NO_TOKEN), 0))
@@ -203,12 +206,15 @@ def _id_of_rank(rank, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _ties_of(key, tokens, lowest, peak, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _ties_of(
+    key, scale, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
     """The least and the greatest key of those listed that are scaled to what `key` is."""
+    lowest, peak, temperature = scale
     wanted = scaled(value_of(key, SHIFT), peak, temperature)
     least, greatest = key + tl.zeros([BLOCK], tl.int32), key + tl.zeros([BLOCK], tl.int32)
-    for start in range(0, tokens[2] << tokens[3], BLOCK):
-        _, keys = _listed(tokens, start, SHIFT, BLOCK)
+    for start in range(0, tokens[2] * GROUP, BLOCK):
+        _, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
         is_tie = scaled(value_of(keys, SHIFT), peak, temperature) == wanted
         least = tl.where(is_tie, tl.minimum(least, keys), least)
         greatest = tl.where(is_tie, tl.maximum(greatest, keys), greatest)
@@ -231,44 +237,44 @@ def _first_of_min_p(min_p, lowest, peak_key, peak, temperature, SHIFT: tl.conste
 
 
 @triton.jit
-def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """What top_k and top_p keep of a list that is in the order of ids and holds all tokens from
-    the key `bound` on: the least key, the greatest that is its tie, and the last id of those
-    between.
+def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """What top_k and top_p keep of a list, in the order of ids, of all from the key `bound` on:
+    the least key, the greatest that is its tie, and the last id of those between.
     """
     top_k, top_p, total, bound, lowest, peak_key, temperature, sharpness = row
     peak = value_of(peak_key, SHIFT)
+    scale = (lowest, peak, temperature)
     least, greatest, last = lowest, lowest, NO_TOKEN + lowest * 0
     if top_k > 0:
         low, high = bound.to(tl.int64), peak_key.to(tl.int64) + 1
         while high - low > 1:
             middle = (low + high) >> 1
-            if _count_between(middle.to(tl.int32), peak_key, tokens, SHIFT, BLOCK) >= top_k:
+            if _count(middle.to(tl.int32), peak_key, tokens, SHIFT, BLOCK, GROUP) >= top_k:
                 low = middle
             else:
                 high = middle
-        least, _ = _ties_of(low.to(tl.int32), tokens, lowest, peak, temperature, SHIFT, BLOCK)
+        least, _ = _ties_of(low.to(tl.int32), scale, tokens, SHIFT, BLOCK, GROUP)
     if top_p < 1:
         if top_k > 0:
-            total = _mass_from(least, tokens, peak, sharpness, SHIFT, BLOCK)
+            total = _mass_from(least, tokens, peak, sharpness, SHIFT, BLOCK, GROUP)
         wanted = top_p * total
         low, high = tl.maximum(bound, least).to(tl.int64), peak_key.to(tl.int64) + 1
         while high - low > 1:
             middle = (low + high) >> 1
             key = middle.to(tl.int32)
-            if _mass_from(key, tokens, peak, sharpness, SHIFT, BLOCK) >= wanted:
+            if _mass_from(key, tokens, peak, sharpness, SHIFT, BLOCK, GROUP) >= wanted:
                 low = middle
             else:
                 high = middle
         key = low.to(tl.int32)
-        first, greatest = _ties_of(key, tokens, lowest, peak, temperature, SHIFT, BLOCK)
+        first, greatest = _ties_of(key, scale, tokens, SHIFT, BLOCK, GROUP)
         least = tl.maximum(least, first)
         # Ties have one mass, so that as many are kept as it takes to fill what is wanted.
-        above = _mass_from(greatest + 1, tokens, peak, sharpness, SHIFT, BLOCK)
+        above = _mass_from(greatest + 1, tokens, peak, sharpness, SHIFT, BLOCK, GROUP)
         kept = tl.maximum((wanted - above) / weight_of(key, peak, sharpness, SHIFT), 1.0)
-        if kept < _count_between(least, greatest, tokens, SHIFT, BLOCK).to(tl.float32):
+        if kept < _count(least, greatest, tokens, SHIFT, BLOCK, GROUP).to(tl.float32):
             rank = tl.ceil(kept).to(tl.int32)
-            last = _id_of_rank(rank, least, greatest, tokens, SHIFT, BLOCK)
+            last = _id_of_rank(rank, least, greatest, tokens, SHIFT, BLOCK, GROUP)
     return least, greatest, last
 
 
@@ -294,7 +300,7 @@ def find_cuts(
     num_groups,
     K: tl.constexpr,
     LISTED: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     SHIFT: tl.constexpr,
     ALL_GROUPS: tl.constexpr,  # power of two from num_groups on
     BLOCK: tl.constexpr,
@@ -329,7 +335,7 @@ def find_cuts(
                 masses *= tl.where(is_group, weight_of(keys, peak, sharpness, SHIFT), 0.0)
                 total = tl.sum(masses, 0)
                 bound = _bound_of_top_p(
-                    keys, masses, top_p, total, peak, sharpness, lowest, 1 << LOG_GROUP, SHIFT
+                    keys, masses, top_p, total, peak, sharpness, lowest, GROUP, SHIFT
                 )
             bound = below_ties(bound, peak, SHIFT)
             reaches = (keys >= bound) & is_group
@@ -337,25 +343,21 @@ def find_cuts(
             count = tl.sum(reaches.to(tl.int32), 0)
             tl.debug_barrier()
             found, start = 0, 0
-            groups = (list_ptr, x_ptr, count, LOG_GROUP, vocab_size)
-            while (start < (count << LOG_GROUP)) & (found <= LISTED):
-                token, listed = _listed(groups, start, SHIFT, WIDE)
+            groups = (list_ptr, x_ptr, count, vocab_size)
+            while (start < count * GROUP) & (found <= LISTED):
+                token, listed = _listed(groups, start, SHIFT, WIDE, GROUP)
                 is_in = listed >= bound
                 at = found + tl.cumsum(is_in.to(tl.int32), 0) - 1
                 tl.store(list_ptr + num_groups + at, token, mask=is_in & (at < LISTED))
                 found += tl.sum(is_in.to(tl.int32), 0)
                 start += WIDE
             tl.debug_barrier()
-            log_each = LOG_GROUP
-            if found <= LISTED:
-                list_ptr += num_groups
-                count, log_each = found, 0
-            tokens = (list_ptr, x_ptr, count, log_each, vocab_size)
             row = (top_k, top_p, total, bound, lowest, peak_key, temperature, sharpness)
-            if found <= 4 * BLOCK:
-                least, greatest, last = _search(row, tokens, SHIFT, BLOCK)
+            if found <= LISTED:
+                tokens = (list_ptr + num_groups, x_ptr, found, vocab_size)
+                least, greatest, last = _search(row, tokens, SHIFT, BLOCK, 1)
             else:
-                least, greatest, last = _search(row, tokens, SHIFT, WIDE)
+                least, greatest, last = _search(row, groups, SHIFT, WIDE, GROUP)
         if (peak_key > lowest) & (min_p > 0):
             first = _first_of_min_p(min_p, lowest, peak_key, peak, temperature, SHIFT)
             least = tl.maximum(least, first)

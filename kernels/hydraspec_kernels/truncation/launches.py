@@ -11,8 +11,8 @@ from hydraspec_kernels.truncation.kernel import cut_rows, find_cuts, group_stati
 GROUP = 64  # tokens that share one largest logit
 GROUPS = 64  # groups that one program reads or writes
 BLOCK = 512  # listed tokens that one program holds at once
-WIDE = 4096  # the same where they are many
-MAX_LISTED = 16384  # tokens of a row that are listed one by one; of more, their groups are
+WIDE = 8192  # the same of groups that are listed
+MAX_LISTED = 8192  # tokens of a row that are listed one by one; of more, their groups are
 # Bits at the end of a float32 that are 0 in every number of the type.
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -52,10 +52,10 @@ def truncate_launches(
     )  # fmt: skip
     find_cuts[(b * width,)](
         least, greatest, last, listed, keys, masses, logits, *about, *sizes,
-        K=width - 1, LISTED=MAX_LISTED, LOG_GROUP=GROUP.bit_length() - 1,
+        K=width - 1, LISTED=MAX_LISTED, GROUP=GROUP,
         ALL_GROUPS=1 << (groups - 1).bit_length(), BLOCK=BLOCK, WIDE=WIDE, num_warps=8, **launch,
     )  # fmt: skip
     cut_rows[grid](
         logits, least, greatest, last, keys, verify_rows, *sizes,
-        GROUPS=GROUPS, GROUP=GROUP, num_warps=8, **launch,
+        GROUPS=GROUPS, GROUP=GROUP, num_warps=4, **launch,
     )  # fmt: skip
