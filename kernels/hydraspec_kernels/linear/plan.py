@@ -25,7 +25,8 @@ COPIED_BYTES = 226 << 10  # the same where a warp copies them, less its bookkeep
 SMALL_WEIGHT_BYTES = 4 << 20
 SHORT_K = 512
 SPLIT_K = 8192  # from here on it pays to split K among wide tiles
-LONG_K = 16384  # the same at 65 to 128 rows, for outputs of more than 4096 columns
+SHORT_SPLIT_K = 2048  # the same at 33 to 64 rows, for outputs of up to 4096 columns
+LONG_K = 16384  # the same at 65 to 128 rows, for outputs of more columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,32 +178,44 @@ def _broad(m: int, k: int, n: int, end: str, partials: bool) -> Broad | None:
     if end == "scaled_gelu":
         return None
     if partials:
-        if k < SPLIT_K or (m == 128 and n > 4096 and k < LONG_K):
-            return None
-        width = 64 if m == 128 and n <= 4096 else 128
-        tiles = -(-n // width)
-        splits = PROCESSORS // tiles
-        return _filled(m, (width,), k, splits=splits) if 2 <= splits <= 8 else None
+        return _broad_split(m, k, n)
     if end in GATED:
         columns = _one_wave(n // 2)
         wanted = m > 32 or sum(columns) <= 80
         return _filled(m, columns, k, gated=True) if wanted and columns else None
     if end == "softcap":
         return _filled(m, (256,), k) if m == 128 and k < 4096 else None
-    if m == 128 and n < 4096:  # too few columns for wide tiles: rows in two blocks
-        width = 32 if 2 * n <= 32 * PROCESSORS else 64
+    if m > 32 and n < 4096:  # too few columns for wide tiles: 128 rows in two blocks
+        width = next((w for w in (16, 32) if n * m <= 64 * w * PROCESSORS), 64)
         return _filled(64, (width,), k, step=128)
     columns = _one_wave(n)
     return _filled(m, columns, k) if m > 32 and n > 8192 and columns else None
 
 
+def _broad_split(m: int, k: int, n: int) -> Broad | None:
+    """Partial sums: as many splits of K as fill the chip."""
+    wide, least = n > 4096, SPLIT_K
+    if m == 64 and not wide:
+        least = SHORT_SPLIT_K
+    if m == 128 and wide:
+        least = LONG_K
+    width = 128 if wide or m == 32 else 64
+    splits = PROCESSORS // -(-n // width)
+    if k < least or not 2 <= splits <= 8:
+        return None
+    return _filled(m, (width,), k, splits=splits, step=128 if m == 64 and not wide else 64)
+
+
 def _one_wave(n: int) -> tuple[int, ...]:
-    """Up to three powers of two whose sum gives n columns to one wave of programs; () if n is too
-    large.
+    """Up to three powers of two, the columns of a program if one wave of programs shares n of them;
+    () if these are too many for the registers.
     """
-    share = max(-(-n // (16 * PROCESSORS)), 1) * 16
-    powers = [size for size in (128, 64, 32, 16) if share & size]
-    return tuple(powers[:3]) if share <= 176 and len(powers) <= 3 else ()
+    least = max(-(-n // PROCESSORS), 16)
+    for share in range(-(-least // 8) * 8, 177, 8):
+        powers = tuple(size for size in (128, 64, 32, 16, 8) if share & size)
+        if len(powers) <= 3:
+            return powers
+    return ()
 
 
 def _filled(
