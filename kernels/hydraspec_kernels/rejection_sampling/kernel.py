@@ -1,5 +1,4 @@
 """Verification by distributions in five launches, six for block verification of sampled drafts:
-
 peaks and masses of chunks of the rows, the same of rows with p and q of each draft, (how much of
 a scaled target stands above the draft's distribution,) acceptance, a race over the one row of each
 request that its next token comes from, and the verdict.

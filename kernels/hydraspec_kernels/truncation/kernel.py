@@ -3,8 +3,8 @@ the largest logit of every group of tokens; where each row is cut, found among t
 reach into what is kept; and -inf over the rest.
 
 The k largest of a row are no smaller than the k-th largest of its groups' largest, and a nucleus
-reaches no lower than the largest of groups that hold its mass already. Groups below that bound
-are not read again. If many reach it the search only takes longer.
+reaches no lower than the largest of groups that hold its mass already. Groups below that bound are
+not read again. If many reach it the search only takes longer.
 """
 
 from __future__ import annotations
@@ -191,15 +191,13 @@ def _count(low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: t
 
 
 @triton.jit
-def _id_of_rank(
-    rank, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
-    """The rank-th id of those whose keys are from `low` to `high`."""
-    found, before = NO_TOKEN + rank * 0, 0
+def _nth_id(n, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The n-th id of those listed whose keys are from `low` to `high`."""
+    found, before = NO_TOKEN + n * 0, 0
     for start in range(0, tokens[2] * GROUP, BLOCK):
         token, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
         is_in = ((keys >= low) & (keys <= high)).to(tl.int32)
-        is_it = (before + tl.cumsum(is_in, 0) == rank) & (is_in != 0)
+        is_it = (before + tl.cumsum(is_in, 0) == n) & (is_in != 0)
         found = tl.minimum(found, tl.min(tl.where(is_it, token, NO_TOKEN), 0))
         before += tl.sum(is_in, 0)
     return found
@@ -273,8 +271,8 @@ def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.con
         above = _mass_from(greatest + 1, tokens, peak, sharpness, SHIFT, BLOCK, GROUP)
         kept = tl.maximum((wanted - above) / weight_of(key, peak, sharpness, SHIFT), 1.0)
         if kept < _count(least, greatest, tokens, SHIFT, BLOCK, GROUP).to(tl.float32):
-            rank = tl.ceil(kept).to(tl.int32)
-            last = _id_of_rank(rank, least, greatest, tokens, SHIFT, BLOCK, GROUP)
+            n = tl.ceil(kept).to(tl.int32)
+            last = _nth_id(n, least, greatest, tokens, SHIFT, BLOCK, GROUP)
     return least, greatest, last
 
 
@@ -390,8 +388,8 @@ def cut_rows(
     least, last = tl.load(least_ptr + place), tl.load(last_ptr + place)
     if least > -1 - (INFINITY_BITS >> SHIFT):  # something is cut
         greatest = value_of(tl.load(greatest_ptr + place), SHIFT)
-        keys_ptr += place * num_groups
-        keys = tl.load(keys_ptr + group, mask=group < num_groups, other=NO_KEY)
+        key_ptrs = keys_ptr + place * num_groups + group
+        keys = tl.load(key_ptrs, mask=group < num_groups, other=NO_KEY)
         is_read = (keys >= least)[:, None] & (token < vocab_size)
         x_ptrs = logits_ptr + tl.load(verify_rows_ptr + place) * row_stride + token
         given = tl.load(x_ptrs, mask=is_read, other=-float("inf"))
