@@ -104,8 +104,9 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     full = 8 if how == "few splits" else 64 if how.startswith("many") else 1
     monkeypatch.setattr(tiling, "FULL_DEVICE", full)
     monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
-    monkeypatch.setattr(tiling, "TURNED_WIDTH", 256 if how == "none, turned" else 0)
+    monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: 1e3 if how == "none, turned" else 1e-3})
     monkeypatch.setattr(tiling, "MOST_ADDED", 0 if how.endswith("apart") else 1 << 20)
+    monkeypatch.setattr(tiling, "MOST_ADDED_SPLITS", tiling.MAX_SPLITS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -161,15 +162,7 @@ def test_what_is_supported(rows: int, head_dim: int, group: int, supported: bool
 
 @pytest.mark.parametrize(
     ("requests", "rows", "taken"),
-    [
-        (1, 1, False),
-        (8, 1, True),
-        (8, 4, True),
-        (132, 4, True),
-        (8, 17, False),
-        (133, 2, True),
-        (133, 4, False),
-    ],
+    [(1, 1, True), (132, 4, True), (133, 4, True), (8, 17, False), (132, 8, True), (133, 8, False)],
 )
 def test_which_plans_are_taken(requests: int, rows: int, taken: bool) -> None:
     shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=256, block_size=16, window=512)
@@ -185,6 +178,29 @@ def test_splits_fill_the_device_once_and_counters_suffice(requests: int) -> None
     assert splits == 1 or 2 * requests * splits <= tiling.FULL_DEVICE
     assert splits == tiling.MAX_SPLITS or 4 * requests * splits > tiling.FULL_DEVICE
     assert splits == 1 or 2 * requests <= counters.COUNTERS
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "head_dim", "at_once"),
+    [
+        (8, 4, 256, 1),
+        (16, 4, 256, 1),
+        (24, 4, 256, 3),
+        (32, 4, 256, 4),
+        (48, 4, 256, 3),
+        (32, 8, 256, 1),
+        (48, 8, 256, 3),
+        (32, 4, 512, 1),
+    ],
+)
+def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
+    requests: int, rows: int, head_dim: int, at_once: int
+) -> None:
+    shape = GroupShape(num_heads=32, num_kv_heads=16, head_dim=head_dim, block_size=16, window=1024)
+    cut = tiling.decode_tiling(shape, rows, requests, torch.bfloat16)
+    assert cut.splits == 1
+    assert cut.turned is (at_once == 4)
+    assert (cut.num_warps == 4) is (at_once > 1 or head_dim == 512)
 
 
 # ------------------------------------------------------------------------------------- compiled
@@ -226,7 +242,7 @@ def test_compiled_half() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", [1, 2, 8, 32, 64])
+@pytest.mark.parametrize("requests", [1, 2, 8, 24, 32, 64])
 @pytest.mark.parametrize("model", ["E4B sliding", "E4B full", "31B sliding", "31B full"])
 def test_compiled_batches(model: str, requests: int) -> None:
     lens = tuple(600 + 7 * b for b in range(requests))

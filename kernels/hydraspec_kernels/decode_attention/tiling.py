@@ -14,12 +14,14 @@ MOST_ROWS = 16  # of a request
 MOST_QUERY_NUMBERS = 32 * 512
 MAX_SPLITS = 16
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
-# Results of a tile that one program adds up at once; more are worth a kernel of their own.
-MOST_ADDED = 2048
+# Results of a tile, and splits, that one program adds up; more are worth a kernel of their own.
+MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
 # Programs that fill the device; a constant, so that sums have the same order on all devices.
 FULL_DEVICE = 132
-# Columns of queries, and width of a head, of which four programs fit on a multiprocessor.
-TURNED_QUERIES, TURNED_WIDTH = 8, 256
+# Programs that share a multiprocessor, and what part of the memory's bandwidth they reach.
+REACHED = {1: 0.8, 3: 0.93, 4: 0.93}
+SMALL_QUERIES, SMALL_WIDTH = 16, 256  # of which three can
+TURNED_QUERIES = 8  # columns of queries, of which four can
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,13 @@ class DecodeTiling(Tiling):
 def fits(plan: DevicePlan) -> bool:
     """Whether the fused kernel is the faster one for a plan.
 
-    Of few programs each would have many splits. Many programs must be small: several on a
-    multiprocessor, so that some read keys while others do their norms.
+    Many programs that fill a multiprocessor each would all do their norms while no key is read.
     """
     shape = plan.shape
     if not supports(shape, plan.max_rows):
         return False
     programs = _programs(shape, plan.max_rows, plan.num_requests)
-    if programs > 2 * FULL_DEVICE:
-        return _turns(shape, plan.max_rows, programs)
-    return programs * MAX_SPLITS >= FULL_DEVICE
+    return programs <= 2 * FULL_DEVICE or _small(shape, plan.max_rows)
 
 
 def supports(shape: GroupShape, max_rows: int) -> bool:
@@ -86,10 +85,24 @@ def _programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
     return num_requests * shape.num_kv_heads * tiles
 
 
-def _turns(shape: GroupShape, max_rows: int, programs: int) -> bool:
-    """Whether programs are so many, and so small, that several share a multiprocessor."""
-    small = shape.head_dim <= TURNED_WIDTH and queries_of(shape, max_rows) <= TURNED_QUERIES
-    return small and programs > FULL_DEVICE
+def _small(shape: GroupShape, max_rows: int) -> bool:
+    """Whether several programs can share a multiprocessor."""
+    return shape.head_dim <= SMALL_WIDTH and queries_of(shape, max_rows) <= SMALL_QUERIES
+
+
+def _at_once(shape: GroupShape, max_rows: int, programs: int) -> int:
+    """How many programs share a multiprocessor: what leaves few of their places empty in the last
+    of the rounds that it takes.
+    """
+    if programs <= FULL_DEVICE or not _small(shape, max_rows):
+        return 1
+
+    def reached(at_once: int) -> float:
+        places = at_once * FULL_DEVICE
+        return REACHED[at_once] * programs / (-(-programs // places) * places)
+
+    most = 4 if queries_of(shape, max_rows) <= TURNED_QUERIES else 3
+    return max((n for n in REACHED if n <= most), key=reached)
 
 
 def decode_tiling(
@@ -97,23 +110,24 @@ def decode_tiling(
 ) -> DecodeTiling:
     """A function of what the host knows; sequence lengths are not among it."""
     width, exact = next_power_of_2(shape.head_dim), dtype is torch.float32
-    programs = _programs(shape, max_rows, num_requests)
-    if _turns(shape, max_rows, programs):
-        if exact:
-            return DecodeTiling(TURNED_QUERIES, 16, 4, 1, turned=True, adds_apart=True)
-        keys = max(16, min(64, 4096 // width))
-        return DecodeTiling(
-            TURNED_QUERIES, keys, 4, 4, turned=True, adds_apart=True, prefetched=32 << 10
-        )
     block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
+    programs = _programs(shape, max_rows, num_requests)
+    at_once = _at_once(shape, max_rows, programs)
+    if at_once == 4:
+        keys = 16 if exact else max(16, min(64, 4096 // width))
+        cut = DecodeTiling(TURNED_QUERIES, keys, 4, 1 if exact else 4, turned=True)
+        return replace(cut, adds_apart=True, prefetched=32 << 10)
     if exact:  # without tensor cores operands are in registers, too
         block_m = 16
         programs = num_requests * shape.num_kv_heads * -(-queries // block_m)
         cut = DecodeTiling(16, 16, 8 if width > 256 else 4, 1)
+    elif at_once == 3:
+        cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
     elif block_m > 32:
         cut = DecodeTiling(block_m, 32, 8, 3)
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
     wanted = max(1, min(FULL_DEVICE // programs, MAX_SPLITS))
-    adds_apart = min(queries, block_m) * shape.head_dim > MOST_ADDED
-    return replace(cut, splits=1 << (wanted.bit_length() - 1), adds_apart=adds_apart)
+    splits = 1 << (wanted.bit_length() - 1)
+    much = min(queries, block_m) * shape.head_dim > MOST_ADDED or splits > MOST_ADDED_SPLITS
+    return replace(cut, splits=splits, adds_apart=much)
