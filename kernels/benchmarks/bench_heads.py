@@ -16,7 +16,7 @@ from hydraspec_kernels.centroid_head import centroid_greedy
 from hydraspec_kernels.random_streams import Purpose
 from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
 from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows
-from hydraspec_kernels.token_choice import draw_tokens, greedy_tokens, sample_tokens
+from hydraspec_kernels.token_choice import draw_tokens, greedy_tokens, sample_with_probs
 from hydraspec_kernels.verification import (
     commit_tokens,
     store_drafts,
@@ -46,8 +46,8 @@ def choices(rows: int, vocab: int) -> list[Call]:
     seed, position = keys(rows)
     read = rows * vocab * 2
 
-    def drawn(logits: Tensor) -> Tensor:
-        return sample_tokens(logits, hot, seed, position, Purpose.BONUS, 0)
+    def drawn(logits: Tensor) -> object:
+        return sample_with_probs(logits, hot, seed, position, Purpose.DRAFT, 0)
 
     def weighted(probs: Tensor) -> Tensor:
         return draw_tokens(probs, seed, position, Purpose.BONUS, 0)
@@ -55,7 +55,7 @@ def choices(rows: int, vocab: int) -> list[Call]:
     return [
         ("greedy_tokens", greedy_tokens, lambda: (logits_of(rows, vocab),), read),
         ("torch.argmax", lambda x: x.argmax(-1), lambda: (logits_of(rows, vocab),), read),
-        ("sample_tokens", drawn, lambda: (logits_of(rows, vocab),), read),
+        ("sample_with_probs", drawn, lambda: (logits_of(rows, vocab),), 4 * read),
         ("draw_tokens fp32", weighted, lambda: (logits_of(rows, vocab).float().exp_(),), 2 * read),
     ]
 

@@ -9,7 +9,6 @@ from hydraspec_kernels.token_choice import kernel
 from hydraspec_kernels.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
-    sample_tokens_reference,
     sample_with_probs_reference,
 )
 from kernel_places import DEVICES
@@ -109,9 +108,9 @@ def test_sampled_tokens(vocab: int, dtype: torch.dtype, device: str) -> None:
     logits = (randn(16, vocab) * 4).to(dtype)
     temperature = torch.tensor([0.0, 0.7, 1.0, 3.0])[torch.arange(16) % 4]
     seeds, positions = keys(16)
-    wanted = sample_tokens_reference(logits, temperature, seeds, positions, Purpose.BONUS, 1)
-    moved = [x.to(device) for x in (logits, temperature, seeds, positions)]
-    got = kernel.sample_tokens_kernel(*moved, Purpose.BONUS, 1)
+    arguments = (logits, temperature, seeds, positions)
+    wanted, _ = sample_with_probs_reference(*arguments, Purpose.BONUS, 1, any_greedy=True)
+    got, _ = kernel.sample_with_probs_kernel(*(x.to(device) for x in arguments), Purpose.BONUS, 1)
     assert got.cpu().equal(wanted)
 
 
@@ -126,7 +125,7 @@ def test_sampling_from_odd_rows(temperature: float, device: str) -> None:
     logits[36:38] = -INF
     seeds, positions = torch.arange(40), torch.arange(40)
     moved = [x.to(device) for x in (logits, torch.full((40,), temperature), seeds, positions)]
-    got = kernel.sample_tokens_kernel(*moved, Purpose.DRAFT, 0).cpu()
+    got = kernel.sample_with_probs_kernel(*moved, Purpose.DRAFT, 0)[0].cpu()
     allowed = {3, 4100} if temperature < 1e6 else {3, 30, 4100}
     assert set(got[:36].tolist()) == allowed
     assert ((got >= 0) & (got < 5000)).all()
@@ -158,7 +157,7 @@ def test_sampling_follows_the_distribution() -> None:
         x.cuda()
         for x in (logits.expand(count, -1), torch.ones(count), torch.arange(count))
     ]  # fmt: skip
-    got = kernel.sample_tokens_kernel(*moved, moved[2], Purpose.BONUS, 0).cpu()
+    got = kernel.sample_with_probs_kernel(*moved, moved[2], Purpose.BONUS, 0)[0].cpu()
     counts = torch.bincount(got, minlength=vocab).double()
     expected = logits.double().softmax(-1) * count
     support = expected > 0
@@ -176,5 +175,5 @@ def test_a_full_vocabulary_on_the_device(rows: int) -> None:
     seeds, positions = (x.cuda() for x in keys(rows))
     temperature = torch.full((rows,), 0.8, device="cuda")
     arguments = (logits, temperature, seeds, positions, Purpose.BONUS, 2)
-    same = kernel.sample_tokens_kernel(*arguments) == sample_tokens_reference(*arguments)
-    assert same.all()
+    wanted, _ = sample_with_probs_reference(*arguments, any_greedy=False)
+    assert kernel.sample_with_probs_kernel(*arguments)[0].equal(wanted)

@@ -13,11 +13,10 @@ from hydraspec_kernels.random_streams import Purpose
 from hydraspec_kernels.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
-    sample_tokens_reference,
     sample_with_probs_reference,
 )
 
-__all__ = ["draw_tokens", "greedy_tokens", "sample_tokens", "sample_with_probs"]
+__all__ = ["draw_tokens", "greedy_tokens", "sample_with_probs"]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -49,25 +48,6 @@ def draw_tokens(
     return draw_tokens_reference(weights, seed, position, purpose, index)
 
 
-def sample_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> Tensor:
-    """Token ids [N] drawn from softmax(logits / temperature): logits [N, V], temperature [N].
-
-    The rest as in `draw_tokens`. Rows of temperature 0 take the best token.
-    """
-    if runs_kernels(logits) and logits.dtype is not torch.float64:
-        from hydraspec_kernels.token_choice.kernel import sample_tokens_kernel
-
-        return sample_tokens_kernel(logits, temperature, seed, position, purpose, index)
-    return sample_tokens_reference(logits, temperature, seed, position, purpose, index)
-
-
 def sample_with_probs(
     logits: Tensor,
     temperature: Tensor,
@@ -78,10 +58,11 @@ def sample_with_probs(
     *,
     any_greedy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`sample_tokens`, and the distributions [N, V] float32 that the tokens were drawn from.
+    """Token ids [N] drawn from softmax(logits / temperature), and those distributions [N, V]
+    float32: logits [N, V], temperature [N]; the rest as in `draw_tokens`.
 
-    Rows of temperature 0 have one-hot distributions. `any_greedy` is a host fact that saves work:
-    some row may have temperature 0.
+    Rows of temperature 0 take the best token and have one-hot distributions. `any_greedy` is a host
+    fact that saves work: some row may have temperature 0.
     """
     if runs_kernels(logits) and logits.dtype is not torch.float64:
         from hydraspec_kernels.token_choice.kernel import sample_with_probs_kernel

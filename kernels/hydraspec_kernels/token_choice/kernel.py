@@ -274,19 +274,6 @@ def draw_tokens_kernel(
     return _race(rows, None, *keys)[0].view(weights.shape[:-1])
 
 
-def sample_tokens_kernel(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> Tensor:
-    """See `token_choice.sample_tokens`."""
-    keys = _spread(logits.shape[:1], seed, position, purpose, index)
-    return _race(logits, temperature.contiguous(), *keys)[0]
-
-
 def sample_with_probs_kernel(
     logits: Tensor,
     temperature: Tensor,

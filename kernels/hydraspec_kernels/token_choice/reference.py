@@ -28,24 +28,6 @@ def draw_tokens_reference(
     return torch.div(weights, race, out=race).argmax(-1)
 
 
-def sample_tokens_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> Tensor:
-    """See `token_choice.sample_tokens`."""
-    greedy = temperature <= 0
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Centred before dividing: a tiny temperature then underflows to 0 instead of giving NaN.
-    centred = wide - wide.amax(-1, keepdim=True)
-    weights = centred.div_(torch.where(greedy, 1.0, temperature).unsqueeze(-1)).exp_()
-    drawn = draw_tokens_reference(weights, seed, position, purpose, index)
-    return torch.where(greedy, logits.argmax(-1), drawn)
-
-
 def sample_with_probs_reference(
     logits: Tensor,
     temperature: Tensor,
