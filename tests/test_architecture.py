@@ -77,7 +77,10 @@ OWNERS = {
     "vllm": ["hydraspec/engine/vllm*"],
     "wandb": ["hydraspec/metrics/tracker.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
-    "rich": ["hydraspec/metrics/*", "hydraspec/lab/*", "hydraspec/zoo/*"],
+    "rich": [
+        *("hydraspec/metrics/*", "hydraspec/lab/*", "hydraspec/zoo/*"),
+        "hydraspec/graphs/progress.py",
+    ],
     "yaml": ["hydraspec/lab/*"],
     "datasets": ["hydraspec/lab/*"],
     "matplotlib": ["hydraspec/lab/*"],

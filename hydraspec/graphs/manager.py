@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hydraspec.graphs.capture import GraphBackend, Replayable
+from hydraspec.graphs.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +89,19 @@ class GraphManager(Generic[I, O]):
 
     def capture_all(self, descriptors: list[Descriptor]) -> None:
         """Capture large to small, so that small graphs reuse the memory of large ones; each is
-        logged with its place in the count.
+        logged with its place in the count, above a bar on a terminal.
         """
-        for number, descriptor in enumerate(sorted(descriptors, key=_size, reverse=True), 1):
-            start = time.perf_counter()
-            self.capture(descriptor)
-            log.info(
-                "%s graph %d of %d: %s, %.2f s",
-                *(self.name, number, len(descriptors), _words(descriptor)),
-                time.perf_counter() - start,
-            )
+        ordered = sorted(descriptors, key=_size, reverse=True)
+        with progress_bar(f"capturing {self.name} graphs", len(ordered)) as advance:
+            for number, descriptor in enumerate(ordered, 1):
+                start = time.perf_counter()
+                self.capture(descriptor)
+                log.info(
+                    "%s graph %d of %d: %s, %.2f s",
+                    *(self.name, number, len(ordered), _words(descriptor)),
+                    time.perf_counter() - start,
+                )
+                advance()
 
     def capture(self, descriptor: Descriptor) -> Captured[I, O]:
         """Warm up, then capture; the graph replaces an older one of the same descriptor."""
