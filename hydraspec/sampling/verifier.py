@@ -90,7 +90,8 @@ class Verifier(ABC):
         if batch.all_greedy:
             return _verdict(self.verify_choices(greedy_tokens(logits), batch, state))
         if runs_kernels(logits) and logits.dtype is not torch.float64:
-            if flags.any_top_k or flags.any_top_p or flags.any_min_p:
+            truncates = flags.any_top_k or flags.any_top_p or flags.any_min_p
+            if truncates:
                 truncate_(
                     logits, batch.verify_rows, batch.num_drafts, batch.samples, batch.slots,
                     state.temperature, state.top_k, state.top_p, state.min_p,
@@ -100,6 +101,7 @@ class Verifier(ABC):
                     logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
                     batch.seq_lens, batch.slots, state.temperature, state.seed, state.draft_probs,
                     self.rule, self.acceptance_length, state.draft_vocab_map,
+                    truncates,
                 )
             )  # fmt: skip
         trial = _prepare(logits, batch, state, flags)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
+from hydraspec_kernels.rejection_sampling import Rule, launches, verify_sampled
 from kernel_places import DEVICES
 from torch import Tensor
 
@@ -55,7 +55,9 @@ def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str, *
     )
 
 
-def by_kernels(step: Any, verification: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def by_kernels(
+    step: Any, verification: str, device: str, is_truncated: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, state = step.batch, step.state
     given = [
         step.logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
@@ -65,7 +67,7 @@ def by_kernels(step: Any, verification: str, device: str) -> tuple[Tensor, Tenso
     ids = (
         state.draft_vocab_map if state.draft_vocab_map is None else state.draft_vocab_map.to(device)
     )
-    out = verify_sampled(*moved, RULES[verification], LENGTH, ids)  # type: ignore[arg-type]
+    out = verify_sampled(*moved, RULES[verification], LENGTH, ids, is_truncated)  # type: ignore[arg-type]
     return out.tokens.cpu(), out.num_sampled.cpu(), out.num_rejected.cpu()
 
 
@@ -148,6 +150,32 @@ def test_truncated_verdicts_are_those_of_the_verifiers(
     assert got.num_sampled.cpu().equal(wanted.num_sampled)
     assert got.num_rejected.cpu().equal(wanted.num_rejected)
     assert got.tokens.cpu().equal(wanted.tokens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize("verification", RULES)
+def test_chunks_without_mass_may_be_passed_over(
+    verification: str,
+    drafts: str,
+    is_cut: bool,
+    make_step: Any,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where hardly a chunk has mass, and where all have: the race ends the same."""
+    monkeypatch.setattr(launches, "MAX_RACE_BLOCK", 16)
+    step = steps(make_step, 3, 90, 5, drafts)
+    if is_cut:
+        least = step.logits.nan_to_num().topk(3).values[:, -1:]
+        step.logits = step.logits.masked_fill(step.logits < least, -torch.inf)
+    wanted = by_torch(step, verification, 3)
+    for is_truncated in (False, True):
+        tokens, num_sampled, num_rejected = by_kernels(step, verification, device, is_truncated)
+        assert num_sampled.equal(wanted.num_sampled)
+        assert num_rejected.equal(wanted.num_rejected)
+        assert tokens.equal(wanted.tokens)
 
 
 @pytest.mark.parametrize("device", DEVICES)

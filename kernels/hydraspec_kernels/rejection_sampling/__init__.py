@@ -37,16 +37,18 @@ def verify_sampled(
     rule: Rule,
     acceptance_length: float = 1.0,  # of Rule.AT_RATE
     draft_vocab_map: Tensor | None = None,  # [V'] ids of the drafter's tokens; None: V' is V
+    is_truncated: bool = False,
 ) -> Verified:
     """Accept drafts by `rule`, then emit a token recovered from the residual, or the bonus.
 
     Only where kernels run. The target's distribution is that of the logits at the temperature:
     what is cut off them is -inf already. Requests of temperature 0 accept, and emit, the argmax.
+    `is_truncated` is a host fact that saves work, not a matter of results: much is cut off.
     """
     # Triton is imported where kernels run only.
     from hydraspec_kernels.rejection_sampling.launches import verify_sampled_launches
 
     return verify_sampled_launches(
         logits, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, temperature, seed,
-        draft_probs, rule, acceptance_length, draft_vocab_map,
+        draft_probs, rule, acceptance_length, draft_vocab_map, is_truncated,
     )  # fmt: skip

@@ -307,6 +307,7 @@ def race_of_chunks(
     num_chunks,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    TRUNCATED: tl.constexpr,  # most chunks may be without mass
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -326,7 +327,7 @@ def race_of_chunks(
         is_recovery = tl.load(is_recovery_ptr + request) != 0
         ratio, found = tl.zeros([], tl.float64), chunk * BLOCK
         of_residual, id_there = ratio, found
-        if tl.max(p, 0) > 0:  # truncation leaves most chunks without mass
+        if not TRUNCATED or tl.max(p, 0) > 0:
             position = tl.load(seq_lens_ptr + request) - tl.load(num_drafts_ptr + request) + j
             code = j * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
             race = exponential(stream_key(tl.load(seed_ptr + slot), position, code), token)

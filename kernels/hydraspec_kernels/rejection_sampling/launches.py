@@ -96,6 +96,7 @@ def verify_sampled_launches(
     rule: Rule,
     acceptance_length: float,
     draft_vocab_map: Tensor | None,
+    is_truncated: bool,
 ) -> Verified:
     """See `rejection_sampling.verify_sampled`."""
     if draft_tokens.shape[1] == 0:
@@ -110,7 +111,7 @@ def verify_sampled_launches(
     _check(given)
     statistics = _statistics(given)
     accepted = _accept(given, statistics, rule, acceptance_length - 1)
-    return _emit(given, statistics, accepted)
+    return _emit(given, statistics, accepted, is_truncated)
 
 
 def _places(draft_vocab_map: Tensor, vocab_size: int) -> Tensor:
@@ -179,7 +180,7 @@ def _accept(g: Given, s: Statistics, rule: Rule, mean_accepted: float) -> Accept
     return out
 
 
-def _emit(g: Given, s: Statistics, a: Accepted) -> Verified:
+def _emit(g: Given, s: Statistics, a: Accepted, is_truncated: bool) -> Verified:
     b, k, v = g.sizes
     block, chunks = g.chunks(MAX_RACE_BLOCK)
     launch = dependent_launch(g.logits)
@@ -189,7 +190,7 @@ def _emit(g: Given, s: Statistics, a: Accepted) -> Verified:
         ratios, ids, a.count, a.is_recovery, a.scale, s.peak, s.mass, g.logits, g.draft_probs,
         g.draft_index, g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots,
         g.temperature, g.seed, g.logits.stride(0), v, g.draft_width, chunks,
-        K=k, BLOCK=block, num_warps=8, **launch,
+        K=k, BLOCK=block, TRUNCATED=is_truncated, num_warps=8, **launch,
     )  # fmt: skip
     out = Verified(
         tokens=g.num_drafts.new_empty(b, k + 1),
