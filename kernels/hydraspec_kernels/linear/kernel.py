@@ -36,7 +36,7 @@ def _k_range(K, STEP: tl.constexpr):
 
 
 @triton.jit
-def prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexpr):
+def _prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexpr):
     """Bring the first SPAN columns of these rows into the L2."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -52,14 +52,14 @@ def prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexpr
 
 
 @triton.jit
-def logistic(v):
+def _logistic(v):
     return 1 / (1 + tl.exp(tl.minimum(-v, 80.0)))  # e^80 is finite, and large enough
 
 
 @triton.jit
-def gelu_tanh(v):
+def _gelu_tanh(v):
     """gelu in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
-    return v * logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
+    return v * _logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _finish(
         if HAS_BIAS:
             gate += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        v = (gelu_tanh(gate) if END == "gelu_tanh" else gate * logistic(gate)) * up
+        v = (_gelu_tanh(gate) if END == "gelu_tanh" else gate * _logistic(gate)) * up
     else:
         n = first + tl.arange(0, BR)
         v = y
@@ -84,9 +84,9 @@ def _finish(
     inside = (n < N)[:, None] & (m < M)[None, :]
     if END == "scaled_gelu":
         at = factor + m.to(tl.int64)[None, :] * stride_fm + n[:, None]
-        v = gelu_tanh(v) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        v = _gelu_tanh(v) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if END == "softcap":
-        v = softcap * (2 * logistic(2 * v / softcap) - 1)
+        v = softcap * (2 * _logistic(2 * v / softcap) - 1)
     to = (tl.program_id(1).to(tl.int64) * M + m)[None, :] * N + n[:, None]
     tl.store(out + to, v.to(out.dtype.element_ty), mask=inside)
 
@@ -175,7 +175,7 @@ def _tile_kernel(
     rows = _weight_rows(first, N, BR, GATES)
     low, high = _k_range(K, STEP)
     if PREFETCH:
-        prefetch(weight, rows, stride_wn, low, K, STEP * PREFETCH, PDL)
+        _prefetch(weight, rows, stride_wn, low, K, STEP * PREFETCH, PDL)
     wait_for_inputs(PDL)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     at = _tile(weight, rows, stride_wn, BK, SLICES)

@@ -3,7 +3,7 @@
 A program owns R0 + R1 + R2 columns of the output: products of powers of two that share a tile of x
 [BM, BK], their left operand. Gated, each takes as many rows of gate and, below them, of up. The
 copying warp fills the stages with weights before the inputs are there, and runs ahead into its
-program's next columns. Gluon has no interpreter: the tests hold this against `linear.kernel`.
+program's next columns. Gluon has no interpreter: only tests on the device run this.
 """
 
 from __future__ import annotations
@@ -26,11 +26,31 @@ from hydraspec_kernels.linear.plan import Broad
 
 COPY_REGISTERS = gl.constexpr(40)  # of a thread of the copying warp
 
+# The copy of a tile: Triton 3.8 gave it this name, and 3.9 took the other away.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Its name since Triton 3.8, and the one before, which 3.9 has no more.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
 
 @gluon.jit
 def _control(INSTRUCTION: gl.constexpr):
     """One PTX instruction without operands."""
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # public since Triton 3.9
+
+    @gluon.jit
+    def _seen_as(tiles, COUNT: gl.constexpr, ROWS: gl.constexpr, BK: gl.constexpr):
+        """The same shared memory as COUNT tiles [ROWS, BK]."""
+        return tiles.reinterpret(tiles.dtype, [COUNT, ROWS, BK], tiles.layout)
+
+else:
+
+    @gluon.jit
+    def _seen_as(tiles, COUNT: gl.constexpr, ROWS: gl.constexpr, BK: gl.constexpr):
+        """The same shared memory as COUNT tiles [ROWS, BK]."""
+        return tiles._reinterpret(tiles.dtype, [COUNT, ROWS, BK], tiles.layout)
 
 
 @gluon.jit
@@ -53,11 +73,11 @@ def _copy_weights(
     for b in gl.static_range(BRANCHES):
         at = slot * BRANCHES + b
         row = b * N + n
-        tma.async_copy_global_to_shared(weight_0, [row, k], filled, w0.index(at))
+        load_tile(weight_0, [row, k], filled, w0.index(at))
         if R1:
-            tma.async_copy_global_to_shared(weight_1, [row + R0, k], filled, w1.index(at))
+            load_tile(weight_1, [row + R0, k], filled, w1.index(at))
         if R2:
-            tma.async_copy_global_to_shared(weight_2, [row + R0 + R1, k], filled, w2.index(at))
+            load_tile(weight_2, [row + R0 + R1, k], filled, w2.index(at))
 
 
 @gluon.jit
@@ -82,7 +102,7 @@ def _copy(
         _control("griddepcontrol.wait; // dummy $0")
     for i in range(first):
         k = (low + i % steps) * BK
-        tma.async_copy_global_to_shared(x, [m, k], filled.index(i), xs.index(i))
+        load_tile(x, [m, k], filled.index(i), xs.index(i))
     slot = 0
     phase = 0
     for i in range(first, total):
@@ -93,7 +113,7 @@ def _copy(
             weight_0, weight_1, weight_2, w0, w1, w2, slot, filled.index(slot), n, k, N,
             R0, R1, R2, BRANCHES,
         )  # fmt: skip
-        tma.async_copy_global_to_shared(x, [m, k], filled.index(slot), xs.index(slot))
+        load_tile(x, [m, k], filled.index(slot), xs.index(slot))
         slot += 1
         phase = gl.where(slot == STAGES, phase ^ 1, phase)
         slot = gl.where(slot == STAGES, 0, slot)
@@ -145,20 +165,19 @@ def _multiply(
     STAGES: gl.constexpr, BRANCHES: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps, 16 rows of x each. A slot is free once the next products run."""
-    DTYPE: gl.constexpr = xs.dtype
     WARPS: gl.constexpr = BM // 16
     LAYOUT_0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BRANCHES * R0, 16])
-    v0 = w0._reinterpret(DTYPE, [STAGES, BRANCHES * R0, BK], w0.layout)
+    v0 = _seen_as(w0, STAGES, BRANCHES * R0, BK)
     if R1:
         LAYOUT_1: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [WARPS, 1], [16, BRANCHES * R1, 16]
         )
-        v1 = w1._reinterpret(DTYPE, [STAGES, BRANCHES * R1, BK], w1.layout)
+        v1 = _seen_as(w1, STAGES, BRANCHES * R1, BK)
     if R2:
         LAYOUT_2: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [WARPS, 1], [16, BRANCHES * R2, 16]
         )
-        v2 = w2._reinterpret(DTYPE, [STAGES, BRANCHES * R2, BK], w2.layout)
+        v2 = _seen_as(w2, STAGES, BRANCHES * R2, BK)
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):

@@ -1,0 +1,79 @@
+"""The linears with a copying warp compile for the GPU they are made for, on a machine without one.
+
+Gluon has no interpreter, so this is what a CPU can say of them. It runs in a process of its own:
+here Triton interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hydraspec_kernels.linear.plan import Broad, tiling_of
+
+SHARED_BYTES = 227 << 10  # that a program may have on sm_90
+# Rows, K, N (both branches of a gated one), end, whether partial sums are wanted.
+SHAPES = (
+    (128, 5376, 43008, "gelu_tanh", False),
+    (128, 21504, 5376, "", True),
+    (64, 2560, 20480, "silu", False),
+    (128, 2560, 262144, "softcap", False),
+)
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from hydraspec_kernels.linear.broad.kernel import _broad_kernel as kernel
+
+found, names = [], kernel.arg_names
+for m, columns, stages, k, registers, end, partials in json.loads(sys.argv[1]):
+    layout = gl.NVMMASharedLayout.get_default_for([m, k], gl.bfloat16)
+    types = {"out": "*fp32" if partials else "*bf16", "bias": "*bf16", "softcap": "fp32"}
+    types |= dict.fromkeys(("M", "N", "K"), "i32")
+    types["x"] = f"tensordesc<bf16[{m}, {k}],{layout!r}>"
+    fixed = {"BM": m, "BK": k, "STAGES": stages, "END": end, "HAS_BIAS": True, "PDL": True}
+    for i, rows in enumerate([*columns, 0, 0][:3]):
+        fixed[f"R{i}"] = rows
+        if rows:
+            types[f"weight_{i}"] = f"tensordesc<bf16[{rows}, {k}],{layout!r}>"
+        else:
+            fixed[f"weight_{i}"] = None
+    source = GluonASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "N", "K")},
+    )
+    options = {"num_warps": m // 16, "maxnreg": registers, "launch_pdl": True}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
+print(json.dumps(found))
+"""
+
+
+def test_planned_kernels_compile_and_fit(tmp_path: Path) -> None:
+    jobs = []
+    for rows, k, n, end, partials in SHAPES:
+        tiling = tiling_of(rows, k, n, end, partials=partials)
+        assert isinstance(tiling, Broad), (rows, k, n, end, tiling)
+        jobs.append(
+            [tiling.m, tiling.columns, tiling.stages, tiling.k, tiling.registers, end, partials]
+        )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (shared, products), job in zip(json.loads(done.stdout), jobs, strict=True):
+        assert shared <= SHARED_BYTES, job
+        assert products > 0, job
