@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +208,33 @@ def test_an_interrupt_while_forks_compile_ends_the_waiting(
     assert len(diary.launched) == 12
 
 
+def test_an_interrupt_while_threads_compile_leaves_out_the_rest(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(list[str]):
+        def append(self, name: str) -> None:
+            super().append(name)
+            time.sleep(0.5)
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    def compile_some() -> None:
+        with compiled_ahead(CUDA):
+            run_steps(kernel)
+
+    kernel, _ = kernels()
+    diary.compiled = Slow()
+    monkeypatch.setattr(launch, "run_in_forks", lambda *_: None)
+    monkeypatch.setattr(launch, "wait", interrupted)
+    monkeypatch.setattr(ahead, "num_processes", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        compile_some()
+    assert len(diary.compiled) < 3
+    run_steps(kernel)
+    assert len(diary.launched) == 12
+
+
 def test_it_is_left_alone_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     assert can_compile_ahead(CUDA)
@@ -295,45 +321,3 @@ def test_an_operator_writes_where_it_was_told_to() -> None:
         counts[GARBAGE] = 5
     assert found is counts
     assert counts.tolist() == [5, 0, 0]
-
-
-def touch_in_turn(folder: Path, number: int) -> None:
-    """Fails for every third: the others must not miss it."""
-    if number % 3 == 2:
-        raise ValueError(number)
-    (folder / f"{number}").write_text(str(os.getpid()))
-
-
-def test_forks_make_every_call_once_and_drop_errors(tmp_path: Path) -> None:
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(300)], 3, 60.0)
-    done = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
-    assert sorted(done) == [n for n in range(300) if n % 3 != 2]
-    assert str(os.getpid()) not in done.values()
-
-
-def test_a_fork_that_hangs_is_ended(tmp_path: Path) -> None:
-    started = time.monotonic()
-    calls = [partial(time.sleep, 600.0), partial(touch_in_turn, tmp_path, 0)]
-    ahead.run_in_forks(calls, 2, 1.0)
-    assert time.monotonic() - started < 60
-    assert (tmp_path / "0").exists()
-
-
-def test_fewer_forks_than_wanted_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, made = os.fork, []
-
-    def second_fails() -> int:
-        if made:
-            raise BlockingIOError("no more processes")
-        made.append(fork())
-        return made[0]
-
-    monkeypatch.setattr(os, "fork", second_fails)
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(6)], 3, 60.0)
-    assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_without_forks_nobody_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "fork")
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 1.0)
-    assert not any(tmp_path.iterdir())

@@ -15,7 +15,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -85,34 +85,40 @@ class _Loading(Executor):
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._compilations: list[Callable[[], Any]] = []
+        self._futures: list[Future[Any]] = []
         self._may_start, self._is_given_up = Event(), False
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def compile_and_load() -> Any:
             self._may_start.wait()  # or they would hold up the steps
             if self._is_given_up:
-                raise RuntimeError("its step has failed")
+                raise RuntimeError("given up")
             kernel = compile_kernel()
             kernel.run  # noqa: B018  a property that loads
             return kernel
 
         self._compilations.append(compile_kernel)
-        return self._pool.submit(compile_and_load)
+        self._futures.append(self._pool.submit(compile_and_load))
+        return self._futures[-1]
 
     def start(self, num_processes: int) -> int:
         """Compile everything; returns how many kernels that is."""
-        launcher = driver.active.launcher_cls
 
         def built(compile_kernel: Callable[[], Any]) -> None:
             kernel = compile_kernel()
-            launcher(kernel.src, kernel.metadata)
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
 
         calls = [partial(built, compilation) for compilation in self._compilations]
         run_in_forks(calls, num_processes, FORKS_TIMEOUT_S)
         self._may_start.set()
         return len(calls)
 
+    def finish(self) -> None:
+        """Wait for the threads."""
+        wait(self._futures)
+
     def give_up(self) -> None:
+        """What no thread has begun is left out."""
         self._is_given_up = True
         self._may_start.set()
 
@@ -149,6 +155,7 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
                 stepped = clock()
                 compiled.num_kernels = loading.start(num_processes)
                 forked = clock()
+                loading.finish()  # here an interrupt is heeded; Triton's own wait goes on
             except BaseException:
                 loading.give_up()
                 raise
