@@ -26,8 +26,6 @@ from hydraspec_kernels.linear.plan import Broad
 
 COPY_REGISTERS = gl.constexpr(40)  # of a thread of the copying warp
 
-# The copy of a tile: Triton 3.8 gave it this name, and 3.9 took the other away.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 # Its name since Triton 3.8, and the one before, which 3.9 has no more.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
