@@ -4,7 +4,13 @@ import itertools
 
 import pytest
 import torch
-from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
+from hydraspec_kernels.linear import (
+    gated_linear,
+    linear,
+    linear_partials,
+    plan,
+    scaled_gelu_linear,
+)
 from hydraspec_kernels.linear.kernel import launch
 from hydraspec_kernels.linear.plan import (
     GATED,
@@ -111,6 +117,21 @@ def test_what_the_kernels_do_not_take_goes_to_the_library():
     assert tiling_for(x.float(), weight.float()) is None
     assert tiling_for(x[:0], weight) is None
     assert tiling_of(MOST_ROWS + 1, 2560, 2560, partials=True) is None
+
+
+def test_a_warp_copies_only_what_is_aligned(monkeypatch: pytest.MonkeyPatch):
+    """Copies of tiles take addresses and rows of whole 16 bytes; others keep a kernel or go to the
+    library.
+    """
+    monkeypatch.setattr(plan, "_copies_tiles", lambda device: True)
+    wide, weights = (torch.zeros(n, 264, dtype=torch.bfloat16) for n in (64, 16385))
+    aligned = weights[:16384, :256].t()
+    assert isinstance(tiling_for(wide[:, 8:], aligned), Broad)
+    assert isinstance(tiling_for(wide[3:50, :256], aligned), Broad)
+    assert not isinstance(tiling_for(wide[:, 1:257], aligned), Broad), "address of x"
+    assert not isinstance(tiling_for(wide[:, :256], weights[1:, 4:260].t()), Broad), "of the weight"
+    odd = torch.zeros(64, 257, dtype=torch.bfloat16)[:, :256]
+    assert not isinstance(tiling_for(odd, aligned), Broad), "rows of x"
 
 
 SIZES = (64, 75, 256, 2048, 2560, 5376, 10240, 21504)

@@ -42,7 +42,7 @@ def linear(
 def linear_partials(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] @ weight [K, N] -> [S, T, N]: partial sums for the consumer to add up.
 
-    S is fixed by the shape. From the kernel they are float32; elsewhere S = 1 in x's dtype.
+    S is fixed by shape and strides. From the kernel they are float32; elsewhere S = 1 in x's dtype.
     """
     if runs_kernels(x) and (tiling := tiling_for(x, weight, partials=True)):
         from hydraspec_kernels.linear.kernel import launch  # Triton
