@@ -3,9 +3,9 @@
 What the measurements say: tensor cores win from the first row on, because they leave the threads
 free to keep loads in flight; what decides is that every multiprocessor gets the same share, in
 one wave or many, with over 100 KB on their way. Small weights never fill the chip: there a short
-chain of dependent steps wins. The more rows, the more x weighs: from 33 on, wide tiles that a warp
-of its own copies are best (`Broad`), which also come in front of and behind other kernels of ours
-without a gap; a few shapes stay with the library.
+chain of dependent steps wins. The more rows, the more x weighs: from 33 on, for some from 17, wide
+tiles that a warp of its own copies are best (`Broad`), which also come in front of and behind other
+kernels of ours without a gap; a few shapes stay with the library.
 """
 
 from __future__ import annotations
