@@ -375,8 +375,7 @@ def emit(
     chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < num_chunks
     wait_for_inputs(PDL)
-    samples = tl.load(samples_ptr + request) != 0
-    accepted = tl.load(num_accepted_ptr + request)
+    samples, accepted = tl.load(samples_ptr + request) != 0, tl.load(num_accepted_ptr + request)
     token = accepted * 0 - 1
     if samples:
         if tl.load(temperature_ptr + tl.load(slots_ptr + request)) > 0:
