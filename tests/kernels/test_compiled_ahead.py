@@ -313,11 +313,15 @@ def test_products_are_left_out(rows: int) -> None:
         assert not product.any()
 
 
-def test_an_operator_writes_where_it_was_told_to() -> None:
-    """Not into a tensor of zeros in its place."""
+def test_nothing_is_written_where_indices_say() -> None:
+    """A cache that is in use afterwards would keep it, in the block that nobody has."""
     counts = torch.zeros(3, dtype=torch.int64)
+    values = torch.zeros(3, 2)
     with ahead.Rehearsing():
         found = counts.index_add_(0, GARBAGE, torch.ones(3, dtype=torch.int64))
         counts[GARBAGE] = 5
+        values.index_copy_(0, GARBAGE, torch.full((3, 2), torch.nan))
+        values.scatter_(1, GARBAGE.unsqueeze(1), 2.0)
     assert found is counts
-    assert counts.tolist() == [5, 0, 0]
+    assert not counts.any()
+    assert not values.any()

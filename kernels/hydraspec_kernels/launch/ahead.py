@@ -1,7 +1,8 @@
 """Compiling ahead: a step runs once without its kernels, which are then compiled, all at once.
 
-Between kernels stand operators of torch. Products are left out, too; the others run, on memory that
-nobody has written: harmless but where it would be indices, which are zeros instead.
+Between kernels stand operators of torch. Products are left out, too, and writes where indices say;
+the others run, on memory that nobody has written: harmless but where it would be indices, which are
+zeros instead.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ SECONDS_BETWEEN_LOOKS = 0.01
 GRACE_S = 1.0  # from an interrupt to the end
 
 PRODUCTS = {"mm", "addmm"}  # their last two arguments are what is multiplied
-# Operators that read or write where indices say.
-INDEXED = {
-    *("__getitem__", "__setitem__", "index_select", "gather", "take", "take_along_dim"),
-    *("embedding", "embedding_bag", "index_put", "index_put_", "index_copy", "index_copy_"),
-    *("index_add", "index_add_", "index_fill", "index_fill_", "index_reduce", "index_reduce_"),
-    *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+# Operators that read where indices say, or write into something new.
+READING = {
+    *("__getitem__", "index_select", "gather", "take", "take_along_dim", "embedding"),
+    *("embedding_bag", "index_put", "index_copy", "index_add", "index_fill", "index_reduce"),
+    *("scatter", "scatter_add", "scatter_reduce"),
+}
+# Those that write into what is there: a cache, say, which would keep it.
+WRITING = {
+    *("__setitem__", "index_put_", "index_copy_", "index_add_", "index_fill_", "index_reduce_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_"),
 }
 
 
 class Rehearsing(TorchFunctionMode):
-    """Products are left out. Whole numbers that say where an operator reads or writes are zeros."""
+    """Products are left out, and so are writes where indices say. Whole numbers that say where an
+    operator reads are zeros.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -45,9 +52,10 @@ class Rehearsing(TorchFunctionMode):
         if name in PRODUCTS and "out" not in kwargs:
             left, right = args[-2:]
             return left.new_empty(left.shape[0], right.shape[1])
-        if name in INDEXED:
-            written = 1 if name.endswith("_") and name != "__getitem__" else 0
-            args = (*args[:written], *map(_zeroed, args[written:]))
+        if name in WRITING:
+            return args[0]
+        if name in READING:
+            args = tuple(map(_zeroed, args))
             kwargs = {key: _zeroed(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
