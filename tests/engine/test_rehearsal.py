@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 from graph_runs import PAIRS, graph_config, make_graph_engine
 from recorded_graphs import RecordedOps
 
+from hydraspec.engine.native import loading
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.rehearsal import rehearsals
 from hydraspec.engine.native.runner import Runner
@@ -57,3 +62,17 @@ def test_every_method_rehearses(rehearsed: list[Batch], method: str, mode: str) 
     k = engine.info.num_speculative_tokens
     assert {(5, 40), (1, 40)} <= shapes
     assert {(count, count * (k + 1)) for count in (2, 5)} <= shapes
+
+
+def test_loading_goes_on_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rehearse() -> None:
+        raise RuntimeError("out of memory")
+
+    runner = SimpleNamespace(target=SimpleNamespace(device=torch.device("cpu")), rehearse=rehearse)
+    monkeypatch.setattr(loading, "can_compile_ahead", lambda device: True)
+    monkeypatch.setattr(loading, "compiled_ahead", lambda device: nullcontext())
+    loading._compile(runner)
+    assert "one by one" in caplog.text
+    assert "out of memory" in caplog.text

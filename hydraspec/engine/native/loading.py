@@ -235,15 +235,22 @@ def _measure_activations(
 
 
 def _compile(runner: DeviceRunner) -> None:
-    """Kernels, all at once, that warm-ups would otherwise compile one after another."""
+    """Kernels, all at once, that warm-ups would otherwise compile one after another, and will if
+    this fails.
+    """
     device = runner.target.device
     if not can_compile_ahead(device):
         return
+    log.info("compiling kernels")
     start = time.perf_counter()
-    with compiled_ahead(device) as compiled:
-        runner.rehearse()
+    try:
+        with compiled_ahead(device) as compiled:
+            runner.rehearse()
+    except Exception as error:
+        log.warning("kernels are compiled one by one, because all at once failed: %r", error)
+        return
     log.info(
-        "%d kernels: %.1f s (steps without them %.1f, compiling %.1f, loading %.1f)",
+        "compiled %d kernels in %.1f s (finding them %.1f, compiling %.1f, loading %.1f)",
         *(compiled.num_kernels, time.perf_counter() - start),
         *(compiled.stepping_s, compiled.compiling_s, compiled.loading_s),
     )

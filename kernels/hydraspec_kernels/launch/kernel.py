@@ -71,7 +71,13 @@ def build_unoptimised(
 
 # Somebody may have chosen another build; and Tritons that build other languages, too, compile no
 # launchers.
-if knobs.build.impl is None and "language" not in signature(build._build).parameters:
+_own_build = getattr(build, "_build", None)
+if (
+    knobs.build.impl is None
+    and _own_build is not None
+    and hasattr(build, "_library_flag")
+    and "language" not in signature(_own_build).parameters
+):
     knobs.build.impl = build_unoptimised
 
 
