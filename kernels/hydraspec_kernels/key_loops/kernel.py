@@ -19,102 +19,28 @@ def key_blocks(table, j, limit, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _attend_rows(
-    q_a, q_b, keys, table, block, begin, limit, position, scale,
-    NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
+def _load_values(
+    base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Queries are rows."""
-    VALUES: tl.constexpr = 2 * NUM_KV_HEADS * HALF  # behind the keys
-    newest = tl.minimum(position, limit - 1)
-    top = tl.full([BLOCK_M], NO_KEY, tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc_a = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    acc_b = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    for at in tl.range(begin, limit, BLOCK_N):
-        j = at + tl.arange(0, BLOCK_N)
-        seen = j < limit
-        at_key = (block.to(tl.int32) * BLOCK_SIZE + (j & (BLOCK_SIZE - 1))).to(tl.int64)
-        at_key *= 2 * VALUES
-        block = key_blocks(table, j + BLOCK_N, limit, BLOCK_SIZE)
-        k_a = load_rows(keys, at_key, seen, 0, HALF, BLOCK_H)
-        k_b = load_rows(keys, at_key, seen, HALF, HALF, BLOCK_H)
-        v_a = load_rows(keys, at_key, seen, VALUES, HALF, BLOCK_H)
-        v_b = load_rows(keys, at_key, seen, VALUES + HALF, HALF, BLOCK_H)
-        scores = tl.dot(q_a, tl.trans(k_a), input_precision=PRECISION)
-        scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision=PRECISION)
-        visible = j[None, :] <= newest[:, None]
-        if WINDOW > 0:
-            visible = visible & (j[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        fade = tl.exp2(top - new_top)[:, None]
-        total = total * fade + weights
-        weights = weights.to(v_a.dtype)
-        acc_a = tl.dot(weights, v_a, acc_a * fade, input_precision=PRECISION)
-        acc_b = tl.dot(weights, v_b, acc_b * fade, input_precision=PRECISION)
-        top = new_top
-    whole = tl.sum(total, 1)
-    some = tl.where(whole > 0, whole, 1.0)
-    size = tl.where(whole > 0, top + tl.log2(some), NO_KEY)
-    inverse = (1.0 / some)[:, None]
-    return acc_a * inverse, acc_b * inverse, size
+    """[N, BLOCK], as `load_rows` loads them; turned, each row a column."""
+    if not TURNED:
+        return load_rows(base, at, exists, FIRST, WIDTH, BLOCK)
+    else:
+        d = tl.arange(0, BLOCK)
+        mask = exists[None, :]
+        if BLOCK != WIDTH:
+            mask = mask & (d < WIDTH)[:, None]
+        return tl.load(base + at[None, :] + (FIRST + d)[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_columns(base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK, N]: what `load_rows` loads, each row a column."""
-    d = tl.arange(0, BLOCK)
-    mask = exists[None, :]
-    if BLOCK != WIDTH:
-        mask = mask & (d < WIDTH)[:, None]
-    return tl.load(base + at[None, :] + (FIRST + d)[:, None], mask=mask, other=0.0)
-
-
-@triton.jit
-def _attend_columns(
-    q_a, q_b, keys, table, block, begin, limit, position, scale,
-    NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Queries are columns."""
-    VALUES: tl.constexpr = 2 * NUM_KV_HEADS * HALF  # behind the keys
-    q_a, q_b = tl.trans(q_a), tl.trans(q_b)
-    newest = tl.minimum(position, limit - 1)
-    top = tl.full([BLOCK_M], NO_KEY, tl.float32)
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc_a = tl.zeros([BLOCK_H, BLOCK_M], tl.float32)
-    acc_b = tl.zeros([BLOCK_H, BLOCK_M], tl.float32)
-    for at in tl.range(begin, limit, BLOCK_N):
-        j = at + tl.arange(0, BLOCK_N)
-        seen = j < limit
-        at_key = (block.to(tl.int32) * BLOCK_SIZE + (j & (BLOCK_SIZE - 1))).to(tl.int64)
-        at_key *= 2 * VALUES
-        block = key_blocks(table, j + BLOCK_N, limit, BLOCK_SIZE)
-        k_a = load_rows(keys, at_key, seen, 0, HALF, BLOCK_H)
-        k_b = load_rows(keys, at_key, seen, HALF, HALF, BLOCK_H)
-        v_a = _load_columns(keys, at_key, seen, VALUES, HALF, BLOCK_H)
-        v_b = _load_columns(keys, at_key, seen, VALUES + HALF, HALF, BLOCK_H)
-        scores = tl.dot(k_a, q_a, input_precision=PRECISION)
-        scores = tl.dot(k_b, q_b, scores, input_precision=PRECISION)
-        visible = j[:, None] <= newest[None, :]
-        if WINDOW > 0:
-            visible = visible & (j[:, None] > position[None, :] - WINDOW)
-        scores = tl.where(visible, scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        weights = tl.exp2(scores - new_top[None, :])
-        fade = tl.exp2(top - new_top)[None, :]
-        total = total * fade + weights
-        weights = weights.to(v_a.dtype)
-        acc_a = tl.dot(v_a, weights, acc_a * fade, input_precision=PRECISION)
-        acc_b = tl.dot(v_b, weights, acc_b * fade, input_precision=PRECISION)
-        top = new_top
-    whole = tl.sum(total, 0)
-    some = tl.where(whole > 0, whole, 1.0)
-    size = tl.where(whole > 0, top + tl.log2(some), NO_KEY)
-    inverse = (1.0 / some)[None, :]
-    return tl.trans(acc_a * inverse), tl.trans(acc_b * inverse), size
+def _dot(queries, keys, acc, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc and queries @ keys, or where all three are turned keys @ queries."""
+    if TURNED:
+        return tl.dot(keys, queries, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(queries, keys, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -130,16 +56,54 @@ def attend_keys(
 
     Keys and values come in halves, all in one layout: a thread computes few addresses.
 
-    TURNED: queries are columns.
+    TURNED: queries are columns, of scores and of sums.
     """
+    VALUES: tl.constexpr = 2 * NUM_KV_HEADS * HALF  # behind the keys
+    BY_KEY: tl.constexpr = 0 if TURNED else 1  # the axis of scores along which keys are
+    BY_QUERY: tl.constexpr = 1 - BY_KEY
+    newest = tl.minimum(position, limit - 1)
+    top = tl.full([BLOCK_M], NO_KEY, tl.float32)
     if TURNED:
-        mean_a, mean_b, size = _attend_columns(
-            q_a, q_b, keys, table, block, begin, limit, position, scale,
-            NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, PRECISION,
-        )  # fmt: skip
+        q_a, q_b = tl.trans(q_a), tl.trans(q_b)
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_a = tl.zeros([BLOCK_H, BLOCK_M], tl.float32)
+        acc_b = tl.zeros([BLOCK_H, BLOCK_M], tl.float32)
     else:
-        mean_a, mean_b, size = _attend_rows(
-            q_a, q_b, keys, table, block, begin, limit, position, scale,
-            NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, PRECISION,
-        )  # fmt: skip
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc_a = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+        acc_b = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    for at in tl.range(begin, limit, BLOCK_N):
+        j = at + tl.arange(0, BLOCK_N)
+        seen = j < limit
+        at_key = (block.to(tl.int32) * BLOCK_SIZE + (j & (BLOCK_SIZE - 1))).to(tl.int64)
+        at_key *= 2 * VALUES
+        block = key_blocks(table, j + BLOCK_N, limit, BLOCK_SIZE)
+        k_a = load_rows(keys, at_key, seen, 0, HALF, BLOCK_H)
+        k_b = load_rows(keys, at_key, seen, HALF, HALF, BLOCK_H)
+        v_a = _load_values(keys, at_key, seen, VALUES, HALF, BLOCK_H, TURNED)
+        v_b = _load_values(keys, at_key, seen, VALUES + HALF, HALF, BLOCK_H, TURNED)
+        if not TURNED:
+            k_a, k_b = tl.trans(k_a), tl.trans(k_b)
+        scores = _dot(q_a, k_a, None, TURNED, PRECISION)
+        scores = _dot(q_b, k_b, scores, TURNED, PRECISION)
+        key = tl.expand_dims(j, BY_QUERY)
+        visible = key <= tl.expand_dims(newest, BY_KEY)
+        if WINDOW > 0:
+            visible = visible & (key > tl.expand_dims(position, BY_KEY) - WINDOW)
+        scores = tl.where(visible, scores * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, BY_KEY))
+        weights = tl.exp2(scores - tl.expand_dims(new_top, BY_KEY))
+        fade = tl.expand_dims(tl.exp2(top - new_top), BY_KEY)
+        total = total * fade + weights
+        weights = weights.to(v_a.dtype)
+        acc_a = _dot(weights, v_a, acc_a * fade, TURNED, PRECISION)
+        acc_b = _dot(weights, v_b, acc_b * fade, TURNED, PRECISION)
+        top = new_top
+    whole = tl.sum(total, BY_KEY)
+    some = tl.where(whole > 0, whole, 1.0)
+    size = tl.where(whole > 0, top + tl.log2(some), NO_KEY)
+    inverse = tl.expand_dims(1.0 / some, BY_KEY)
+    mean_a, mean_b = acc_a * inverse, acc_b * inverse
+    if TURNED:
+        mean_a, mean_b = tl.trans(mean_a), tl.trans(mean_b)
     return mean_a, mean_b, size
