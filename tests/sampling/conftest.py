@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from kernel_places import mend_loops
 from torch import Tensor
 
 from hydraspec.sampling.sampler import EVERYTHING
@@ -111,20 +111,7 @@ def build_step(
 
 @pytest.fixture(autouse=True)
 def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter holds loop bounds as numpy arrays of one dimension, which numpy 2.4
-    no longer turns into numbers.
-    """
-    if find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: object) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    mend_loops(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -34,8 +34,15 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def assert_half_close(out: Tensor, expected: Tensor) -> None:
+    """Equal but for the rounding of out's narrow type; expected is float64."""
+    error = (out.double() - expected).abs()
+    assert error.norm() < HALF_NORM[out.dtype] * expected.norm()
+    assert error.max() < HALF_ENTRY[out.dtype] * expected.abs().max()
+
+
 @dataclass(frozen=True)
-class Case:
+class Requests:
     """Rows and sequence lengths per request. A length of 0 is a padding request."""
 
     rows: tuple[int, ...]
@@ -47,14 +54,54 @@ class Case:
     head_dim: int = 16
     scale: float = 1.0
     tail: int = 0  # rows behind the last request
-    strided: bool = False  # the projection is part of wider rows
+    strided: bool = False  # what is given is part of wider rows
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+def poisoned_cache(
+    case: Requests, entry: tuple[int, ...], draw: torch.Generator, *, has_own_rows: bool = True
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A cache [rows, *entry] of NaN in which only what some row may see holds numbers, without
+    has_own_rows only what no row writes; its block table; and the places of each request's keys.
+
+    Freed blocks and table entries behind a sequence name the null block or poison.
+    """
+    device = case.device
+    per_request = -(-max(case.lens) // case.block_size) + 1
+    blocks = len(case.rows) * per_request
+    table = (
+        torch.randperm(blocks, generator=draw, device=device).view(len(case.rows), per_request) + 1
+    )
+    size = ((blocks + 1) * case.block_size, *entry)
+    cache = torch.full(size, torch.nan, dtype=case.dtype, device=device)
+    cache[: case.block_size] = 0
+    places = []
+    for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
+        first = 0
+        if case.window is not None:  # what no row can see was freed
+            first = max(0, length - rows - case.window + 1)
+        j = torch.arange(first, length, device=device)
+        at = table[request, j // case.block_size] * case.block_size + j % case.block_size
+        filled = at if has_own_rows else at[: len(at) - rows]
+        entries = torch.randn(len(filled), *entry, generator=draw, device=device)
+        cache[filled] = entries.to(case.dtype)
+        table[request, : first // case.block_size] = 0
+        if length == 0:
+            table[request] = 0
+        places.append(at)
+    return cache, table, places
+
+
+@dataclass(frozen=True)
+class Case(Requests):
+    """What a layer does beside attention."""
+
     writes: bool = True
     head_norms: bool = True
     value_norm: bool = True
     k_eq_v: bool = False
     starts: bool = True
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
 
 
 @dataclass
@@ -75,32 +122,12 @@ class Inputs:
 def build(case: Case, seed: int = 7) -> Inputs:
     """A NaN-poisoned cache in which only what some row may see and no row writes holds numbers."""
     device, draw = case.device, torch.Generator(case.device).manual_seed(seed)
-    per_request = -(-max(case.lens) // case.block_size) + 1
-    blocks = len(case.rows) * per_request
-    table = (
-        torch.randperm(blocks, generator=draw, device=device).view(len(case.rows), per_request) + 1
-    )
-    size = ((blocks + 1) * case.block_size, 2, case.kv_heads, case.head_dim)
-    cache = torch.full(size, torch.nan, dtype=case.dtype, device=device)
-    cache[: case.block_size] = 0
+    entry = (2, case.kv_heads, case.head_dim)
+    cache, table, places = poisoned_cache(case, entry, draw, has_own_rows=not case.writes)
     slots, positions = [], []
-    for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
-        first = 0
-        if case.window is not None:  # what no row can see was freed
-            first = max(0, length - rows - case.window + 1)
-        j = torch.arange(first, length, device=device)
-        at = table[request, j // case.block_size] * case.block_size + j % case.block_size
-        old = at[: len(at) - rows] if case.writes else at
-        entries = torch.randn(len(old), *size[1:], generator=draw, device=device)
-        cache[old] = entries.to(case.dtype)
-        table[request, : first // case.block_size] = 0
-        if length == 0:
-            table[request] = 0
-            slots += [-1] * rows
-            positions += [0] * rows
-        else:
-            slots += at[len(at) - rows :].tolist()
-            positions += list(range(length - rows, length))
+    for rows, length, at in zip(case.rows, case.lens, places, strict=True):
+        slots += at[len(at) - rows :].tolist() if length else [-1] * rows
+        positions += list(range(length - rows, length)) if length else [0] * rows
     slots += [-1] * case.tail
     positions += [0] * case.tail
     kinds = 0 if not case.writes else 1 if case.k_eq_v else 2

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from hydraspec.types import RowSegment, SamplingFlags, StepPlan
+from hydraspec.types import RowSegment, StepPlan
 
 PROMPT_ROWS = 512  # more are nothing else to a kernel
 
@@ -45,5 +45,4 @@ def _plan(count: int, rows: int, drafts: int, k: int, longest: int) -> StepPlan:
         block_tables=[],
         all_greedy=True,
         num_speculative_tokens=k,
-        flags=SamplingFlags(any_greedy=True, any_top_k=False, any_top_p=False, any_min_p=False),
     )
