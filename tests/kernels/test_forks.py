@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hydraspec_kernels.launch import ahead
+from hydraspec_kernels.launch import forks
 
 
 def touch_in_turn(folder: Path, number: int) -> None:
@@ -22,7 +22,7 @@ def touch_in_turn(folder: Path, number: int) -> None:
 
 
 def test_forks_make_every_call_once_and_drop_errors(tmp_path: Path) -> None:
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(300)], 3, 60.0)
+    forks.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(300)], 3, 60.0)
     done = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
     assert sorted(done) == [n for n in range(300) if n % 3 != 2]
     assert str(os.getpid()) not in done.values()
@@ -31,14 +31,14 @@ def test_forks_make_every_call_once_and_drop_errors(tmp_path: Path) -> None:
 def test_a_fork_that_hangs_is_ended(tmp_path: Path) -> None:
     started = time.monotonic()
     calls = [partial(time.sleep, 600.0), partial(touch_in_turn, tmp_path, 0)]
-    ahead.run_in_forks(calls, 2, 1.0)
+    forks.run_in_forks(calls, 2, 1.0)
     assert time.monotonic() - started < 60
     assert (tmp_path / "0").exists()
 
 
 INTERRUPTED = """
 import atexit, subprocess, sys
-from hydraspec_kernels.launch.ahead import run_in_forks
+from hydraspec_kernels.launch.forks import run_in_forks
 
 atexit.register(print, "ended")
 sys.stdout.write("buffered ")
@@ -68,7 +68,7 @@ def test_an_interrupt_ends_everybody_once() -> None:
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 60.0)
+    forks.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 60.0)
     assert not any(tmp_path.iterdir())
 
 
@@ -82,11 +82,11 @@ def test_fewer_forks_than_wanted_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return made[0]
 
     monkeypatch.setattr(os, "fork", second_fails)
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(6)], 3, 60.0)
+    forks.run_in_forks([partial(touch_in_turn, tmp_path, n) for n in range(6)], 3, 60.0)
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_without_forks_nobody_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
-    ahead.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 1.0)
+    forks.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 1.0)
     assert not any(tmp_path.iterdir())

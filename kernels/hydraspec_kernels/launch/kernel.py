@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -32,7 +33,7 @@ from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
 from hydraspec_kernels.launch import supports_dependent_launch
-from hydraspec_kernels.launch.ahead import Compiled, run_in_forks
+from hydraspec_kernels.launch.forks import run_in_forks
 
 FORKS_TIMEOUT_S = 120.0  # then threads go on alone
 
@@ -132,6 +133,16 @@ class _Loading(Executor):
 def has_async_compilation() -> bool:
     """Not in older Tritons, nor where kernels are interpreted."""
     return hasattr(triton, "AsyncCompileMode") and not knobs.runtime.interpret
+
+
+@dataclass(slots=True)
+class Compiled:
+    """What compiling ahead did; known once it has ended."""
+
+    num_kernels: int = 0
+    stepping_s: float = 0.0  # the calls
+    compiling_s: float = 0.0
+    loading_s: float = 0.0
 
 
 @contextmanager
