@@ -7,23 +7,31 @@ is, not how fast steps are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from hydraspec.engine.native.timing import PHASES, PhaseClock
-from hydraspec.types import Request, StepRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native.loading import Loaded
+from hydraspec.engine.native.timing import PHASES, Clock, PhaseClock
+from hydraspec.types import Completion, Request, StepRecord
 
 MAX_STEPS = 32  # decode steps
 UNSETTLED_STEPS = 2  # first decode steps, which load kernels; left out where others follow
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Profiled(Protocol):
+    """What is asked of the engine."""
+
+    parts: Loaded
+
+    def run(
+        self, requests: Sequence[Request], *, concurrency: int | None
+    ) -> Generator[StepRecord | Completion]: ...
+
+    def scheduling_timed_by(self, clock: Clock) -> AbstractContextManager[None]: ...
 
 
 class Event(Protocol):
@@ -75,7 +83,7 @@ def milliseconds(spans: Sequence[tuple[str, Event, Event]]) -> dict[str, float]:
 
 
 def profile(
-    engine: NativeEngine, requests: Sequence[Request], make_event: Callable[[], Event]
+    engine: Profiled, requests: Sequence[Request], make_event: Callable[[], Event]
 ) -> dict[str, float] | None:
     """Mean milliseconds per decode step of each phase, the host's for `schedule` and the device's
     for the others, over at most MAX_STEPS of them; None where no step only decodes.
@@ -106,7 +114,7 @@ def profile(
 
 
 @contextmanager
-def _timed(engine: NativeEngine, clock: EventClock, host: PhaseClock) -> Iterator[None]:
+def _timed(engine: Profiled, clock: EventClock, host: PhaseClock) -> Iterator[None]:
     """The engine without graphs and one step at a time, its verbs timed; as it was afterwards."""
     runner = engine.parts.runner
     with runner.eagerly(), runner.timed_with(clock), engine.scheduling_timed_by(host):
