@@ -237,7 +237,9 @@ def _info(parts: VllmParts) -> EngineInfo:
     if parts.stats is None:
         why = "engine.vllm.record_steps=false" if config.parallelism.data == 1 else "data parallel"
         warnings.append(NOT_RECORDED.format(why=why))
-        log.warning(warnings[0])
+    warnings += parts.warnings
+    for warning in warnings:
+        log.warning("%s", warning)
     drafts = config.method.name != "none"
     return EngineInfo(
         engine="vllm",

@@ -21,6 +21,7 @@ from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.machine import pick_device
 from hydraspec.engine.vllm_async import start_data_parallel
 from hydraspec.engine.vllm_steps import StepStats
+from hydraspec.engine.vllm_weights import randomise_target
 from hydraspec.models.checkpoint import Checkpoint, open_checkpoint, resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
@@ -56,6 +57,7 @@ class VllmParts:
     max_model_len: int
     cudagraph_mode: str
     memory_bytes: dict[str, int]
+    warnings: list[str]
 
 
 class Environment:
@@ -286,6 +288,7 @@ def _parts(
         max_model_len=int(found.model_config.max_model_len),
         cudagraph_mode=str(found.compilation_config.cudagraph_mode.name).lower(),
         memory_bytes=_memory_bytes(engine),
+        warnings=randomise_target(engine, config),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,6 +79,21 @@ class FakeRequest:
         )
 
 
+class Layer(torch.nn.Module):
+    """Weights as a dummy loader leaves them: numbers of at most 0.001, layer scalars among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+        self.norm = torch.nn.LayerNorm(64, bias=False)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        self.register_buffer("slots", torch.arange(3))
+        self.register_buffer("rope_table", torch.full((4, 4), 0.25), persistent=False)
+        with torch.inference_mode():
+            for tensor in (self.proj.weight, self.proj.bias, self.norm.weight, self.layer_scalar):
+                tensor.uniform_(-1e-3, 1e-3)
+
+
 class LLMEngine:
     """Steps all its requests, up to max_num_seqs at a time."""
 
@@ -88,6 +103,7 @@ class LLMEngine:
         self.aborted: list[str] = []
         self.counters = {"drafts": 0, "drafted": [0] * 8, "accepted": [0] * 8}
         self.is_shut_down = False
+        self.model = Layer()
         self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         mode = args.compilation_config["cudagraph_mode"]
         self.vllm_config = SimpleNamespace(
@@ -107,6 +123,9 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, stat_loggers: Any = None) -> LLMEngine:
         return cls(args, stat_loggers)
+
+    def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        return [function(self.model)]
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         assert name not in self.requests
