@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hydraspec_kernels.decode_attention import attend_projection
 from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.paged_attention import AttentionPlan, paged_attention
-from hydraspec_kernels.qkv_write import QkvShape
+from hydraspec_kernels.qkv_write import QkvShape, write_qkv
 from hydraspec_kernels.rms_norm import unit_norm
 from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
@@ -41,6 +41,17 @@ class GroupPass:
         places, is_padding = self._places
         shape = (-1, *(1,) * (rows.dim() - 1))
         cache.index_copy_(0, places, rows.masked_fill(is_padding.view(shape), 0.0))
+
+
+def write_kv(
+    x: Tensor, qkv: Tensor, bias: Tensor | None, shape: QkvShape, shared: GroupPass, cache: Tensor
+) -> None:
+    """x [T, D] normed: keys and values by the columns of `qkv` behind the queries', into cache."""
+    first = shape.num_heads * shape.head_dim
+    # The library's product: no kernel is compiled for columns that decoding never takes alone.
+    kv = torch.nn.functional.linear(x, qkv[:, first:].t(), None if bias is None else bias[first:])
+    where = shared.cos, shared.sin, shared.slots, cache
+    write_qkv(kv, *where, replace(shape, num_heads=0))
 
 
 class Attention:
@@ -138,6 +149,10 @@ class Attention:
             kv = heads[:, n:].view(-1, 2, self.num_kv, self.head_dim)
         shared.write(cache, kv)
         return self.output(paged_attention(heads[:, :n], cache, shared.plan))
+
+    def write(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
+        """x [T, D] normed: this layer's keys and values into cache, and nothing else."""
+        write_kv(x, self.qkv, self.qkv_bias, self.shape, shared, cache)
 
     def _project(self, x: Tensor) -> Tensor:
         if self.qkv_bias is None:

@@ -7,19 +7,17 @@ multi-token-prediction layers behind the last one belong to the drafter (mtp.py)
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from hydraspec.models.aux_states import AuxCollector
+from hydraspec.models.attention import GroupPass
 from hydraspec.models.checkpoint import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.deepseek_attention import latent_frequencies, latent_group, latent_pass
 from hydraspec.models.deepseek_config import DeepseekConfig, read_deepseek_config
 from hydraspec.models.deepseek_layer import DeepseekLayer, unpack_experts
 from hydraspec.models.layers import Place
-from hydraspec.types import KVGroupSpec, NeededRows, Rows
+from hydraspec.types import KVGroupSpec, Rows
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -49,36 +47,15 @@ class DeepseekTarget(Decoder):
         return is_mtp or name.endswith("rotary_emb.inv_freq") or super().ignores(name)
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
-        """One group of latent rows; also sets the block size forward reads with."""
+        """One group: [num_blocks * block_size, 1, kv_rank + rope_dim] a layer. Also sets the block
+        size forward reads with.
+        """
         self.block_size = block_size
         return [latent_group(self.config, "full", tuple(range(self.num_layers)), block_size)]
 
-    def forward(
-        self,
-        batch: Rows,
-        kv_caches: list[Tensor | None],
-        aux_layer_ids: Sequence[int] = (),
-        needed: NeededRows | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id.
-
-        kv_caches has one [num_blocks * block_size, 1, kv_rank + rope_dim] a layer; the rest is as
-        TargetModel.forward says.
-        """
+    def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         shared = latent_pass(self.config, self.theta, batch, self.block_size, self.dtype)
-        h = self.embed(batch.input_ids)
-        aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
-        aux.see(0, h)
-        y = h if self.folded else self.layers[0].enter(h)
-        for i, layer in enumerate(self.layers):
-            cache = kv_caches[i]
-            assert cache is not None, f"layer {i} has no cache"
-            if self.folded:
-                h = layer(h, shared, cache)
-            else:
-                h, y = layer.advance(h, y, shared, cache, self.norm_behind(i))
-            aux.see(i + 1, h)
-        return self.norm.scaled(h) if self.folded else y, aux.states()
+        return {DeepseekLayer.kind: shared}
 
 
 def names_single_experts(checkpoint: Checkpoint) -> bool:

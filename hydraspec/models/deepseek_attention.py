@@ -174,6 +174,12 @@ class LatentAttention:
         latent = paged_attention(query, cache, shared.plan).view(-1, self.num_heads, rank)
         return torch.bmm(latent.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
 
+    def write(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
+        """x [T, D] normed: this layer's rows into cache, and nothing else."""
+        bias = None if self.down_bias is None else self.down_bias[self.q_width :]
+        kv = torch.nn.functional.linear(x, self.down[:, self.q_width :].t(), bias)
+        self._cache_rows(kv, shared, cache)
+
     def _cache_rows(self, kv: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """kv [T, R + r], raw -> cached rows: the normed latent, then the rotated key."""
         rank = self.config.kv_rank

@@ -13,6 +13,7 @@ from hydraspec.models.attention import GroupPass
 from hydraspec.models.deepseek_attention import LatentAttention
 from hydraspec.models.deepseek_config import DeepseekConfig, ExpertsShape
 from hydraspec.models.dense_layer import SiluMLP
+from hydraspec.models.gemma4_config import FULL
 from hydraspec.models.layers import Norm, Place, Tensors, join
 
 
@@ -72,6 +73,8 @@ class Experts:
 
 class DeepseekLayer:
     """h -> h + attention(norm(h)) -> h + mlp(norm(h))."""
+
+    kind = FULL
 
     def __init__(self, config: DeepseekConfig, index: int, place: Place) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps

@@ -6,22 +6,18 @@ scheduling or speculation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from hydraspec_kernels.paged_attention import GroupShape
 from hydraspec_kernels.rope import rope_table
-from torch import Tensor
 
 from hydraspec.models.attention import GroupPass
-from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.dense_config import DenseConfig, read_dense_config
 from hydraspec.models.dense_layer import DenseLayer, dense_frequencies, dense_group, group_pass
 from hydraspec.models.gemma4_config import FULL, GROUP_NAMES, SLIDING
 from hydraspec.models.layers import Place
-from hydraspec.types import KVGroupSpec, NeededRows, Rows
+from hydraspec.types import KVGroupSpec, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _NOT_OURS = (
@@ -88,29 +84,6 @@ class DenseTarget(Decoder):
                 )
             )
         return specs
-
-    def forward(
-        self,
-        batch: Rows,
-        kv_caches: list[Tensor | None],
-        aux_layer_ids: Sequence[int] = (),
-        needed: NeededRows | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See TargetModel.forward. Every layer writes KV: all rows are computed."""
-        aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
-        h = self.embed(batch.input_ids)
-        aux.see(0, h)
-        passes = self._passes(batch)
-        y = h if self.folded else self.layers[0].enter(h)
-        for i, layer in enumerate(self.layers):
-            cache = kv_caches[i]
-            assert cache is not None, f"layer {i} has no cache"
-            if self.folded:
-                h = layer(h, passes[layer.kind], cache)
-            else:
-                h, y = layer.advance(h, y, passes[layer.kind], cache, self.norm_behind(i))
-            aux.see(i + 1, h)
-        return self.norm.scaled(h) if self.folded else y, aux.states()
 
     def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         assert self.groups, "call kv_groups before forward"

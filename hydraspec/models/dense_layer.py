@@ -19,7 +19,7 @@ from hydraspec_kernels.rms_norm import unit_norm_
 from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored
 from torch import Tensor
 
-from hydraspec.models.attention import GroupPass
+from hydraspec.models.attention import GroupPass, write_kv
 from hydraspec.models.dense_config import DenseConfig
 from hydraspec.models.layers import Norm, Place, Tensors, join
 from hydraspec.types import Rows
@@ -133,6 +133,10 @@ class DenseAttention:
         attended = paged_attention(heads[:, :n], cache, shared.plan)
         out = torch.addmm(residual, attended, self.out)
         return out if self.out_bias is None else out.add_(self.out_bias)
+
+    def write(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
+        """x [T, input_size] normed: this layer's keys and values into cache, and nothing else."""
+        write_kv(x, self.qkv, self.qkv_bias, self.heads_shape, shared, cache)
 
     def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """The same for a model that is not folded, without the residual: [T, output_size] or

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 import torch
 from hydraspec_kernels.linear import linear
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.attention import GroupPass
-from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4_config import (
@@ -32,8 +30,7 @@ from hydraspec.models.gemma4_config import (
 )
 from hydraspec.models.gemma4_layer import DecoderLayer
 from hydraspec.models.layers import Place, Tensors
-from hydraspec.models.needed_rows import reduced
-from hydraspec.types import KVGroupSpec, NeededRows, Rows
+from hydraspec.types import KVGroupSpec, Rows
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -105,10 +102,9 @@ class Gemma4Target(Decoder):
         self.per_layer = PerLayerEmbedding(config, place) if config.ple_size else None
         self.layers = [DecoderLayer(config, layer, place) for layer in config.layers]
         owners = [i for i, layer in enumerate(config.layers) if not layer.shares_kv]
-        self.num_owners = owners[-1] + 1  # layers up to the last one that writes KV
+        self.num_owners = owners[-1] + 1
         self.theta = rope_thetas(config, place)
         self.groups: dict[str, GroupShape] = {}
-        self.stream_scales: list[float] = []  # c after each layer: the stream is held as h / c
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without prefix."""
@@ -116,9 +112,8 @@ class Gemma4Target(Decoder):
 
     def finish_layers(self) -> None:
         scale = 1.0
-        for layer in self.layers:
-            scale = layer.finish(scale)
-            self.stream_scales.append(scale)
+        for i, layer in enumerate(self.layers):
+            self.stream_scales[i] = scale = layer.finish(scale)
         self.norm.fold_gain(stream_in=scale)
 
     def ignores(self, name: str) -> bool:
@@ -163,65 +158,13 @@ class Gemma4Target(Decoder):
         """The layer whose cache `layer` reads: itself, unless it shares."""
         return self.config.layers[layer].kv_source
 
-    def forward(
-        self,
-        batch: Rows,
-        kv_caches: list[Tensor | None],
-        aux_layer_ids: Sequence[int] = (),
-        needed: NeededRows | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See TargetModel.forward. Behind the last layer that writes KV only needed rows go on."""
-        aux = AuxCollector(aux_layer_ids, self.num_layers, in_place=not self.folded)
-        h = self.embed(batch.input_ids)
-        aux.see(0, h)
-        inputs = None if self.per_layer is None else self.per_layer(batch.input_ids, h)
-        whole = self.num_layers  # layers that run on all rows
-        if needed is not None and all(i <= self.num_owners for i in aux_layer_ids):
-            whole = self.num_owners
-        y = h if self.folded else self.layers[0].input_norm.scaled(h)
-        h, y = self._run(range(whole), h, y, inputs, self._passes(batch), kv_caches, aux)
-        if whole == self.num_layers or needed is None:
-            return self.norm.scaled(h) if self.folded else y, aux.states()
-        hidden = torch.zeros_like(h)
-        if needed.segments:
-            h, y = h.index_select(0, needed.rows), y.index_select(0, needed.rows)
-            if inputs is not None:
-                inputs = inputs.index_select(0, needed.rows)
-            passes = self._passes(reduced(batch, needed))
-            rest = range(whole, self.num_layers)
-            h, y = self._run(rest, h, y, inputs, passes, kv_caches, aux)
-            hidden.index_copy_(0, needed.rows, self.norm.scaled(h) if self.folded else y)
-        return hidden, aux.states()
+    def layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """[T, num_layers, width] of a model with per-layer inputs."""
+        return None if self.per_layer is None else self.per_layer(token_ids, embedded)
 
-    def _run(
-        self,
-        layers: range,
-        h: Tensor,
-        y: Tensor,
-        inputs: Tensor | None,
-        passes: dict[str, GroupPass],
-        kv_caches: list[Tensor | None],
-        aux: AuxCollector,
-    ) -> tuple[Tensor, Tensor]:
-        """Some layers: the stream h [T, D] in front of them and its norm y -> the same behind them.
-        A folded model has no use for y.
-        """
-        each = None if inputs is None else inputs.unbind(1)
-        for i in layers:
-            layer, cache = self.layers[i], self._cache(kv_caches, i)
-            shared, own = passes[layer.kind], None if each is None else each[i]
-            if self.folded:
-                h = layer(h, shared, cache, own)
-            else:
-                h, y = layer.advance(h, y, shared, cache, own, self.norm_behind(i))
-            aux.see(i + 1, h, self.stream_scales[i])
-        return h, y
-
-    def _cache(self, kv_caches: list[Tensor | None], layer: int) -> Tensor:
-        source = self.kv_source(layer)
-        cache = kv_caches[source]
-        assert cache is not None, f"layer {layer} reads layer {source}, which has no cache"
-        return cache
+    def own_inputs(self, inputs: Tensor | None, layer: int) -> tuple[Tensor | None, ...]:
+        """[T, width] of a model with per-layer inputs."""
+        return (None if inputs is None else inputs[:, layer],)
 
     def _passes(self, batch: Rows) -> dict[str, GroupPass]:
         assert self.groups, "call kv_groups before forward"

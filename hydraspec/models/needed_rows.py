@@ -1,8 +1,8 @@
-"""Which rows of a step anybody reads behind the last layer that writes KV.
+"""Which rows of a step anybody reads behind the last keys and values that are written.
 
 A prefill chunk needs the hidden states of the rows that are sampled from, and all rows' keys and
-values. Where the last layers share the KV of earlier ones (Gemma 4's E models), those layers can
-run on the few rows alone.
+values. The last layer that writes them, and those behind it that share KV (Gemma 4's E models),
+can run on the few rows alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _segments(plan: StepPlan, requests: np.ndarray, counts: np.ndarray) -> tuple
 
 
 def reduced(batch: Rows, needed: NeededRows) -> Rows:
-    """The pass over the needed rows alone. They write no KV: the slots stand for nothing."""
+    """The pass over the needed rows alone. A layer that writes KV writes theirs again."""
     return Rows(
         segments=needed.segments,
         input_ids=batch.input_ids.index_select(0, needed.rows),

@@ -1,7 +1,8 @@
-"""Layers behind the last that writes KV run on the rows somebody reads: same tokens, fewer rows.
+"""From the last layer that writes KV on, rows that nobody reads are left out: same tokens, fewer
+rows.
 
-On the trained target whose last layers share KV, with its assistant. A row left out wrongly, or
-taken for another's, shows as another token, draft or logit. float64: no tie turns.
+On trained targets, above all the one whose last layers share KV, with its assistant. A row left
+out wrongly, or taken for another's, shows as another token, draft or logit. float64: no tie turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hydraspec.engine.native.sequence import Sequence
 from hydraspec.factory import build_speculator
 from hydraspec.graphs import GraphBackend
 from hydraspec.models import load_target
-from hydraspec.models.gemma4 import Gemma4Target
+from hydraspec.models.decoder import Decoder
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.types import Request, SamplingParams, StepPlan
 
@@ -43,8 +44,22 @@ ENGINES: dict[str, Callable[[], GraphBackend | None]] = {
     "cpu": lambda: None,
     "eager on a device": CalledAgain,
     "graphs": RecordedOps,
+    "graphs in pieces": RecordedOps,
 }
-MODES = {"cpu": "none", "eager on a device": "none", "graphs": "full_decode_only"}
+MODES = {
+    "cpu": "none",
+    "eager on a device": "none",
+    "graphs": "full_decode_only",
+    "graphs in pieces": "full_and_piecewise",
+}
+# Of every family a target whose last layer writes KV, and what drafts for it.
+OTHERS = [
+    ("tiny_gemma4", "gemma4_mtp", "graphs in pieces"),
+    ("tiny_gemma4_moe", "none", "cpu"),
+    ("tiny_qwen3", "eagle3", "graphs"),
+    ("tiny_mistral", "none", "cpu"),
+    ("tiny_deepseek", "none", "eager on a device"),
+]
 
 
 def config_of(method: str, mode: str, max_num_batched_tokens: int) -> RunConfig:
@@ -63,20 +78,28 @@ def name_no_rows(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "rows_worth_naming", lambda plan: None)
 
 
+def others_engine(target: str, method: str, kind: str) -> NativeEngine:
+    """With a cache of so few blocks that requests are preempted."""
+    drafter = {"gemma4_mtp": f"{target}-assistant", "none": None}.get(method, f"{target}-{method}")
+    config = graph_config(method, MODES[kind], pair=(target, drafter), block_size=8)
+    whole = make_graph_engine(config, None).info.memory_bytes["kv_cache"]
+    config.engine.kv_cache.memory_gib = 0.4 * whole / (1 << 30)
+    return make_graph_engine(config, ENGINES[kind]())
+
+
 def count_rows(engine: NativeEngine, patch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """(rows, rows somebody reads, rows of the last layer) of every plan that runs eagerly."""
     runner, counts = engine.parts.runner, []
     target = runner.target
-    assert isinstance(target, Gemma4Target)
-    assert target.num_owners < target.num_layers
+    assert isinstance(target, Decoder)
     place, last = runner.place, target.layers[-1]
     mlp, forward = last.mlp, runner.forward
     seen: list[int] = []
 
     class Counted:
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        def __call__(self, x: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
             seen.append(x.shape[0])
-            return mlp(x)
+            return mlp(x, *args)
 
         def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
             def call(x: torch.Tensor, *args, **named):  # type: ignore[no-untyped-def]
@@ -140,6 +163,25 @@ def test_tokens_and_drafts_are_those_of_all_rows(
         assert any(read == 0 for _, read in fewer), "no step without a request that samples"
     if method != "none":
         assert found.num_accepted > 20
+
+
+@pytest.mark.parametrize(("target", "method", "kind"), OTHERS)
+def test_the_last_layer_writes_all_rows_and_runs_those_that_are_read(
+    target: str, method: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked prompts, mixed steps, drafts and preempted requests."""
+    if kind != "cpu":
+        attention_as_on_devices(monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        name_no_rows(patch)
+        wanted = run_requests(others_engine(target, method, kind), zoo_requests(5, longest=12))
+    engine = others_engine(target, method, kind)
+    counts = count_rows(engine, monkeypatch)
+    found = run_requests(engine, zoo_requests(5, longest=12))
+    assert_same(found, wanted)
+    assert found.num_preempted
+    assert all(read == last for _, read, last in counts)
+    assert any(0 < read < rows for rows, read, _ in counts)
 
 
 def assert_same(run: Run, wanted: Run) -> None:

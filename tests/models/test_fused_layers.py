@@ -37,7 +37,7 @@ from mtp_folders import random_config as mtp_config
 from torch import Tensor
 
 from hydraspec.models.gemma4_assistant import load_assistant
-from hydraspec.models.layers import GatedMLP, Place
+from hydraspec.models.layers import Place
 from hydraspec.models.mtp_loading import load_mtp
 from hydraspec.models.needed_rows import needed_rows
 from hydraspec.types import StepPlan
@@ -57,6 +57,19 @@ TARGETS: dict[str, Callable[[], Any]] = {
         ),
         1,
     ),
+    **{
+        f"gemma4: most layers share KV, {name}": lambda width=width: make_target(
+            text_config(
+                num_hidden_layers=7,
+                layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
+                num_kv_shared_layers=4,
+                hidden_size_per_layer_input=width,
+                vocab_size_per_layer_input=96,
+            ),
+            5,
+        )
+        for name, width in (("per-layer inputs", 8), ("plain", 0))
+    },
     "gemma4: k_eq_v and biases": lambda: make_target(
         text_config(attention_k_eq_v=True, attention_bias=True, tie_word_embeddings=False), 2
     ),
@@ -149,28 +162,22 @@ def test_targets(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, **CLOSE, equal_nan=True)
 
 
-SHARING = text_config(
-    num_hidden_layers=7,
-    layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
-    num_kv_shared_layers=4,
-    hidden_size_per_layer_input=8,
-    vocab_size_per_layer_input=96,
-)
-
-
 class Counted:
     """A layer's MLP that notes how many rows it sees."""
 
-    def __init__(self, mlp: GatedMLP, widths: list[int]) -> None:
+    def __init__(self, mlp: Any, widths: list[int]) -> None:
         self.mlp, self.widths = mlp, widths
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *args: Tensor) -> Tensor:
         self.widths.append(x.shape[0])
-        return self.mlp(x)
+        return self.mlp(x, *args)
 
-    def partials(self, x: Tensor) -> Tensor:
-        self.widths.append(x.shape[0])
-        return self.mlp.partials(x)
+    def __getattr__(self, name: str) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            self.widths.append(x.shape[0])
+            return getattr(self.mlp, name)(x)
+
+        return call
 
 
 def plan_of(batch: Pass, samples: list[bool], num_drafts: list[int]) -> StepPlan:
@@ -188,18 +195,20 @@ def plan_of(batch: Pass, samples: list[bool], num_drafts: list[int]) -> StepPlan
 
 
 @pytest.mark.parametrize("is_folded", [True, False], ids=["folded", "fused"])
-@pytest.mark.parametrize("ple", [True, False], ids=["per-layer inputs", "plain"])
-@pytest.mark.parametrize("aux", [(), (1, 3), (4,)], ids=["no aux", "aux before", "aux behind"])
+@pytest.mark.parametrize("reads_behind", [False, True], ids=["aux before", "aux behind"])
+@pytest.mark.parametrize("name", [name for name in TARGETS if not name.endswith(("1", "2"))])
 def test_rows_that_nobody_reads_are_left_out(
-    aux: tuple[int, ...], ple: bool, is_folded: bool, tmp_path: Path
+    name: str, reads_behind: bool, is_folded: bool, tmp_path: Path
 ) -> None:
     """A step of a prefill chunk, the end of a prompt, verification and decoding: needed rows, aux
-    states and the cache are those of the whole pass, and layers behind see needed rows only.
+    states and the cache are those of the whole pass, and behind the last keys and values that are
+    written layers see needed rows only.
     """
-    config = SHARING if ple else SHARING | {"hidden_size_per_layer_input": 0}
     with torch.inference_mode(False):
-        make_target(config, 5).save_pretrained(tmp_path)
+        TARGETS[name]().save_pretrained(tmp_path)
     target = load_both(lambda: load(tmp_path, torch.float64))[0 if is_folded else 1]
+    whole = target.num_owners - 1
+    aux = (0, whole + reads_behind)
     runs = [PagedRun(target, 5, frees=False) for _ in range(2)]
     first = {r: list(range(1 + r, 8 + 3 * r)) for r in range(5)}
     second = {0: [5], 1: [6, 7, 8], 2: list(range(9)), 3: list(range(20, 31)), 4: list(range(12))}
@@ -219,8 +228,8 @@ def test_rows_that_nobody_reads_are_left_out(
                 patch.setattr(layer, "mlp", Counted(layer.mlp, widths))
             found, found_states = target.forward(batches[1], runs[1].caches, aux, needed)
         total, few = batches[0].ends[-1], (0, 9)[step]
-        behind = [total] * 4 if aux == (4,) else [few] * 4 if few else []
-        assert widths == [total] * 3 + behind
+        behind = total if reads_behind else few
+        assert widths == [total] * whole + [behind] * ((target.num_layers - whole) * (behind > 0))
         assert found.shape == expected.shape
         assert found.isfinite().all()
         assert_same(found[needed.rows], expected[needed.rows])
