@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hydraspec_kernels.rejection_sampling import Rule, launches, verify_sampled
+from hydraspec_kernels.token_choice import reference
 from kernel_places import DEVICES
 from torch import Tensor
 
@@ -165,7 +166,8 @@ def test_chunks_without_mass_may_be_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where hardly a chunk has mass, and where all have: the race ends the same."""
-    monkeypatch.setattr(launches, "MAX_RACE_BLOCK", 16)
+    monkeypatch.setattr(launches, "CHUNK", 16)
+    monkeypatch.setattr(reference, "CHUNK", 16)
     step = steps(make_step, 3, 90, 5, drafts)
     if is_cut:
         least = step.logits.nan_to_num().topk(3).values[:, -1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hydraspec_kernels.token_choice import reference
 from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -15,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from hydraspec.sampling.sampler import process_logits, sample, sample_draft
-from hydraspec.sampling.streams import Purpose
+from hydraspec.sampling.streams import Purpose, exponential_race
 from hydraspec.types import SamplingFlags
 
 VOCAB = 37
@@ -128,6 +129,39 @@ def test_sampling_follows_the_weights_and_skips_zeros() -> None:
     support = weights > 0
     expected = weights[support].double() / weights.sum() * count
     assert stats.chisquare(counts[support], expected, sum_check=False).pvalue > 1e-4
+
+
+def p_value_of_chunks(monkeypatch: pytest.MonkeyPatch, first_chunk: int) -> float:
+    """2**17 draws over chunks of four: some of equal, little or no mass, the last one short."""
+    monkeypatch.setattr(reference, "CHUNK", 4)
+    monkeypatch.setattr(reference, "FIRST_CHUNK", first_chunk)
+    weights = torch.tensor([2.0, 1, 1, 1, 0, 0, 0, 0, 0.01, 0, 0, 3, 1, 0.5, 0, 0, 2, 4])
+    count = 1 << 17
+    ids = sample(weights.expand(count, -1), torch.arange(count), torch.tensor(3), Purpose.BONUS, 0)
+    counts, support = torch.bincount(ids, minlength=18).double(), weights > 0
+    assert counts[~support].sum() == 0
+    expected = weights[support].double() / weights.sum() * count
+    return float(stats.chisquare(counts[support], expected, sum_check=False).pvalue)
+
+
+def test_a_token_of_a_chunk_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power as above. A chunk and its tokens have draws of their own: shared ones are found out."""
+    assert p_value_of_chunks(monkeypatch, reference.FIRST_CHUNK) > 1e-4
+    assert p_value_of_chunks(monkeypatch, 0) < 1e-4
+
+
+def test_a_draw_is_two_races() -> None:
+    """What defines it: chunks of 1024 tokens, their numbers in the stream, and tokens by id."""
+    weights = randn(5, 3000).exp()
+    key = (torch.arange(5), torch.tensor(7), Purpose.DRAFT, 2)
+    wanted = []
+    masses = torch.nn.functional.pad(weights, (0, 72)).view(5, 3, 1024).sum(-1)
+    chunks = (masses / exponential_race(*key, (1 << 31) + torch.arange(3))).argmax(-1)
+    race = weights / exponential_race(*key, torch.arange(3000))
+    for row, chunk in enumerate(chunks.tolist()):
+        wanted.append(chunk * 1024 + int(race[row, chunk * 1024 : (chunk + 1) * 1024].argmax()))
+    assert sample(weights, *key).tolist() == wanted
+    assert len(set(chunks.tolist())) > 1
 
 
 def test_draft_distribution_is_the_one_sampled_from() -> None:

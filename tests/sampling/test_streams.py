@@ -63,7 +63,9 @@ def test_keys_are_exact_integer_arithmetic(number: int) -> None:
 
 
 def test_race_is_exact_up_to_its_logarithm() -> None:
-    race = exponential_race(torch.tensor([5]), torch.tensor([9]), Purpose.RESIDUAL, 2, 4)
+    race = exponential_race(
+        torch.tensor([5]), torch.tensor([9]), Purpose.RESIDUAL, 2, torch.arange(4)
+    )
     key = reference_key(5, 9, Purpose.RESIDUAL, 2)
     words = [mixed((key + token * GOLDEN) & MASK) for token in range(4)]
     # The sign bit is flipped when signed words become offsets from the middle of (0, 1).
@@ -81,9 +83,11 @@ def test_interval_is_open() -> None:
 def test_draws_do_not_depend_on_the_batch() -> None:
     seed, position = torch.arange(50) * 77, torch.arange(50) + 3
     purpose = torch.arange(50) % 4
-    together = exponential_race(seed, position, purpose, torch.arange(50) % 5, 11)
+    together = exponential_race(seed, position, purpose, torch.arange(50) % 5, torch.arange(11))
     for row in (0, 13, 49):
-        alone = exponential_race(seed[row], position[row], Purpose(row % 4), row % 5, 11)
+        alone = exponential_race(
+            seed[row], position[row], Purpose(row % 4), row % 5, torch.arange(11)
+        )
         assert torch.equal(alone, together[row])
 
 
@@ -130,11 +134,19 @@ def test_neighbouring_streams_are_independent(changed: str) -> None:
 
 
 def test_race_is_independent_between_tokens_and_exponential() -> None:
-    race = exponential_race(torch.arange(3000), torch.tensor(4), Purpose.DRAFT, 0, 64)
+    race = exponential_race(torch.arange(3000), torch.tensor(4), Purpose.DRAFT, 0, torch.arange(64))
     units = (-race).exp()
     assert p_value_uniform(units, 1000) > ALPHA
     assert p_value_independent(units[:, :-1], units[:, 1:]) > ALPHA
     assert p_value_independent(units[:-1], units[1:]) > ALPHA
+
+
+def test_a_race_has_no_ties() -> None:
+    """Catches uniforms of few bits: ties favour low ids, and what is rarer than a step is lost."""
+    race = exponential_race(
+        torch.tensor(1), torch.tensor(2), Purpose.BONUS, 0, torch.arange(1 << 20)
+    )
+    assert race.unique().numel() == race.numel()
 
 
 def test_every_key_bit_moves_every_output_bit() -> None:

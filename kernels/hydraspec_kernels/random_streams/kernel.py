@@ -42,6 +42,6 @@ def unit_interval(words):
 
 
 @triton.jit
-def exponential(key, tokens):
-    """Standard exponential draws, float64, of the token ids under one key."""
-    return -tl.log(unit_interval(_mix(key + tokens.to(tl.int64) * GOLDEN)))
+def exponential(key, numbers):
+    """Standard exponential draws, float64, of int64 numbers under one key."""
+    return -tl.log(unit_interval(_mix(key + numbers * GOLDEN)))

@@ -82,14 +82,14 @@ def exponential_race(
     position: Tensor,
     purpose: Purpose | Tensor,
     index: int | Tensor,
-    vocab_size: int,
+    numbers: Tensor,
 ) -> Tensor:
-    """Standard exponential draws, one per token id, float64 [..., V], strictly positive.
+    """Standard exponential draws, one for each of `numbers` [..., n] (int64, of one kind of thing
+    that a draw chooses among), float64 [..., n], strictly positive.
 
     argmax(weights / race) is a sample from the normalised weights (the exponential race; Gumbel-max
     is its logarithm). [...] is the broadcast shape of the other arguments, which are as in
     `stream_key`.
     """
-    tokens = torch.arange(vocab_size, device=seed.device).mul_(_GOLDEN)
-    words = _mix_(stream_key(seed, position, purpose, index).unsqueeze(-1) + tokens)
-    return unit_interval(words).log_().neg_()
+    key = stream_key(seed, position, purpose, index)
+    return unit_interval(_mix_(key.unsqueeze(-1) + numbers * _GOLDEN)).log_().neg_()

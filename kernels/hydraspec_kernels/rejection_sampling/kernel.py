@@ -1,7 +1,7 @@
-"""Verification by distributions in five launches, six for block verification of sampled drafts:
-peaks and masses of chunks of the rows, the same of rows with p and q of each draft, (how much of
-a scaled target stands above the draft's distribution,) acceptance, a race over the one row of each
-request that its next token comes from, and the verdict.
+"""Verification by distributions in four launches: peaks and masses of chunks of the rows, the same
+of rows with p and q of each draft, acceptance, and the draw of each request's next token with the
+verdict. Drafts that were sampled take a fifth, the residuals' mass in chunks: before acceptance if
+that is by blocks, else behind it and of one row.
 
 Rows that no request needs (behind its drafts, or of a request that does not sample) are skipped,
 and what would have been stored for them is never read.
@@ -18,12 +18,18 @@ from hydraspec_kernels.random_streams.kernel import (
     BONUS,
     INDEX_STEP,
     RESIDUAL,
-    exponential,
     stream_key,
     unit_interval,
 )
 from hydraspec_kernels.rejection_sampling import Rule
-from hydraspec_kernels.token_choice.kernel import NO_TOKEN, finite, first_best, softmax_weights
+from hydraspec_kernels.token_choice.kernel import (
+    NO_TOKEN,
+    finite,
+    first_best,
+    race,
+    softmax_weights,
+    store_statistics,
+)
 
 BLOCK_RULE: tl.constexpr = tl.constexpr(int(Rule.BLOCK))
 RATE_RULE: tl.constexpr = tl.constexpr(int(Rule.AT_RATE))
@@ -39,8 +45,8 @@ def _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K: tl.cons
 @triton.jit(do_not_specialize=["num_chunks"])
 def chunk_statistics(
     peaks_ptr,  # [B, K+1, C] float32 largest logit
-    masses_ptr,  # [B, K+1, C] float32 sum of exp((x - peak) / temperature)
-    ids_ptr,  # [B, K+1, C] int32 lowest id of the largest
+    masses_ptr,  # [B, K+1, C] float32 sum of exp((x - peak) / temperature); not of greedy rows
+    ids_ptr,  # [B, K+1, C] int32 lowest id of the largest; of greedy rows only
     logits_ptr,  # [N, V]
     verify_rows_ptr,  # [B, K+1]
     num_drafts_ptr,  # [B]
@@ -51,25 +57,25 @@ def chunk_statistics(
     vocab_size,
     num_chunks,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of one program
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    place, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    place = tl.program_id(1).to(tl.int64)
     request, j = place // (K + 1), place % (K + 1)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     wait_for_inputs(PDL)
     row, is_needed = _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K)
     if is_needed:
         temperature = tl.load(temperature_ptr + tl.load(slots_ptr + request))
-        temperature = tl.where(temperature > 0, temperature, 1.0)
         x_ptrs = logits_ptr + row * row_stride + token
         x = finite(tl.load(x_ptrs, mask=token < vocab_size, other=-float("inf")))
-        peak, best = first_best(x, token)
-        out = place * num_chunks + chunk
-        tl.store(peaks_ptr + out, peak)
-        tl.store(masses_ptr + out, tl.sum(softmax_weights(x, peak, temperature), 0))
-        tl.store(ids_ptr + out, best)
+        at = place * num_chunks + chunk
+        store_statistics(
+            peaks_ptr, masses_ptr, ids_ptr, at, x, token, temperature, chunk < num_chunks
+        )
 
 
 @triton.jit
@@ -83,9 +89,9 @@ def _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width)
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def row_statistics(
-    peak_ptr,  # [B, K+1] float32
+    peak_ptr,  # [B, K+1] float32; this and the next of rows that are not greedy
     mass_ptr,  # [B, K+1] float32
-    best_ptr,  # [B, K+1] int32
+    best_ptr,  # [B, K+1] int32, of greedy rows
     target_ptr,  # [B, K] float32 p of the draft
     draft_ptr,  # [B, K] float32 q of the draft
     peaks_ptr,  # [B, K+1, C]
@@ -118,30 +124,33 @@ def row_statistics(
     if is_needed:
         slot = tl.load(slots_ptr + request)
         temperature = tl.load(temperature_ptr + slot)
-        is_greedy = temperature <= 0
-        temperature = tl.where(is_greedy, 1.0, temperature)
         at = place * num_chunks + chunk
         peaks = tl.load(peaks_ptr + at, mask=is_chunk, other=-float("inf"))
-        ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
-        masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
-        peak, best = first_best(peaks, ids)
-        mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
-        tl.store(peak_ptr + place, peak)
-        mass = tl.where(mass > 0, mass, 1.0)  # 0 where nothing is allowed
-        tl.store(mass_ptr + place, mass)
-        tl.store(best_ptr + place, best)
+        draft = place * 0
         if j < K:
             draft = tl.maximum(tl.load(drafts_ptr + request * K + j), 0)
+        p, q = 0.0, 1.0
+        if temperature > 0:
+            masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
+            peak = tl.max(peaks, 0)
+            mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
+            mass = tl.where(mass > 0, mass, 1.0)  # 0 where nothing is allowed
+            tl.store(peak_ptr + place, peak)
+            tl.store(mass_ptr + place, mass)
             x = finite(tl.load(logits_ptr + row * row_stride + draft))
             p = softmax_weights(x, peak, temperature) / mass
-            p = tl.where(is_greedy, (draft == best).to(tl.float32), p)
-            tl.store(target_ptr + request * K + j, p)
             if draft_probs_ptr is not None:
                 drawn_at = slot * K + j
-                q = _q_of(
-                    draft, draft >= 0, draft_probs_ptr, draft_index_ptr, drawn_at, draft_width
-                )
-                tl.store(draft_ptr + request * K + j, tl.where(is_greedy, 1.0, q))
+                q = _q_of(draft, j < K, draft_probs_ptr, draft_index_ptr, drawn_at, draft_width)
+        else:
+            ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
+            best = first_best(peaks, ids)[1]
+            tl.store(best_ptr + place, best)
+            p = (draft == best).to(tl.float32)
+        if j < K:
+            tl.store(target_ptr + request * K + j, p)
+            if draft_probs_ptr is not None:
+                tl.store(draft_ptr + request * K + j, q)
 
 
 @triton.jit
@@ -166,8 +175,10 @@ def _advance(running, target_ptr, draft_ptr, at):
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def chunk_surplus(
-    surplus_ptr,  # [B, K, C] float32 sum of max(p_j p - q, 0) at row j; j = 0 is not written
+def residual_of_chunks(
+    residuals_ptr,  # [B, K, C] float32 sum of max(p_j p - q, 0) at row j, where it is needed
+    num_accepted_ptr,  # [B] row j of who recovers, and p_j = 1; None: all rows, and a p_j each
+    is_recovery_ptr,  # [B]
     target_ptr,  # [B, K]
     draft_ptr,  # [B, K]
     peak_ptr,  # [B, K+1]
@@ -185,34 +196,44 @@ def chunk_surplus(
     draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of one program
+    CHUNK: tl.constexpr,
+    TRUNCATED: tl.constexpr,  # most chunks may be without mass
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    place, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    request, j = place // (K - 1), place % (K - 1) + 1
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocab_size
+    request = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    is_token, scale = token < vocab_size, 1.0
     wait_for_inputs(PDL)
+    if num_accepted_ptr is None:
+        j, request = request % K, request // K
+        is_needed = j < _num_offered(drafts_ptr, samples_ptr, request, K)
+    else:
+        j = tl.load(num_accepted_ptr + request)
+        is_needed = tl.load(is_recovery_ptr + request) != 0
     slot = tl.load(slots_ptr + request)
     temperature = tl.load(temperature_ptr + slot)
-    # A greedy request's prefix passes if its ratio is 1, whatever the surplus.
-    is_needed = (j < _num_offered(drafts_ptr, samples_ptr, request, K)) & (temperature > 0)
-    surplus = 0.0
-    if is_needed:
-        running = 1.0
-        for i in tl.static_range(K - 1):
-            if i < j:
-                running = _advance(running, target_ptr, draft_ptr, request * K + i)
-        row = tl.load(verify_rows_ptr + request * (K + 1) + j)
-        x_ptrs = logits_ptr + row * row_stride + token
-        x = finite(tl.load(x_ptrs, mask=is_token, other=-float("inf")))
+    residuals = tl.zeros([CHUNKS], tl.float32)
+    # A greedy request's prefix passes if its ratio is 1, whatever the residual.
+    if is_needed & (temperature > 0):
+        if num_accepted_ptr is None:
+            for i in tl.static_range(K - 1):
+                if i < j:
+                    scale = _advance(scale, target_ptr, draft_ptr, request * K + i)
         at = request * (K + 1) + j
         peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
-        q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, slot * K + j, draft_width)
+        row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
+        x = finite(tl.load(row_ptr + token, mask=is_token, other=-float("inf")))
         p = softmax_weights(x, peak, temperature) / mass
-        surplus = tl.sum(tl.maximum(p * running - q, 0.0), 0)
-    tl.store(surplus_ptr + (request * K + j) * num_chunks + chunk, surplus)
+        if not TRUNCATED or tl.max(tl.max(p, 1), 0) > 0:
+            at = slot * K + j
+            q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, at, draft_width)
+            residual = p * scale - q
+            residuals = tl.sum(tl.where(residual > 0, residual, 0.0), 1)
+    out = (request * K + tl.minimum(j, K - 1)) * num_chunks + chunk
+    tl.store(residuals_ptr + out, residuals, mask=chunk < num_chunks)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -222,7 +243,7 @@ def accept(
     scale_ptr,  # [B] float32 factor of the target in the residual
     target_ptr,  # [B, K]
     draft_ptr,  # [B, K] or None
-    surplus_ptr,  # [B, K, C]; block verification of sampled drafts only
+    residuals_ptr,  # [B, K, C]; block verification of sampled drafts only
     drafts_ptr,  # [B, K]
     num_drafts_ptr,  # [B]
     samples_ptr,  # [B]
@@ -255,7 +276,7 @@ def accept(
                     if draft_ptr is None:
                         surplus = running * (1 - tl.load(target_ptr + at + 1))
                     else:
-                        parts = surplus_ptr + (at + 1) * num_chunks + chunk
+                        parts = residuals_ptr + (at + 1) * num_chunks + chunk
                         surplus = tl.sum(tl.load(parts, mask=chunk < num_chunks, other=0.0), 0)
                     total = surplus + (1 - running)
                     # 0 / 0: a longer prefix is then certain to pass, so this one may.
@@ -273,26 +294,29 @@ def accept(
                     is_accepted = (draw * q < p) & (q > 0)
                 is_alive = is_alive & is_accepted
                 accepted += is_alive.to(tl.int32)
-    is_recovery = (accepted < offered).to(tl.int32)
-    if RULE == RATE_RULE:
-        is_recovery *= 0
+    is_recovery = ((accepted < offered) & (RULE != RATE_RULE)).to(tl.int32)
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(is_recovery_ptr + request, is_recovery)
     tl.store(scale_ptr + request, scale)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def race_of_chunks(
-    ratios_ptr,  # [2, B, C] float64: of the residual, of the target
-    ids_ptr,  # [2, B, C] int32
+def emit(
+    tokens_ptr,  # [B, K+1]
+    num_sampled_ptr,  # [B]
+    num_rejected_ptr,  # [B]
+    residuals_ptr,  # [B, K, C]; of sampled drafts only
+    peaks_ptr,  # [B, K+1, C]
+    masses_ptr,  # [B, K+1, C]
     num_accepted_ptr,  # [B]
     is_recovery_ptr,  # [B]
     scale_ptr,  # [B]
     peak_ptr,  # [B, K+1]
     mass_ptr,  # [B, K+1]
+    best_ptr,  # [B, K+1]
     logits_ptr,  # [N, V]
     draft_probs_ptr,  # [S, K, V'] or None
-    draft_index_ptr,  # [V] places in V', -1 where there is none; None: V' is V
+    draft_index_ptr,  # [V] or None
     drafts_ptr,  # [B, K]
     verify_rows_ptr,  # [B, K+1]
     num_drafts_ptr,  # [B]
@@ -306,94 +330,65 @@ def race_of_chunks(
     draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TRUNCATED: tl.constexpr,  # most chunks may be without mass
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    request, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocab_size
-    wait_for_inputs(PDL)
-    slot, j = tl.load(slots_ptr + request), tl.load(num_accepted_ptr + request)
-    temperature = tl.load(temperature_ptr + slot)
-    if (temperature > 0) & (tl.load(samples_ptr + request) != 0):
-        at = request * (K + 1) + j
-        peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
-        row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
-        x = finite(tl.load(row_ptr + token, mask=is_token, other=-float("inf")))
-        p = softmax_weights(x, peak, temperature) / mass
-        p = tl.where(p > 0, p, 0.0)  # NaN never wins
-        is_recovery = tl.load(is_recovery_ptr + request) != 0
-        ratio, found = tl.zeros([], tl.float64), chunk * BLOCK
-        of_residual, id_there = ratio, found
-        if not TRUNCATED or tl.max(p, 0) > 0:
-            position = tl.load(seq_lens_ptr + request) - tl.load(num_drafts_ptr + request) + j
-            code = j * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
-            race = exponential(stream_key(tl.load(seed_ptr + slot), position, code), token)
-            ratio, found = first_best(p.to(tl.float64) / race, token)
-            of_residual, id_there = ratio, found
-            if is_recovery:
-                if draft_probs_ptr is None:
-                    p = tl.where(token == tl.load(drafts_ptr + request * K + j), 0.0, p)
-                else:
-                    at = slot * K + j
-                    q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, at, draft_width)
-                    p = p * tl.load(scale_ptr + request) - q
-                p = tl.where(p > 0, p, 0.0)
-                of_residual, id_there = first_best(p.to(tl.float64) / race, token)
-        out = request * num_chunks + chunk
-        tl.store(ratios_ptr + out, of_residual)
-        tl.store(ids_ptr + out, id_there)
-        out += tl.num_programs(1).to(tl.int64) * num_chunks
-        tl.store(ratios_ptr + out, ratio)
-        tl.store(ids_ptr + out, found)
-
-
-@triton.jit(do_not_specialize=["num_chunks"])
-def emit(
-    tokens_ptr,  # [B, K+1]
-    num_sampled_ptr,  # [B]
-    num_rejected_ptr,  # [B]
-    ratios_ptr,  # [2, B, C]
-    ids_ptr,  # [2, B, C]
-    num_accepted_ptr,  # [B]
-    best_ptr,  # [B, K+1]
-    drafts_ptr,  # [B, K]
-    num_drafts_ptr,  # [B]
-    samples_ptr,  # [B]
-    slots_ptr,  # [B]
-    temperature_ptr,  # [S]
-    num_chunks,
-    K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two from K + 1 on
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    CHUNK: tl.constexpr,
+    FIRST_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     request = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
+    chunk, in_chunk = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
     is_chunk = chunk < num_chunks
     wait_for_inputs(PDL)
     samples, accepted = tl.load(samples_ptr + request) != 0, tl.load(num_accepted_ptr + request)
-    token = accepted * 0 - 1
+    num_drafts, drawn = tl.load(num_drafts_ptr + request), accepted * 0 - 1
     if samples:
-        if tl.load(temperature_ptr + tl.load(slots_ptr + request)) > 0:
-            at = request * num_chunks + chunk
-            behind = tl.num_programs(0).to(tl.int64) * num_chunks + at
-            ratios = tl.load(ratios_ptr + at, mask=is_chunk, other=-1.0)
-            ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
-            ratio, token = first_best(ratios, ids)
-            if ratio <= 0:  # p = q up to rounding, where exact numbers would never reject
-                ratios = tl.load(ratios_ptr + behind, mask=is_chunk, other=-1.0)
-                ids = tl.load(ids_ptr + behind, mask=is_chunk, other=NO_TOKEN)
-                ratio, token = first_best(ratios, ids)
+        slot, at = tl.load(slots_ptr + request), request * (K + 1) + accepted
+        temperature = tl.load(temperature_ptr + slot)
+        if temperature > 0:
+            is_recovery = tl.load(is_recovery_ptr + request) != 0
+            code = accepted * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
+            position = tl.load(seq_lens_ptr + request) - num_drafts + accepted
+            key = stream_key(tl.load(seed_ptr + slot), position, code)
+            row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
+            peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
+            peaks = tl.load(peaks_ptr + at * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
+            masses = tl.load(masses_ptr + at * num_chunks + chunk, mask=is_chunk, other=0.0)
+            masses *= softmax_weights(peaks, peak, temperature)
+            rejected = accepted * 0 - 1
+            if is_recovery:
+                if draft_probs_ptr is None:
+                    rejected = tl.load(drafts_ptr + request * K + accepted).to(tl.int32)
+                    token = rejected // CHUNK * CHUNK + in_chunk
+                    x = tl.load(row_ptr + token, mask=token < vocab_size, other=-float("inf"))
+                    rest = softmax_weights(finite(x), peak, temperature)
+                    rest = tl.sum(tl.where(token == rejected, 0.0, rest), 0)
+                    residuals = tl.where(chunk == rejected // CHUNK, rest, masses)
+                else:
+                    residuals_ptr += (request * K + accepted) * num_chunks
+                    residuals = tl.load(residuals_ptr + chunk, mask=is_chunk, other=0.0)
+                # Empty: p = q up to rounding, where exact numbers would never reject.
+                is_recovery = tl.max(residuals, 0) > 0
+                masses = tl.where(is_recovery, residuals, masses)
+            _, found = race(masses, key, chunk, FIRST_CHUNK)
+            token = found * CHUNK + in_chunk
+            is_token = token < vocab_size
+            x = finite(tl.load(row_ptr + token, mask=is_token, other=-float("inf")))
+            p = softmax_weights(x, peak, temperature) / mass
+            if is_recovery:
+                if draft_probs_ptr is None:
+                    p = tl.where(token == rejected, 0.0, p)
+                else:
+                    at = slot * K + accepted
+                    q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, at, draft_width)
+                    p = p * tl.load(scale_ptr + request) - q
+            _, drawn = race(p, key, token)
         else:
-            token = tl.load(best_ptr + request * (K + 1) + accepted)
+            drawn = tl.load(best_ptr + at)
     j = tl.arange(0, WIDTH)
     drafts = tl.load(drafts_ptr + request * K + j, mask=samples & (j < accepted), other=-1)
-    emitted = tl.where(j == accepted, token.to(tl.int64), drafts)
+    emitted = tl.where(j == accepted, drawn.to(tl.int64), drafts)
     tl.store(tokens_ptr + request * (K + 1) + j, emitted, mask=j <= K)
-    num_drafts = tl.load(num_drafts_ptr + request)
     tl.store(num_sampled_ptr + request, tl.where(samples, accepted.to(tl.int64) + 1, 0))
     tl.store(num_rejected_ptr + request, tl.where(samples, num_drafts - accepted, 0))

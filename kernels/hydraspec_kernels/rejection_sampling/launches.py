@@ -12,15 +12,14 @@ from hydraspec_kernels.rejection_sampling import Rule
 from hydraspec_kernels.rejection_sampling.kernel import (
     accept,
     chunk_statistics,
-    chunk_surplus,
     emit,
-    race_of_chunks,
+    residual_of_chunks,
     row_statistics,
 )
+from hydraspec_kernels.token_choice.reference import CHUNK, FIRST_CHUNK
 from hydraspec_kernels.verification import Verified
 
-MAX_BLOCK = 4096  # numbers of a row that one program reads
-MAX_RACE_BLOCK = 2048  # fewer where it draws in float64
+CHUNKS_EACH = 4  # chunks of a row that one program reads
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,20 +54,21 @@ class Given:
     def ints(self, *shape: int) -> Tensor:
         return self.logits.new_empty(shape, dtype=torch.int32)
 
-    def chunks(self, most: int) -> tuple[int, int]:
-        """Numbers of a row in one program, and programs a row."""
-        vocab_size = self.logits.shape[1]
-        block = min(_power_of_two(vocab_size), most)
-        return block, -(-vocab_size // block)
+    @property
+    def num_chunks(self) -> int:
+        """Of a row."""
+        return -(-self.logits.shape[1] // CHUNK)
 
 
 @dataclass(slots=True, frozen=True)
 class Statistics:
     """Rows of logits in brief; nothing stands where no request needs the row."""
 
-    peak: Tensor  # [B, K+1] float32
+    peaks: Tensor  # [B, K+1, C] float32
+    masses: Tensor  # [B, K+1, C] float32 relative to the chunk's peak; not of greedy rows
+    peak: Tensor  # [B, K+1] float32; this and the next not of greedy rows
     mass: Tensor  # [B, K+1] float32 relative to the peak
-    best: Tensor  # [B, K+1] int32
+    best: Tensor  # [B, K+1] int32; of greedy rows only
     target: Tensor  # [B, K] float32 p of each draft
     draft: Tensor | None  # [B, K] float32 q of each draft; None: 1
 
@@ -99,8 +99,8 @@ def verify_sampled_launches(
     is_truncated: bool,
 ) -> Verified:
     """See `rejection_sampling.verify_sampled`."""
-    if draft_tokens.shape[1] == 0:
-        draft_probs = None
+    if draft_tokens.shape[1] == 0 or rule is Rule.AT_RATE:
+        draft_probs = None  # is not asked
     draft_index = None
     if draft_probs is not None and draft_vocab_map is not None:
         draft_index = _places(draft_vocab_map, logits.shape[1])
@@ -109,9 +109,13 @@ def verify_sampled_launches(
         temperature, seed, draft_probs, draft_index,
     )  # fmt: skip
     _check(given)
-    statistics = _statistics(given)
-    accepted = _accept(given, statistics, rule, acceptance_length - 1)
-    return _emit(given, statistics, accepted, is_truncated)
+    statistics, residuals = _statistics(given), None
+    if draft_probs is not None and rule is Rule.BLOCK:
+        residuals = _residuals(given, statistics, None, is_truncated)
+    accepted = _accept(given, statistics, residuals, rule, acceptance_length - 1)
+    if draft_probs is not None and rule is Rule.STANDARD:
+        residuals = _residuals(given, statistics, accepted, is_truncated)
+    return _emit(given, statistics, accepted, residuals)
 
 
 def _places(draft_vocab_map: Tensor, vocab_size: int) -> Tensor:
@@ -138,19 +142,19 @@ def _check(given: Given) -> None:
 
 def _statistics(g: Given) -> Statistics:
     b, k, v = g.sizes
-    block, chunks = g.chunks(MAX_BLOCK)
-    launch, stride = dependent_launch(g.logits), g.logits.stride(0)
+    chunks, launch, stride = g.num_chunks, dependent_launch(g.logits), g.logits.stride(0)
     about = (g.verify_rows, g.num_drafts, g.samples, g.slots, g.temperature)
     peaks, masses = g.floats(b, k + 1, chunks), g.floats(b, k + 1, chunks)
     ids = g.ints(b, k + 1, chunks)
-    chunk_statistics[(chunks, b * (k + 1))](
+    chunk_statistics[(-(-chunks // CHUNKS_EACH), b * (k + 1))](
         peaks, masses, ids, g.logits, *about, stride, v, chunks,
-        K=k, BLOCK=block, num_warps=8, **launch,
+        K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=8, **launch,
     )  # fmt: skip
     draft = None if g.draft_probs is None else g.floats(b, k)
     out = Statistics(
-        g.floats(b, k + 1), g.floats(b, k + 1), g.ints(b, k + 1), g.floats(b, k), draft
-    )
+        peaks, masses, g.floats(b, k + 1), g.floats(b, k + 1), g.ints(b, k + 1), g.floats(b, k),
+        draft,
+    )  # fmt: skip
     row_statistics[(b * (k + 1),)](
         out.peak, out.mass, out.best, out.target, draft, peaks, masses, ids, g.logits,
         g.draft_probs, g.draft_index, g.drafts, *about, stride, v, g.draft_width, chunks,
@@ -159,48 +163,49 @@ def _statistics(g: Given) -> Statistics:
     return out
 
 
-def _accept(g: Given, s: Statistics, rule: Rule, mean_accepted: float) -> Accepted:
-    b, k, v = g.sizes
-    block, chunks = g.chunks(MAX_BLOCK)
-    launch, surplus = dependent_launch(g.logits), s.target  # not read unless it is written
-    if rule is Rule.BLOCK and g.draft_probs is not None and k > 1:
-        surplus = g.floats(b, k, chunks)
-        chunk_surplus[(chunks, b * (k - 1))](
-            surplus, s.target, s.draft, s.peak, s.mass, g.logits, g.draft_probs, g.draft_index,
-            g.drafts, g.verify_rows, g.samples, g.slots, g.temperature, g.logits.stride(0), v,
-            g.draft_width, chunks, K=k, BLOCK=block, num_warps=8, **launch,
-        )  # fmt: skip
+def _residuals(g: Given, s: Statistics, a: Accepted | None, is_truncated: bool) -> Tensor:
+    """[B, K, C] of the row that each request draws from, or of all that acceptance looks at."""
+    (b, k, v), chunks = g.sizes, g.num_chunks
+    residuals = g.floats(b, k, chunks)
+    accepted, is_recovery, rows = (None, None, k) if a is None else (a.count, a.is_recovery, 1)
+    residual_of_chunks[(-(-chunks // CHUNKS_EACH), b * rows)](
+        residuals, accepted, is_recovery, s.target, s.draft, s.peak, s.mass, g.logits,
+        g.draft_probs, g.draft_index, g.drafts, g.verify_rows, g.samples, g.slots, g.temperature,
+        g.logits.stride(0), v, g.draft_width, chunks,
+        K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, TRUNCATED=is_truncated, num_warps=8,
+        **dependent_launch(g.logits),
+    )  # fmt: skip
+    return residuals
+
+
+def _accept(
+    g: Given, s: Statistics, residuals: Tensor | None, rule: Rule, mean_accepted: float
+) -> Accepted:
+    b, k, _ = g.sizes
     out = Accepted(g.ints(b), g.ints(b), g.floats(b))
     accept[(b,)](
-        out.count, out.is_recovery, out.scale, s.target, s.draft, surplus, g.drafts,
-        g.num_drafts, g.samples, g.seq_lens, g.slots, g.seed, chunks,
+        out.count, out.is_recovery, out.scale, s.target, s.draft, residuals, g.drafts,
+        g.num_drafts, g.samples, g.seq_lens, g.slots, g.seed, g.num_chunks,
         RULE=int(rule), MEAN_ACCEPTED=mean_accepted if rule is Rule.AT_RATE else None, K=k,
-        CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
+        CHUNKS=_power_of_two(g.num_chunks), num_warps=2, **dependent_launch(g.logits),
     )  # fmt: skip
     return out
 
 
-def _emit(g: Given, s: Statistics, a: Accepted, is_truncated: bool) -> Verified:
-    b, k, v = g.sizes
-    block, chunks = g.chunks(MAX_RACE_BLOCK)
-    launch = dependent_launch(g.logits)
-    ratios = g.logits.new_empty(2, b, chunks, dtype=torch.float64)
-    ids = g.ints(2, b, chunks)
-    race_of_chunks[(chunks, b)](
-        ratios, ids, a.count, a.is_recovery, a.scale, s.peak, s.mass, g.logits, g.draft_probs,
-        g.draft_index, g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots,
-        g.temperature, g.seed, g.logits.stride(0), v, g.draft_width, chunks,
-        K=k, BLOCK=block, TRUNCATED=is_truncated, num_warps=8, **launch,
-    )  # fmt: skip
+def _emit(g: Given, s: Statistics, a: Accepted, residuals: Tensor | None) -> Verified:
+    (b, k, v), chunks = g.sizes, g.num_chunks
     out = Verified(
         tokens=g.num_drafts.new_empty(b, k + 1),
         num_sampled=torch.empty_like(g.num_drafts),
         num_rejected=torch.empty_like(g.num_drafts),
     )
     emit[(b,)](
-        out.tokens, out.num_sampled, out.num_rejected, ratios, ids, a.count, s.best, g.drafts,
-        g.num_drafts, g.samples, g.slots, g.temperature, chunks,
-        K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
+        out.tokens, out.num_sampled, out.num_rejected, residuals, s.peaks, s.masses, a.count,
+        a.is_recovery, a.scale, s.peak, s.mass, s.best, g.logits, g.draft_probs, g.draft_index,
+        g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots, g.temperature,
+        g.seed, g.logits.stride(0), v, g.draft_width, chunks,
+        K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(chunks),
+        CHUNK=CHUNK, FIRST_CHUNK=FIRST_CHUNK, num_warps=8, **dependent_launch(g.logits),
     )  # fmt: skip
     return out
 

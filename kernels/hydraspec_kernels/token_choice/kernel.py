@@ -1,4 +1,5 @@
-"""One token per row in two launches: the best of every chunk of a row, then the best of those.
+"""One token per row in two launches: the best of every chunk of a row, then the best of those; or
+the mass of every chunk, then a draw of a chunk and of a token of it.
 
 The order in which chunks are compared is fixed by the shape, so equal rows give equal tokens.
 """
@@ -13,10 +14,12 @@ from torch import Tensor
 from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
 from hydraspec_kernels.random_streams import Purpose
 from hydraspec_kernels.random_streams.kernel import exponential, stream_key
+from hydraspec_kernels.token_choice.reference import CHUNK, FIRST_CHUNK
 
 BLOCK = 4096  # numbers a program of the greedy search holds at once
-RACE_BLOCK = 2048  # a race's program draws in float64 and holds fewer
+CHUNKS_EACH = 4  # chunks that one program of a draw sums
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 
 
@@ -27,7 +30,7 @@ def first_best(values, ids):
     return best, tl.min(tl.where(values == best, ids, NO_TOKEN), 0)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def _best_of_chunks(
     best_ptr,  # [N, C] float32
     ids_ptr,  # [N, C] int32
@@ -116,17 +119,17 @@ def greedy_tokens_kernel(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def race(weights, key, tokens):
-    """argmax over tokens of weight / exponential draw, in float64: (the ratio, the lowest id)."""
+def race(weights, key, ids, FIRST: tl.constexpr = 0):
+    """argmax over ids of weight / exponential draw, in float64: (the ratio, the lowest id)."""
     weights = tl.where(weights > 0, weights, 0.0).to(tl.float64)  # NaN never wins
-    return first_best(weights / exponential(key, tokens), tokens)
+    return first_best(weights / exponential(key, ids.to(tl.int64) + FIRST), ids)
 
 
 @triton.jit
 def finite(x):
     """float32 without NaN and infinity, which count as the largest number; -inf stays."""
     x = x.to(tl.float32)
-    return tl.where(x != x, LARGEST, tl.minimum(x, LARGEST))
+    return tl.where(x < LARGEST, x, LARGEST)
 
 
 @triton.jit
@@ -134,16 +137,73 @@ def softmax_weights(x, peak, temperature):
     """exp((x - peak) / temperature) of finite x up to peak; 1 at the peak however small the
     temperature.
     """
-    return tl.exp((x - tl.where(peak == -float("inf"), 0.0, peak)) / temperature)
+    sharpness = tl.minimum(LOG2_E / temperature, LARGEST)
+    return tl.exp2((x - tl.where(peak == -float("inf"), 0.0, peak)) * sharpness)
 
 
-@triton.jit(do_not_specialize=["code", "vocab_size", "num_chunks"])
-def _race_of_chunks(
-    peaks_ptr,  # [N, C] float32; this and the next for logits only
-    masses_ptr,  # [N, C] float32 sum of the weights relative to the peak
-    ratios_ptr,  # [N, C] float64
+@triton.jit
+def store_statistics(
+    peaks_ptr,  # largest logit
+    masses_ptr,  # sum of exp((x - peak) / temperature), if the temperature is positive
+    ids_ptr,  # lowest id of the largest, if it is not
+    at,  # [n] where to, of the chunks
+    x,  # [n, CHUNK]
+    token,  # [n, CHUNK]
+    temperature,
+    is_chunk,  # [n]
+):
+    """What is to be known of chunks of a row."""
+    peak = tl.max(x, 1)
+    tl.store(peaks_ptr + at, peak, mask=is_chunk)
+    if temperature > 0:
+        mass = tl.sum(softmax_weights(x, peak[:, None], temperature), 1)
+        tl.store(masses_ptr + at, mass, mask=is_chunk)
+    else:
+        best = tl.min(tl.where(x == peak[:, None], token, NO_TOKEN), 1)
+        tl.store(ids_ptr + at, best, mask=is_chunk)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _masses_of_chunks(
+    peaks_ptr,  # [N, C] float32; this and the next but one for logits only
+    masses_ptr,  # [N, C] relative to the peak
     ids_ptr,  # [N, C] int32
     values_ptr,  # [N, V] weights, or logits with a temperature
+    temperature_ptr,  # [N] or None
+    row_stride,
+    vocab_size,
+    num_chunks,
+    CHUNKS: tl.constexpr,  # that one program sums
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    is_token, is_chunk = token < vocab_size, chunk < num_chunks
+    at = row * num_chunks + chunk
+    values_ptr += row * row_stride
+    wait_for_inputs(PDL)
+    if temperature_ptr is None:
+        weights = tl.load(values_ptr + token, mask=is_token, other=0.0)
+        weights = tl.where(weights > 0, weights, 0.0).to(masses_ptr.dtype.element_ty)
+        tl.store(masses_ptr + at, tl.sum(weights, 1), mask=is_chunk)
+    else:
+        temperature = tl.load(temperature_ptr + row)
+        x = finite(tl.load(values_ptr + token, mask=is_token, other=-float("inf")))
+        store_statistics(peaks_ptr, masses_ptr, ids_ptr, at, x, token, temperature, is_chunk)
+
+
+@triton.jit(do_not_specialize=["code", "num_chunks"])
+def _draw_of_rows(
+    tokens_ptr,  # [N]
+    peak_ptr,  # [N] float32; this and the next for logits only
+    mass_ptr,  # [N] float32
+    peaks_ptr,  # [N, C]
+    masses_ptr,  # [N, C]
+    ids_ptr,  # [N, C]
+    values_ptr,  # [N, V]
     temperature_ptr,  # [N] or None
     seed_ptr,  # [N]
     position_ptr,  # [N]
@@ -152,86 +212,48 @@ def _race_of_chunks(
     row_stride,
     vocab_size,
     num_chunks,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocab_size
-    wait_for_inputs(PDL)
-    if codes_ptr is not None:
-        code = tl.load(codes_ptr + row)
-    key = stream_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), code)
-    place = row * num_chunks + chunk
-    values_ptr += row * row_stride
-    if temperature_ptr is None:
-        weights = tl.load(values_ptr + token, mask=is_token, other=0.0)
-        ratio, found = race(weights, key, token)
-    else:
-        temperature = tl.load(temperature_ptr + row)
-        x = finite(tl.load(values_ptr + token, mask=is_token, other=-float("inf")))
-        peak, best = first_best(x, token)
-        tl.store(peaks_ptr + place, peak)
-        if temperature > 0:
-            weights = softmax_weights(x, peak, temperature)
-            tl.store(masses_ptr + place, tl.sum(weights, 0))
-            ratio, found = race(weights, key, token)
-        else:
-            ratio, found = tl.full([], 1.0, tl.float64), best
-    tl.store(ratios_ptr + place, ratio)
-    tl.store(ids_ptr + place, found)
-
-
-@triton.jit(do_not_specialize=["num_chunks"])
-def _race_of_rows(
-    tokens_ptr,  # [N]
-    peak_ptr,  # [N] float32; this and the next for logits only
-    mass_ptr,  # [N] float32
-    peaks_ptr,  # [N, C]
-    masses_ptr,  # [N, C]
-    ratios_ptr,  # [N, C]
-    ids_ptr,  # [N, C]
-    temperature_ptr,  # [N] or None
-    num_chunks,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    CHUNK: tl.constexpr,
+    FIRST_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
-    is_chunk = chunk < num_chunks
-    place = row * num_chunks + chunk
+    is_chunk, at = chunk < num_chunks, row * num_chunks + chunk
+    values_ptr += row * row_stride
     wait_for_inputs(PDL)
-    ratios = tl.load(ratios_ptr + place, mask=is_chunk, other=-1.0)
-    ids = tl.load(ids_ptr + place, mask=is_chunk, other=NO_TOKEN)
-    if temperature_ptr is not None:
+    if codes_ptr is not None:
+        code = tl.load(codes_ptr + row)
+    key = stream_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), code)
+    if temperature_ptr is None:
+        masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
+        _, found = race(masses, key, chunk, FIRST_CHUNK)
+        token = found * CHUNK + tl.arange(0, CHUNK)
+        weights = tl.load(values_ptr + token, mask=token < vocab_size, other=0.0)
+        _, drawn = race(weights, key, token)
+    else:
         temperature = tl.load(temperature_ptr + row)
-        peaks = tl.load(peaks_ptr + place, mask=is_chunk, other=-float("inf"))
+        peaks = tl.load(peaks_ptr + at, mask=is_chunk, other=-float("inf"))
         peak = tl.max(peaks, 0)
-        tl.store(peak_ptr + row, peak)
         if temperature > 0:
-            masses = tl.load(masses_ptr + place, mask=is_chunk, other=0.0)
-            mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
+            masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
+            masses *= softmax_weights(peaks, peak, temperature)
+            mass = tl.sum(masses, 0)
+            tl.store(peak_ptr + row, peak)
             tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0: nothing is allowed
-        ratios = ratios * peak_factor(peaks, peak, temperature)
-    _, token = first_best(ratios, ids)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+            _, found = race(masses, key, chunk, FIRST_CHUNK)
+            token = found * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(values_ptr + token, mask=token < vocab_size, other=-float("inf"))
+            x = finite(x)
+            _, drawn = race(softmax_weights(x, tl.max(x, 0), temperature), key, token)
+        else:
+            ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
+            drawn = first_best(peaks, ids)[1]
+    tl.store(tokens_ptr + row, drawn.to(tl.int64))
 
 
 @triton.jit
-def peak_factor(peaks, peak, temperature):
-    """What turns weights relative to `peaks` into weights relative to the row's `peak`: float64.
-
-    For a greedy row 1 where the peak is the row's, else 0.
-    """
-    peak = tl.where(peak == -float("inf"), 0.0, peak)
-    below = (peaks - peak).to(tl.float64)
-    hot = tl.exp(below / tl.where(temperature > 0, temperature, 1.0).to(tl.float64))
-    return tl.where(temperature > 0, hot, tl.where(below == 0, 1.0, 0.0).to(tl.float64))
-
-
-@triton.jit(do_not_specialize=["vocab_size"])
 def _probabilities(
     probs_ptr,  # [N, V] float32
     tokens_ptr,  # [N]
@@ -322,23 +344,28 @@ def _race(
     """Tokens [N], and of rows of logits their peak and mass [N]."""
     n, vocab_size = values.shape
     assert values.stride(1) == 1, values.stride()
-    block = min(RACE_BLOCK, triton.next_power_of_2(vocab_size))
-    chunks = triton.cdiv(vocab_size, block)
+    chunks, dtype = triton.cdiv(vocab_size, CHUNK), torch.float32
+    if temperature is None:
+        dtype = torch.promote_types(values.dtype, dtype)
     tokens = torch.empty(n, dtype=torch.int64, device=values.device)
     peak, mass = (values.new_empty(n, dtype=torch.float32) for _ in range(2))
-    peaks, masses = (values.new_empty(n, chunks, dtype=torch.float32) for _ in range(2))
-    ratios = values.new_empty(n, chunks, dtype=torch.float64)
-    ids = values.new_empty(n, chunks, dtype=torch.int32)
+    peaks = values.new_empty(n, chunks, dtype=torch.float32)
+    masses, ids = (
+        values.new_empty(n, chunks, dtype=dtype),
+        values.new_empty(n, chunks, dtype=torch.int32),
+    )
     if n == 0:
         return tokens, peak, mass
     launch = dependent_launch(values)
     codes, number = (code, 0) if isinstance(code, Tensor) else (None, code)
-    _race_of_chunks[(chunks, n)](
-        peaks, masses, ratios, ids, values, temperature, seed, position, codes, number,
-        values.stride(0), vocab_size, chunks, BLOCK=block, num_warps=8, **launch,
+    _masses_of_chunks[(triton.cdiv(chunks, CHUNKS_EACH), n)](
+        peaks, masses, ids, values, temperature, values.stride(0), vocab_size, chunks,
+        CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=8, **launch,
     )  # fmt: skip
-    _race_of_rows[(n,)](
-        tokens, peak, mass, peaks, masses, ratios, ids, temperature, chunks,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=2, **launch,
+    _draw_of_rows[(n,)](
+        tokens, peak, mass, peaks, masses, ids, values, temperature, seed, position, codes, number,
+        values.stride(0), vocab_size, chunks,
+        CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, FIRST_CHUNK=FIRST_CHUNK, num_warps=8,
+        **launch,
     )  # fmt: skip
     return tokens, peak, mass
