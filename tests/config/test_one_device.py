@@ -1,0 +1,18 @@
+"""Several devices: refused along every axis by engines that use one, and left to vLLM."""
+
+import pytest
+
+from hydraspec.compose import plan
+from hydraspec.errors import ConfigurationError
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_one_device_is_all_there_is(engine: str, axis: str) -> None:
+    """Catches a drafter that would run beside a part of its target."""
+    typed = [f"engine={engine}", f"parallelism.{axis}=2"]
+    with pytest.raises(ConfigurationError) as refused:
+        plan(typed)
+    for part in (f"parallelism.{axis}=2", f"engine={engine}", "one device", "engine=vllm"):
+        assert part in str(refused.value)
+    assert plan(["engine=vllm", typed[1]]).jobs
