@@ -11,12 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_folders import SIZE, VOCAB, FakeTarget, draw_eagle1, write_consolidated
+from eagle_folders import (
+    SIZE,
+    VOCAB,
+    FakeTarget,
+    draw_eagle1,
+    draw_eagle3,
+    write_consolidated,
+    write_speculators,
+)
 from eagle_rows import load as load_head
 from gemma4_oracle import load, load_zoo, make_target, text_config
 from graph_runs import PAIRS, graph_config, make_graph_engine, run_requests, zoo_requests
 
 from hydraspec.factory import build_speculator
+from hydraspec.models import eagle_loading
 from hydraspec.models.checkpoint import resolve_folder
 
 
@@ -52,6 +61,37 @@ def test_the_table_that_drafters_share_is_not_scaled(tied: bool, tmp_path: Path)
     model = make_target(text_config(tie_word_embeddings=tied), 1)
     model.save_pretrained(tmp_path)
     assert load(tmp_path).table.equal(model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("place", [None, 0, VOCAB - 1])
+def test_an_embedding_is_compared_in_pieces(
+    place: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the target's are given up, also by the last row; nowhere is all of it compared at
+    once, which takes memory that a device may not have.
+    """
+    rng = np.random.default_rng(5)
+    target = FakeTarget(rng, hidden_size=SIZE, vocab_size=VOCAB)
+    plain = draw_eagle3(rng, target)
+    while plain.layer["hidden_size"] != SIZE:
+        plain = draw_eagle3(rng, target)
+    table = target.table.clone()
+    if place is not None:
+        table[place, -1] += 1
+    plain.weights["embed_tokens.weight"] = table
+    sizes: list[int] = []
+    true_equal = torch.equal
+
+    def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+        sizes.extend(a.shape[:-1])  # of tables
+        return true_equal(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eagle_loading, "COMPARED_ROWS", 7)
+        patch.setattr(torch, "equal", equal)
+        head = load_head(write_speculators(tmp_path / "d", plain), "eagle3", target)
+    assert (head.embedding is target.table) == (place is None)
+    assert 0 < max(sizes) <= 7
 
 
 def test_quantisation_in_mistrals_own_params_does_not_leak(tmp_path: Path) -> None:
