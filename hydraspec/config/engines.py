@@ -21,6 +21,10 @@ from hydraspec.config.schema import (
 )
 
 NATIVE, VLLM = "native", "vllm"
+STAGES = (
+    "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so answers "
+    "may be wrong; compare them with method=none"
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -98,6 +102,8 @@ def check_vllm(config: RunConfig) -> None:
     for key, given in (("steps", config.metrics.steps), ("trace", config.metrics.trace)):
         if given:  # it records draft token ids, and vLLM hands out the accepted ones only
             raise _unavailable(f"metrics.{key}", True, "false")
+    if config.parallelism.pipeline > 1 and config.method.name != "none":
+        config.warnings.append(STAGES)
     _check_drafter_weights(config)
     sampling = config.sampling
     if sampling.min_p and sampling.temperature and config.method.name != "none":

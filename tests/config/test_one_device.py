@@ -3,6 +3,7 @@
 import pytest
 
 from hydraspec.compose import plan
+from hydraspec.config.engines import STAGES
 from hydraspec.errors import ConfigurationError
 
 
@@ -16,3 +17,11 @@ def test_one_device_is_all_there_is(engine: str, axis: str) -> None:
     for part in (f"parallelism.{axis}=2", f"engine={engine}", "one device", "engine=vllm"):
         assert part in str(refused.value)
     assert plan(["engine=vllm", typed[1]]).jobs
+
+
+def test_drafts_over_pipeline_stages_are_warned_of() -> None:
+    """Catches answers of vLLM 0.26 that are taken for right: its first stage sees no drafts."""
+    stages = ["engine=vllm", "parallelism.pipeline=2"]
+    assert STAGES in plan([*stages, "method=gemma4_mtp"]).jobs[0].warnings
+    assert STAGES not in plan([*stages, "method=none"]).jobs[0].warnings
+    assert STAGES not in plan(["engine=vllm", "method=gemma4_mtp"]).jobs[0].warnings
