@@ -22,8 +22,8 @@ from hydraspec.config.schema import (
 
 NATIVE, VLLM = "native", "vllm"
 STAGES = (
-    "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so answers "
-    "may be wrong; compare them with method=none"
+    "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
+    "answers may be wrong; compare them with method=none"
 )
 
 
