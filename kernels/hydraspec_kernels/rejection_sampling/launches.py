@@ -19,7 +19,7 @@ from hydraspec_kernels.rejection_sampling.kernel import (
 from hydraspec_kernels.token_choice.reference import CHUNK, FIRST_CHUNK
 from hydraspec_kernels.verification import Verified
 
-CHUNKS_EACH = 4  # chunks of a row that one program reads
+CHUNKS_EACH = 2  # chunks of a row that one program reads
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,7 +148,7 @@ def _statistics(g: Given) -> Statistics:
     ids = g.ints(b, k + 1, chunks)
     chunk_statistics[(-(-chunks // CHUNKS_EACH), b * (k + 1))](
         peaks, masses, ids, g.logits, *about, stride, v, chunks,
-        K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=8, **launch,
+        K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=2, **launch,
     )  # fmt: skip
     draft = None if g.draft_probs is None else g.floats(b, k)
     out = Statistics(
@@ -172,7 +172,7 @@ def _residuals(g: Given, s: Statistics, a: Accepted | None, is_truncated: bool) 
         residuals, accepted, is_recovery, s.target, s.draft, s.peak, s.mass, g.logits,
         g.draft_probs, g.draft_index, g.drafts, g.verify_rows, g.samples, g.slots, g.temperature,
         g.logits.stride(0), v, g.draft_width, chunks,
-        K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, TRUNCATED=is_truncated, num_warps=8,
+        K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, TRUNCATED=is_truncated, num_warps=4,
         **dependent_launch(g.logits),
     )  # fmt: skip
     return residuals

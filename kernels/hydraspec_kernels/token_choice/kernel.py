@@ -16,8 +16,8 @@ from hydraspec_kernels.random_streams import Purpose
 from hydraspec_kernels.random_streams.kernel import exponential, stream_key
 from hydraspec_kernels.token_choice.reference import CHUNK, FIRST_CHUNK
 
-BLOCK = 4096  # numbers a program of the greedy search holds at once
-CHUNKS_EACH = 4  # chunks that one program of a draw sums
+BLOCK = 2048  # numbers that a program holds at once
+CHUNKS_EACH = 2  # chunks that one program of a draw sums
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
@@ -94,11 +94,8 @@ def best_of_rows(best: Tensor, ids: Tensor) -> Tensor:
 
 
 def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
-    """Blocks that one program reads, a power of two: one each for few rows, more where rows fill
-    the device.
-    """
-    chunks = max(4, min(64, 2048 // num_rows))
-    return triton.next_power_of_2(triton.cdiv(vocab_size, chunks * BLOCK))
+    """Blocks that one program reads: two where rows fill the device."""
+    return 2 if num_rows * triton.cdiv(vocab_size, BLOCK) >= 4096 else 1
 
 
 def greedy_tokens_kernel(logits: Tensor) -> Tensor:
@@ -113,7 +110,7 @@ def greedy_tokens_kernel(logits: Tensor) -> Tensor:
     ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
     _best_of_chunks[(chunks, n)](
         best, ids, logits, logits.stride(0), vocab_size, chunks,
-        BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=8, **dependent_launch(logits),
+        BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits),
     )  # fmt: skip
     return best_of_rows(best, ids)
 
@@ -314,7 +311,7 @@ def sample_with_probs_kernel(
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
     _probabilities[(triton.cdiv(vocab_size, block), n)](
         probs, tokens, peak, mass, logits, temperature, logits.stride(0), vocab_size,
-        BLOCK=block, num_warps=8, **dependent_launch(logits),
+        BLOCK=block, num_warps=4, **dependent_launch(logits),
     )  # fmt: skip
     return tokens, probs
 
@@ -360,7 +357,7 @@ def _race(
     codes, number = (code, 0) if isinstance(code, Tensor) else (None, code)
     _masses_of_chunks[(triton.cdiv(chunks, CHUNKS_EACH), n)](
         peaks, masses, ids, values, temperature, values.stride(0), vocab_size, chunks,
-        CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=8, **launch,
+        CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=4 if temperature is None else 2, **launch,
     )  # fmt: skip
     _draw_of_rows[(n,)](
         tokens, peak, mass, peaks, masses, ids, values, temperature, seed, position, codes, number,
