@@ -237,7 +237,8 @@ class Rows:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NeededRows:
     """The rows of a pass whose hidden states anybody reads: of each of some requests the last few,
-    in order. Layers that write no KV may leave out the others.
+    in order. The last layer that writes KV, and those behind it, may leave out the others but for
+    their keys and values.
     """
 
     rows: Tensor  # [N] int64 rows of T

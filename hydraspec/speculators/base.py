@@ -44,7 +44,7 @@ class BaseSpeculator(ABC):
     @property
     def reads_all_hidden_states(self) -> bool:
         """Whether `propose` reads target_step.hidden_states of rows that nobody samples from. Else
-        the target may leave those rows out behind its last layer that writes KV.
+        the target may leave those rows out from its last layer that writes KV on.
         """
         return self.owns_kv_cache  # which is filled by a pass over all rows
 

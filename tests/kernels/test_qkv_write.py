@@ -31,6 +31,12 @@ SHAPES = {
     ),
     "qwen": QkvShape(num_heads=6, num_kv_heads=1, head_dim=8, eps=EPS),
     "llama": QkvShape(num_heads=3, num_kv_heads=3, head_dim=10, eps=EPS),
+    "keys and values alone": QkvShape(
+        num_heads=0, num_kv_heads=2, head_dim=16, eps=EPS, value_norm=True
+    ),
+    "keys alone": QkvShape(
+        num_heads=0, num_kv_heads=3, head_dim=32, eps=EPS, value_norm=True, k_eq_v=True
+    ),
     "k_eq_v raw": QkvShape(num_heads=2, num_kv_heads=2, head_dim=12, eps=EPS, k_eq_v=True),
 }
 WITHOUT_HEAD_NORMS = {"llama"}
