@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels import breaks
+from hydraspec_kernels import breaks, latent_attention
 from hydraspec_kernels.paged_attention.cpu import attend, gather_kv, paged_attention_cpu
 from hydraspec_kernels.paged_attention.plan import (
     AttentionPlan,
@@ -48,6 +48,10 @@ def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
         return paged_attention_cpu(query, cache, plan)
     if query.dtype is torch.float64:  # the kernels add up in float32
         return planned_attention_reference(query, cache, plan)
+    if latent_attention.fits(query, plan):
+        from hydraspec_kernels.latent_attention.kernel import latent_attention_kernel
+
+        return latent_attention_kernel(query, cache, plan)
     from hydraspec_kernels.paged_attention.kernel import paged_attention_kernel  # needs triton
 
     return paged_attention_kernel(query, cache, plan)

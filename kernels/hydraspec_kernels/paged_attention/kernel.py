@@ -265,7 +265,7 @@ def _attention_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "splits"])
-def _combine_kernel(
+def combine_kernel(
     out,  # [T, Hq, Hv]
     partial,  # as above
     starts,  # [B+1]; not read with ONE_ROW
@@ -301,7 +301,7 @@ def _combine_kernel(
     tl.store(out + at * VALUE_DIM + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
 
 
-def _check(query: Tensor, cache: Tensor, plan: DevicePlan) -> None:
+def check_arguments(query: Tensor, cache: Tensor, plan: DevicePlan) -> None:
     shape = plan.shape
     assert query.dtype is cache.dtype
     assert query.shape[1:] == (shape.num_heads, shape.head_dim), query.shape
@@ -318,7 +318,7 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
 
     A row of the query is contiguous, the cache is whole; T may be more than the plan's.
     """
-    _check(query, cache, plan)
+    check_arguments(query, cache, plan)
     shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
     group, value_dim = shape.num_heads // shape.num_kv_heads, shape.latent_dim or shape.head_dim
     rest = shape.head_dim - value_dim
@@ -376,7 +376,7 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
     )
     if cut.splits > 1:
         block_d = min(128, triton.next_power_of_2(value_dim))
-        _combine_kernel[(num_rows * shape.num_heads, triton.cdiv(value_dim, block_d))](
+        combine_kernel[(num_rows * shape.num_heads, triton.cdiv(value_dim, block_d))](
             out,
             partial,
             starts,
