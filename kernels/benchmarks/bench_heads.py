@@ -155,16 +155,16 @@ def sampled_verification(requests: int, vocab: int) -> list[Call]:
     rows = requests * (DRAFTS + 1)
     q = torch.randn(requests, DRAFTS, vocab, device="cuda").softmax(-1)
     made = []
-    for name, rule, probs in (
-        ("standard, one-hot", Rule.STANDARD, None),
-        ("standard, sampled", Rule.STANDARD, q),
-        ("block, sampled", Rule.BLOCK, q),
+    for name, rule, probs, again in (  # rows that are read a second time, beside their q
+        ("standard, one-hot", Rule.STANDARD, None, 0),
+        ("standard, sampled", Rule.STANDARD, q, 1),
+        ("block, sampled", Rule.BLOCK, q, DRAFTS),
     ):
 
         def verify(logits: Tensor, rule: Rule = rule, probs: Tensor | None = probs) -> object:
             return verify_sampled(logits, *about, probs, rule)
 
-        read = float(rows * vocab * 2 + requests * vocab * 2)
+        read = float(rows * vocab * 2 + requests * again * vocab * 6)
         made.append((f"verify {name}", verify, lambda: (logits_of(rows, vocab),), read))
     return made
 
