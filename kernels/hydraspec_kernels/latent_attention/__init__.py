@@ -29,6 +29,7 @@ def fits(query: Tensor, plan: DevicePlan) -> bool:
     return (
         (shape.head_dim, shape.latent_dim) == WIDTHS
         and shape.window is None
+        and shape.scale > 0
         and plan.max_rows <= MOST_ROWS
         and query.dtype in (torch.bfloat16, torch.float16)
         and has_warpgroup_products(query.device)
