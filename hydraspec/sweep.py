@@ -1,7 +1,8 @@
 """The folders of a sweep: equal jobs run once, and a sweep started again into its folder resumes.
 
 Belongs to the command line's layer; runs nothing itself. Jobs are equal when their configurations
-are, the tracker aside. What `method=auto` stands for is recorded, and compared.
+are, the tracker aside. What `method=auto` stands for is recorded, and compared. A finished job
+counts for nothing once a local file of its workload or checkpoints has changed since it began.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
     for summary in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
         folder = summary.parent
         if _summary(folder).get("status") == "ok" and _recorded(folder) == _identity(config):
-            return folder
+            changed = _changed_input(folder, config)
+            if changed is None:
+                return folder
+            log.info("%s has changed since job %s ran: not taken over", changed, folder.name)
     return None
 
 
@@ -60,6 +64,9 @@ def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str
     shutil.copytree(source, run_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("wandb"))
     (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(list(overrides)), encoding="utf-8")
     summary = _summary(source) | {"reused_from": source.name}
+    if "warnings" in summary:
+        typed = [str(override) for override in OmegaConf.load(source / "overrides.yaml")]
+        summary["warnings"] = _retyped(summary["warnings"], typed, overrides)
     text = json.dumps(summary, indent=2, ensure_ascii=False)
     (run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
     return summary
@@ -91,6 +98,41 @@ def _recorded(folder: Path) -> dict[str, Any] | None:
     if not isinstance(plain, dict):
         return None
     return {str(key): value for key, value in plain.items() if key != "tracker"}
+
+
+def _changed_input(folder: Path, config: RunConfig) -> Path | None:
+    """A local file the job reads that was written, or put in its place, after the job began.
+
+    It began when its configuration was written, which copies of the folder keep the time of.
+    """
+    began = (folder / "config.yaml").stat().st_mtime
+    for file in _local_inputs(config):
+        found = (file.stat(), file.lstat())
+        if max(max(one.st_mtime, one.st_ctime) for one in found) > began:
+            return file
+    return None
+
+
+def _local_inputs(config: RunConfig) -> Iterator[Path]:
+    for given in (config.workload.path, config.target.checkpoint, config.method.checkpoint):
+        path = Path(given or "").expanduser()
+        if given and path.is_dir():
+            yield from (entry for entry in sorted(path.iterdir()) if entry.is_file())
+        elif given and path.is_file():
+            yield path
+
+
+def _retyped(warnings: Sequence[str], before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Warnings that name what the other job's command typed, with what this one's did."""
+    values = dict(override.partition("=")[::2] for override in now)
+    named = []
+    for warning in warnings:
+        for override in before:
+            key = override.partition("=")[0]
+            if warning.startswith(f"{override} ") and key in values:
+                warning = f"{key}={values[key]}{warning.removeprefix(override)}"
+        named.append(warning)
+    return named
 
 
 def _summary(folder: Path) -> dict[str, Any]:

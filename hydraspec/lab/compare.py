@@ -51,6 +51,7 @@ MEASURES = (
     "accuracy",
 )
 TITLES = {"num_speculative_tokens": "K", "concurrency": "at once"}
+WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless", "exact match")
 
 
@@ -87,7 +88,10 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
         OSError: with the path, if the folder cannot be written.
     """
     comparison = read(sweep_dir)
-    console = console or Console()
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDE)
     if not comparison.rows:
         console.print(f"no job of {sweep_dir} left a summary: nothing to compare", soft_wrap=True)
         return

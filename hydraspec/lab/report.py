@@ -284,7 +284,8 @@ def _lossless(summary: Json) -> str:
             rows.append([f"with an error in the {side} only", str(count)])
     for title, key in (("first", "first_divergence"), ("beyond rounding", "first_beyond_margin")):
         if found := lossless[key]:
-            margin = f"{found['target_margin']:.3g}, rounding allows {found['allowed_margin']:.3g}"
+            margin = "-" if found["target_margin"] is None else f"{found['target_margin']:.3g}"
+            margin += f", rounding allows {found['allowed_margin']:.3g}"
             rows.append(
                 [f"{title}: request, output token", f"{found['request']}, {found['position']}"]
             )

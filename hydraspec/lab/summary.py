@@ -5,7 +5,7 @@ Defines no metric itself.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Mapping, Sequence
 
 from hydraspec.config.schema import RunConfig
@@ -76,7 +76,8 @@ def failure_warnings(
 ) -> list[str]:
     """Why requests ended with an error: up to MAX_FAILURES kinds of each side, most frequent first.
 
-    What failed with the method too is not said again for the baseline.
+    Texts that differ in numbers only are a kind, shown by its first. What failed with the method
+    too is not said again for the baseline.
     """
     sides = {
         "": [c for c in method.values() if c.finish_reason == "error"],
@@ -89,23 +90,34 @@ def failure_warnings(
     }
     warnings = []
     for side, failed in sides.items():
-        kinds = Counter(completion.error or "no reason given" for completion in failed)
-        for text, count in kinds.most_common(MAX_FAILURES):
-            requests = "1 request" if count == 1 else f"{count} requests"
-            warnings.append(f"{side}{requests} ended with an error: {text}")
+        kinds: dict[str, list[str]] = {}
+        for completion in failed:
+            text = completion.error or "no reason given"
+            kinds.setdefault(re.sub(r"\d+", "0", text), []).append(text)
+        for texts in sorted(kinds.values(), key=len, reverse=True)[:MAX_FAILURES]:
+            requests = "1 request" if len(texts) == 1 else f"{len(texts)} requests"
+            such_as = "such as " if len(set(texts)) > 1 else ""
+            warnings.append(f"{side}{requests} ended with an error: {such_as}{texts[0]}")
         if (more := len(kinds) - MAX_FAILURES) > 0:
-            warnings.append(f"{side}and {more} more kinds of error: see requests.jsonl")
+            word = "kind" if more == 1 else "kinds"
+            warnings.append(f"{side}and {more} more {word} of error: see requests.jsonl")
     return warnings
 
 
 def request_rows(requests: Sequence[Request], meter: Meter) -> list[Json]:
-    """The lines of requests.jsonl: completed requests in workload order."""
+    """The lines of requests.jsonl: completed requests in workload order. Counts by position have
+    a place for each of K, whatever was drafted.
+    """
     by_index = {r.index: r for r in requests}
-    return [
+    rows = [
         request_row(request, counters, score_completion(request, counters.completion))
         for counters in meter.completed
         if counters.completion and (request := by_index[counters.index])
     ]
+    for row in rows:
+        for key in ("drafted_per_position", "accepted_per_position"):
+            row[key] = row[key] + [0] * (meter.num_speculative_tokens - len(row[key]))
+    return rows
 
 
 def _acceptance(meter: Meter) -> Json:

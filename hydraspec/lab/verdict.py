@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,9 @@ class Divergence:
     request: str  # id
     index: int  # place in the workload
     position: int  # output tokens before it are equal
-    target_margin: float  # the target's best logit minus its second best, after the common prefix
+    # The target's best logit minus its second best, after the common prefix; NaN (null in files)
+    # if its best is not finite, which is beyond rounding.
+    target_margin: float
     allowed_margin: float  # 8 · eps(dtype) · max|logit| there
     method_token: int | None  # null: the output had ended
     baseline_token: int | None
@@ -40,6 +43,7 @@ class Lossless:
     first_beyond_margin: Divergence | None = None  # the one that decided "diverged"
     num_failed_with_method_only: int = 0  # requests, greedy or not, that the baseline finished
     num_failed_with_baseline_only: int = 0
+    not_finite_in: str | None = None  # id of a request in which the target's logits are NaN
 
     def to_json(self) -> dict[str, object]:
         """As summary.json holds it."""
@@ -64,15 +68,17 @@ def judge(
     method failed a greedy request that the baseline finished; where the baseline failed one that
     the method finished, there is nothing to compare it with, and what would be "identical" is
     "not_checked". Synthetic verification, and a workload without greedy requests, is not checked.
+    Logits that are not finite, looked at in one request if no outputs differ, prove nothing equal.
     """
     lost = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
     won = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
+    unchecked = Lossless(
+        verdict="not_checked",
+        num_failed_with_method_only=len(lost),
+        num_failed_with_baseline_only=len(won),
+    )
     if synthetic:
-        return Lossless(
-            verdict="not_checked",
-            num_failed_with_method_only=len(lost),
-            num_failed_with_baseline_only=len(won),
-        )
+        return unchecked
     checked = [
         r
         for r in sorted(requests, key=lambda r: r.index)
@@ -81,28 +87,27 @@ def judge(
     differing = [
         r for r in checked if method[r.index].output_token_ids != baseline[r.index].output_token_ids
     ]
-    first = beyond = None
-    for request in differing:
-        found = _divergence(request, method[request.index], baseline[request.index], engine)
-        first = first or found
-        if found.target_margin > found.allowed_margin:
-            beyond = found
-            break
+    first, beyond = _first_and_beyond(differing, method, baseline, engine)
+    broken = None
+    if beyond and math.isnan(beyond.target_margin):
+        broken = beyond.request
+    elif not differing:
+        broken = _without_finite_logits(requests, method, engine)
     verdict: Literal["identical", "numerical", "diverged", "not_checked"] = "identical"
     if beyond or any(_is_greedy(r) for r in lost):
         verdict = "diverged"
     elif differing:
         verdict = "numerical"
-    elif not checked or any(_is_greedy(r) for r in won):
+    elif not checked or broken is not None or any(_is_greedy(r) for r in won):
         verdict = "not_checked"
-    return Lossless(
+    return dataclasses.replace(
+        unchecked,
         verdict=verdict,
         num_requests_checked=len(checked),
         num_requests_diverged=len(differing),
         first_divergence=first,
         first_beyond_margin=beyond,
-        num_failed_with_method_only=len(lost),
-        num_failed_with_baseline_only=len(won),
+        not_finite_in=broken,
     )
 
 
@@ -117,6 +122,12 @@ def remarks(lossless: Lossless, info: EngineInfo) -> list[str]:
         if count:
             requests = "1 request" if count == 1 else f"{count} requests"
             found.append(f"{requests} ended with an error in {failed} but not in {finished}")
+    if lossless.not_finite_in is not None:
+        found.append(
+            f"the target's logits in request {lossless.not_finite_in!r} are NaN or infinite: its "
+            "tokens, and all figures of this run, mean nothing; the weights are broken, or "
+            f"{info.dtype} overflows: try another target.dtype"
+        )
     if lossless.verdict == "numerical" and info.greedy_is_exact:
         found.append(
             f"outputs differ within rounding, but {info.dtype} runs of engine={info.engine} are "
@@ -139,6 +150,34 @@ def _finished(completions: Mapping[int, Completion], request: Request) -> bool:
     return completion is not None and completion.finish_reason != "error"
 
 
+def _without_finite_logits(
+    requests: Sequence[Request], completions: Mapping[int, Completion], engine: Engine
+) -> str | None:
+    """The id of the first request that finished, if its last token came from such logits."""
+    request = next((r for r in requests if _finished(completions, r)), None)
+    if request is None:
+        return None
+    ended = completions[request.index]
+    logits = engine.next_token_logits([*ended.prompt_token_ids, *ended.output_token_ids[:-1]])
+    return None if np.isfinite(logits.max()) else request.id
+
+
+def _first_and_beyond(
+    differing: Sequence[Request],
+    method: Mapping[int, Completion],
+    baseline: Mapping[int, Completion],
+    engine: Engine,
+) -> tuple[Divergence | None, Divergence | None]:
+    """The first divergence, and the first whose margin is not within rounding."""
+    first = None
+    for request in differing:
+        found = _divergence(request, method[request.index], baseline[request.index], engine)
+        first = first or found
+        if not found.target_margin <= found.allowed_margin:
+            return first, found
+    return first, None
+
+
 def _divergence(
     request: Request, ours: Completion, other: Completion, engine: Engine
 ) -> Divergence:
@@ -146,14 +185,15 @@ def _divergence(
     shorter = min(len(a), len(b))
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)
     logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]])
-    best = np.sort(logits)[-2:]
+    second, best = np.sort(logits)[-2:]  # NaN sorts last
+    largest = np.abs(logits[np.isfinite(logits)]).max(initial=0.0)  # suppressed tokens are at -inf
     eps = torch.finfo(DTYPES[engine.info.dtype]).eps
     return Divergence(
         request=request.id,
         index=request.index,
         position=position,
-        target_margin=float(best[-1] - best[0]),
-        allowed_margin=float(ROUNDING_FACTOR * eps * np.abs(logits).max()),
+        target_margin=float(best - second) if np.isfinite(best) else math.nan,
+        allowed_margin=float(ROUNDING_FACTOR * eps * largest),
         method_token=a[position] if position < len(a) else None,
         baseline_token=b[position] if position < len(b) else None,
     )

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -233,7 +234,7 @@ def load_tensors(
     canonical maps a file's name to ours (None: not part of this model); ignored tells which of
     ours may be left over. Files are read one after the other, each opened once; one tensor is held
     at a time. Raises CheckpointError listing what is missing, surplus or misshapen before anything
-    is read.
+    is read, and NaN and infinities once all is.
     """
     entries: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.entries().items():
@@ -251,6 +252,22 @@ def load_tensors(
                 tensor = opened.get_tensor(entry.name)
                 wanted[name].copy_(tensor if entry.convert is None else entry.convert(tensor))
                 del tensor
+    _check_finite(checkpoint.folder, wanted)
+
+
+def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One pass over the weights where they are, without copies, and one wait for the device."""
+    floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
+    flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
+    if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
+        return
+    broken = [name for name, flag in zip(floats, flags, strict=True) if not flag]
+    kept = str(floats[broken[0]].dtype).removeprefix("torch.")
+    raise CheckpointError(
+        f"checkpoint {str(folder)!r} holds NaN or infinity, read as {kept}: {listed(broken)}; "
+        "expected finite weights: convert or download it again, or, if the file itself is sound, "
+        "choose a target.dtype of a wider range, such as bfloat16"
+    )
 
 
 def _check_entries(

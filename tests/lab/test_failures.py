@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,20 @@ Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
 
 
-def test_three_kinds_of_error_are_spelt_out_with_their_counts() -> None:
-    def failed(index: int, error: str | None) -> Completion:
-        return Completion(
-            index=index,
-            prompt_token_ids=[],
-            output_token_ids=[],
-            text=None,
-            finish_reason="length" if error is None else "error",
-            error=error,
-            ttft_ms=None,
-            latency_ms=1.0,
-        )
+def failed(index: int, error: str | None) -> Completion:
+    return Completion(
+        index=index,
+        prompt_token_ids=[],
+        output_token_ids=[],
+        text=None,
+        finish_reason="length" if error is None else "error",
+        error=error,
+        ttft_ms=None,
+        latency_ms=1.0,
+    )
 
+
+def test_three_kinds_of_error_are_spelt_out_with_their_counts() -> None:
     method = {i: failed(i, error) for i, error in enumerate("abbcccdde")}
     baseline = {0: failed(0, "a"), 9: failed(9, "x"), 10: failed(10, None)}
     assert failure_warnings(method, baseline) == [
@@ -40,6 +42,47 @@ def test_three_kinds_of_error_are_spelt_out_with_their_counts() -> None:
         "and 2 more kinds of error: see requests.jsonl",
         "baseline: 1 request ended with an error: x",
     ]
+
+
+def test_errors_that_differ_in_a_number_are_of_one_kind() -> None:
+    texts = ["90 tokens, 64 fit", "b", "91 tokens, 64 fit", "c", "92 tokens, 64 fit", "d"]
+    assert failure_warnings({i: failed(i, text) for i, text in enumerate(texts)}, {}) == [
+        "3 requests ended with an error: such as 90 tokens, 64 fit",
+        "1 request ended with an error: b",
+        "1 request ended with an error: c",
+        "and 1 more kind of error: see requests.jsonl",
+    ]
+
+
+def test_counts_by_position_have_k_places_whatever_was_drafted(
+    use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    use_engine(FakeEngine(Behaviour(error_indices={2})))
+    run_config()
+    lines = (tmp_path / "run" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert rows[2]["finish_reason"] == "error"
+    assert rows[2]["drafted_per_position"] == rows[2]["accepted_per_position"] == [0, 0, 0]
+    assert {len(row["drafted_per_position"]) for row in rows} == {3}
+
+
+def test_a_run_of_broken_logits_says_so(
+    use_engine: Use, run_config: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where outputs differ: margins that are not finite are null in summary.json."""
+
+    class Broken(FakeEngine):
+        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+            return super().next_token_logits(token_ids) * float("nan")
+
+    for behaviour, verdict in ((Behaviour(), "not_checked"), (Behaviour(wrong_from={2: 1}), None)):
+        use_engine(Broken(behaviour))
+        summary = run_config()
+        assert summary["lossless"]["verdict"] == (verdict or "diverged")
+        assert "NaN or infinite" in summary["warnings"][0]
+        assert "NaN or infinite" in capsys.readouterr().out
+        page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+        assert "NaN or infinite" in page
 
 
 def test_a_request_lost_by_the_method_alone_is_a_divergence(

@@ -140,6 +140,21 @@ def sweep(config: RunConfig, use_engine: Use, tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_comparison_that_goes_to_a_file_is_not_cut(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the 80 columns that stand for a terminal's where there is none."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    overrides = ["a_setting_with_a_long_name=of_a_long_value", "one_more=long_enough_as_well"]
+    for job, name in enumerate(("first", "second")):
+        typed = [f"- {override}_{name}\n" for override in overrides]
+        (sweep / str(job) / "overrides.yaml").write_text("".join(typed), encoding="utf-8")
+    compare(sweep)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "value_first" in line)
+    assert "long_enough_as_well_first" in line
+    assert line.split()[-2:] == ["identical", "0.667"]
+
+
 def test_compare(sweep: Path) -> None:
     console = Console(record=True, width=160)
     compare(sweep, console=console)

@@ -157,6 +157,60 @@ def test_a_tie_where_equality_is_expected_is_pointed_out(exact: bool) -> None:
     assert [("float32" in text, "identical" in text) for text in found] == [(True, True)] * exact
 
 
+class Broken(FakeEngine):
+    """A target whose logits overflowed; argmax of them is token 0, with drafts and without."""
+
+    def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        return super().next_token_logits(token_ids) * np.nan
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_equal_outputs_of_logits_that_are_not_finite_are_no_proof(value: float) -> None:
+    asked: list[list[int]] = []
+
+    class Overflowing(FakeEngine):
+        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+            asked.append(list(token_ids))
+            return super().next_token_logits(token_ids) + value
+
+    outputs = both((0, 0, 0), (0, 0))
+    result = judge([request(0), request(1)], outputs, outputs, Overflowing(), synthetic=False)
+    assert (result.verdict, result.not_finite_in) == ("not_checked", "r0")
+    assert asked == [[1, 2, 0, 0]]  # the last token's
+    (remark,) = remarks(result, make_info())
+    assert "'r0' are NaN or infinite" in remark
+
+
+def test_other_outputs_of_logits_that_are_not_finite_are_beyond_rounding() -> None:
+    result = judge([request(0)], both((1, 2)), both((1, 3)), Broken(), synthetic=False)
+    assert (result.verdict, result.not_finite_in) == ("diverged", "r0")
+    assert len(remarks(result, make_info())) == 1
+
+
+def test_sampled_outputs_of_such_logits_are_remarked_upon() -> None:
+    outputs = both((0, 0))
+    result = judge([request(0, 0.5)], outputs, outputs, Broken(), synthetic=False)
+    assert (result.verdict, result.not_finite_in) == ("not_checked", "r0")
+
+
+def test_suppressed_tokens_do_not_widen_the_margin() -> None:
+    """Catches minus infinity as the largest logit: rounding would then allow anything."""
+
+    class Suppressing(FakeEngine):
+        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+            logits = super().next_token_logits(token_ids)
+            logits[np.argmin(logits)] = -np.inf
+            return logits
+
+    engine = Suppressing(Behaviour(margin=1.1 * ALLOWED))
+    result = judge([request(0)], both((1, 2)), both((1, 3)), engine, synthetic=False)
+    assert result.verdict == "diverged"
+    assert result.first_divergence is not None
+    assert result.first_divergence.allowed_margin == pytest.approx(ALLOWED)
+    same = judge([request(0)], both((1, 2)), both((1, 2)), engine, synthetic=False)
+    assert (same.verdict, same.not_finite_in) == ("identical", None)
+
+
 def test_only_greedy_requests_of_a_mixed_workload_are_compared() -> None:
     ours, theirs = both((1,), (2,)), both((1,), (3,))
     result = judge([request(0), request(1, 0.5)], ours, theirs, FakeEngine(), synthetic=False)

@@ -99,6 +99,33 @@ def test_missing_and_misshapen_tensors_are_listed(saved: Path) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(saved: Path, value: float) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def change(tensors: dict) -> dict:
+        tensors[name][3, 5] = value
+        return tensors
+
+    rewrite(saved, change)
+    with pytest.raises(CheckpointError, match="NaN or infinity, read as float") as caught:
+        load(saved)
+    assert "float32: layers.1.self_attn.q_proj.weight; expected" in str(caught.value)
+
+
+def test_weights_that_the_dtype_cannot_hold_are_refused(saved: Path) -> None:
+    """Catches a look at the file alone: float32 weights of 1e5 are infinite in float16."""
+
+    def change(tensors: dict) -> dict:
+        tensors["model.norm.weight"] *= 1e5
+        return tensors
+
+    rewrite(saved, change)
+    load(saved)
+    with pytest.raises(CheckpointError, match=r"read as float16: norm\.weight; .*target\.dtype"):
+        load(saved, torch.float16)
+
+
 def test_long_lists_are_cut(saved: Path) -> None:
     rewrite(saved, lambda t: {k: v for k, v in t.items() if "layernorm" not in k})
     with pytest.raises(CheckpointError, match=r"and \d+ more") as caught:

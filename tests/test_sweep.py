@@ -1,0 +1,92 @@
+"""Which results of a sweep's folder a job may take over. The command line's part: test_cli.py."""
+
+import json
+import os
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from hydraspec.compose import plan
+from hydraspec.config import to_dict
+from hydraspec.sweep import find_finished, take_over
+
+TICK = 0.02  # seconds; a file system's clock is that coarse
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job that reads local files, and the folder that it finished in."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    typed = ["target=custom", f"target.checkpoint={target}", "method=none"]
+    config = plan([*typed, "workload=jsonl", f"workload.path={tmp_path}/prompts.jsonl"]).jobs[0]
+    time.sleep(TICK)
+    folder = tmp_path / "sweep" / "0"
+    folder.mkdir(parents=True)
+    write(folder, config, typed)
+    time.sleep(TICK)
+    return config, folder
+
+
+def write(folder, config, typed):
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(to_dict(config)))
+    (folder / "overrides.yaml").write_text(OmegaConf.to_yaml(typed))
+    summary = {"status": "ok", "warnings": config.warnings}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def edit(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "b"}\n')
+
+
+def put_an_older_file_in_its_place(tmp_path):
+    older = tmp_path / "older"
+    older.write_text('{"prompt": "b"}\n')
+    os.utime(older, (0, 0))
+    time.sleep(TICK)
+    older.rename(tmp_path / "prompts.jsonl")
+
+
+def link_to_an_older_file(tmp_path):
+    (tmp_path / "prompts.jsonl").unlink()
+    (tmp_path / "prompts.jsonl").symlink_to(tmp_path / "target" / "config.json")
+
+
+def add_weights(tmp_path):
+    (tmp_path / "target" / "model.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    "change", [edit, put_an_older_file_in_its_place, link_to_an_older_file, add_weights]
+)
+def test_a_job_whose_files_changed_is_not_finished(job, tmp_path, change, caplog):
+    caplog.set_level("INFO")
+    config, folder = job
+    assert find_finished(folder.parent, config) == folder
+    change(tmp_path)
+    assert find_finished(folder.parent, config) is None
+    assert "has changed since job 0 ran" in caplog.text
+
+
+def test_a_result_that_was_taken_over_is_as_old_as_the_run(job, tmp_path):
+    """Catches the copy's own age: it would pass an edit made between the run and the copy."""
+    config, folder = job
+    copy = folder.with_name("1")
+    copy.mkdir()
+    edit(tmp_path)
+    time.sleep(TICK)
+    take_over(folder, copy, [])
+    assert find_finished(folder.parent, config) is None
+
+
+def test_warnings_that_are_taken_over_name_what_was_typed_here(tmp_path):
+    jobs = plan(["method=none", "method.num_speculative_tokens=1,3"], multirun=True).jobs
+    for name, config in zip("01", jobs, strict=True):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, config, [f"method.num_speculative_tokens={2 * int(name) + 1}"])
+    taken = take_over(tmp_path / "0", tmp_path / "1", ["method.num_speculative_tokens=3"])
+    assert taken["reused_from"] == "0"
+    assert taken["warnings"] == jobs[1].warnings != jobs[0].warnings
