@@ -343,19 +343,18 @@ def emit(
     wait_for_inputs(PDL)
     samples, accepted = tl.load(samples_ptr + request) != 0, tl.load(num_accepted_ptr + request)
     num_drafts, drawn = tl.load(num_drafts_ptr + request), accepted * 0 - 1
-    slot, at = tl.load(slots_ptr + request), request * (K + 1) + accepted
-    position = tl.load(seq_lens_ptr + request) - num_drafts + accepted
-    is_recovery = tl.load(is_recovery_ptr + request) != 0
-    # Loads wait for each other only where one needs the other: not behind branches.
-    temperature, seed = tl.load(temperature_ptr + slot), tl.load(seed_ptr + slot)
-    row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
-    peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
-    peaks = tl.load(peaks_ptr + at * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
-    masses = tl.load(masses_ptr + at * num_chunks + chunk, mask=is_chunk, other=0.0)
     if samples:
+        slot, at = tl.load(slots_ptr + request), request * (K + 1) + accepted
+        temperature = tl.load(temperature_ptr + slot)
         if temperature > 0:
+            is_recovery = tl.load(is_recovery_ptr + request) != 0
             code = accepted * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
-            key = stream_key(seed, position, code)
+            position = tl.load(seq_lens_ptr + request) - num_drafts + accepted
+            key = stream_key(tl.load(seed_ptr + slot), position, code)
+            row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
+            peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
+            peaks = tl.load(peaks_ptr + at * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
+            masses = tl.load(masses_ptr + at * num_chunks + chunk, mask=is_chunk, other=0.0)
             masses *= softmax_weights(peaks, peak, temperature)
             rejected = accepted * 0 - 1
             if is_recovery:
