@@ -3,8 +3,9 @@
     python kernels/benchmarks/bench_paged_attention.py [--only E4B] [--context 640] [--sweep]
 
 Bytes are the keys and values that some row sees, the queries and the result; prefill's note gives
-its arithmetic speed over the visible pairs. Calls of a graph follow one another with dependent
-launch, as they do behind other kernels in a model. --sweep times other tilings, too.
+its arithmetic speed over the visible pairs. The floor is the larger one of bytes and arithmetic.
+Calls of a graph follow one another with dependent launch, as they do behind other kernels in a
+model. --sweep times other tilings of the plain kernel, too.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
-from harness import Measured, describe_device, print_table, rotation, time_us
+from harness import READ_TB_S, Measured, describe_device, print_table, rotation, time_us
+from hydraspec_kernels import latent_attention, prefill_attention
 from hydraspec_kernels.paged_attention import DevicePlan, GroupShape, paged_attention
 from hydraspec_kernels.paged_attention import tiling as cuts
+from hydraspec_kernels.paged_attention.kernel import paged_attention_kernel
 from hydraspec_kernels.paged_attention.tiling import Tiling
 from torch import Tensor
 
 BLOCK_SIZE = 16
 BATCHES = (1, 8, 32)
 DECODE_ROWS = (1, 4)
-PREFILL = (32, 512)  # requests, rows of each
+# Requests, rows of each, keys of each: short prompts, a long one, and a chunk behind a cache.
+PREFILL = ((32, 512, 512), (1, 8192, 8192), (1, 2048, 10240))
+TFLOP_S = 800.0  # of large products on one H200
+Arguments = tuple[Tensor, Tensor, DevicePlan]
 SPARE = 8  # blocks of a table row behind the sequence
 
 
@@ -45,7 +51,9 @@ SHAPES = {
     "E4B full": group(8, 2, 512),
     "31B sliding": group(32, 16, 256, 1024),
     "31B full": group(32, 4, 512),
+    "Llama": group(32, 8, 128),
     "latent": replace(group(128, 1, 576), latent_dim=512, scale=0.05),
+    "latent, 16 heads": replace(group(16, 1, 576), latent_dim=512, scale=0.05),
 }
 SWEEP_DECODE = [
     *(Tiling(16, n, w, s) for n, w, s in product((16, 32, 64), (4, 8), (3, 5))),
@@ -87,7 +95,7 @@ class Case:
         width = self.shape.head_dim + (self.shape.latent_dim or self.shape.head_dim)
         return 2e-12 * self.requests * self.pairs * self.shape.num_heads * width
 
-    def arguments(self) -> tuple[Tensor, Tensor, DevicePlan]:
+    def arguments(self) -> Arguments:
         """Blocks in random order, as a cache that has been in use hands them out."""
         shape, device = self.shape, "cuda"
         blocks = -(-self.keys // BLOCK_SIZE)
@@ -114,7 +122,8 @@ def cases(context: int) -> Iterator[Case]:
     for name, shape in SHAPES.items():
         for batch, rows in product(BATCHES, DECODE_ROWS):
             yield Case(f"{name} decode", shape, batch, rows, context)
-        yield Case(f"{name} prefill", shape, *PREFILL, PREFILL[1])
+        for requests, rows, keys in PREFILL:
+            yield Case(f"{name} prefill", shape, requests, rows, keys)
 
 
 @contextmanager
@@ -127,18 +136,30 @@ def cut_as(cut: Tiling) -> Iterator[None]:
         cuts.tiling = original
 
 
-def measured(case: Case, sets: list[tuple[Tensor, Tensor, DevicePlan]], cut: Tiling) -> Measured:
-    with cut_as(cut):
+def measured(case: Case, sets: list[Arguments], cut: Tiling | None = None) -> Measured:
+    """As a model calls it, or the plain kernel with a tiling."""
+    query, _, plan = sets[0]
+    if cut is None and latent_attention.fits(query, plan):
+        heads = case.shape.num_heads
         micros = time_us(paged_attention, sets)
-    note = f"M{cut.block_m} N{cut.block_n} warps {cut.num_warps} stages {cut.num_stages}"
-    note += f" splits {cut.splits}"
+        note = f"splits {latent_attention.num_splits(heads, case.rows, case.requests)}"
+    elif cut is None and prefill_attention.fits(query, plan):
+        micros, note = time_us(paged_attention, sets), "copying warp"
+    else:
+        cut = cut or cuts.tiling(case.shape, case.rows, case.requests, torch.bfloat16)
+        with cut_as(cut):
+            micros = time_us(paged_attention_kernel, sets)
+        note = f"M{cut.block_m} N{cut.block_n} warps {cut.num_warps} stages {cut.num_stages}"
+        note += f" splits {cut.splits}"
     if case.rows > cuts.MOST_SPLIT_ROWS:
         note += f", {case.tflop / micros * 1e6:.0f} TFLOP/s"
     shape = f"{case.requests}x{case.rows}x{case.keys}"
-    return Measured(case.name, shape, micros, case.nbytes, note=note)
+    seconds = max(case.nbytes * 1e-12 / READ_TB_S, case.tflop / TFLOP_S)
+    speed = case.nbytes * 1e-12 / seconds
+    return Measured(case.name, shape, micros, case.nbytes, tb_s=speed, note=note)
 
 
-def swept(case: Case, sets: list[tuple[Tensor, Tensor, DevicePlan]]) -> list[Measured]:
+def swept(case: Case, sets: list[Arguments]) -> list[Measured]:
     """The five fastest tilings. What does not fit into shared memory is left out."""
     tried = SWEEP_PREFILL
     if case.rows <= cuts.MOST_SPLIT_ROWS:
@@ -167,9 +188,8 @@ def main() -> None:
             if options.only not in f"{case.name} {case.requests}x{case.rows}":
                 continue
             sets = rotation(case.arguments)
-            cut = cuts.tiling(case.shape, case.rows, case.requests, torch.bfloat16)
-            lines.append(measured(case, sets, cut))
-            if options.sweep:
+            lines.append(measured(case, sets))
+            if options.sweep and not (case.rows <= cuts.MOST_SPLIT_ROWS and case.shape.latent_dim):
                 lines += swept(case, sets)
     print_table("paged attention", lines)
 

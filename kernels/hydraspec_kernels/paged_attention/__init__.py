@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels import breaks, latent_attention
+from hydraspec_kernels import breaks, latent_attention, prefill_attention
 from hydraspec_kernels.paged_attention.cpu import attend, gather_kv, paged_attention_cpu
 from hydraspec_kernels.paged_attention.plan import (
     AttentionPlan,
@@ -52,6 +52,10 @@ def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
         from hydraspec_kernels.latent_attention.kernel import latent_attention_kernel
 
         return latent_attention_kernel(query, cache, plan)
+    if prefill_attention.fits(query, plan):
+        from hydraspec_kernels.prefill_attention.kernel import prefill_attention_kernel
+
+        return prefill_attention_kernel(query, cache, plan)
     from hydraspec_kernels.paged_attention.kernel import paged_attention_kernel  # needs triton
 
     return paged_attention_kernel(query, cache, plan)

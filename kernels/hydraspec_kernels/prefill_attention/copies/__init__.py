@@ -1,0 +1,1 @@
+"""The warp that only copies."""

@@ -1,0 +1,270 @@
+"""The prompts' attention with a copying warp: what it is for, that it compiles for the GPU it is
+made for, and on that GPU its results.
+
+Gluon has no interpreter: on a CPU it only compiles, in a process of its own, for here Triton
+interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
+from hydraspec_kernels import prefill_attention
+from hydraspec_kernels.decode_attention.counters import zero_counters
+from hydraspec_kernels.paged_attention import GroupShape, paged_attention, tiling
+from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.paged_attention.reference import planned_attention_reference
+from hydraspec_kernels.prefill_attention import fits
+from torch import Tensor
+
+from hydraspec.types import RowSegment
+
+SHARED_BYTES = 227 << 10  # that a program may have on sm_90
+# KV heads, queries of each, head size, window, block size.
+SHAPES = (
+    (16, 2, 256, 1024, 16),
+    (4, 8, 512, 0, 32),
+    (8, 4, 128, 0, 256),
+    (8, 1, 64, 0, 8),
+)
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from hydraspec_kernels.prefill_attention.kernel import LAUNCH, _prefill_kernel as kernel
+
+found, names = [], kernel.arg_names
+for heads, group, dim, window, block, cut in json.loads(sys.argv[1]):
+    types = {"out": "*bf16", "scale": "fp32", "counters": "*i32"}
+    types |= dict.fromkeys(("block_table", "seq_lens", "starts"), "*i64")
+    types |= dict.fromkeys(("num_rows", "num_requests", "units", "table_stride"), "i32")
+    for name, tile in (("query", [64 // group, group, 64]), ("cache", [cut["page"], 64])):
+        layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
+        types[name] = f"tensordesc<bf16{tile},{layout!r}>"
+    fixed = {name.upper(): value for name, value in cut.items()}
+    fixed |= {"KV_HEADS": heads, "GROUP": group, "DIM": dim, "WINDOW": window, "PDL": True}
+    fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64}
+    source = GluonASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={(names.index("out"),): [["tt.divisibility", 16]]},
+    )
+    options = {"launch_pdl": True, **LAUNCH}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
+print(json.dumps(found))
+"""
+
+
+@dataclass
+class Inputs:
+    query: Tensor
+    cache: Tensor
+    plan: DevicePlan
+
+
+def build(case: Requests, latent_dim: int | None = None) -> Inputs:
+    """Queries over a poisoned cache, some rows behind the last request's, each part of a wider."""
+    draw = torch.Generator(case.device).manual_seed(7)
+    page = (1,) if latent_dim else (2, case.kv_heads)
+    cache, table, _ = poisoned_cache(case, (*page, case.head_dim), draw)
+    size = (sum(case.rows) + 5, case.heads + 2, case.head_dim)
+    query = torch.randn(size, generator=draw, device=case.device)
+    query = (query * 2 * case.head_dim**-0.5 / case.scale).to(case.dtype)[:, : case.heads]
+    shape = GroupShape(
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        window=case.window,
+        scale=case.scale,
+        latent_dim=latent_dim,
+    )
+    starts = torch.tensor([0, *case.rows], device=case.device).cumsum(0)
+    lens = torch.tensor(case.lens, device=case.device)
+    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
+    return Inputs(query, cache, device_plan(shape, segments, table, lens, starts))
+
+
+def run(inputs: Inputs) -> Tensor:
+    assert fits(inputs.query, inputs.plan)
+    with poisoned_memory():
+        return paged_attention(inputs.query, inputs.cache, inputs.plan)
+
+
+def check(case: Requests) -> None:
+    inputs = build(case)
+    out = run(inputs)
+    expected = planned_attention_reference(
+        inputs.query.double(), inputs.cache.double(), inputs.plan
+    )
+    assert_half_close(out, expected)
+
+
+def test_compiles_and_fits(tmp_path: Path) -> None:
+    jobs = []
+    for heads, group, dim, window, block in SHAPES:
+        shape = GroupShape(
+            num_heads=heads * group,
+            num_kv_heads=heads,
+            head_dim=dim,
+            block_size=block,
+            window=window or None,
+        )
+        jobs.append([heads, group, dim, window, block, asdict(prefill_attention.tiling(shape))])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (shared, products), job in zip(json.loads(done.stdout), jobs, strict=True):
+        assert shared <= SHARED_BYTES, job
+        assert products > 0, job
+
+
+MODELS = {
+    "64 wide": {"heads": 8, "kv_heads": 8, "head_dim": 64, "scale": 0.125},
+    "128 wide": {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.09},
+    "E4B sliding": {"heads": 8, "kv_heads": 2, "head_dim": 256, "window": 512},
+    "E4B full": {"heads": 8, "kv_heads": 2, "head_dim": 512},
+    "31B sliding": {"heads": 32, "kv_heads": 16, "head_dim": 256, "window": 1024},
+    "31B full": {"heads": 32, "kv_heads": 4, "head_dim": 512},
+}
+
+
+def case_of(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Requests:
+    return Requests(rows, lens, dtype=torch.bfloat16, block_size=16, **MODELS[model])
+
+
+def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_attention, "_has_warpgroup_products", lambda _: True)
+    few = tiling.MOST_SPLIT_ROWS
+    case = case_of("128 wide", (few + 1,), (40,))
+
+    def takes(case: Requests, latent_dim: int | None = None) -> bool:
+        inputs = build(case, latent_dim)
+        return fits(inputs.query, inputs.plan)
+
+    assert takes(case)
+    assert takes(replace(case, dtype=torch.float16))
+    assert not takes(replace(case, dtype=torch.float32))
+    assert not takes(replace(case, rows=(few,)))
+    assert not takes(replace(case, head_dim=96))
+    assert not takes(replace(case, heads=24))
+    assert not takes(replace(case, heads=128, kv_heads=1))
+    assert not takes(replace(case, block_size=4))
+    assert not takes(replace(case, block_size=24))
+    assert not takes(replace(case, heads=8, kv_heads=1, head_dim=512), latent_dim=256)
+    inputs = build(case)
+    query = inputs.query
+    assert not fits(query.new_empty(query.numel() + 4)[4:].view(query.shape), inputs.plan)
+
+
+def test_other_devices_have_the_plain_kernel() -> None:
+    inputs = build(case_of("128 wide", (40,), (40,)))
+    assert not fits(inputs.query, inputs.plan)
+
+
+# ------------------------------------------------------------------------------------- compiled
+
+ROWS = {
+    "one tile": ((17,), (17,)),
+    "ends on block borders": ((64, 128, 512), (64, 640, 512)),
+    "chunks behind long caches": ((70, 33, 129), (3000, 1111, 1153)),
+    "a window inside the rows": ((2500,), (2600,)),
+    "one row between prompts": ((100, 1, 1, 200), (100, 900, 1, 333)),
+    "padding requests": ((90, 30, 1), (90, 0, 0)),
+}
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+def on_device(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Requests:
+    return replace(case_of(model, rows, lens), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("model", MODELS)
+def test_matches_the_definition(model: str, rows: str) -> None:
+    check(on_device(model, *ROWS[rows]))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize("model", ["128 wide", "E4B sliding", "31B full"])
+def test_block_sizes(model: str, block_size: int) -> None:
+    check(replace(on_device(model, (100, 33, 300), (700, 95, 600)), block_size=block_size))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_half() -> None:
+    check(replace(on_device("128 wide", (100, 40), (300, 40)), dtype=torch.float16))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_many_requests() -> None:
+    """More than the lanes of a warp have two of each."""
+    rows = tuple(1 + 7 * b % 40 for b in range(90))
+    check(on_device("E4B sliding", rows, tuple(n + 11 * b for b, n in enumerate(rows))))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("model", ["128 wide", "31B sliding", "31B full"])
+def test_a_request_does_not_see_its_neighbours(model: str) -> None:
+    """Bitwise, whichever program takes which tile."""
+    inputs = build(on_device(model, (200, 300, 100), (700, 300, 0)))
+    plan, whole = inputs.plan, run(inputs)
+    assert all(torch.equal(whole, run(inputs)) for _ in range(5))
+    starts = plan.query_start_loc
+    assert starts is not None
+    alone = DevicePlan(plan.shape, starts[:2], plan.seq_lens[:1], plan.block_table[:1], 200, 1, 200)
+    out = paged_attention(inputs.query[:200], inputs.cache, alone)
+    assert torch.equal(out, whole[:200])
+    assert not zero_counters(out.device).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_a_graph_follows_the_sequence_lengths() -> None:
+    first = build(on_device("E4B sliding", (64, 64, 64), (900, 64, 640)))
+    second = build(on_device("E4B sliding", (64, 64, 64), (70, 899, 0)))
+    plan = first.plan
+    kept = [first.query.clone(), first.cache.clone(), plan.seq_lens.clone()]
+    kept += [plan.block_table.clone()]
+    before, other = run(first), run(second)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(first.query, first.cache, plan)
+    theirs = [second.query, second.cache, second.plan.seq_lens, second.plan.block_table]
+    for given, expected in ((theirs, other), (kept, before)):
+        mine = (first.query, first.cache, plan.seq_lens, plan.block_table)
+        for to, new in zip(mine, given, strict=True):
+            to.copy_(new)
+        graph.replay()
+        assert torch.equal(out, expected)
