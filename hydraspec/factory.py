@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hydraspec.config.checks import check_method
 from hydraspec.config.derive import named_drafter, no_drafter, take_over
 from hydraspec.config.messages import listing, refusal
-from hydraspec.config.schema import AUTO, RunConfig
+from hydraspec.config.schema import AUTO, Device, RunConfig
 
 if TYPE_CHECKING:
     from hydraspec.engine.base import Engine
@@ -20,6 +20,7 @@ ENGINES = {
     "vllm": "hydraspec.engine.vllm_engine:VllmEngine",
 }
 DETECTION = "hydraspec.models.detect:resolve"
+DEVICE = "hydraspec.engine.machine:pick_device"
 SPECULATORS = {
     "none": "hydraspec.speculators.none:NoSpeculator",
     "eagle": "hydraspec.speculators.eagle:EagleSpeculator",
@@ -44,6 +45,17 @@ def build_speculator(config: RunConfig) -> BaseSpeculator:
     """The speculator that `method.name` names, not loaded yet."""
     speculator: BaseSpeculator = _load("method.name", config.method.name, SPECULATORS)(config)
     return speculator
+
+
+def check_device(config: RunConfig) -> None:
+    """Refuse a device that was asked for and is not there, before anything is read.
+
+    Raises:
+        ConfigurationError: from the engine's room.
+    """
+    if config.engine.device is Device.cuda:
+        module, _, attribute = DEVICE.partition(":")
+        getattr(import_module(module), attribute)(config)
 
 
 def resolve_drafter(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
 MISSING = "???"
+NAME = "name"  # of every group: the choice's own, chosen with <group>=<choice>
 MEANINGS = {  # what text stands for, where "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
@@ -43,7 +44,8 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         reason = str(error).splitlines()[0]
         key = error.full_key or "configuration"
         raise ConfigurationError(
-            f"{key}: {reason}\n  to do: give {key} a value of its own"
+            f"{key}: {reason}\n  allowed: a value, or ${{key}} with a key that there is\n"
+            f"  to do: give {key} a value of its own"
         ) from error
     config: RunConfig = _build(RunConfig, values, "")
     check_names(config)
@@ -75,18 +77,24 @@ def check_key(path: str, value: object) -> None:
             if typing.get_origin(schema) is dict:
                 return
             raise refusal(path, value, "is no key", allowed=f"{'.'.join(seen)} is a value itself")
-        known = keys_of(typing.cast(type, schema))
-        if part not in known:
-            raise _unknown_key(path, part, value, ".".join(seen), known)
+        group = typing.cast(type, schema)
+        known = keys_of(group)
+        if part not in known or _of_choices(group, part):
+            raise _unknown_key(path, part, value, ".".join(seen), group)
         seen.append(part)
         schema = known[part]
 
 
+def _of_choices(schema: type, name: str) -> bool:
+    return any(f.name == name and f.metadata.get("of_choices") for f in dataclasses.fields(schema))
+
+
 def _unknown_key(
-    path: str, part: str, value: object, parent: str, known: dict[str, Any]
+    path: str, part: str, value: object, parent: str, schema: type
 ) -> ConfigurationError:
-    names = [*known, "experiment"] if not parent else list(known)
-    meant = nearest(part, names)
+    names = [name for name in keys_of(schema) if name != NAME and not _of_choices(schema, name)]
+    names += [] if parent else ["experiment"]
+    meant = None if part in keys_of(schema) else nearest(part, names)
     full = f"{parent}.{meant}" if parent else meant
     remedy = f"did you mean {full}={show(value)}?" if meant else "remove it"
     if part == "_target_":
@@ -107,7 +115,7 @@ def _build(schema: type, values: object, path: str) -> Any:
         )
     for name, value in values.items():
         if name not in known:
-            raise _unknown_key(_join(path, name), str(name), value, path, known)
+            raise _unknown_key(_join(path, name), str(name), value, path, schema)
     fields = {field.name: field for field in dataclasses.fields(schema)}
     built = {}
     for name, kind in known.items():
@@ -135,8 +143,11 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _convert(kind: Any, value: object, key: str) -> Any:
+    declared = kind
     if isinstance(kind, types.UnionType):
-        return None if value is None else _convert(kind.__args__[0], value, key)
+        if value is None:
+            return None
+        kind = kind.__args__[0]
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, key)
     origin = typing.get_origin(kind)
@@ -156,7 +167,7 @@ def _convert(kind: Any, value: object, key: str) -> Any:
         key,
         value,
         f"is {_name_of(value)}",
-        allowed=_describe(kind),
+        allowed=_describe(declared),
         remedy=_type_remedy(kind, value, key),
     )
 

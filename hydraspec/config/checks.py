@@ -6,8 +6,9 @@ Knows values only: files, checkpoints and devices are checked where they are use
 from __future__ import annotations
 
 import math
+import os
 
-from hydraspec.config.benches import check_bench
+from hydraspec.config.benches import check_bench, is_bench
 from hydraspec.config.choices import choices_of, shipped_shapes
 from hydraspec.config.derive import SHAPE
 from hydraspec.config.engines import NATIVE, VLLM, check_offer, check_vllm
@@ -28,6 +29,8 @@ from hydraspec.config.schema import (
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
 # drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
 MAX_SPECULATIVE_TOKENS = 32
+# Far past what helps; thousands of threads hang or end the process.
+MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
 ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 
@@ -35,7 +38,7 @@ ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 def check(config: RunConfig) -> None:
     """Refuse the first thing that cannot work; note what is only pointless in `warnings`."""
     _sampling_range("seed", "seed", config.seed)
-    _at_least("target.max_model_len", config.target.max_model_len, 2)
+    _at_least("target.max_model_len", config.target.max_model_len, 2, "2 or more, or null")
     _check_shape("target", config.target.checkpoint, config.target.weights)
     _check_shape("method", config.method.checkpoint or "", config.method.weights)
     _check_method(config.method)
@@ -44,6 +47,8 @@ def check(config: RunConfig) -> None:
     _check_cudagraph(config)
     _check_sampling(config.sampling)
     _check_workload(config.workload)
+    if config.target.max_model_len is not None:
+        check_random_room(config, config.target.max_model_len)
     check_vllm(config)
     check_bench(config)
     config.warnings.extend(_without_effect(config))
@@ -71,10 +76,15 @@ def check_names(config: RunConfig) -> None:
             raise refusal(
                 key, config.target.drafters[method], "names no method", allowed=listing(known)
             )
-    if not config.target.checkpoint:
-        raise refusal(
-            "target.checkpoint", "", "is empty", allowed="a folder, a hub id or zoo:<name>"
-        )
+    for group, checkpoint in (
+        ("target", config.target.checkpoint),
+        ("method", config.method.checkpoint),
+    ):
+        if checkpoint == "":
+            allowed = "a folder, a hub id or zoo:<name>"
+            remedy = "write one of these, or leave the key out"
+            key = f"{group}.checkpoint"
+            raise refusal(key, checkpoint, "is empty", allowed=allowed, remedy=remedy)
 
 
 def _check_shape(group: str, checkpoint: str, weights: Weights) -> None:
@@ -98,6 +108,22 @@ def _check_shape(group: str, checkpoint: str, weights: Weights) -> None:
             allowed=f"a folder or a hub id, or a shape with {group}.weights=random",
             remedy=f"add {group}.weights=random",
         )
+
+
+def check_random_room(config: RunConfig, max_model_len: int) -> None:
+    """Refuse random requests that would be cut short: their lengths are a promise."""
+    size = config.workload
+    num_tokens = size.prompt_tokens + size.output_tokens
+    if size.name != "random" or is_bench(config) or num_tokens <= max_model_len:
+        return
+    raise refusal(
+        "workload.prompt_tokens",
+        size.prompt_tokens,
+        f"and workload.output_tokens={size.output_tokens} make {num_tokens} tokens, and the target "
+        f"takes {max_model_len}",
+        allowed=f"{max_model_len} together (target.max_model_len, or the checkpoint's own limit)",
+        remedy="lower one of them",
+    )
 
 
 def check_method(config: RunConfig) -> None:
@@ -153,7 +179,13 @@ def _check_method(method: MethodConfig) -> None:
 
 def _check_engine(engine: EngineConfig, method: MethodConfig) -> None:
     _at_least("engine.max_num_seqs", engine.max_num_seqs, 1)
-    _at_least("engine.num_threads", engine.num_threads, 1)
+    if engine.num_threads is not None and not 1 <= engine.num_threads <= MAX_NUM_THREADS:
+        raise refusal(
+            "engine.num_threads",
+            engine.num_threads,
+            "is out of range",
+            allowed=f"1 to {MAX_NUM_THREADS}, or null to have it chosen",
+        )
     check_offer(engine, method)
     if engine.name == NATIVE:
         _check_cache(engine, method)
@@ -275,7 +307,7 @@ def _check_workload(workload: WorkloadConfig) -> None:
                 f"workload.{key}",
                 getattr(workload, key),
                 f"has no meaning with workload={workload.name}",
-                allowed=f"keys of workload={workload.name}: path, limit, concurrency",
+                allowed=f"keys of workload={workload.name}: concurrency, limit, path",
                 remedy="choose workload=random, or leave the key out",
             )
 

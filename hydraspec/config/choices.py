@@ -24,14 +24,28 @@ def choices_of(group: str) -> tuple[str, ...]:
 
 def packaged_value(group: str, choice: str, key: str) -> str | None:
     """A top-level text value of a choice's YAML; None without the choice or the value."""
-    value = _packaged(group, choice).get(key)
+    value = packaged(group, choice).get(key)
     return value if isinstance(value, str) and value != "???" else None
 
 
 def packaged_drafters(target: str) -> dict[str, str]:
     """The drafters that a target's YAML names, method → checkpoint, in its order."""
-    drafters = _packaged("target", target).get("drafters")
+    drafters = packaged("target", target).get("drafters")
     return dict(drafters) if isinstance(drafters, dict) else {}
+
+
+def choices_with(key: str) -> list[str]:
+    """The choices of a dotted key's group that have the key, as they are typed."""
+    group, *parts = key.split(".")
+    return [f"{group}={name}" for name in choices_of(group) if _has(packaged(group, name), parts)]
+
+
+def _has(values: Any, parts: list[str]) -> bool:
+    for part in parts:
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
 
 
 @cache
@@ -41,7 +55,8 @@ def shipped_shapes() -> tuple[str, ...]:
 
 
 @cache
-def _packaged(group: str, choice: str) -> dict[Any, Any]:
+def packaged(group: str, choice: str) -> dict[Any, Any]:
+    """What a choice's YAML holds, to be read only; empty without the choice."""
     if choice not in choices_of(group):
         return {}
     text = files("hydraspec.conf").joinpath(group, f"{choice}.yaml").read_text(encoding="utf-8")

@@ -7,7 +7,15 @@ import dataclasses
 from hydraspec.config.choices import packaged_value, shipped_shapes
 from hydraspec.config.engines import VLLM
 from hydraspec.config.messages import refusal, show
-from hydraspec.config.schema import AUTO, MethodConfig, RunConfig, TargetConfig, Weights
+from hydraspec.config.schema import (
+    AUTO,
+    MethodConfig,
+    RunConfig,
+    TargetConfig,
+    TrackerConfig,
+    TrackerMode,
+    Weights,
+)
 from hydraspec.errors import ConfigurationError
 
 ZOO, SHAPE = "zoo:", "shape:"
@@ -31,6 +39,7 @@ def derive(config: RunConfig) -> None:
         config.method.checkpoint = _default_drafter(config, known)
     _draw_drafter(config)
     _drop_baseline(config)
+    _turn_off_tracker(config.tracker, config.warnings)
 
 
 def take_over(config: RunConfig, method: str, drafter: str, target: str, proposed: int) -> None:
@@ -113,6 +122,16 @@ def _drop_baseline(config: RunConfig) -> None:
             "baseline=true is not available with engine=vllm, which takes the device for one "
             f"engine: recorded as false; to compare run -m method=none,{config.method.name}"
         )
+
+
+def _turn_off_tracker(tracker: TrackerConfig, warnings: list[str]) -> None:
+    """`tracker=none` tracks nothing, whatever its mode."""
+    if tracker.name == "none" and tracker.mode is not TrackerMode.disabled:
+        warnings.append(
+            f"tracker.mode={tracker.mode.value} has no effect with tracker=none: "
+            "recorded as disabled"
+        )
+        tracker.mode = TrackerMode.disabled
 
 
 def _plain_decoding(config: RunConfig) -> MethodConfig:

@@ -7,15 +7,16 @@ from collections.abc import Iterable
 
 from hydraspec.errors import ConfigurationError
 
+REMEDY = "choose a value that is allowed"  # where the value alone is wrong
+
 
 def refusal(
     key: str, value: object, problem: str, *, allowed: str, remedy: str = ""
 ) -> ConfigurationError:
     """An error to raise. `value` is shown as it would be typed."""
-    lines = [f"{key}={show(value)} {problem}", f"  allowed: {allowed}"]
-    if remedy:
-        lines.append(f"  to do: {remedy}")
-    return ConfigurationError("\n".join(lines))
+    return ConfigurationError(
+        f"{key}={show(value)} {problem}\n  allowed: {allowed}\n  to do: {remedy or REMEDY}"
+    )
 
 
 def show(value: object) -> str:

@@ -2,7 +2,8 @@
 
 Types only: values live in conf/, checks in checks.py.
 
-A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration.
+A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration. One
+marked OF_CHOICES stands in the YAML of choices only: nobody types it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 DERIVED = {"derived": True}
+OF_CHOICES = {"of_choices": True}
 AUTO = "auto"  # method.name until the drafter's folder has said which method it is for
 
 
@@ -64,7 +66,7 @@ class MethodConfig:
     name: str
     num_speculative_tokens: int  # 0 with name=auto: what the drafter proposes
     checkpoint: str | None = None  # null: what target.drafters names for the method
-    needs_checkpoint: bool = True  # false for drafters without weights
+    needs_checkpoint: bool = field(default=True, metadata=OF_CHOICES)  # false: without weights
     weights: Weights = Weights.checkpoint
     draft_sampling: DraftSampling = DraftSampling.greedy
     verification: Verification = Verification.standard

@@ -46,8 +46,8 @@ class OfferedRequest:
         if self.num_tokens >= max_model_len:
             self.fail(
                 f"the prompt has {self.num_tokens} tokens; target.max_model_len is "
-                f"{max_model_len} and leaves no room for an answer: shorten the prompt or "
-                "raise target.max_model_len"
+                f"{max_model_len} and leaves no room for an answer: shorten the prompt, or raise "
+                "target.max_model_len if it is below the checkpoint's own limit"
             )
 
     def note_tokens(self, now: float) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hydraspec.config.checks import check_random_room
+from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
-from hydraspec.types import ConfigurationError
+from hydraspec.models.registry import check_length
 
 # Below this width a CPU step is bound by dispatch, and a second thread only adds hand-over time.
 SINGLE_THREAD_WIDTH = 512
@@ -15,8 +17,12 @@ def pick_device(config: RunConfig) -> torch.device:
     """The device of engine.device. Raises ConfigurationError if this machine has no such one."""
     wanted = config.engine.device.value
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "engine.device=cuda, but torch sees no CUDA device: allowed here are auto and cpu"
+        raise refusal(
+            "engine.device",
+            wanted,
+            "is not to be had: torch sees no CUDA device",
+            allowed="auto, cpu",
+            remedy="add engine.device=cpu, or run where there is one",
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,11 +38,11 @@ def set_num_threads(num_threads: int | None, hidden_size: int) -> None:
 
 
 def model_length(config: RunConfig, limit: int) -> int:
-    """target.max_model_len, or the checkpoint's `limit`. Raises ConfigurationError beyond it."""
-    wanted = config.target.max_model_len
-    if wanted is not None and wanted > limit:
-        raise ConfigurationError(
-            f"target.max_model_len={wanted} is above the checkpoint's max_position_embeddings: "
-            f"allowed is 2 to {limit}; lower it or leave it null"
-        )
-    return wanted or limit
+    """target.max_model_len, or the checkpoint's `limit`.
+
+    Raises ConfigurationError beyond it, and where workload=random has no room in it.
+    """
+    check_length(config.target.max_model_len, limit)
+    length = config.target.max_model_len or limit
+    check_random_room(config, length)
+    return length

@@ -1,4 +1,5 @@
-"""What a run settles before its folder is written: the checkpoints' say in the configuration.
+"""What a run settles before its folder is written: the device, and the checkpoints' say in the
+configuration.
 
 Light to import: the command line asks here before it knows whether anything is to run.
 """
@@ -10,5 +11,6 @@ from hydraspec.config.schema import RunConfig
 
 
 def resolve(config: RunConfig) -> None:
-    """Fill in, in place, what checkpoints decide; see `factory.resolve_drafter`."""
+    """Fill in, in place, what checkpoints decide; see `factory`."""
+    factory.check_device(config)
     factory.resolve_drafter(config)

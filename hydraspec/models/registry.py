@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hydraspec.errors import CheckpointError
+from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint import open_checkpoint
 
@@ -38,7 +38,8 @@ def load_target(
     """A target model from a folder, zoo:<name> or hub id.
 
     weights is "checkpoint" or "random" (seeded, in config.json's shapes, no tensor file read).
-    Raises CheckpointError: unreadable, of an unknown model_type, or shorter than max_model_len.
+    Raises CheckpointError: unreadable or of an unknown model_type; ConfigurationError: shorter than
+    max_model_len.
     """
     opened = open_checkpoint(checkpoint)
     model_type = opened.config.get("model_type")
@@ -50,12 +51,18 @@ def load_target(
     module, function = TARGETS[model_type].split(":")
     load = getattr(importlib.import_module(module), function)
     model: TargetModel = load(opened, weights=weights, dtype=dtype, device=device, seed=seed)
-    if max_model_len is not None and max_model_len > model.max_position_embeddings:
-        raise CheckpointError(
-            f"max_model_len {max_model_len} is beyond what {str(opened.folder)!r} was made for "
-            f"(max_position_embeddings {model.max_position_embeddings}): lower max_model_len"
-        )
+    check_length(max_model_len, model.max_position_embeddings)
     return model
+
+
+def check_length(max_model_len: int | None, limit: int) -> None:
+    """Refuse a target.max_model_len above what the checkpoint was made for."""
+    if max_model_len is not None and max_model_len > limit:
+        raise ConfigurationError(
+            f"target.max_model_len={max_model_len} is above the checkpoint's "
+            f"max_position_embeddings\n  allowed: 2 to {limit}, or null\n"
+            "  to do: lower it, or leave the key out"
+        )
 
 
 def _drafter_hint(config: Mapping[str, Any]) -> str:

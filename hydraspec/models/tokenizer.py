@@ -59,7 +59,8 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
         )
     except Exception as error:  # broken json, missing vocabulary, classes that need remote code
         raise CheckpointError(
-            f"the tokenizer files of {str(folder)!r} are unreadable ({type(error).__name__}: "
-            f"{error}): download them again, or remove them and give prompt_token_ids"
+            f"the tokenizer of {str(folder)!r} cannot be read: its files, or config.json beside "
+            f"them ({type(error).__name__}: {error}): download them again, or remove the "
+            "tokenizer's files and give prompt_token_ids"
         ) from None
     return Tokenizer(inner)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydraspec.compose import plan
+from hydraspec.compose import plan, with_method
 from hydraspec.config import to_dict
 from hydraspec.config.schema import Dtype
 
@@ -60,11 +60,20 @@ def test_out_of_range_k_is_no_matter_where_k_is_not_used():
         (["method.draft_sampling=probabilistic"], "drafts greedily at temperature 0"),
         (["cudagraph=none", "cudagraph.capture_sizes=[1,2]"], "capture_sizes has no effect"),
         (["workload=random", "sampling.stop=[x]"], "no effect with workload=random"),
+        (["tracker=none", "tracker.mode=online"], "tracker.mode=online has no effect with"),
     ],
 )
 def test_what_has_no_effect_is_warned_about(overrides, warning):
     (given,) = one(*overrides).warnings
     assert warning in given
+
+
+def test_no_experiment_is_a_choice():
+    """Hydra has no null for a group that is swept or chosen."""
+    assert one("experiment=null") == one()
+    planned = plan(["experiment=bench_gemma4_e2b,null"], multirun=True)
+    assert [job.bench.name for job in planned.jobs] == ["decode", "none"]
+    assert with_method(["experiment=null", "target=tiny_qwen3"])[0] == "experiment=[]"
 
 
 def test_plain_values_only():

@@ -3,6 +3,7 @@
 import pytest
 
 from hydraspec.compose import plan
+from hydraspec.config.checks import MAX_NUM_THREADS
 from hydraspec.config.choices import choices_of
 from hydraspec.errors import ConfigurationError
 
@@ -26,25 +27,39 @@ REFUSED = {
     "hydra.run.dirr=x": ["hydra.run.dirr", "did you mean hydra.run.dir?"],
     # added with +, also nested, also derived
     "+method.k=1": ["method.k=1 is no key", "num_speculative_tokens"],
+    "+method.needs_checkpoint=false": ["needs_checkpoint=false is no key", "remove it"],
+    "+method={needs_checkpoint:false}": ["method.needs_checkpoint=false is no key"],
     "+engine.kv_cache.pages=1": ["engine.kv_cache.pages=1 is no key", "memory_gib"],
     "+note=hello": ["note=hello is no key"],
     "+warnings=[x]": ["warnings=[x] is no key"],
     "++method._target_=os.system": ["_target_", "classes are chosen by name"],
-    "method={name:none,k:1}": ["method.k:", "num_speculative_tokens"],
+    "method={name:none,k:1}": ["method.k=1 is no key", "num_speculative_tokens"],
     "+target.drafters.eagle4=/x": ["target.drafters.eagle4=/x", "gemma4_mtp"],
     # removed or empty
     "~method": ["method has no value", METHODS],
     "~seed_": ["seed_"],
     "tracker=null": ["tracker=null", "none, wandb"],
-    "method.name=null": ["method.name=null is empty", "allowed: text"],
     "target=custom": ["target.checkpoint has no value", "a hub id"],
     "workload=jsonl": ["workload.path has no value", "JSON lines"],
     "target.checkpoint=''": ["target.checkpoint=''", "is empty"],
+    "method.checkpoint=": ["method.checkpoint='' is empty", "leave the key out"],
+    "method.num_speculative_tokens=null": ["=null is empty", "a whole number"],
+    # a choice's name
+    "sampling.name=stochastic": ["is not the name of sampling=greedy", "choose sampling=stoch"],
+    "parallelism.name=foo": ["parallelism.name=foo", "parallelism=single"],
+    "+workload.name=random": ["workload.name=random", "choose workload=random"],
+    "target.name=foo": ["target.name=foo", "tiny_gemma4"],
+    "method={name:none}": ["method.name=none is not the name", "choose method=none"],
+    "method.name=null": ["method.name=null is not the name of method=gemma4_mtp"],
+    "~method.name": ["method.name=null is not the name of method=gemma4_mtp"],
     # wrong types
     "method.num_speculative_tokens=three": ["=three is text", "a whole number"],
     "method.num_speculative_tokens=2.5": ["=2.5 is a number", "a whole number"],
     "method.num_speculative_tokens=true": ["=true is true or false", "a whole number"],
     "baseline=1": ["baseline=1", "true or false"],
+    "seed=abc": ["seed=abc is text", "allowed: a whole number\n"],
+    "target.max_model_len=abc": ["=abc is text", "a whole number, or null"],
+    "tracker.entity=7": ["tracker.entity=7", "text, or null"],
     "sampling.stop=end": ["sampling.stop=end is text", "a list", "sampling.stop=[…]"],
     "sampling.stop_token_ids=[1,x]": ["sampling.stop_token_ids[1]=x"],
     "tracker.group=7": ["tracker.group=7", "quote it"],
@@ -75,8 +90,9 @@ REFUSED = {
     "engine.kv_cache.memory_gib=0": ["memory_gib=0"],
     "engine.max_num_seqs=0": ["engine.max_num_seqs=0"],
     "engine.max_num_batched_tokens=63": ["64 or more", "lower engine.max_num_seqs"],
-    "engine.num_threads=0": ["engine.num_threads=0"],
-    "target.max_model_len=1": ["target.max_model_len=1"],
+    "engine.num_threads=0": ["engine.num_threads=0", f"1 to {MAX_NUM_THREADS}, or null"],
+    "engine.num_threads=100000": ["=100000", f"1 to {MAX_NUM_THREADS}, or null"],
+    "target.max_model_len=1": ["target.max_model_len=1", "2 or more, or null"],
     "workload.limit=0": ["workload.limit=0", "null for all"],
     "workload.concurrency=0": ["workload.concurrency=0"],
     "cudagraph.capture_sizes=[4,2]": ["cudagraph.capture_sizes=[4, 2]", "rising", "sort them"],
@@ -88,10 +104,20 @@ REFUSED = {
     f"{LENGTH}=2.0": [f"{LENGTH}=2", "verification=standard", SYNTHETIC],
     f"{SYNTHETIC} {LENGTH}=4.5": [f"{LENGTH}=4.5", "1 to 4"],
     f"method.verification=block {LENGTH}=2.0": ["verification=block"],
-    "workload.num_requests=3": ["workload.num_requests", "concurrency, limit, name, path"],
+    "workload.num_requests=3": [
+        *("workload.num_requests=3 is no key of workload=tiny", "concurrency, limit, path\n"),
+        "choose workload=random",
+    ],
+    "bench.engines=[native]": ["bench.engines=[native]", "bench=none has no keys", "bench=decode"],
+    "engine=transformers engine.kv_cache.block_size=4": [
+        *("engine.kv_cache.block_size=4 is no key of engine=transformers", "num_threads"),
+        "choose engine=native, or leave it out",
+    ],
+    "engine=vllm engine.kv_cache.block_size=4": ["keys of engine.kv_cache are memory_gib", "nativ"],
+    "workload=random target.max_model_len=767": ["=512 and", "output_tokens=256", "takes 767"],
     "+workload.num_requests=3": ["workload.num_requests=3", "workload=random"],
     "workload=random +workload.path=x": ["workload.path=x", "workload=jsonl"],
-    "tracker=none tracker.project=x": ["tracker.project"],
+    "tracker=none tracker.project=x": ["tracker.project=x is no key of", "tracker=wandb"],
     "method.name=eagle4": ["method.name=eagle4"],
     "method=eagle": ["method=eagle", "target tiny_gemma4 names none", "=auto or method=none"],
     "cudagraph.name=half": ["cudagraph.name=half", "full_decode_only, none, piecewise"],
@@ -112,11 +138,17 @@ def test_refused_with_key_value_range_and_remedy(typed):
     for part in REFUSED[typed]:
         assert part in message
     assert refused.value.exit_code == 2
-    assert len(message.splitlines()) <= 3
+    _, allowed, remedy = message.splitlines()
+    assert allowed.startswith("  allowed: ")
+    assert remedy.startswith("  to do: ")
 
 
 @pytest.mark.parametrize(
-    "typed", ["method.num_speculative_tokens=1,100", "method=none,gemma5", "seed=1,x", "nokey=1,2"]
+    "typed",
+    [
+        *("method.num_speculative_tokens=1,100", "method=none,gemma5", "seed=1,x", "nokey=1,2"),
+        *("tracker=none,null", "method.name=none,eagle3", "method.needs_checkpoint=true,false"),
+    ],
 )
 def test_a_sweep_is_refused_for_its_worst_job(typed):
     with pytest.raises(ConfigurationError, match=typed.split("=")[0]):
@@ -137,6 +169,10 @@ def test_a_sweep_is_refused_for_its_worst_job(typed):
         "target.checkpoint='/a=b'",
         "+target.max_model_len=64",
         "engine.max_num_batched_tokens=64",
+        "method.name=gemma4_mtp",
+        "method=gemma4 method.name=gemma4_mtp",
+        "workload=random target.max_model_len=768",
+        f"engine.num_threads={MAX_NUM_THREADS}",
     ],
 )
 def test_edges_that_are_allowed(typed):

@@ -18,7 +18,7 @@ import hydraspec
 from hydraspec import cli
 from hydraspec.compose import plan
 from hydraspec.config.choices import choices_of
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import Device, RunConfig
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab import bench, bench_measure, bench_table
 from hydraspec.lab import run as run_module
@@ -34,6 +34,7 @@ def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
     assert (config.target.name, config.target.checkpoint) == (target, f"shape:{target}")
     assert config.method.checkpoint == f"shape:{target}-assistant"
     assert (config.method.synthetic_acceptance_length, config.baseline) == (2.5, False)
+    assert config.engine.device is Device.cuda  # lest gigabytes are drawn for a CPU
     assert bench.methods_of(config) == ["none", "gemma4_mtp"]
     assert (config.bench.batches, config.bench.engines) == ([1, 8, 32], ["native", "vllm"])
 
@@ -72,6 +73,7 @@ def test_every_process_is_told_a_run_that_composes(
         (["target.max_model_len=13"], ["target.max_model_len=13", "= 14", "14 or more"]),
         (["bench.isolate=false"], ["bench.isolate=false", "one engine and one method"]),
         (["bench.name=x"], ["bench.name=x", "decode, none"]),
+        (["bench=none"], ["bench.", "choose bench=decode"]),
     ],
     ids=lambda value: value[0],
 )

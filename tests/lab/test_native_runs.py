@@ -77,9 +77,9 @@ def test_probabilistic_drafts_of_a_sampled_run(run):  # type: ignore[no-untyped-
 
 def test_prompts_that_are_too_long_say_so(run, tmp_path, capsys):  # type: ignore[no-untyped-def]
     """Catches a failed run whose reason stands in requests.jsonl alone."""
-    summary = hydraspec.run(
-        ["workload=random", "workload.prompt_tokens=5000", "workload.limit=2", "tracker=none"]
-    )
+    path = tmp_path / "long.jsonl"
+    path.write_text((json.dumps({"prompt_token_ids": [7] * 5000}) + "\n") * 2)
+    summary = hydraspec.run(["workload=jsonl", f"workload.path={path}", "tracker=none"])
     assert (summary["status"], summary["num_errors"]) == ("failed", 2)
     (warning,) = summary["warnings"]
     assert warning.startswith("2 requests ended with an error: ")

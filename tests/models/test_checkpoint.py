@@ -267,7 +267,9 @@ def test_random_weights_read_no_tensor_file(saved: Path) -> None:
 
 def test_max_model_len_beyond_the_checkpoint(saved: Path) -> None:
     assert load_anything(str(saved), max_model_len=256)
-    with pytest.raises(CheckpointError, match=r"max_model_len 257 .*max_position_embeddings 256"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)target.max_model_len=257 .*allowed: 2 to 256"
+    ):
         load_anything(str(saved), max_model_len=257)
 
 

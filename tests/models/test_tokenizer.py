@@ -1,5 +1,6 @@
 """Tokenizers come from the checkpoint's own files, or not at all."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,4 +48,12 @@ def test_messages_without_a_chat_template(tmp_path: Path) -> None:
 def test_broken_tokenizer_files(tmp_path: Path) -> None:
     (save(tmp_path, None) / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="download them again"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_config_that_the_tokenizer_trips_over_is_named(tmp_path: Path) -> None:
+    """transformers reads config.json for the tokenizer's sake, more strictly than we do."""
+    config = {"model_type": "llama", "rms_norm_eps": None, "eos_token_id": "x"}
+    (save(tmp_path, None) / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"or config\.json beside them .*(rms|eos)"):
         load_tokenizer(tmp_path)

@@ -1,0 +1,52 @@
+"""What a machine or a checkpoint cannot give is refused before anything is decoded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hydraspec.compose import plan
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.machine import model_length, pick_device
+from hydraspec.errors import ConfigurationError
+from hydraspec.lab.resolution import resolve
+
+
+def composed(*typed: str) -> RunConfig:
+    return plan(typed).jobs[0]
+
+
+@pytest.mark.parametrize("refuse", [pick_device, resolve])
+def test_cuda_is_refused_where_there_is_none(
+    refuse: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a benchmark's preset, whose target would be drawn for the CPU otherwise."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert callable(refuse)
+    for typed in ("engine.device=cuda", "experiment=bench_gemma4_e2b"):
+        with pytest.raises(ConfigurationError) as caught:
+            refuse(composed(typed))
+        told = str(caught.value).splitlines()
+        assert told[0].startswith("engine.device=cuda ")
+        assert told[1:] == [
+            "  allowed: auto, cpu",
+            "  to do: add engine.device=cpu, or run where there is one",
+        ]
+    refuse(composed("experiment=bench_gemma4_e2b", "engine.device=cpu"))
+
+
+def test_a_length_above_the_checkpoints_is_refused() -> None:
+    config = composed("target.max_model_len=257")
+    assert model_length(config, 257) == 257
+    with pytest.raises(ConfigurationError, match=r"(?s)target.max_model_len=257 .*to 256, or null"):
+        model_length(config, 256)
+
+
+def test_random_requests_that_would_be_cut_short_are_refused() -> None:
+    sizes = ["workload.prompt_tokens=200", "workload.output_tokens=57"]
+    config = composed("workload=random", *sizes)
+    assert model_length(config, 257) == 257
+    with pytest.raises(ConfigurationError, match=r"(?s)prompt_tokens=200 and .*make 257 .* 256"):
+        model_length(config, 256)
+    bench = composed("workload=random", *sizes, "bench=decode", "engine.max_num_seqs=32")
+    assert model_length(bench, 256) == 256  # which has lengths of its own
