@@ -6,13 +6,14 @@ Every line is checked before a run starts.
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hydraspec.config.messages import refusal
+from hydraspec.config.choices import packaged
+from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import RunConfig, SamplingConfig, WorkloadConfig
 from hydraspec.lab.lines import parse_line
 from hydraspec.types import Request, SamplingParams, WorkloadError
@@ -71,6 +72,8 @@ def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
 def read(config: RunConfig) -> Workload | None:
     """Read and check a workload file. None for workload=random, which needs a vocabulary first.
 
+    What is set and every line overrides is noted in config.warnings.
+
     Raises:
         WorkloadError: with file and line (exit status 3).
     """
@@ -85,7 +88,21 @@ def read(config: RunConfig) -> Workload | None:
             _add(workload, f"{name}:{number}", line, config)
     if not workload.requests:
         raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
+    config.warnings.extend(_overridden(config.sampling, workload.requests))
     return workload
+
+
+def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str]:
+    """The keys that differ from the choice's own, and are in no request."""
+    own, given = packaged("sampling", config.name), default_sampling(config, seed=0)
+    return [
+        f"sampling.{key}={show(getattr(config, key))} has no effect: "
+        "every line of the workload has its own"
+        for key, value in own.items()
+        if key != "name"
+        and getattr(config, key) != value
+        and all(getattr(r.sampling, key) != getattr(given, key) for r in requests)
+    ]
 
 
 def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:

@@ -101,7 +101,6 @@ def workload_lines(per_category: int = WORKLOAD_PER_CATEGORY) -> Iterator[str]:
                 "messages": [{"role": "user", "content": example.prompt}],
                 "category": example.category,
                 "answer": example.answer,
-                "max_tokens": WORKLOAD_MAX_TOKENS,
             }
         )
 

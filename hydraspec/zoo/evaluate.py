@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hydraspec.zoo.corpus import WORKLOAD_PATH, extract_answer
+from hydraspec.zoo.corpus import WORKLOAD_MAX_TOKENS, WORKLOAD_PATH, extract_answer
 from hydraspec.zoo.draft_heads import DraftHead
 from hydraspec.zoo.modeling import (
     causal_masks,
@@ -185,7 +185,7 @@ def evaluate(
     ]
     stop_ids = target.generation_config.eos_token_id
     stops = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
-    texts = generate_greedy(target, prompts, [line["max_tokens"] for line in lines], stops, k + 1)
+    texts = generate_greedy(target, prompts, [WORKLOAD_MAX_TOKENS] * len(lines), stops, k + 1)
     correct: dict[str, list[bool]] = defaultdict(list)
     counts: dict[str, dict[str, Counts]] = {name: defaultdict(Counts) for name in drafters}
     for line, text in zip(lines, texts, strict=True):

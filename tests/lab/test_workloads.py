@@ -159,6 +159,22 @@ def test_a_line_is_laid_over_the_defaults(config: RunConfig, path: Path) -> None
     assert (second.id, second.category, second.answer) == ("7", "chat", "3")
 
 
+def test_a_key_that_every_line_overrides_is_warned_about(config: RunConfig, path: Path) -> None:
+    config.sampling.max_tokens, config.sampling.top_p, config.sampling.stop = 1, 0.5, ["x"]
+    own = {**GOOD, "max_tokens": 9, "sampling": {"stop": ["y"]}}
+    read_lines(config, path, own, {**own, "sampling": {"top_p": 0.9, "stop": "z"}})
+    tail = "has no effect: every line of the workload has its own"
+    assert config.warnings == [f"sampling.max_tokens=1 {tail}", f"sampling.stop=[x] {tail}"]
+    config.warnings = []
+    read_lines(config, path, own, {**own, "max_tokens": None, "sampling": None})
+    assert config.warnings == []
+
+
+def test_defaults_that_lines_override_are_no_matter(config: RunConfig, path: Path) -> None:
+    read_lines(config, path, {**GOOD, "max_tokens": 9, "sampling": {"temperature": 1}})
+    assert config.warnings == []
+
+
 def test_limit_reads_no_further(config: RunConfig, path: Path) -> None:
     config.workload.limit = 2
     assert len(read_lines(config, path, GOOD, "", GOOD, "{broken").requests) == 2
@@ -195,8 +211,11 @@ def test_edges_of_the_ranges_are_allowed(config: RunConfig, path: Path) -> None:
 
 def test_the_zoo_workload_can_be_read(config: RunConfig) -> None:
     config.workload.path = "zoo:tiny"
+    config.sampling.max_tokens = 1  # its lines leave it to the key
     workload = workloads.read(config)
     assert workload is not None
+    assert config.warnings == []
+    assert {r.sampling.max_tokens for r in workload.requests} == {1}
     assert len(workload.requests) >= 64
     assert {r.answer is not None for r in workload.requests} == {True}
 

@@ -28,7 +28,7 @@ TARGET_LIMITS = {
     "tiny_deepseek": 3 * MEGABYTE,
 }
 OTHER_TARGET_LIMIT, ASSISTANT_LIMIT, ZOO_LIMIT = 4 * MEGABYTE, 700_000, 30 * MEGABYTE
-WORKLOAD_KEYS = {"id", "messages", "category", "answer", "max_tokens"}
+WORKLOAD_KEYS = {"id", "messages", "category", "answer"}
 
 
 def _config(folder: Path) -> dict[str, Any]:
