@@ -238,7 +238,7 @@ def _prefill_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
-    mbarrier.init(filled.index(SLOTS), count=1)
+    mbarrier.init(filled.index(SLOTS), count=DIM // WIDTH)
     mbarrier.init(told, count=1)
     mbarrier.init(heard, count=2)
     fence_async_shared()

@@ -81,12 +81,18 @@ def _tell(work, phase, kv_head, query, start, rows, length):
     """What the next tile is, once everybody has heard of the one before."""
     tile, told, heard = work
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
-    v = gl.where(i == 0, kv_head, gl.where(i == 1, query, length))
-    v = gl.where(i == 3, start, gl.where(i == 4, rows, v))
+    v = gl.where(i == 0, kv_head, gl.where(i == 1, query, gl.where(i == 2, start, length)))
+    v = gl.where(i == 3, rows, v)
     mbarrier.wait(heard, phase ^ 1)
     tile.store(v)
     gl.thread_barrier()
     mbarrier.arrive(told, count=1)
+
+
+@gluon.jit
+def _pick(v, i: gl.constexpr):
+    """One of a thread's numbers."""
+    return gl.sum(gl.where(gl.arange(0, v.shape[0], v.type.layout) == i, v, 0), 0)
 
 
 @gluon.jit
@@ -95,14 +101,20 @@ def hear(work, phase):
     there is none.
     """
     tile, told, heard = work
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    i = gl.arange(0, 8, LAYOUT)
     mbarrier.wait(told, phase)
-    v = tile.load(LAYOUT)
+    v = tile.load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     mbarrier.arrive(heard, count=1)
-    kv_head, query = gl.sum(gl.where(i == 0, v, 0), 0), gl.sum(gl.where(i == 1, v, 0), 0)
-    length, start = gl.sum(gl.where(i == 2, v, 0), 0), gl.sum(gl.where(i == 3, v, 0), 0)
-    return kv_head, query, start, gl.sum(gl.where(i == 4, v, 0), 0), length
+    return _pick(v, 0), _pick(v, 1), _pick(v, 2), _pick(v, 3), _pick(v, 4)
+
+
+@gluon.jit
+def _find_pages(
+    table, at, limit, BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr
+):
+    """[PAGES], the same in every lane: where pages of keys from `at` on begin in the cache."""
+    j = at + PAGE * gl.arange(0, PAGES, gl.BlockedLayout([PAGES], [32], [1], [0]))
+    block = gl.load(table + j // BLOCK_SIZE, mask=j < limit, other=0).to(gl.int32)
+    return block * BLOCK_SIZE + j % BLOCK_SIZE
 
 
 @gluon.jit
@@ -135,27 +147,23 @@ def copy_tiles(
             first, limit = find_keys(length, rows, q_at, M, GROUP, WINDOW, PAGE)
         kept = gl.maximum(length - rows - WINDOW + 1, 0) if WINDOW else 0
         table = block_table + request.to(gl.int64) * table_stride
+        pages = _find_pages(table, first, limit, BLOCK_SIZE, PAGE, PAGES)
         for at in range(first, limit, N):
-            for part in range(2 * PARTS):  # of keys, then of values
+            rows_at = pages
+            pages = _find_pages(table, at + N, limit, BLOCK_SIZE, PAGE, PAGES)
+            mends = (at < kept) | (at + N > length)
+            for part in gl.static_range(2 * PARTS):  # of keys, then of values
                 column = (part // PARTS * KV_HEADS + kv_head) * DIM + part % PARTS * WIDTH
-                mends = (part >= PARTS) & ((at < kept) | (at + N > length))
+                bar = filled.index(gl.where(mends, SLOTS, slot) if part >= PARTS else slot)
                 mbarrier.wait(free.index(slot), phase ^ 1)
-                bar = filled.index(gl.where(mends, SLOTS, slot))
                 mbarrier.expect(bar, 2 * N * WIDTH)
                 for p in gl.static_range(PAGES):
-                    j = at + p * PAGE
-                    block = gl.load(table + j // BLOCK_SIZE, mask=j < limit, other=0)
-                    row = block.to(gl.int32) * BLOCK_SIZE + j % BLOCK_SIZE
+                    row = _pick(rows_at, p)
                     for c in gl.static_range(CHUNKS):
                         to = ring.index((slot * CHUNKS + c) * PAGES + p)
                         load_tile(cache, [row, column + c * CHUNK], bar, to)
-                if mends:
-                    mbarrier.wait(bar, mended)
-                    mended ^= 1
-                    _mend(ring, slot, at, kept, length, PAGE, PAGES, CHUNKS)
-                    mbarrier.arrive(filled.index(slot), count=1)
                 slot, phase = next_slot(slot, phase, SLOTS)
-                if (at == first) & (part == 0):  # behind keys, for which nobody has to wait
+                if part == 0 and at == first:  # behind keys, for which nobody has to wait
                     for i in gl.static_range(M // GROUP_QUERIES):
                         mbarrier.wait(q_free.index(i), q_phase ^ 1)
                         mbarrier.expect(q_filled.index(i), 2 * GROUP_QUERIES * DIM)
@@ -166,6 +174,14 @@ def copy_tiles(
                                 query, [row, kv_head * GROUP, c * CHUNK], q_filled.index(i), q
                             )
                     q_phase ^= 1
+            if mends:
+                mbarrier.wait(filled.index(SLOTS), mended)
+                mended ^= 1
+                for back in range(PARTS):
+                    behind = slot - 1 - back
+                    v = gl.where(behind < 0, behind + SLOTS, behind)
+                    _mend(ring, v, at, kept, length, PAGE, PAGES, CHUNKS)
+                    mbarrier.arrive(filled.index(v), count=1)
         index = following
     _tell(work, told, 0, 0, 0, 0, 0)
     if gl.atomic_add(counters + 1, 1) == programs - 1:  # the last leaves zeros
