@@ -45,9 +45,10 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
 
 def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
     """The folder of a finished job with an equal configuration; `config` is resolved."""
-    for summary in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
-        folder = summary.parent
-        if _summary(folder).get("status") == "ok" and _recorded(folder) == _identity(config):
+    for path in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
+        folder, summary = path.parent, _summary(path.parent)
+        ran = summary.get("status") == "ok" and "reused_from" not in summary
+        if ran and _recorded(folder) == _identity(config):
             changed = _changed_input(folder, config)
             if changed is None:
                 return folder
@@ -101,9 +102,8 @@ def _recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def _changed_input(folder: Path, config: RunConfig) -> Path | None:
-    """A local file the job reads that was written, or put in its place, after the job began.
-
-    It began when its configuration was written, which copies of the folder keep the time of.
+    """A local file the job reads that was written, or put in its place, after the job began: its
+    configuration has that time.
     """
     began = (folder / "config.yaml").stat().st_mtime
     for file in _local_inputs(config):
