@@ -263,7 +263,8 @@ def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> Configu
         where = f"{group}={node._get_root()[group][NAME]}"
     meant = nearest(key.removeprefix(f"{parent}."), known)
     remedy = f"did you mean {parent}.{meant}?" if meant else "leave it out"
-    if others := choices_with(key):
+    others = choices_with(key)
+    if others and where not in others:
         remedy = f"choose {' or '.join(others)}, or leave it out"
     allowed = f"keys of {parent} are {listing(known)}" if known else f"{where} has no keys"
     return refusal(key, value, f"is no key of {where}", allowed=allowed, remedy=remedy)

@@ -76,7 +76,9 @@ def check_key(path: str, value: object) -> None:
         if not dataclasses.is_dataclass(schema):
             if typing.get_origin(schema) is dict:
                 return
-            raise refusal(path, value, "is no key", allowed=f"{'.'.join(seen)} is a value itself")
+            own = ".".join(seen)
+            allowed, remedy = f"{own} is a value itself", f"write {own}=<value>"
+            raise refusal(path, value, "is no key", allowed=allowed, remedy=remedy)
         group = typing.cast(type, schema)
         known = keys_of(group)
         if part not in known or _of_choices(group, part):

@@ -23,7 +23,8 @@ REFUSED = {
     "metod=none": ["metod=none", "did you mean method=none?"],
     "engine.kv_cache.block=8": ["engine.kv_cache.block=8", "block_size, memory_gib"],
     "temperature=1": ["temperature=1 is no key", "top-level keys are baseline"],
-    "seed.x=1": ["seed.x=1", "is a value itself"],
+    "seed.x=1": ["seed.x=1", "is a value itself", "write seed=<value>"],
+    "target.drafters={eagle9:/x}": ["eagle9", "eagle3, gemma4_mtp, peagle", "to do: leave it out"],
     "hydra.run.dirr=x": ["hydra.run.dirr", "did you mean hydra.run.dir?"],
     # added with +, also nested, also derived
     "+method.k=1": ["method.k=1 is no key", "num_speculative_tokens"],
