@@ -262,11 +262,11 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
         return
     broken = [name for name, flag in zip(floats, flags, strict=True) if not flag]
-    kept = str(floats[broken[0]].dtype).removeprefix("torch.")
+    in_half = floats[broken[0]].dtype is torch.float16  # which holds no more than 65504
     raise CheckpointError(
-        f"checkpoint {str(folder)!r} holds NaN or infinity, read as {kept}: {listed(broken)}; "
-        "expected finite weights: convert or download it again, or, if the file itself is sound, "
-        "choose a target.dtype of a wider range, such as bfloat16"
+        f"checkpoint {str(folder)!r} holds NaN or infinity: {listed(broken)}; expected finite "
+        "weights: convert or download it again"
+        + (", or run it with target.dtype=bfloat16 or float32" if in_half else "")
     )
 
 
