@@ -10,7 +10,9 @@ import errno
 import logging
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,19 @@ from hydraspec import sweep
 from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.benches import is_bench
-from hydraspec.config.messages import nearest
+from hydraspec.config.messages import nearest, refusal
 from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.lab.resolution import resolve
+from hydraspec.lab.surroundings import (
+    ignore_interrupts,
+    output_may_be_cut,
+    terminations_as_interrupts,
+)
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+RESULTS = ("summary.json", "bench.json")  # of a run, and of a benchmark
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 FOLDER_ERRORS = {
     errno.ENOSPC: "there is no space left",
@@ -47,17 +55,23 @@ def main() -> int:
 
     Returns:
         The exit status. A user's mistake prints one message to stderr; an unexpected exception
-        keeps its traceback.
+        keeps its traceback. After an interrupt the process is to end: further ones are ignored.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
+    with output_may_be_cut(), terminations_as_interrupts():
+        return _status_of(sys.argv[1:])
+
+
+def _status_of(argv: Sequence[str]) -> int:
     try:
-        return _main(sys.argv[1:])
+        return _main(argv)
     except UserError as error:
         return _complain(error, error.exit_code)
     except (HydraException, OmegaConfBaseException) as error:
         return _complain(translate(error), ConfigurationError.exit_code)
-    except KeyboardInterrupt:
-        return _complain("interrupted: what was finished is saved", INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        ignore_interrupts()
+        return _complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
     except OSError as error:
         if error.errno not in FOLDER_ERRORS:
             raise
@@ -66,6 +80,13 @@ def main() -> int:
 
 def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """One run from Python, with the overrides one would type; see `hydraspec.run`."""
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(typed, str) for typed in overrides):
+        raise ConfigurationError(
+            f"run({overrides!r}): cannot be read\n  allowed: a list of strings, each as typed\n"
+            '  to do: write run(["method=none", "seed=1"])'
+        )
+    _refuse_no_folder(overrides)
     planned = plan(overrides)
     if planned.is_sweep:
         raise ConfigurationError(
@@ -73,7 +94,8 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
             "  allowed: one run\n  to do: call run once for each combination, or use hydraspec -m"
         )
     folder = planned.folder if _is_typed(RUN_DIR, overrides) else _fresh(planned.folder)
-    return _run_job(planned.jobs[0], folder, list(overrides))
+    with output_may_be_cut():
+        return _run_job(planned.jobs[0], folder, list(overrides))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -81,21 +103,28 @@ def _main(argv: Sequence[str]) -> int:
     if not is_run:
         _hydra_main(lambda cfg: None)
         return 0
+    _refuse_no_folder(overrides)
     planned = plan(overrides, multirun=multirun)
     key = SWEEP_DIR if planned.is_sweep else RUN_DIR
-    if not _is_typed(key, overrides):
-        planned.folder = _fresh(planned.folder)
-        sys.argv.append(f"{key}={_quoted(str(planned.folder))}")
-    elif planned.is_sweep:
-        _bind_threads(planned.jobs[0])
-        sweep.check_folder(planned.folder, planned.jobs)
-    return _execute(planned)
+    try:
+        if not _is_typed(key, overrides):
+            planned.folder = _fresh(planned.folder)
+            sys.argv.append(f"{key}={_quoted(str(planned.folder))}")
+        elif planned.is_sweep:
+            _bind_threads(planned.jobs[0])
+            sweep.check_folder(planned.folder, planned.jobs)
+        return _execute(planned)
+    except OSError as error:
+        if not _is_of(planned.folder, error):
+            raise
+        raise UserError(_folder_message(error)) from error
 
 
 def _execute(planned: Plan) -> int:
     """Run the jobs one after another; a sweep ends with its comparison, whatever failed."""
     statuses: list[int] = []
     errors: list[Exception] = []
+    before = _results(planned.folder)
 
     def job(cfg: DictConfig) -> None:
         if errors:  # a bug or a full disk: the jobs left would meet it too
@@ -106,10 +135,15 @@ def _execute(planned: Plan) -> int:
             errors.append(error)
 
     try:
-        _hydra_main(job)
-    finally:
-        if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
-            _compare(planned.folder)
+        try:
+            _hydra_main(job)
+        finally:
+            if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
+                _compare(planned.folder)
+    except KeyboardInterrupt:
+        if _results(planned.folder) == before:
+            raise
+        raise KeyboardInterrupt("what was finished is saved") from None
     for error in errors:
         raise error
     return next((status for status in statuses if status), 0)
@@ -186,6 +220,9 @@ def _hydra_main(job: Any) -> None:
 def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
     """Overrides, whether -m is given, and whether anything is to run. Flags may stand anywhere."""
     parser = get_args_parser()
+    if "--version" in argv:  # ours, not Hydra's
+        (action,) = (action for action in parser._actions if action.dest == "version")
+        vars(action)["version"] = f"hydraspec {version('hydraspec')}"
     args, unknown = parser.parse_known_intermixed_args(list(argv))
     flags = [flag for action in parser._actions for flag in action.option_strings]
     for flag in unknown:
@@ -194,6 +231,7 @@ def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
             f"{flag}: unknown flag\n  allowed: group=choice, key=value, and the flags of --help\n"
             f"  to do: {f'did you mean {meant}?' if meant else 'remove it'}"
         )
+    _refuse_flags(args)
     rest = list(argv)
     for override in args.overrides:
         rest.remove(override)
@@ -201,6 +239,39 @@ def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
     sys.argv[1:] = rest + overrides  # Hydra's own parser wants flags first
     shows = (args.help, args.hydra_help, args.cfg, args.info, args.shell_completion)
     return overrides, bool(args.multirun), not any(shows)
+
+
+def _refuse_flags(args: Namespace) -> None:
+    """What Hydra refuses of flags that do not go together."""
+    if args.help or args.hydra_help:
+        return
+    asked = {
+        "--run": args.run,
+        "--multirun": args.multirun,
+        "--cfg": args.cfg,
+        "--info": args.info,
+        "--shell-completion": args.shell_completion,
+    }
+    given = [flag for flag, value in asked.items() if value]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"{' '.join(given)}: flags that exclude each other\n"
+            f"  allowed: one of {', '.join(asked)}\n  to do: leave the others out"
+        )
+    if args.resolve and not args.cfg:
+        raise ConfigurationError(
+            "--resolve: a flag of --cfg\n  allowed: --cfg job --resolve\n  to do: add --cfg job"
+        )
+
+
+def _refuse_no_folder(overrides: Sequence[str]) -> None:
+    """An empty name would be the folder one is in."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in (RUN_DIR, SWEEP_DIR) and value.strip(" '\"") in ("", "null"):
+            raise refusal(
+                key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
+            )
 
 
 def _is_typed(key: str, overrides: Sequence[str]) -> bool:
@@ -225,9 +296,25 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def _results(folder: Path) -> dict[Path, int]:
+    """What is saved in a run's folder, a benchmark's or a sweep's, and when it was written."""
+    folder = folder.absolute()
+    files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
+    return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
+
+
+def _is_of(folder: Path, error: OSError) -> bool:
+    """Whether an error is about a folder: a part of its path, or something inside it."""
+    if not isinstance(error.filename, str):
+        return False
+    path, folder = Path(error.filename).absolute(), folder.absolute()
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
+
+
 def _folder_message(error: OSError) -> str:
+    number = error.errno or 0
     return (
-        f"{error.filename or 'the run folder'}: {FOLDER_ERRORS[error.errno or 0]}\n"
+        f"{error.filename or 'the run folder'}: {FOLDER_ERRORS.get(number, os.strerror(number))}\n"
         "  allowed: a folder with room that can be written\n"
         "  to do: make room, or choose another: hydra.run.dir=<folder> (sweeps: hydra.sweep.dir)"
     )

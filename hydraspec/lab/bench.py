@@ -22,7 +22,8 @@ from hydraspec.config.benches import methods_of
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import bench_table
 from hydraspec.lab.bench_measure import INTERRUPTED, measure
-from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder, interrupts_held_back
+from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder
+from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.metrics.files import Json, plain
 
 log = logging.getLogger(__name__)
@@ -56,16 +57,28 @@ def run(
     folder, console = RunFolder(run_dir), Console()
     if not console.is_terminal:
         console = Console(width=WIDE)
-    folder.write_config(resolved, overrides)
     parts: list[Json] = []
+
+    def save(status: str) -> Json:
+        with interrupts_held_back():
+            result = _result(config, parts, status)
+            bench_table.print_table(result, console)
+            if folder.holds_older_run and not any(part["rows"] for part in parts):
+                log.warning("%s: nothing was measured: the older run's files stay", folder.path)
+                return result
+            folder.begin(resolved, overrides)
+            folder.write_bench(result, bench_table.page_of(result))
+            page = folder.path / BENCH_REPORT
+            console.print(f"Benchmark: {page}", soft_wrap=True, markup=False)
+            return result
+
     try:
         for part in _parts(config, folder.path, overrides, console):
             parts.append(part)  # what came before an interrupt is kept
     except KeyboardInterrupt:
-        with interrupts_held_back():
-            _save(config, folder, console, parts, INTERRUPTED)
+        save(INTERRUPTED)
         raise
-    return _save(config, folder, console, parts, _status(parts))
+    return save(_status(parts))
 
 
 def _parts(
@@ -81,9 +94,7 @@ def _parts(
         raise KeyboardInterrupt
 
 
-def _save(
-    config: RunConfig, folder: RunFolder, console: Console, parts: Sequence[Json], status: str
-) -> Json:
+def _result(config: RunConfig, parts: Sequence[Json], status: str) -> Json:
     result: Json = plain(
         {
             "schema_version": SCHEMA_VERSION,
@@ -99,9 +110,6 @@ def _save(
         }
     )
     result["ratios"] = bench_table.ratios(result)
-    folder.write_bench(result, bench_table.page_of(result))
-    bench_table.print_table(result, console)
-    console.print(f"Benchmark: {folder.path / BENCH_REPORT}", soft_wrap=True, markup=False)
     return result
 
 
@@ -117,16 +125,16 @@ def _in_processes(
         for method in methods_of(config):
             own = folder / f"{engine}-{method}"
             own.mkdir(parents=True, exist_ok=True)
-            (own / BENCH).unlink(missing_ok=True)  # an earlier benchmark's
+            earlier = _written(own / BENCH)
             console.print(f"{engine}, {method}: {own / LOG}", soft_wrap=True, markup=False)
             command = command_of(engine, method, own, overrides)
             environment = _environment(config, engine)
             try:
                 code = _wait(command, own / LOG, environment, config.bench.timeout_s)
             except KeyboardInterrupt:
-                yield _part_of(engine, method, own, STOPPED)
+                yield _part_of(engine, method, own, STOPPED, earlier)
                 raise
-            yield _part_of(engine, method, own, code)
+            yield _part_of(engine, method, own, code, earlier)
 
 
 def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str]) -> list[str]:
@@ -175,17 +183,13 @@ def _wait(
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
-        except KeyboardInterrupt:  # which a session of its own does not hear of: it saves, too
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS_TO_STOP)
-            raise
-        finally:
+        finally:  # a session of its own does not hear of an interrupt
             _stop(process)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and whatever it left behind: it may hold device memory."""
+    """End a process that still runs, and whatever it left behind: it may hold device memory. It
+    takes the signal as an interrupt, and saves."""
     try:
         if process.poll() is None:
             process.terminate()
@@ -197,9 +201,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _part_of(engine: str, method: str, folder: Path, code: int | None) -> Json:
-    """What a process measured, or why it did not."""
-    if code == 0 or (code == STOPPED and (folder / BENCH).is_file()):
+def _written(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
+def _part_of(engine: str, method: str, folder: Path, code: int | None, earlier: int | None) -> Json:
+    """What a process measured, or why it did not. `earlier`: when an older one last wrote here."""
+    written = _written(folder / BENCH)
+    if code == 0 or (code == STOPPED and written not in (None, earlier)):
         parts: list[Json] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["parts"]
         if parts:
             return parts[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -21,6 +22,8 @@ from hydraspec.metrics.files import (
     write_whole,
 )
 
+log = logging.getLogger(__name__)
+
 SUMMARY = "summary.json"
 REQUESTS = "requests.jsonl"
 STEPS = "steps.jsonl"
@@ -33,16 +36,18 @@ BENCH = "bench.json"
 BENCH_REPORT = "bench.html"
 TRACKER = "wandb"
 OF_A_RUN = (
-    *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH, BENCH_REPORT, TRACKER),
-    ENVIRONMENT,  # the mark goes last
+    *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, TRACKER),
+    *(BENCH, ENVIRONMENT),  # the marks go last
 )
 
 
 class RunFolder:
     """A folder of one run. Every file is written whole or not at all.
 
-    What an older run left in it is removed first, by name, and only where config.yaml and env.json
-    show that it is a run folder.
+    What an older run left in it stays until `begin`: a run that is refused takes nothing away.
+
+    Attributes:
+        holds_older_run: whether config.yaml and env.json, or bench.json, show that it is used.
 
     Raises:
         OSError: with the path and a remedy, from every method, if it cannot be written.
@@ -50,16 +55,27 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._opened = time.time()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if _is_of_a_run(path):
-                _clear(path)
+            tempfile.TemporaryFile(dir=path).close()  # better known before anything is loaded
         except OSError as error:
             raise cannot_write(path, error) from error
+        self.holds_older_run = _is_of_a_run(path)
 
-    def write_config(self, resolved: Mapping[str, object], overrides: Sequence[str]) -> None:
-        """config.yaml and overrides.yaml."""
+    def begin(self, resolved: Mapping[str, object], overrides: Sequence[str]) -> None:
+        """Remove what an older run left, by name; then write config.yaml and overrides.yaml.
+
+        config.yaml has the time at which the folder was opened: what the run reads, it reads later.
+        """
+        if self.holds_older_run:
+            log.info("%s: the files of an older run are replaced", self.path)
+            try:
+                _clear(self.path)
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
         write_whole(self.path / CONFIG, _yaml(resolved))
+        os.utime(self.path / CONFIG, (self._opened, self._opened))
         write_whole(self.path / OVERRIDES, _yaml(list(overrides)))
 
     def write_environment(self, environment: Json) -> None:
@@ -85,14 +101,19 @@ class RunFolder:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether a run wrote its configuration and the versions it ran with here."""
+    """Whether a run wrote its configuration here, and its versions or a benchmark's figures."""
+    versions = _read(path / ENVIRONMENT).get("versions")
+    is_run = isinstance(versions, dict) and "hydraspec" in versions
+    is_bench = _read(path / BENCH).keys() >= {"schema_version", "parts", "ratios"}
+    return (is_run or is_bench) and (path / CONFIG).is_file()
+
+
+def _read(path: Path) -> dict[str, Json]:
     try:
-        environment = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    versions = environment.get("versions") if isinstance(environment, dict) else None
-    ours = isinstance(versions, dict) and "hydraspec" in versions
-    return ours and (path / CONFIG).is_file()
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _clear(path: Path) -> None:
@@ -108,20 +129,3 @@ def _clear(path: Path) -> None:
 def _yaml(value: object) -> str:
     text: str = yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True)
     return text
-
-
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Let a Ctrl-C wait until the files are written; it is raised at the end."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not callable(signal.getsignal(signal.SIGINT)):  # or ignored already
-        yield
-        return
-    received: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            raise KeyboardInterrupt

@@ -19,9 +19,10 @@ from hydraspec import factory
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, report, summary, verdict, workloads
-from hydraspec.lab.folder import STEPS, TRACE, RunFolder, interrupts_held_back
+from hydraspec.lab.folder import STEPS, TRACE, RunFolder
 from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
+from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.lab.verdict import NOT_CHECKED, Lossless
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.console import ConsoleSink
@@ -47,23 +48,26 @@ def run(
         OSError: with the path, if the run folder cannot be written.
     """
     folder = RunFolder(run_dir)
-    folder.write_config(resolved, overrides)
     workload = workloads.read(config)
-    tracker = _tracker(config, folder, resolved)
+    # It starts while the engine loads, but not among an older run's files.
+    tracker = None if folder.holds_older_run else _tracker(config, folder, resolved)
     engine: Engine | None = None
     try:
         started = time.perf_counter()
         engine = factory.build_engine(config)
+        workload = _tokenised(config, engine, workload)
+        load_s = time.perf_counter() - started
+        folder.begin(resolved, overrides)
+        folder.write_environment(environment.describe(engine.info))
         prepared = _Prepared(
             config=config,
             resolved=resolved,
             folder=folder,
             engine=engine,
-            workload=_tokenised(config, engine, workload),
-            tracker=tracker,
-            load_s=time.perf_counter() - started,
+            workload=workload,
+            tracker=(tracker := tracker or _tracker(config, folder, resolved)),
+            load_s=load_s,
         )
-        folder.write_environment(environment.describe(engine.info))
         with closing(_Run(prepared)) as measured:
             return measured.execute()
     finally:
@@ -175,21 +179,25 @@ class _Run:
 
     def _save(self, status: str, lossless: Lossless, warnings: Sequence[str] = ()) -> Json:
         """Write every file, then tell tracker and console; an interrupt waits until files are
-        whole.
+        whole. The console is told even where a file cannot be written.
         """
         meter = self.measurement.meters[Side.method]
         rows = summary.request_rows(self.requests, meter)
-        with interrupts_held_back():
-            for sink in self.files:
-                sink.close()
-            self.folder.write_requests(rows)
-            result = self._summarise(status, lossless, warnings)
-            self._write(result, rows)
-        if self.tracker is not None and (failures := self.tracker.on_summary(result)):
-            result["warnings"] += failures
+        result: Json = None
+        try:
             with interrupts_held_back():
+                result = self._summarise(status, lossless, warnings)
+                for sink in self.files:
+                    sink.close()
+                self.folder.write_requests(rows)
                 self._write(result, rows)
-        self.progress.on_summary(result)
+            if self.tracker is not None and (failures := self.tracker.on_summary(result)):
+                result["warnings"] += failures
+                with interrupts_held_back():
+                    self._write(result, rows)
+        finally:
+            if result is not None:
+                self.progress.on_summary(result)
         self.console.print(f"Report: {self.folder.path / 'report.html'}", soft_wrap=True)
         return result
 

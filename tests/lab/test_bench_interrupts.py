@@ -78,7 +78,8 @@ def test_a_process_hears_of_an_interrupt_and_may_save(tmp_path: Path) -> None:
     """It has a session of its own, where a Ctrl-C does not arrive by itself."""
     log = tmp_path / "log.txt"
     program = (
-        "import time\ntry:\n print('up', flush=True); time.sleep(60)\n"
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "try:\n print('up', flush=True); time.sleep(60)\n"
         "except KeyboardInterrupt:\n time.sleep(0.2); print('saved', flush=True)"
     )
 

@@ -147,8 +147,9 @@ def test_a_folder_that_is_no_run_folder_keeps_its_files(tmp_path: Path, mark: st
         (tmp_path / name).write_text("x", encoding="utf-8")
     (tmp_path / "env.json").write_text(mark, encoding="utf-8")
     (tmp_path / "wandb").mkdir()
-    RunFolder(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "env.json", "wandb"}
+    RunFolder(tmp_path).begin({}, [])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*names, "env.json", "wandb", "overrides.yaml"}
 
 
 def test_a_linked_folder_is_not_followed_when_cleared(tmp_path: Path) -> None:
@@ -159,6 +160,7 @@ def test_a_linked_folder_is_not_followed_when_cleared(tmp_path: Path) -> None:
     (folder / "config.yaml").touch()
     (folder / "wandb").symlink_to(kept)
     (folder / "summary.json").mkdir()
-    RunFolder(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "summary.json"]
+    RunFolder(folder).begin({}, [])
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["config.yaml", "overrides.yaml", "summary.json"]
     assert (kept / "file").exists()
