@@ -152,7 +152,7 @@ def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str])
 
 
 def _is_kept(key: str) -> bool:
-    return key not in OWN_KEYS and key != "hydra" and not key.startswith(("hydra.", "hydra/"))
+    return key not in OWN_KEYS | {"hydra"} and not key.startswith(("hydra.", "hydra/", "tracker."))
 
 
 def _environment(config: RunConfig, engine: str) -> dict[str, str]:

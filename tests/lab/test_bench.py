@@ -46,6 +46,7 @@ def test_every_process_is_told_a_run_that_composes(
     preset: str, engine: str, method: str, tmp_path: Path
 ) -> None:
     typed = [f"experiment={preset}", "bench.batches=[1,8]", "hydra.run.dir=x", "engine=native"]
+    typed += ["tracker=wandb", "tracker.project=mine"]  # which no part has
     command = bench.command_of(engine, method, tmp_path / "it's here", typed)
     assert command[:3] == [sys.executable, "-m", "hydraspec"]
     told = plan(command[3:])
