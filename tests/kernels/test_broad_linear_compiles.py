@@ -6,15 +6,11 @@ here Triton interprets.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels.linear.plan import Broad, tiling_of
 
-SHARED_BYTES = 227 << 10  # that a program may have on sm_90
 # Rows, K, N (both branches of a gated one), end, whether partial sums are wanted.
 SHAPES = (
     (128, 5376, 43008, "gelu_tanh", False),
@@ -64,16 +60,6 @@ def test_planned_kernels_compile_and_fit(tmp_path: Path) -> None:
         jobs.append(
             [tiling.m, tiling.columns, tiling.stages, tiling.k, tiling.registers, end, partials]
         )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (shared, products), job in zip(json.loads(done.stdout), jobs, strict=True):
+    for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job
         assert products > 0, job

@@ -7,16 +7,13 @@ interprets.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
+from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels import latent_attention
 from hydraspec_kernels.latent_attention import FULL_DEVICE, TILE, fits, num_splits
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention
@@ -26,7 +23,6 @@ from torch import Tensor
 
 from hydraspec.types import RowSegment
 
-SHARED_BYTES = 227 << 10  # that a program may have on sm_90
 WIDTH, RANK = 576, 512
 COMPILE = """
 import json, os, subprocess, sys, tempfile
@@ -117,17 +113,9 @@ def run(inputs: Inputs) -> Tensor:
 
 def test_the_kernel_compiles_and_fits(tmp_path: Path) -> None:
     jobs = [(128, 16, False, True), (128, 64, True, True), (16, 1, False, False)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (shared, products, copies), job in zip(json.loads(done.stdout), jobs, strict=True):
+    for (shared, products, copies), job in zip(
+        compiled(COMPILE, jobs, tmp_path), jobs, strict=True
+    ):
         assert shared <= SHARED_BYTES, job
         assert products > 0, job
         assert copies > 0, job  # of 16 bytes a thread

@@ -7,16 +7,13 @@ interprets.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
+from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels import prefill_attention
 from hydraspec_kernels.decode_attention.counters import zero_counters
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention, tiling
@@ -27,7 +24,6 @@ from torch import Tensor
 
 from hydraspec.types import RowSegment
 
-SHARED_BYTES = 227 << 10  # that a program may have on sm_90
 # KV heads, queries of each, head size, window, block size.
 SHAPES = (
     (16, 2, 256, 1024, 16),
@@ -123,17 +119,7 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
             window=window or None,
         )
         jobs.append([heads, group, dim, window, block, asdict(prefill_attention.tiling(shape))])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (shared, products), job in zip(json.loads(done.stdout), jobs, strict=True):
+    for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job
         assert products > 0, job
 

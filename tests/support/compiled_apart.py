@@ -1,0 +1,30 @@
+"""Kernels without an interpreter: a CPU compiles them in a process of its own, since here Triton
+interprets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SHARED_BYTES = 227 << 10  # that a program may have on sm_90
+
+
+def compiled(program: str, jobs: Sequence[Any], cache: Path) -> list[list[int]]:
+    """What `program` prints, in JSON, of the jobs in its first argument: a list for each."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[list[int]] = json.loads(done.stdout)
+    return found
