@@ -57,16 +57,20 @@ def run(
     folder, console = RunFolder(run_dir), Console()
     if not console.is_terminal:
         console = Console(width=WIDE)
+    replaces = folder.holds_older_run
+    if not replaces:
+        folder.begin(resolved, overrides)
     parts: list[Json] = []
 
     def save(status: str) -> Json:
         with interrupts_held_back():
             result = _result(config, parts, status)
             bench_table.print_table(result, console)
-            if folder.holds_older_run and not any(part["rows"] for part in parts):
+            if replaces and not any(part["rows"] for part in parts):
                 log.warning("%s: nothing was measured: the older run's files stay", folder.path)
                 return result
-            folder.begin(resolved, overrides)
+            if replaces:
+                folder.begin(resolved, overrides)
             folder.write_bench(result, bench_table.page_of(result))
             page = folder.path / BENCH_REPORT
             console.print(f"Benchmark: {page}", soft_wrap=True, markup=False)

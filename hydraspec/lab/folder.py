@@ -44,7 +44,8 @@ OF_A_RUN = (
 class RunFolder:
     """A folder of one run. Every file is written whole or not at all.
 
-    What an older run left in it stays until `begin`: a run that is refused takes nothing away.
+    What an older run left in it stays until `begin`, which waits until it is sure that a new run
+    takes its place: one that is refused takes nothing away. In a new folder nothing waits.
 
     Attributes:
         holds_older_run: whether config.yaml and env.json, or bench.json, show that it is used.

@@ -48,16 +48,20 @@ def run(
         OSError: with the path, if the run folder cannot be written.
     """
     folder = RunFolder(run_dir)
+    replaces = folder.holds_older_run
+    if not replaces:
+        folder.begin(resolved, overrides)
     workload = workloads.read(config)
     # It starts while the engine loads, but not among an older run's files.
-    tracker = None if folder.holds_older_run else _tracker(config, folder, resolved)
+    tracker = None if replaces else _tracker(config, folder, resolved)
     engine: Engine | None = None
     try:
         started = time.perf_counter()
         engine = factory.build_engine(config)
         workload = _tokenised(config, engine, workload)
         load_s = time.perf_counter() - started
-        folder.begin(resolved, overrides)
+        if replaces:
+            folder.begin(resolved, overrides)
         folder.write_environment(environment.describe(engine.info))
         prepared = _Prepared(
             config=config,

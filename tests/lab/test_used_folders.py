@@ -60,6 +60,34 @@ def test_a_run_that_is_refused_leaves_the_results_of_the_older(
     assert contents(tmp_path / "run") == before
 
 
+def test_a_run_that_is_refused_in_a_new_folder_leaves_what_was_asked(
+    run_config: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a run ended while it loads (memory, a node) that nobody can name afterwards."""
+
+    def build_engine(config: RunConfig) -> FakeEngine:
+        raise CheckpointError("cut off")
+
+    monkeypatch.setattr(run_module.factory, "build_engine", build_engine)
+    with pytest.raises(CheckpointError):
+        run_config()
+    assert contents(tmp_path / "run").keys() == {"config.yaml", "overrides.yaml"}
+
+
+def test_a_benchmark_writes_what_was_asked_before_it_measures(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[set[str]] = []
+
+    def parts(*arguments: object) -> list[dict[str, Any]]:
+        found.append(set(contents(tmp_path / "run")))
+        return []
+
+    monkeypatch.setattr(bench, "_parts", parts)
+    run_bench(tmp_path)
+    assert found == [{"config.yaml", "overrides.yaml"}]
+
+
 def test_a_tracker_does_not_start_among_files_that_are_to_go(
     config: RunConfig,
     use_engine: Use,
