@@ -1,4 +1,6 @@
-"""Random weights inside vLLM: those that every engine draws, in place of vLLM's dummy ones.
+"""Random weights inside vLLM: drawn as every engine draws them, in place of vLLM's dummy ones.
+
+The distribution is the same, the numbers are not: vLLM joins tensors, and names them otherwise.
 
 With numbers of at most 0.001 everywhere, norms and layer scalars among them, the residual stream of
 Gemma 4 becomes exact zeros on its way up. Zeros take a chip at its power limit less time to

@@ -1,4 +1,4 @@
-"""target.weights=random in vLLM: the numbers that the native engine draws, not its dummy ones."""
+"""target.weights=random in vLLM: drawn as in the native engine, not its dummy ones."""
 
 from __future__ import annotations
 
