@@ -20,7 +20,7 @@ def pick_device(config: RunConfig) -> torch.device:
         raise refusal(
             "engine.device",
             wanted,
-            "is not to be had: torch sees no CUDA device",
+            "cannot be used: torch sees no CUDA device",
             allowed="auto, cpu",
             remedy="add engine.device=cpu, or run where there is one",
         )
