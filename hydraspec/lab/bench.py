@@ -24,6 +24,7 @@ from hydraspec.lab import bench_table
 from hydraspec.lab.bench_measure import INTERRUPTED, measure
 from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder
 from hydraspec.lab.surroundings import interrupts_held_back
+from hydraspec.metrics.console import table_console
 from hydraspec.metrics.files import Json, plain
 
 log = logging.getLogger(__name__)
@@ -54,9 +55,7 @@ def run(
         CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
         OSError: with the path, if the run folder cannot be written.
     """
-    folder, console = RunFolder(run_dir), Console()
-    if not console.is_terminal:
-        console = Console(width=WIDE)
+    folder, console = RunFolder(run_dir), table_console(WIDE)
     replaces = folder.holds_older_run
     if not replaces:
         folder.begin(resolved, overrides)

@@ -21,7 +21,7 @@ from rich.table import Table
 from hydraspec.lab.folder import OVERRIDES, REPORT, SUMMARY
 from hydraspec.lab.report_charts import Bar, horizontal_bars
 from hydraspec.lab.report_style import card, page, table
-from hydraspec.metrics.console import number
+from hydraspec.metrics.console import number, table_console
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 
 ALWAYS = ("method", "num_speculative_tokens")
@@ -88,10 +88,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
         OSError: with the path, if the folder cannot be written.
     """
     comparison = read(sweep_dir)
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDE)
+    console = console or table_console(WIDE)
     if not comparison.rows:
         console.print(f"no job of {sweep_dir} left a summary: nothing to compare", soft_wrap=True)
         return

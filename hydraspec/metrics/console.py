@@ -21,6 +21,12 @@ from hydraspec.types import Completion, StepRecord
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
 
 
+def table_console(width: int) -> Console:
+    """The terminal; where there is none, `width` columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
 class ConsoleSink(Sink):
     """Progress over requests with tokens per second and the running acceptance length; a table
     at the end.

@@ -56,15 +56,7 @@ def build(case: Case, seed: int = 7, given_starts: bool = True) -> Inputs:
     width = case.heads * (2 if case.strided else 1)
     query = torch.randn(num_rows, width, case.head_dim, generator=draw, device=device)
     query = (query * 2 * case.head_dim**-0.5).to(case.dtype)[:, : case.heads]
-    shape = GroupShape(
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        window=case.window,
-        scale=case.scale,
-        latent_dim=case.latent_dim,
-    )
+    shape = case.group_shape(case.latent_dim)
     starts = torch.tensor([0, *case.rows], device=device).cumsum(0)
     lens = torch.tensor(case.lens, device=device)
     segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)

@@ -76,15 +76,7 @@ class Inputs:
 
 
 def shape_of(case: Case) -> GroupShape:
-    return GroupShape(
-        num_heads=case.heads,
-        num_kv_heads=1,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        window=None,
-        scale=case.scale,
-        latent_dim=case.head_dim - 64,
-    )
+    return case.group_shape(case.head_dim - 64)
 
 
 def build(case: Case, *, seed: int = 3, given_starts: bool = True) -> Inputs:

@@ -78,15 +78,7 @@ def build(case: Requests, latent_dim: int | None = None) -> Inputs:
     size = (sum(case.rows) + 5, case.heads + 2, case.head_dim)
     query = torch.randn(size, generator=draw, device=case.device)
     query = (query * 2 * case.head_dim**-0.5 / case.scale).to(case.dtype)[:, : case.heads]
-    shape = GroupShape(
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        window=case.window,
-        scale=case.scale,
-        latent_dim=latent_dim,
-    )
+    shape = case.group_shape(latent_dim)
     starts = torch.tensor([0, *case.rows], device=case.device).cumsum(0)
     lens = torch.tensor(case.lens, device=case.device)
     segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)

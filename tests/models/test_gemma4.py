@@ -15,11 +15,11 @@ from gemma4_oracle import (
     final_hidden,
     load,
     make_target,
+    random_target,
     text_config,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hydraspec.models import load_target
 from hydraspec.models.gemma4 import canonical_name, rounded
 from hydraspec.models.gemma4_assistant import load_assistant
 from hydraspec.models.gemma4_config import read_gemma4_config
@@ -42,19 +42,6 @@ RELEASED = {
     "E2B": (35, 5, 20, 13, 14),
     "E4B": (42, 6, 18, 22, 23),
 }
-
-
-def random_target(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> object:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma4_text"} | config))
-    return load_target(
-        str(folder),
-        weights="random",
-        dtype=dtype,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
-from gemma4_oracle import FULL, SLIDING, text_config
+from gemma4_oracle import FULL, SLIDING, random_target, text_config
 
-from hydraspec.models import load_target
-from hydraspec.models.base import TargetModel
 from hydraspec.models.gemma4_config import read_gemma4_config
-
-
-def random_target(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> TargetModel:
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma4_text"} | config))
-    return load_target(
-        str(folder),
-        weights="random",
-        dtype=dtype,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
 
 
 def test_full_layers_have_512_wide_heads_unless_the_file_says_otherwise(tmp_path: Path) -> None:

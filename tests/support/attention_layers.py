@@ -58,6 +58,18 @@ class Requests:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
+    def group_shape(self, latent_dim: int | None = None) -> GroupShape:
+        """With latent_dim the cache holds one key a row, of which that much is the value."""
+        return GroupShape(
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            window=self.window,
+            scale=self.scale,
+            latent_dim=latent_dim,
+        )
+
 
 def poisoned_cache(
     case: Requests, entry: tuple[int, ...], draw: torch.Generator, *, has_own_rows: bool = True
@@ -142,14 +154,7 @@ def build(case: Case, seed: int = 7) -> Inputs:
     cos, sin = rope_table_reference(
         torch.tensor(positions), mirrored(rope_frequencies(case.head_dim, 1e4)), case.dtype
     )
-    group = GroupShape(
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        window=case.window,
-        scale=case.scale,
-    )
+    group = case.group_shape()
     shape = QkvShape(
         num_heads=case.heads,
         num_kv_heads=case.kv_heads,

@@ -173,11 +173,22 @@ def to_public_layout(folder: Path, config: dict[str, Any]) -> None:
     file.write_text(json.dumps(whole))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
+def random_target(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> TargetModel:
+    """Our target of a text config, with random weights; config.json is written into the folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma4_text"} | config))
+    return load(folder, dtype, weights="random")
+
+
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, *, weights: str = "checkpoint"
+) -> TargetModel:
     """Our target from a folder, on the CPU."""
     return load_target(
         str(folder),
-        weights="checkpoint",
+        weights=weights,
         dtype=dtype,
         device=torch.device("cpu"),
         seed=0,
