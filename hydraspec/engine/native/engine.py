@@ -90,21 +90,23 @@ class NativeEngine(Engine):
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Generator[StepRecord | Completion]:
-        pending = deque(requests)
-        limit = concurrency or len(pending)
+        with self.parts.runner.kv.lease.taken():
+            try:
+                yield from self._run(deque(requests), concurrency or len(requests))
+            finally:
+                self._drop_everything()
+
+    def _run(self, pending: deque[Request], concurrency: int) -> Generator[StepRecord | Completion]:
         num_offered = 0
-        try:
-            while pending or num_offered:
-                while pending and num_offered < limit:
-                    self._scheduler.add(_new_sequence(pending.popleft()))
-                    num_offered += 1
-                record, completions = self.step()
-                num_offered -= len(completions)
-                if record is not None:
-                    yield record
-                yield from completions
-        finally:
-            self._drop_everything()
+        while pending or num_offered:
+            while pending and num_offered < concurrency:
+                self._scheduler.add(_new_sequence(pending.popleft()))
+                num_offered += 1
+            record, completions = self.step()
+            num_offered -= len(completions)
+            if record is not None:
+                yield record
+            yield from completions
 
     def _drop_everything(self) -> None:
         """Forget every request, and wait until the device has too: the cache may have another

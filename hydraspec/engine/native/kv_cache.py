@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -144,6 +145,31 @@ class _Group:
         self.live[slot] = 0
 
 
+class Lease:
+    """Which run uses a cache: at most one, over all views of its blocks."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """For the length of a run.
+
+        Raises:
+            RuntimeError: another run has it, which would read and write the same blocks.
+        """
+        if self._is_taken:
+            raise RuntimeError(
+                "another run uses this KV cache: finish or close the iterator of the engine's "
+                "earlier run, or of the baseline's, which shares the cache"
+            )
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._is_taken = False
+
+
 class KVCache:
     """Block tables, pools and cache tensors of all groups.
 
@@ -163,6 +189,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.specs = list(specs)
+        self.lease = Lease()
         self._groups = [
             _Group(spec, count, num_slots, _ceil_div(max_tokens, spec.block_size) + 1)
             for spec, count in zip(specs, num_blocks, strict=True)
@@ -176,7 +203,7 @@ class KVCache:
                 self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
 
     def leading(self, num_groups: int) -> KVCache:
-        """The first groups alone, over the same blocks and tensors; only one view may be in use."""
+        """The first groups alone, over the same blocks, tensors and lease."""
         view = copy(self)
         view.specs, view._groups = self.specs[:num_groups], self._groups[:num_groups]
         view._room = [0] * len(self._room)

@@ -130,14 +130,16 @@ def assemble(
     if modes.enabled and backend is None:
         backend = CudaGraphBackend(target.device)
     memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
-    has_cache = kv is not None
-    if kv is None:
-        activation_bytes = 0
-        if target.device.type == "cuda":
-            activation_bytes = _measure_activations(
-                config, target, speculator, max_model_len, modes
-            )
+    activation_bytes = 0
+    if target.device.type == "cuda":
+        rehearsing = rehearsing_runner(config, target, speculator, max_model_len, modes, backend)
+        _compile(rehearsing)
+        if kv is None:
+            activation_bytes = _measure_activations(rehearsing)
             memory_bytes["activations"] = activation_bytes
+        del rehearsing
+        torch.cuda.empty_cache()
+    if kv is None:
         with _timed("KV cache", target.device):
             kv = new_cache(
                 *(config, target, speculator, max_model_len, warnings),
@@ -145,8 +147,6 @@ def assemble(
             )
     memory_bytes["kv_cache"] = kv.num_bytes
     runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
-    if isinstance(runner, DeviceRunner) and has_cache:  # else measuring has compiled
-        _compile(runner)
     if isinstance(runner, DeviceRunner) and backend is not None and modes.enabled:
         _capture(runner, memory_bytes, warnings)
     scheduler = Scheduler(
@@ -206,30 +206,36 @@ def _runner(
     )
 
 
-def _measure_activations(
+def rehearsing_runner(
     config: RunConfig,
     target: TargetModel,
     speculator: BaseSpeculator,
     max_model_len: int,
     modes: GraphModes,
-) -> int:
-    """Bytes that the largest step takes beside weights, cache and state: it runs once, on padding.
+    backend: GraphBackend | None,
+) -> DeviceRunner:
+    """A runner for rehearsals, with the smallest cache and a state of its own.
 
-    Before that kernels are compiled, those of steps to be captured among them.
+    A rehearsal reads zeros for every index and leaves products out, so whatever a runner computes
+    in it and keeps is wrong: a runner that has rehearsed never decodes.
     """
     kv = smallest_cache(config, target, speculator, max_model_len)
-    runner = _runner(config, target, speculator, kv, max_model_len, modes, None)
+    runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
     assert isinstance(runner, DeviceRunner)
-    _compile(runner)
+    return runner
+
+
+def _measure_activations(runner: DeviceRunner) -> int:
+    """Bytes that the largest step takes beside weights, cache and state: it runs once, on
+    padding."""
+    device = runner.target.device
     torch.cuda.empty_cache()
     start = time.perf_counter()
-    before = torch.cuda.memory_allocated(target.device)
-    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     runner.run_padding()
-    torch.cuda.synchronize(target.device)
-    peak = torch.cuda.max_memory_allocated(target.device) - before
-    del runner, kv
-    torch.cuda.empty_cache()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
     log.info("largest step: %.2f GiB, %.1f s", peak / (1 << 30), time.perf_counter() - start)
     return peak
 
