@@ -25,6 +25,12 @@ class CheckpointError(UserError):
 
 
 class WorkloadError(UserError):
-    """A workload cannot be used (exit status 3)."""
+    """A workload cannot be used (exit status 3). `request_id` is that of the request it is about,
+    where the message does not say yet in which line it stands.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id

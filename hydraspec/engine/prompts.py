@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from hydraspec.engine.base import EngineInfo
+from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
@@ -14,28 +16,51 @@ def tokenize(
 ) -> None:
     """What `Engine.tokenize` says; `checkpoint` is the target's, for messages."""
     for request in requests:
-        request.prompt_token_ids = _encode(request, tokenizer, checkpoint)
-        bad = [token for token in request.prompt_token_ids if not 0 <= token < info.vocab_size]
+        needs_text = request.prompt_token_ids is None
+        if tokenizer is None and (needs_text or request.sampling.stop):
+            what = "a text prompt" if needs_text else "sampling.stop"
+            raise WorkloadError(
+                f"request {request.id}: {what} needs a tokenizer, and {checkpoint} has none: give "
+                "prompt_token_ids and no stop strings, or add tokenizer.json to the folder",
+                request_id=request.id,
+            )
+    if tokenizer is not None:
+        _encode([r for r in requests if r.prompt_token_ids is None], tokenizer)
+    for request in requests:
+        ids = request.prompt_token_ids or []
+        bad = [token for token in ids if not 0 <= token < info.vocab_size]
         if bad:
             raise WorkloadError(
                 f"request {request.id}: prompt token id {bad[0]} is outside the vocabulary of "
-                f"{info.target}: allowed is 0 to {info.vocab_size - 1}"
+                f"{info.target}: allowed is 0 to {info.vocab_size - 1}",
+                request_id=request.id,
             )
-        if not request.prompt_token_ids:
-            raise WorkloadError(f"request {request.id}: the prompt is empty after tokenisation")
+        if not ids:
+            raise WorkloadError(
+                f"request {request.id}: the prompt is empty after tokenisation",
+                request_id=request.id,
+            )
 
 
-def _encode(request: Request, tokenizer: Tokenizer | None, checkpoint: str) -> list[int]:
-    if request.prompt_token_ids is not None and not request.sampling.stop:
-        return request.prompt_token_ids
-    if tokenizer is None:
-        what = "a text prompt" if request.prompt_token_ids is None else "sampling.stop"
-        raise WorkloadError(
-            f"request {request.id}: {what} needs a tokenizer, and {checkpoint} has none: give "
-            "prompt_token_ids and no stop strings, or add tokenizer.json to the folder"
-        )
-    if request.prompt_token_ids is not None:
-        return request.prompt_token_ids
-    if request.messages is not None:
-        return tokenizer.encode_chat(request.messages)
-    return tokenizer.encode(request.prompt or "")
+def _encode(requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+    """Fill prompt_token_ids; the first request that template or tokenizer fails on is named."""
+    encoded = bounded(partial(_token_ids, tokenizer), requests)
+    for request in requests:
+        try:
+            found = next(encoded)
+        except OutOfBoundsError as error:
+            what = "the tokenizer" if request.messages is None else "the chat template or tokenizer"
+            found = f"{what} of this checkpoint cannot encode it: {error}"
+        if isinstance(found, str):
+            raise WorkloadError(f"request {request.id}: {found}", request_id=request.id)
+        request.prompt_token_ids = found
+
+
+def _token_ids(tokenizer: Tokenizer, request: Request) -> list[int] | str:
+    """The prompt's ids, or why there are none."""
+    try:
+        if request.messages is not None:
+            return tokenizer.encode_chat(request.messages)
+        return tokenizer.encode(request.prompt or "")
+    except WorkloadError as error:
+        return str(error)

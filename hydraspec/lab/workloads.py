@@ -6,7 +6,7 @@ Every line is checked before a run starts.
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,14 +205,6 @@ def _read_zoo(path: str) -> bytes:
 
 
 def explain(error: WorkloadError, workload: Workload) -> WorkloadError:
-    """An engine's error names a request by id; say where that request was written."""
-    text = str(error)
-    place = _place_named(text, workload.places)
-    return WorkloadError(f"{place}: {text}") if place else error
-
-
-def _place_named(text: str, places: Mapping[str, str]) -> str | None:
-    if any(place in text for place in places.values()):
-        return None
-    words = text.replace("'", " ").replace('"', " ").replace(":", " ").replace(",", " ").split()
-    return next((places[word] for word in words if word in places), None)
+    """An engine's error is about a request; say where that request was written."""
+    place = workload.places.get(error.request_id or "")
+    return WorkloadError(f"{place}: {error}") if place else error

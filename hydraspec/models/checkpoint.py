@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models import mistral_names
-from hydraspec.models.config_reader import text_part
+from hydraspec.models.config_reader import shown, text_part
 from hydraspec.models.hub import download
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo" / "checkpoints"
@@ -66,12 +66,25 @@ class Checkpoint:
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Ids under a key of generation_config.json, else of config.json; those outside the
         vocabulary are dropped.
+
+        Raises CheckpointError: neither a whole number from 0, nor a list of them.
         """
-        for source in (self.generation_config, self.config, text_part(self.config)):
+        sources = {
+            "generation_config.json": self.generation_config,
+            "config.json": self.config,
+            "config.json's text_config": text_part(self.config),
+        }
+        for name, source in sources.items():
             value = source.get(key)
-            if value is not None:
-                ids = value if isinstance(value, list) else [value]
-                return tuple(int(i) for i in ids if 0 <= int(i) < vocab_size)
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+                raise CheckpointError(
+                    f"{name} of {str(self.folder)!r}: {key} is {shown(value)}; expected a token "
+                    "id or a list of them, whole numbers from 0: mend the file"
+                )
+            return tuple(i for i in ids if i < vocab_size)
         return ()
 
 
@@ -138,16 +151,34 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a json file. Raises CheckpointError if it is not one."""
+    """The object in a json file, with or without a byte order mark.
+
+    Raises CheckpointError if the file cannot be read or holds something else.
+    """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise cannot_read(file, error) from None
+    except ValueError as error:
         raise CheckpointError(
             f"{str(file)!r} is not readable json ({error}): fetch it again"
+        ) from None
+    except RecursionError:
+        raise CheckpointError(
+            f"{str(file)!r} is nested too deeply to be read; expected a few levels: fetch it again"
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{str(file)!r} holds a {type(value).__name__}; expected an object")
     return value
+
+
+def cannot_read(file: Path, error: OSError) -> CheckpointError:
+    """The refusal of a file that is there and that the system does not let us read."""
+    reason = error.strerror or type(error).__name__
+    return CheckpointError(
+        f"{str(file)!r} cannot be read: {reason}; expected a file that this user may read: check "
+        "its permissions and its disk"
+    )
 
 
 def _tensor_files(folder: Path) -> list[Path]:
@@ -180,14 +211,37 @@ def _indexed_files(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{str(index)!r} has no weight_map: fetch it again")
+    for tensor, name in weight_map.items():
+        if not _stays_inside(name):
+            raise CheckpointError(
+                f"{str(index)!r}: weight_map of {shown(tensor)} is {shown(name)}; expected the "
+                "name of a safetensors file in its folder: fetch it again"
+            )
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    absent = [file.name for file in files if not file.is_file()]
+    absent = [shown(file.name).strip("'") for file in files if not _is_file(file)]
     if absent:
         raise CheckpointError(
             f"checkpoint {str(index.parent)!r} lacks {listed(absent)}, which its index lists "
             f"({len(files)} files): download it again"
         )
     return files
+
+
+def _stays_inside(name: object) -> bool:
+    """Whether a file's name, as written, leads nowhere else. Links in the folder are followed: the
+    hub's own cache consists of them.
+    """
+    if not isinstance(name, str) or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        return False
 
 
 def _from_consolidated(
@@ -203,6 +257,11 @@ def _from_consolidated(
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
+    try:
+        with file.open("rb") as readable:
+            readable.read(8)  # the library does not tell what it may not read from what is broken
+    except OSError as error:
+        raise cannot_read(file, error) from None
     try:
         with safe_open(file, framework="pt") as opened:
             entries = {}

@@ -7,6 +7,9 @@ from typing import Any
 
 from hydraspec.errors import CheckpointError
 
+MAX_COUNT = 1 << 24  # sixteen million: more than any vocabulary, width or length of a model
+MAX_SHOWN = 200  # characters of a value in a message
+
 
 class ConfigReader:
     """Keys of one config. A key that is absent or null has the family's default, if it has one."""
@@ -18,7 +21,7 @@ class ConfigReader:
 
     def fail(self, key: str, expected: str) -> CheckpointError:
         """The error for a key's value; raise it."""
-        found = repr(self.values[key]) if key in self.values else "nothing"
+        found = shown(self.values[key]) if key in self.values else "nothing"
         return CheckpointError(
             f"config.json of {self.where!r}: {key} is {found}; expected {expected}"
         )
@@ -29,10 +32,12 @@ class ConfigReader:
         return self.defaults.get(key, default) if value is None else value
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`. Raises CheckpointError."""
+        """An integer from `least` to MAX_COUNT. Raises CheckpointError."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.fail(key, f"an integer of at least {least}")
+        if value > MAX_COUNT:  # tables of this size would exhaust the memory before any message
+            raise self.fail(key, f"an integer of at most {MAX_COUNT}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -47,3 +52,12 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's keys: top level, or `text_config` of a multimodal wrapper."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
+
+
+def shown(value: object) -> str:
+    """A value of a file for a message: its start, where it is long or nested very deeply."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

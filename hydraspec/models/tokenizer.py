@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import re
+import tempfile
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydraspec.errors import CheckpointError, WorkloadError
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_CHARACTERS = 1 << 24  # of a prompt that a chat template makes
+MAX_FILE_BYTES = 1 << 28  # of each file of a tokenizer: the largest released have 40 MB
+
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_BESIDE = (
+    *("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.json"),
+)
 
 
 class Tokenizer:
@@ -24,39 +38,93 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
-        Raises WorkloadError if the checkpoint has no chat template, or it refuses the messages.
+        Raises WorkloadError if the checkpoint has no chat template, or it refuses the messages, has
+        no place for a role, or makes a text beyond MAX_CHARACTERS of them.
         """
         if not getattr(self._inner, "chat_template", None):
             raise WorkloadError(
                 "messages need a chat template, and this checkpoint has none: give prompt instead"
             )
+        self._check_roles(messages)
         try:
             text = self._inner.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
+        except MemoryError:
+            raise
         except Exception as error:  # templates raise whatever they like
             raise WorkloadError(f"the chat template refuses these messages: {error}") from None
+        if len(text) > MAX_CHARACTERS:
+            raise WorkloadError(
+                f"the chat template makes {len(text)} characters of these messages; at most "
+                f"{MAX_CHARACTERS} are read"
+            )
+        _refuse_dropped(messages, text)
         return list(self._inner.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
-        return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+        """Text of token ids, without special tokens. Raises CheckpointError where the tokenizer's
+        library panics.
+        """
+        with _panics_as_errors():
+            return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+
+    def _check_roles(self, messages: Sequence[Mapping[str, str]]) -> None:
+        """Templates write a role that they do not know into the prompt as it is, or drop it."""
+        template = json.dumps(self._inner.chat_template)  # a string, or several by name
+        for message in messages:
+            role = message["role"]
+            if role not in ROLES and not re.search(rf"""['"]{re.escape(role)}\\?['"]""", template):
+                raise WorkloadError(
+                    f"messages: role {role!r} is none that the chat template knows; allowed are "
+                    f"{', '.join(ROLES)}, and those that the template names"
+                )
+
+
+def _refuse_dropped(messages: Sequence[Mapping[str, str]], text: str) -> None:
+    """Refuse a message of an unusual role that left no trace in the prompt. Templates may rewrite
+    what users and assistants said (a chain of thought is cut), but not leave out a whole role.
+    """
+    for message in messages:
+        role, content = message["role"], message["content"].strip()
+        escaped = json.dumps(content, ensure_ascii=False)[1:-1]
+        if role not in ("user", "assistant") and content not in text and escaped not in text:
+            raise WorkloadError(
+                f"messages: the chat template leaves the message of role {role!r} out; choose a "
+                "role that it has a place for"
+            )
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """A panic of the tokenizer's library is no Exception, and would end the program."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"the tokenizer's library failed: {error}") from None
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer | None:
     """The folder's tokenizer, or None where it has no tokenizer files. Never runs code from the
     folder.
 
-    Raises CheckpointError if the files are there and unreadable.
+    Raises CheckpointError if the files are there and unreadable, or larger than MAX_FILE_BYTES.
     """
-    if not any((Path(folder) / name).is_file() for name in _FILES):
+    folder = Path(folder)
+    present = [folder / name for name in (*_FILES, *_BESIDE) if (folder / name).is_file()]
+    if not any(file.name in _FILES for file in present):
         return None
     from transformers import AutoTokenizer
 
     try:
-        inner = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        for file in present:
+            _refuse_large(file)
+        with _panics_as_errors(), _silent(), _without_marks(folder, present) as readable:
+            inner = AutoTokenizer.from_pretrained(
+                str(readable), local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # broken json, missing vocabulary, classes that need remote code
         raise CheckpointError(
             f"the tokenizer of {str(folder)!r} cannot be read: its files, or config.json beside "
@@ -64,3 +132,49 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
             "tokenizer's files and give prompt_token_ids"
         ) from None
     return Tokenizer(inner)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what is printed to stderr: the library prints a panic before it can be caught."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _refuse_large(file: Path) -> None:
+    size = file.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ValueError(f"{file.name} has {size} bytes; at most {MAX_FILE_BYTES} are read")
+
+
+@contextmanager
+def _without_marks(folder: Path, present: Sequence[Path]) -> Iterator[Path]:
+    """The folder; where a json file begins with a byte order mark, which transformers does not
+    read, a passing copy of these files without it.
+    """
+    marked = [f for f in present if f.suffix == ".json" and _starts_with_mark(f)]
+    if not marked:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as passing:
+        for file in present:
+            content = file.read_bytes()
+            (Path(passing) / file.name).write_bytes(
+                content.removeprefix(BOM_UTF8) if file in marked else content
+            )
+        yield Path(passing)
+
+
+def _starts_with_mark(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(BOM_UTF8)) == BOM_UTF8

@@ -76,7 +76,9 @@ class FakeEngine(Engine):
     def tokenize(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.prompt is not None and "untokenisable" in request.prompt:
-                raise WorkloadError(f"request {request.id!r}: cannot be tokenised")
+                raise WorkloadError(
+                    f"request {request.id!r}: cannot be tokenised", request_id=request.id
+                )
             if request.prompt is not None:
                 request.prompt_token_ids = [ord(c) % VOCAB_SIZE for c in request.prompt]
             elif request.messages is not None:

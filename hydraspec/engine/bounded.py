@@ -1,0 +1,119 @@
+"""Bounds on work that files of a checkpoint control: a chat template may loop, a tokenizer's
+pattern may backtrack for hours, neither can be interrupted from outside.
+
+The work runs in a forked process with a limit on time and memory; nothing of it stays. On systems
+other than Linux, where a fork of a process with threads is unsafe, it runs without bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SECONDS_PER_ITEM = 30
+EXTRA_BYTES = 4 << 30  # address space beside what the process has
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class OutOfBoundsError(Exception):
+    """An item failed, or went on for too long; the text says which, for a message."""
+
+
+def bounded(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
+    """work(item) for each item in turn, made in a forked process. Results are what JSON can hold.
+
+    Raises:
+        OutOfBoundsError: in place of a result: an exception of any kind, whose text it has, an end
+            of the process, or no result after SECONDS_PER_ITEM.
+    """
+    if sys.platform != "linux":
+        yield from (_value(_outcome(work, item)) for item in items)
+        return
+    reading, writing = os.pipe()
+    child = _fork(work, items, writing)
+    os.close(writing)
+    status = None
+    try:
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            for _ in items:
+                line = lines.readline()
+                if not line.endswith("\n"):
+                    status = os.waitpid(child, 0)[1]
+                    raise OutOfBoundsError(_ended(os.waitstatus_to_exitcode(status)))
+                yield _value(json.loads(line))
+    finally:
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
+    """The child's process id. A signal that comes meanwhile is the parent's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads: none is needed there
+            child = os.fork()
+        if child == 0:
+            _serve(work, items, writing)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return child
+
+
+def _serve(work: Callable[[T], Any], items: Sequence[T], writing: int) -> None:
+    """The child's part; does not return. The kernel ends it when an item's time is up."""
+    try:
+        for number in (*_HANDLED, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_HANDLED, signal.SIGALRM))
+        _limit_memory()
+        with open(os.devnull, "wb") as nowhere:  # a library's panic prints more than the message
+            os.dup2(nowhere.fileno(), 2)
+        with os.fdopen(writing, "w", encoding="utf-8") as results:
+            for item in items:
+                signal.alarm(SECONDS_PER_ITEM)
+                results.write(json.dumps(_outcome(work, item)) + "\n")
+                results.flush()
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as sizes:
+        used = int(sizes.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = used + EXTRA_BYTES
+    if hard == resource.RLIM_INFINITY or wanted < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+
+
+def _outcome(work: Callable[[T], Any], item: T) -> dict[str, Any]:
+    try:
+        return {"value": work(item)}
+    except MemoryError:
+        return {"error": f"it needs more than {EXTRA_BYTES >> 30} GiB of memory"}
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizer's library is no Exception
+        return {"error": str(error) or type(error).__name__}
+
+
+def _value(outcome: dict[str, Any]) -> Any:
+    if "error" in outcome:
+        raise OutOfBoundsError(outcome["error"])
+    return outcome["value"]
+
+
+def _ended(status: int) -> str:
+    if status == -signal.SIGALRM:
+        return f"it takes more than {SECONDS_PER_ITEM} seconds"
+    return f"its process ended ({'signal' if status < 0 else 'status'} {abs(status)})"
