@@ -89,8 +89,10 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
         return default if value is None else value
 
     ids, notes = _aux_layer_ids(raw, nested, where)
-    if _flag("norm_before_residual", raw, nested, where) is None:
-        notes += (_silent_norm(form, where),)
+    norms_residual = _flag("norm_before_residual", raw, nested, where)
+    if norms_residual is None:
+        norms_residual, note = _silent_norm(form, method, raw, where)
+        notes += (note,)
     config = EagleConfig(
         method=method,
         format=form,
@@ -100,7 +102,7 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
         use_aux=flag("use_aux_hidden_state", True),
         norm_before_fc=flag("norm_before_fc"),
         fc_norm=flag("fc_norm"),
-        norm_before_residual=flag("norm_before_residual"),
+        norm_before_residual=norms_residual,
         norm_output=flag("norm_output"),
         target_hidden_size=_count(raw, "target_hidden_size", where),
         draft_vocab_size=_count(raw, "draft_vocab_size", where),
@@ -130,11 +132,23 @@ def _flag(key: str, raw: dict[str, Any], nested: dict[str, Any], where: str) -> 
     return value
 
 
-def _silent_norm(form: str, where: str) -> str:
-    why = "the default of the class that writes the format"
-    if form != SPECULATORS:
-        why = "as the code of EAGLE's authors computes it"
-    return f"drafter {where!r} does not say norm_before_residual; taken as false, {why}"
+def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tuple[bool, str]:
+    """norm_before_residual where a config does not say it, and what to note: what vLLM's loader
+    takes (ADR 17), which differs from the class that writes speculators folders for eagle3 alone.
+    """
+    value, why = False, "as vLLM and the code of EAGLE's authors compute it"
+    if form == SPECULATORS:
+        why = "the default of vLLM's loader and of the class that writes the format"
+    if form == SPECULATORS and method == "eagle3":
+        value = "norm_before_residual" not in raw
+        why = "as vLLM's loader reads null"
+        if value:
+            why = (
+                "vLLM's default; the class that writes the format would take false: if acceptance "
+                "is low, add norm_before_residual to its config.json"
+            )
+    taken = str(value).lower()
+    return value, f"drafter {where!r} does not say norm_before_residual; taken as {taken}, {why}"
 
 
 def _refuse_uncomputed(

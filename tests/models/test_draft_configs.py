@@ -105,22 +105,36 @@ def test_aux_layers_and_the_notes_on_them(name: str, tmp_path: Path) -> None:
         assert all(part in note for part in says.split(".*")), note
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "why"),
-    [
-        (authors, {}, "EAGLE's authors"),
-        (authors, {"norm_before_residual": None, "eagle_config": {}}, "EAGLE's authors"),
-        (speculators, {"norm_before_residual": None}, "the class that writes the format"),
-    ],
-)
-def test_a_silent_norm_is_noted_in_every_format(
-    make: Any, config: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    spec = load(make(tmp_path / "d", {AUX: [2, 3, 4]} | config), "eagle3", make_target()).spec
+# what a folder without norm_before_residual means: (format, method, config) -> flag, and why
+SILENT_NORM: dict[str, tuple[Any, str, dict[str, Any], bool, str]] = {
+    "authors": (authors, "eagle3", {}, False, "EAGLE's authors"),
+    "authors, null": (
+        *(authors, "eagle3", {"norm_before_residual": None, "eagle_config": {}}),
+        *(False, "EAGLE's authors"),
+    ),
+    "speculators eagle3": (speculators, "eagle3", {}, True, "vLLM's default; the class that"),
+    "speculators eagle3, null": (
+        *(speculators, "eagle3", {"norm_before_residual": None}, False, "vLLM's loader reads null"),
+    ),
+    "speculators peagle": (speculators, "peagle", {}, False, "the class that writes the format"),
+}
+
+
+@pytest.mark.parametrize("name", SILENT_NORM)
+def test_a_silent_norm_is_what_vllm_takes_and_noted(name: str, tmp_path: Path) -> None:
+    """Catches a head whose first residual is another than the engine it was published for computes:
+    it shows only as low acceptance.
+    """
+    make, method, config, value, why = SILENT_NORM[name]
+    where = make(tmp_path / "d", {AUX: [2, 3, 4]}, method)
+    raw = json.loads((where / "config.json").read_text())
+    raw.pop("norm_before_residual", None)
+    (where / "config.json").write_text(json.dumps(raw | config))
+    spec = load(where, method, make_target()).spec
     (note,) = spec.notes
-    assert "norm_before_residual; taken as false" in note
+    assert f"norm_before_residual; taken as {str(value).lower()}" in note
     assert why in note
-    assert not spec.norm_before_residual
+    assert spec.norm_before_residual is value
 
 
 def test_null_at_the_top_leaves_the_nested_flag(tmp_path: Path) -> None:

@@ -240,12 +240,8 @@ def test_aux_layers_default_to_the_authors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])
-def test_a_silent_norm_before_residual_is_false_and_said(tmp_path: Path, method: str) -> None:
-    where = folder(tmp_path / "d", method, drop("norm_before_residual"))
-    spec = load(where, method, make_target()).spec
-    assert not spec.norm_before_residual
-    assert "norm_before_residual" in spec.notes[0]
-    assert load(folder(tmp_path / "e", method, drop()), method, make_target()).spec.notes == ()
+def test_a_folder_that_says_all_is_not_noted(tmp_path: Path, method: str) -> None:
+    assert load(folder(tmp_path / "d", method, drop()), method, make_target()).spec.notes == ()
 
 
 def test_a_drafter_made_for_fewer_positions_says_so(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ makes no difference.
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,12 @@ def draw_layer(rng: np.random.Generator) -> Any:
     return config
 
 
-def draw_model(rng: np.random.Generator, folder: Path, kind: str) -> tuple[Any, tuple[int, ...]]:
-    """A model of theirs with random weights, saved by itself, and its aux layers."""
+def draw_model(
+    rng: np.random.Generator, folder: Path, kind: str, **said: Any
+) -> tuple[Any, tuple[int, ...]]:
+    """A model of theirs with random weights and what is `said`, saved by itself, and its aux
+    layers.
+    """
     layer = draw_layer(rng)
     ids = tuple(int(i) for i in rng.permutation(7)[: int(rng.integers(1, 5))])
     rows = VOCAB - 9 if rng.random() < 0.6 else VOCAB
@@ -77,7 +82,7 @@ def draw_model(rng: np.random.Generator, folder: Path, kind: str) -> tuple[Any, 
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=[]),
         ),
-    }
+    } | said
     if kind == "peagle":
         model = PEagleDraftModel(PEagleSpeculatorConfig(mask_token_id=7, **settings))
     else:
@@ -172,3 +177,24 @@ def test_peagle_pass_equals_theirs(
     ours = head.compute_logits(states)
     torch.testing.assert_close(ours[: row + 1], theirs[0][: row + 1], **CLOSE)
     torch.testing.assert_close(ours[row + 1 :], theirs[0][n - 1 :], **CLOSE)
+
+
+def test_a_silent_eagle3_folder_is_theirs_only_with_the_norm_passed(tmp_path: Path) -> None:
+    """Their class takes false where the key is missing, vLLM and we true (ADR 17)."""
+    assert Eagle3SpeculatorConfig.model_fields["norm_before_residual"].default is False
+    assert PEagleSpeculatorConfig.model_fields["norm_before_residual"].default is False
+    rng = np.random.default_rng(43)
+    model, ids = draw_model(rng, tmp_path / "d", "eagle3", norm_before_residual=True)
+    written = tmp_path / "d" / "config.json"
+    config = json.loads(written.read_text())
+    assert config.pop("norm_before_residual") is True  # it writes the key
+    written.write_text(json.dumps(config))
+    text, aux = torch.from_numpy(rng.integers(0, VOCAB, 6)), [matrix(rng, 5, SIZE) for _ in ids]
+    theirs = record_logits(model)
+    places = torch.zeros(1, 5, dtype=torch.int64)
+    model(torch.cat(aux, -1)[None], text[None, 1:], places, ttt_steps=1)
+    head = load(tmp_path / "d", "eagle3", FakeTarget(rng, hidden_size=SIZE, vocab_size=VOCAB))
+    hidden = head.combine_target_hidden(target_step(aux[0], aux))
+    paged = PagedRows(head, 6)
+    states, _ = head.forward(paged.rows(text[1:], 0), hidden, paged.caches, step=0)
+    torch.testing.assert_close(head.compute_logits(states), theirs[0], **CLOSE)

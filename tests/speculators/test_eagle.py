@@ -8,6 +8,7 @@ borders and at max_model_len, with K from 1 to 8.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -198,8 +199,12 @@ def test_zoo_folders_run_as_they_are() -> None:
 
 
 def test_what_was_assumed_is_a_warning_of_the_run(tmp_path: Path) -> None:
-    """This world's drafter does not say norm_before_residual."""
+    """A drafter that does not say norm_before_residual."""
     world = make_world(tmp_path, "eagle3 on qwen3", num_prompts=1)
+    written = Path(world.drafter) / "config.json"
+    config = json.loads(written.read_text())
+    del config["norm_before_residual"]
+    written.write_text(json.dumps(config))
     settings = run_config(world.folder, method="eagle3", drafter=world.drafter, max_model_len=64)
     settings.method.weights = Weights.checkpoint
     speculator = build_speculator(settings)

@@ -162,7 +162,7 @@ WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...
     ),
     "eagle3 on qwen3": (
         *("eagle3", "qwen3", {"model_type": "qwen3", **SLIDING}),
-        *({"norm_output": True, "fc_norm": True}, (1, 2), 192, 0),
+        *({"norm_before_residual": False, "norm_output": True, "fc_norm": True}, (1, 2), 192, 0),
     ),
     "peagle on gemma4": (
         *("peagle", "gemma4", {"model_type": "llama", "num_hidden_layers": 2}),
