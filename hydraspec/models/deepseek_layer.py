@@ -12,7 +12,7 @@ from torch import Tensor
 from hydraspec.models.attention import GroupPass
 from hydraspec.models.deepseek_attention import LatentAttention
 from hydraspec.models.deepseek_config import DeepseekConfig, ExpertsShape
-from hydraspec.models.dense_layer import SiluMLP
+from hydraspec.models.dense_layer import DenseMLP
 from hydraspec.models.gemma4_config import FULL
 from hydraspec.models.layers import Norm, Place, Tensors, join
 
@@ -29,7 +29,7 @@ class Experts:
         self.bias = place.empty(count, dtype=self.wide)
         self.gate_up = place.matrix(count, size, 2 * inner)
         self.down = place.matrix(count, inner, size)
-        self.shared = SiluMLP(size, inner * shape.num_shared, place)
+        self.shared = DenseMLP(size, inner * shape.num_shared, place)
         self.packed = True  # how `tensors` names the experts
 
     def tensors(self) -> Tensors:
@@ -81,9 +81,9 @@ class DeepseekLayer:
         self.attention = LatentAttention(config, place)
         self.input_norm = Norm(size, eps, place)
         self.post_attention_norm = Norm(size, eps, place)
-        self.mlp: SiluMLP | Experts
+        self.mlp: DenseMLP | Experts
         if index < config.num_dense_layers or config.experts is None:
-            self.mlp = SiluMLP(size, config.intermediate_size, place)
+            self.mlp = DenseMLP(size, config.intermediate_size, place)
         else:
             self.mlp = Experts(size, config.experts, place)
 

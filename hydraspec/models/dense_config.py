@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hydraspec_kernels.linear import Activation
+
 from hydraspec.errors import CheckpointError
 from hydraspec.models.config_reader import ConfigReader, text_part
 from hydraspec.models.gemma4_config import FULL, SLIDING
@@ -38,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         bias="keys", qk_norm=True, window="if_asked", defaults=_QWEN_DEFAULTS | {"head_dim": 128}
     ),
 }
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 MISTRAL_WINDOW = 4096  # of a Mistral config without the key; null means none
 
 
@@ -60,6 +63,7 @@ class DenseConfig:
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
+    activation: Activation  # of the MLP's gate
     tied: bool
     rope: Rope
 
@@ -84,8 +88,6 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
         )
     family = FAMILIES[model_type]
     reader = ConfigReader(values, where, family.defaults)
-    if reader.get("hidden_act", "silu") != "silu":
-        raise reader.fail("hidden_act", "silu, the only one released")
     _refuse_uncomputed(reader)
     heads, head_dim = _heads(reader)
     kinds, window = _windows(reader, family)
@@ -108,9 +110,20 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
         qkv_bias=bias or family.bias == "qkv",
         out_bias=bias,
         mlp_bias=by_keys and bool(reader.get("mlp_bias", False)),
+        activation=_activation(reader),
         tied=bool(config.get("tie_word_embeddings", reader.get("tie_word_embeddings", False))),
         rope=read_rope(reader, head_dim, max_positions),
     )
+
+
+def _activation(reader: ConfigReader) -> Activation:
+    """What hidden_act means; gelu_pytorch_tanh comes in draft heads made for Gemma targets."""
+    name = reader.get("hidden_act", "silu")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise reader.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+    if reader.get("hidden_activation") not in (None, name):  # Gemma's name for the same
+        raise reader.fail("hidden_activation", f"{name} or nothing, since hidden_act says {name}")
+    return ACTIVATIONS[name]
 
 
 def _refuse_uncomputed(reader: ConfigReader) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a Llama-like decoder layer: attention, SiLU MLP, and the pre-norm layer they make.
+"""Parts of a Llama-like decoder layer: attention, gated MLP, and the pre-norm layer they make.
 
 Also what draft heads are built of: widths in and out of attention are free, and every part takes
 the residual it adds to, so that a head can choose what it is.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from hydraspec_kernels.decode_attention import attend_projection
-from hydraspec_kernels.gated_activation import gated_silu
-from hydraspec_kernels.linear import gated_linear, linear, linear_partials
+from hydraspec_kernels.gated_activation import gated_activation, gated_silu
+from hydraspec_kernels.linear import Activation, gated_linear, linear, linear_partials
 from hydraspec_kernels.paged_attention import GroupShape, paged_attention, plan_attention
 from hydraspec_kernels.qkv_write import QkvShape
 from hydraspec_kernels.rms_norm import unit_norm_
@@ -150,15 +150,35 @@ class DenseAttention:
         return linear(attended, self.out, self.out_bias)
 
 
-class SiluMLP:
-    """residual + down(silu(gate(x)) * up(x))."""
+class DenseMLP:
+    """residual + down(act(gate(x)) * up(x))."""
 
-    def __init__(self, size: int, inner: int, place: Place, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        inner: int,
+        place: Place,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
         self.inner = inner
+        self.activation = activation
         self.gate_up = place.matrix(size, 2 * inner)
         self.down = place.matrix(inner, size)
         self.gate_up_bias = place.empty(2 * inner) if bias else None
         self.down_bias = place.empty(size) if bias else None
+
+    @classmethod
+    def of(cls, config: DenseConfig, place: Place) -> DenseMLP:
+        """A config's MLP."""
+        return cls(
+            config.hidden_size,
+            config.intermediate_size,
+            place,
+            bias=config.mlp_bias,
+            activation=config.activation,
+        )
 
     def tensors(self) -> Tensors:
         """Weights by their names below `mlp.`."""
@@ -176,22 +196,23 @@ class SiluMLP:
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Folded: x [T, D] normed and residual [T, D] -> [T, D]."""
         if self.gate_up_bias is None:
-            inner = gated_silu(torch.mm(x, self.gate_up))
+            inner = torch.mm(x, self.gate_up)
         else:
-            inner = gated_silu(torch.addmm(self.gate_up_bias, x, self.gate_up))
+            inner = torch.addmm(self.gate_up_bias, x, self.gate_up)
+        inner = gated_silu(inner) if self.activation == "silu" else gated_activation(inner)
         out = torch.addmm(residual, inner, self.down)
         return out if self.down_bias is None else out.add_(self.down_bias)
 
     def whole(self, x: Tensor) -> Tensor:
         """x [T, D] -> what it adds to the residual, [T, D]."""
-        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation="silu")
+        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation=self.activation)
         return linear(inner, self.down, self.down_bias)
 
     def partials(self, x: Tensor) -> Tensor:
         """The same, or partial sums of it."""
         if self.down_bias is not None:
             return self.whole(x)
-        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation="silu")
+        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation=self.activation)
         return linear_partials(inner, self.down)
 
 
@@ -207,7 +228,7 @@ class DenseLayer:
         size, eps = config.hidden_size, config.rms_norm_eps
         self.kind = kind
         self.attention = DenseAttention(AttentionShape.of(config), place)
-        self.mlp = SiluMLP(size, config.intermediate_size, place, bias=config.mlp_bias)
+        self.mlp = DenseMLP.of(config, place)
         self.input_norm = Norm(size, eps, place) if has_input_norm else None
         self.post_attention_norm = Norm(size, eps, place)
 

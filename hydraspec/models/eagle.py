@@ -23,7 +23,7 @@ from hydraspec.models.dense_layer import (
     AttentionShape,
     DenseAttention,
     DenseLayer,
-    SiluMLP,
+    DenseMLP,
     dense_frequencies,
     dense_group,
     group_pass,
@@ -51,7 +51,7 @@ class FusedLayer:
         self.kind, self.size = kind, size
         self.norm_before_residual = norm_before_residual
         self.attention = DenseAttention(AttentionShape.of(config, 2 * size), place)
-        self.mlp = SiluMLP(size, config.intermediate_size, place, bias=config.mlp_bias)
+        self.mlp = DenseMLP.of(config, place)
         self.input_norm = Norm(size, eps, place)
         self.hidden_norm = Norm(size, eps, place)
         self.post_attention_norm = Norm(size, eps, place)

@@ -293,6 +293,7 @@ def test_files_that_do_not_fit_are_refused(name: str, mistral: Path) -> None:
 
 BAD_VALUES: dict[str, Any] = {
     "hidden_act": "gelu",
+    "hidden_activation": "gelu_pytorch_tanh",  # beside hidden_act silu
     "hidden_size": None,
     "head_dim": 15,
     "layer_types": ["sliding_attention"],

@@ -61,7 +61,8 @@ def test_logits_of_random_shapes_in_chunks(family: str, seed: int, tmp_path: Pat
 def test_mimo_is_its_published_definition(seed: int, tmp_path: Path) -> None:
     config = random_config("qwen2", seed)
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 640000.0}
-    config.pop("layer_types", None)
+    for key in ("layer_types", "hidden_act"):  # its code has neither
+        config.pop(key, None)
     weights = make_mimo(config, seed, tmp_path)
     prompts = prompts_of(seed)
     for prompt, logits in zip(prompts, logits_in_chunks(tmp_path, seed, prompts), strict=True):
@@ -78,6 +79,7 @@ def test_the_random_shapes_cover_every_field() -> None:
 
     for family in drawn:
         assert is_sometimes(family, "tie_word_embeddings")
+        assert is_sometimes(family, "hidden_act")
         kinds = {config["rope_parameters"]["rope_type"] for config in drawn[family]}
         assert kinds == {"default", "linear", "dynamic", "llama3", "yarn"}
     assert all(is_sometimes("llama", key) for key in ("attention_bias", "mlp_bias", "head_dim"))

@@ -52,6 +52,7 @@ def draw_layer(rng: np.random.Generator) -> Any:
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
         "attention_bias": bool(rng.random() < 0.3),
+        "hidden_act": str(rng.choice(["silu", "gelu_pytorch_tanh"])),
     }
     config = (Qwen3Config if is_qwen else LlamaConfig)(**fields)
     config._attn_implementation = "eager"

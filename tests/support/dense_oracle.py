@@ -109,6 +109,8 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
             config["layer_types"] = [
                 draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)
             ]
+    if family in CLASSES and draw.random() < 0.3:
+        config["hidden_act"] = "gelu_pytorch_tanh"
     return config
 
 

@@ -76,6 +76,8 @@ def draw_layer(rng: np.random.Generator, target: Any, *, kind: str, size: int) -
         layer |= {"layer_types": kinds, "sliding_window": 3, "use_sliding_window": True}
     if kind == "mistral":
         layer["sliding_window"] = None
+    elif rng.random() < 0.4:
+        layer["hidden_act"] = "gelu_pytorch_tanh"  # of heads for Gemma targets
     return layer
 
 

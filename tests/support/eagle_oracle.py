@@ -84,7 +84,7 @@ class PlainEagle:
                 entering = norm(x, w[f"{name}.input_layernorm.weight"], eps)
             x = x + self.attention(i, entering, positions)
             inner = norm(x, w[f"{name}.post_attention_layernorm.weight"], eps)
-            gate = torch.nn.functional.silu(self.linear(f"{name}.mlp.gate_proj", inner))
+            gate = self.activate(self.linear(f"{name}.mlp.gate_proj", inner))
             up = self.linear(f"{name}.mlp.up_proj", inner)
             x = x + self.linear(f"{name}.mlp.down_proj", gate * up)
         if self.method == "eagle" and not self.flag("is_mistral"):
@@ -92,6 +92,11 @@ class PlainEagle:
         states = norm(x, w["norm.weight"], eps)
         posts = self.flag("norm_output") or self.method == "eagle"
         return states, states if posts else x
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.layer.get("hidden_act", "silu") == "silu":
+            return x * torch.sigmoid(x)
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
