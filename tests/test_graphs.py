@@ -88,8 +88,9 @@ def test_default_sizes_end_with_the_largest_batch(most: int, sizes: list[int]) -
 
 
 def test_mixed_sizes_are_few_and_bounded() -> None:
-    assert mixed_row_sizes([1, 2, 4, 8, 16, 20], 3, 60) == [12, 24, 48, 60]
-    assert mixed_row_sizes([1, 2], 4, 6) == [6]
+    assert mixed_row_sizes([1, 2, 4, 8, 16, 20], 3, 60, 20) == [12, 24, 48, 60]
+    assert mixed_row_sizes([1, 2, 4, 8, 16], 1, 16, 100) == [8, 16, 32, 64, 96]
+    assert mixed_row_sizes([1, 2], 4, 6, 6) == [6]
 
 
 # --------------------------------------------------------------------------- manager

@@ -13,6 +13,9 @@ from enum import IntEnum
 NONE, PIECEWISE, FULL = "none", "piecewise", "full"
 
 MIN_MIXED_ROWS = 8  # fewer rows cost no less
+# Of mixed steps with a graph. More rows keep the device busy for longer than the host needs to
+# launch them one kernel after another, and may leave rows out of the last layers.
+PROMPT_ROWS = (32, 64, 96, 128, 192, 256)
 
 # Name → (decode, mixed).
 MODES: dict[str, tuple[str, str]] = {
@@ -130,10 +133,15 @@ def default_capture_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 
-def mixed_row_sizes(sizes: Sequence[int], rows_per_decode: int, max_rows: int) -> list[int]:
-    """Row counts of mixed steps to capture: fewer than batch sizes, because a prefill's rows vary
-    too much to be met closely. At most `max_rows`.
+def mixed_row_sizes(
+    sizes: Sequence[int], rows_per_decode: int, max_decode_rows: int, max_rows: int
+) -> list[int]:
+    """Row counts of mixed steps to capture: batch sizes rounded up to powers of two, times the rows
+    of a decode, and PROMPT_ROWS for the chunks of prompts beside them.
+
+    max_decode_rows: rows of a step that only decodes, at most. max_rows: rows of any step.
     """
     wanted = {1 << (size - 1).bit_length() for size in sizes}
-    rows = sorted({min(size * rows_per_decode, max_rows) for size in wanted})
-    return [count for count in rows if count >= MIN_MIXED_ROWS] or rows[-1:]
+    rows = {min(size * rows_per_decode, max_decode_rows) for size in wanted}
+    rows |= {count for count in PROMPT_ROWS if count <= max_rows}
+    return [count for count in sorted(rows) if count >= MIN_MIXED_ROWS] or [max(rows)]

@@ -184,7 +184,9 @@ class DeviceRunner(Runner):
                     rows_per_request=None,
                     variant=greedy,
                 )
-                for rows in mixed_row_sizes(limits.capture_sizes, self._rows, most_rows)
+                for rows in mixed_row_sizes(
+                    limits.capture_sizes, self._rows, most_rows, limits.max_num_batched_tokens
+                )
             ]
         return found
 
