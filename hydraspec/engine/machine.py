@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
 from hydraspec.config.checks import check_random_room
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.models.registry import check_length
+
+log = logging.getLogger(__name__)
 
 # Below this width a CPU step is bound by dispatch, and a second thread only adds hand-over time.
 SINGLE_THREAD_WIDTH = 512
@@ -46,3 +51,9 @@ def model_length(config: RunConfig, limit: int) -> int:
     length = config.target.max_model_len or limit
     check_random_room(config, length)
     return length
+
+
+@cache
+def log_once(text: str) -> None:
+    """Log what holds for every engine of this process: a run's baseline, and a sweep's jobs."""
+    log.info("%s", text)

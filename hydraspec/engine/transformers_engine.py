@@ -18,7 +18,7 @@ import torch
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
-from hydraspec.engine.machine import model_length
+from hydraspec.engine.machine import log_once, model_length
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.transformers_loading import TransformersParts, load_parts
 from hydraspec.engine.transformers_watch import AssistedWatch, StepWatch, StreamSampler
@@ -152,7 +152,7 @@ def _info(parts: TransformersParts) -> EngineInfo:
     reason = None
     if requested != "none":
         reason = "engine=transformers runs its steps eagerly"
-        log.info("cudagraph=%s is not used: %s", requested, reason)
+        log_once(f"cudagraph={requested} is not used: {reason}")
     spec: dict[str, object] | None = None
     if parts.assistant is not None:
         if config.workload.concurrency != 1:

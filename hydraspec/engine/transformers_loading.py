@@ -4,12 +4,15 @@ safetensors only; code in a folder is never run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as hf_logging
 
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.engine.machine import pick_device, set_num_threads
@@ -120,7 +123,8 @@ def _load_model(
     if weights is Weights.checkpoint:
         opened.entries()  # refuses files that are missing, cut short or no safetensors
     try:
-        model, report = _from_transformers(str(folder), weights, dtype, config.seed)
+        with _without_its_own_output():
+            model, report = _from_transformers(str(folder), weights, dtype, config.seed)
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise CheckpointError(
@@ -129,6 +133,20 @@ def _load_model(
         ) from error
     _check_report(folder, report)
     return model.to(device).eval()
+
+
+@contextmanager
+def _without_its_own_output() -> Iterator[None]:
+    """No progress bars and load reports: `_check_report` says what is wrong with a checkpoint."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def _from_transformers(

@@ -15,7 +15,7 @@ from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import EngineInfo
-from hydraspec.engine.machine import model_length, pick_device, set_num_threads
+from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.runner import Runner
@@ -293,7 +293,7 @@ def _resolve_modes(
             cannot_draft_in_graph=speculator.cannot_be_captured,
         )
     for reason in modes.reasons:
-        log.info("cudagraph=%s is not used as such: %s", requested, reason)
+        log_once(f"cudagraph={requested} is not used as such: {reason}")
     return modes
 
 
