@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hydraspec.config import RunConfig, to_dict
+from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
 from hydraspec.lab.resolution import resolve
 
@@ -71,6 +72,25 @@ def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str
     text = json.dumps(summary, indent=2, ensure_ascii=False)
     (run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
     return summary
+
+
+def note_idle_seed(config: RunConfig, jobs: Sequence[RunConfig]) -> None:
+    """Warn, in config.warnings, where a sweep over `seed` repeats this job's outputs.
+
+    Raises:
+        WorkloadError: the job's workload cannot be read.
+    """
+    seeds = list(dict.fromkeys(job.seed for job in jobs))
+    if len(seeds) < 2 or is_bench(config):
+        return
+    from hydraspec.lab.workloads import depends_on_seed
+
+    if not depends_on_seed(config):
+        typed = ",".join(map(str, seeds))
+        config.warnings.append(
+            f"seed={typed} changes nothing: no request samples, so that jobs which differ in seed "
+            "alone repeat the same outputs; for others add sampling=stochastic"
+        )
 
 
 def group_name(sweep_dir: Path) -> str:

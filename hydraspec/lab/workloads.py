@@ -5,6 +5,7 @@ Every line is checked before a run starts.
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ import numpy as np
 
 from hydraspec.config.choices import packaged
 from hydraspec.config.messages import refusal, show
-from hydraspec.config.schema import RunConfig, SamplingConfig, WorkloadConfig
+from hydraspec.config.schema import (
+    RunConfig,
+    SamplingConfig,
+    Verification,
+    Weights,
+    WorkloadConfig,
+)
 from hydraspec.lab.lines import parse_line
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
@@ -90,6 +97,23 @@ def read(config: RunConfig) -> Workload | None:
         raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
     config.warnings.extend(_overridden(config.sampling, workload.requests))
     return workload
+
+
+def depends_on_seed(config: RunConfig) -> bool:
+    """Whether another `seed` changes any output: random prompts, random weights, synthetic
+    acceptance, or a request that samples and has no seed of its own.
+
+    Raises:
+        WorkloadError: as `read`.
+    """
+    drawn = Weights.random in (config.target.weights, config.method.weights)
+    if drawn or config.method.verification is Verification.synthetic:
+        return True
+    workload = read(copy.deepcopy(config))  # its notes are for the run
+    return workload is None or any(
+        r.sampling.temperature > 0 and r.sampling.seed == request_seed(config.seed, r.index)
+        for r in workload.requests
+    )
 
 
 def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str]:
