@@ -8,11 +8,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
+def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
     """One run, as `python -m hydraspec` with these overrides; its folder goes under outputs/.
 
+    A run whose outputs are not the target's raises nothing: look at
+    `result["lossless"]["verdict"]`, which is then "diverged" (the command exits with 4).
+
+    Args:
+        quiet: print and log nothing but errors.
+
     Returns:
-        The summary, as summary.json holds it.
+        The summary, as summary.json holds it, and "run_dir", the folder's absolute path.
 
     Raises:
         UserError: ConfigurationError, CheckpointError or WorkloadError, with the message the
@@ -21,4 +27,4 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     from hydraspec.cli import run as run_from_overrides
 
-    return run_from_overrides(overrides)
+    return run_from_overrides(overrides, quiet=quiet)

@@ -1,7 +1,8 @@
 """The command line: flags, exit statuses and messages. Has the only hydra.main.
 
-Exit status: 0 done; 2 wrong configuration; 3 unusable checkpoint or workload; 130 interrupted;
-1 anything else. What a run does is the lab's business.
+Exit status: 0 done; 2 wrong configuration; 3 unusable checkpoint or workload; 4 done, and the
+outputs are not the target's; 130 interrupted; 1 anything else. What a run does is the lab's
+business.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import nearest, refusal
 from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.lab.outcome import INTERRUPTED, Outcome, exit_status, last_line, outcome
 from hydraspec.lab.resolution import resolve
 from hydraspec.lab.surroundings import (
     ignore_interrupts,
@@ -38,7 +41,6 @@ from hydraspec.lab.surroundings import (
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
 RESULTS = ("summary.json", "bench.json")  # of a run, and of a benchmark
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 FOLDER_ERRORS = {
@@ -78,7 +80,7 @@ def _status_of(argv: Sequence[str]) -> int:
         return _complain(_folder_message(error), 1)
 
 
-def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
+def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
     """One run from Python, with the overrides one would type; see `hydraspec.run`."""
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(typed, str) for typed in overrides):
@@ -94,8 +96,11 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
             "  allowed: one run\n  to do: call run once for each combination, or use hydraspec -m"
         )
     folder = planned.folder if _is_typed(RUN_DIR, overrides) else _fresh(planned.folder)
-    with output_may_be_cut():
-        return _run_job(planned.jobs[0], folder, list(overrides))
+    with _only_errors_logged() if quiet else output_may_be_cut():
+        summary = _run_job(planned.jobs[0], folder, list(overrides), quiet=quiet)
+        if not quiet:
+            _end([outcome(summary)])
+    return {**summary, "run_dir": str(folder.absolute())}
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -122,7 +127,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _execute(planned: Plan) -> int:
     """Run the jobs one after another; a sweep ends with its comparison, whatever failed."""
-    statuses: list[int] = []
+    outcomes: list[Outcome] = []
     errors: list[Exception] = []
     before = _results(planned.folder)
 
@@ -130,7 +135,7 @@ def _execute(planned: Plan) -> int:
         if errors:  # a bug or a full disk: the jobs left would meet it too
             return
         try:
-            statuses.append(_job(cfg, planned))
+            outcomes.append(_job(cfg, planned))
         except Exception as error:  # raised again below: Hydra would put a line of its own in front
             errors.append(error)
 
@@ -146,22 +151,29 @@ def _execute(planned: Plan) -> int:
         raise KeyboardInterrupt("what was finished is saved") from None
     for error in errors:
         raise error
-    return next((status for status in statuses if status), 0)
+    return _end(outcomes)
 
 
-def _job(cfg: DictConfig, planned: Plan) -> int:
+def _end(outcomes: Sequence[Outcome]) -> int:
+    status, said = exit_status(outcomes), last_line(outcomes)
+    return status if said is None else _complain(said, status)
+
+
+def _job(cfg: DictConfig, planned: Plan) -> Outcome:
     settings = HydraConfig.get()
     run_dir = Path(settings.runtime.output_dir)
     overrides = [str(override) for override in settings.overrides.task]
     config = to_run_config(cfg)
     if not planned.is_sweep:
-        return _status(_run_job(config, run_dir, overrides))
+        return outcome(_run_job(config, run_dir, overrides))
     planned.folder = Path(settings.sweep.dir)  # as typed; Hydra's clock may be a second later
-    log.info("job %s of %d: %s", settings.job.num, len(planned.jobs), " ".join(overrides))
+    job = str(settings.job.num)
+    log.info("job %s of %d: %s", job, len(planned.jobs), " ".join(overrides))
     try:
-        return _status(_run_or_take_over(config, run_dir, planned.folder, overrides))
+        sweep.note_idle_seed(config, planned.jobs)
+        return outcome(_run_or_take_over(config, run_dir, planned.folder, overrides), job)
     except UserError as error:  # this job cannot run; the others may
-        return _complain(error, error.exit_code)
+        return Outcome(status=_complain(error, error.exit_code), job=job)
 
 
 def _run_or_take_over(
@@ -176,7 +188,9 @@ def _run_or_take_over(
     return _run_job(config, run_dir, overrides)
 
 
-def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+def _run_job(
+    config: RunConfig, run_dir: Path, overrides: list[str], *, quiet: bool = False
+) -> dict[str, Any]:
     _resolve(config)
     if is_bench(config):
         from hydraspec.lab.bench import run as run_in_lab
@@ -184,9 +198,21 @@ def _run_job(config: RunConfig, run_dir: Path, overrides: list[str]) -> dict[str
         from hydraspec.lab.run import run as run_in_lab
 
     summary: dict[str, Any] = run_in_lab(
-        config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config)
+        config, run_dir=run_dir, overrides=overrides, resolved=to_dict(config), quiet=quiet
     )
     return summary
+
+
+@contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """The package's logger for a while without warnings: they are in the summary too."""
+    logger = logging.getLogger("hydraspec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _resolve(config: RunConfig) -> None:
@@ -206,10 +232,6 @@ def _compare(sweep_dir: Path) -> None:
     from hydraspec.lab.compare import compare
 
     compare(sweep_dir)
-
-
-def _status(summary: dict[str, Any]) -> int:
-    return {"ok": 0, "interrupted": INTERRUPTED}.get(summary["status"], 1)
 
 
 def _hydra_main(job: Any) -> None:

@@ -61,8 +61,10 @@ class Engine(ABC):
         """The same loaded target without a drafter; it shares weights with this engine."""
 
     @abstractmethod
-    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Target logits [V] (float64) after `token_ids`, from one fresh prefill."""
+    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray | None:
+        """Target logits [V] (float64) after `token_ids`, from one fresh prefill; None from an
+        engine that gives none.
+        """
 
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
         """Mean milliseconds per decode step of each phase, from a short run of its own over

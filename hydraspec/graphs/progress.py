@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
     """What is yielded counts one more of `total` as done. The bar goes when all is."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or not log.isEnabledFor(logging.WARNING):  # a quiet run
         yield lambda: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()

@@ -43,7 +43,12 @@ WIDE = 140  # columns of a table that goes to a file
 
 
 def run(
-    config: RunConfig, *, run_dir: Path, overrides: Sequence[str], resolved: Mapping[str, object]
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    overrides: Sequence[str],
+    resolved: Mapping[str, object],
+    quiet: bool = False,
 ) -> Json:
     """Measure what config.bench asks for; returns what bench.json in `run_dir` holds.
 
@@ -55,7 +60,7 @@ def run(
         CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
         OSError: with the path, if the run folder cannot be written.
     """
-    folder, console = RunFolder(run_dir), table_console(WIDE)
+    folder, console = RunFolder(run_dir), table_console(WIDE, quiet=quiet)
     replaces = folder.holds_older_run
     if not replaces:
         folder.begin(resolved, overrides)

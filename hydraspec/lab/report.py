@@ -28,7 +28,7 @@ VERDICTS = {
     "identical": ("good", "Identical", "every greedy output equals the baseline's, token by token"),
     "numerical": ("good", "Numerical", "outputs differ only where the target's two best tie"),
     "diverged": ("bad", "Diverged", "an output differs beyond rounding, or was lost"),
-    "not_checked": ("", "Not checked", "needs greedy sampling and a baseline to compare with"),
+    "not_checked": ("", "Not checked", ""),  # the summary says why
 }
 
 
@@ -79,6 +79,7 @@ def _headline(summary: Json) -> str:
         cards.append(_figure("Status", escape(summary["status"]), note, "bad"))
     if summary["lossless"]["num_requests_checked"] or summary["num_drafts"]:
         kind, word, note = VERDICTS[summary["lossless"]["verdict"]]
+        note = note or summary["lossless"]["reason"]
         if count := summary["lossless"]["num_requests_checked"]:
             note += f" ({count} checked)"
         cards.append(_figure("Lossless", word, note, kind))
@@ -279,18 +280,24 @@ def _lossless(summary: Json) -> str:
         ["greedy requests checked", str(lossless["num_requests_checked"])],
         ["with another output", str(lossless["num_requests_diverged"])],
     ]
+    if count := lossless["num_requests_sampled"]:
+        rows.append(["sampled requests, not checked", str(count)])
     for side in ("method", "baseline"):
         if count := lossless[f"num_failed_with_{side}_only"]:
             rows.append([f"with an error in the {side} only", str(count)])
     for title, key in (("first", "first_divergence"), ("beyond rounding", "first_beyond_margin")):
         if found := lossless[key]:
-            margin = "-" if found["target_margin"] is None else f"{found['target_margin']:.3g}"
-            margin += f", rounding allows {found['allowed_margin']:.3g}"
+            margins = f"{_digits(found['target_margin'])}, rounding allows "
+            margins += _digits(found["allowed_margin"])
             rows.append(
                 [f"{title}: request, output token", f"{found['request']}, {found['position']}"]
             )
-            rows.append([f"{title}: margin of the target's two best", margin])
+            rows.append([f"{title}: margin of the target's two best", margins])
     return card("Lossless", facts(rows), note=VERDICTS[lossless["verdict"]][2])
+
+
+def _digits(margin: float | None) -> str:
+    return "-" if margin is None else f"{margin:.3g}"
 
 
 def _settings(summary: Json, resolved: Mapping[str, object]) -> str:

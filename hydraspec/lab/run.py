@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 import hydraspec
 from hydraspec import factory
@@ -23,9 +22,9 @@ from hydraspec.lab.folder import STEPS, TRACE, RunFolder
 from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.surroundings import interrupts_held_back
-from hydraspec.lab.verdict import NOT_CHECKED, Lossless
+from hydraspec.lab.verdict import Lossless, not_checked
 from hydraspec.lab.workloads import Workload
-from hydraspec.metrics.console import ConsoleSink
+from hydraspec.metrics.console import ConsoleSink, run_console
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
@@ -33,14 +32,19 @@ from hydraspec.types import WorkloadError
 
 
 def run(
-    config: RunConfig, *, run_dir: Path, overrides: Sequence[str], resolved: Mapping[str, object]
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    overrides: Sequence[str],
+    resolved: Mapping[str, object],
+    quiet: bool = False,
 ) -> Json:
     """Run a configuration and return its summary, which is also `run_dir`/summary.json.
 
-    `config` says what runs: see lab.resolution. `resolved` is the same as plain
-    containers and `overrides` what was typed; both are only recorded. The status is "failed"
-    if no request finished. An interrupt or an error while decoding is raised again once what had
-    finished is saved.
+    `config` says what runs: see lab.resolution. `resolved` is the same as plain containers and
+    `overrides` what was typed; both are only recorded. `quiet` prints nothing. The status is
+    "failed" if no request finished. An interrupt or an error while decoding is raised again once
+    what had finished is saved.
 
     Raises:
         WorkloadError: before anything is decoded, with file and line.
@@ -71,6 +75,7 @@ def run(
             workload=workload,
             tracker=(tracker := tracker or _tracker(config, folder, resolved)),
             load_s=load_s,
+            quiet=quiet,
         )
         with closing(_Run(prepared)) as measured:
             return measured.execute()
@@ -92,6 +97,7 @@ class _Prepared:
     workload: Workload
     tracker: WandbSink | None
     load_s: float
+    quiet: bool
 
 
 class _Run:
@@ -106,7 +112,7 @@ class _Run:
         self.engine, self.tracker, self.load_s = prepared.engine, prepared.tracker, prepared.load_s
         self.requests = prepared.workload.requests
         self.started, self.when = time.perf_counter(), time.strftime("%Y-%m-%d %H:%M")
-        self.console = Console()
+        self.console = run_console(quiet=prepared.quiet)
         engines = {Side.method: self.engine}
         if self.config.baseline and self.config.method.name != "none":
             engines[Side.baseline] = self.engine.baseline()
@@ -153,7 +159,8 @@ class _Run:
 
     def _judge(self) -> Lossless:
         if Side.baseline not in self.measurement.engines:
-            return NOT_CHECKED
+            plain = self.config.method.name == "none"
+            return not_checked("method=none is the baseline" if plain else "baseline=false")
         return verdict.judge(
             self.requests,
             self.measurement.completions(Side.method),
@@ -167,7 +174,7 @@ class _Run:
         try:
             return self._judge()
         except (KeyboardInterrupt, Exception):
-            return NOT_CHECKED
+            return not_checked("interrupted before the outputs were compared")
 
     # ------------------------------------------------------------------ saving
 
@@ -177,7 +184,8 @@ class _Run:
         """
         reason = f"{type(error).__name__}: {error}"
         try:
-            self._save("failed", NOT_CHECKED, warnings=[f"the run ended early: {reason}"])
+            early = [f"the run ended early: {reason}"]
+            self._save("failed", not_checked("the run ended early"), warnings=early)
         except OSError as other:
             error.add_note(f"and what had finished could not be saved: {other}")
 

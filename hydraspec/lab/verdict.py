@@ -16,6 +16,9 @@ from hydraspec.types import DTYPES, Completion, Request
 
 ROUNDING_FACTOR = 8  # of eps(dtype) · max|logit|: what another order of summation may move a logit
 
+LOW_PRECISION = ("bfloat16", "float16")
+Verdict = Literal["identical", "numerical", "diverged", "not_checked"]
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Divergence:
@@ -25,9 +28,9 @@ class Divergence:
     index: int  # place in the workload
     position: int  # output tokens before it are equal
     # The target's best logit minus its second best, after the common prefix; NaN (null in files)
-    # if its best is not finite, which is beyond rounding.
-    target_margin: float
-    allowed_margin: float  # 8 · eps(dtype) · max|logit| there
+    # if its best is not finite, which is beyond rounding; None if the engine gives no logits.
+    target_margin: float | None
+    allowed_margin: float | None  # 8 · eps(dtype) · max|logit| there
     method_token: int | None  # null: the output had ended
     baseline_token: int | None
 
@@ -36,7 +39,7 @@ class Divergence:
 class Lossless:
     """The verdict over all requests that were checked."""
 
-    verdict: Literal["identical", "numerical", "diverged", "not_checked"]
+    verdict: Verdict
     num_requests_checked: int = 0
     num_requests_diverged: int = 0
     first_divergence: Divergence | None = None  # lowest request index
@@ -44,13 +47,27 @@ class Lossless:
     num_failed_with_method_only: int = 0  # requests, greedy or not, that the baseline finished
     num_failed_with_baseline_only: int = 0
     not_finite_in: str | None = None  # id of a request in which the target's logits are NaN
+    num_requests_sampled: int = 0  # finished at a temperature above 0: not compared
+    reason: str | None = None  # why the verdict is "not_checked"; null with any other
 
     def to_json(self) -> dict[str, object]:
         """As summary.json holds it."""
         return dataclasses.asdict(self)
 
 
-NOT_CHECKED = Lossless(verdict="not_checked")
+SAMPLED = "sampled"
+SYNTHETIC = "synthetic verification"
+NOT_FINISHED = "no greedy request was finished with the method and with the baseline"
+NOT_FINITE = "the target's logits are NaN or infinite"
+WITHOUT_MARGINS = (
+    "outputs differ, and engine={0.engine} gives no logits, so that in {0.dtype} rounding cannot "
+    "be told from an error"
+)
+
+
+def not_checked(reason: str) -> Lossless:
+    """The verdict of a run in which nothing was compared."""
+    return Lossless(verdict="not_checked", reason=reason)
 
 
 def judge(
@@ -69,6 +86,8 @@ def judge(
     the method finished, there is nothing to compare it with, and what would be "identical" is
     "not_checked". Synthetic verification, and a workload without greedy requests, is not checked.
     Logits that are not finite, looked at in one request if no outputs differ, prove nothing equal.
+    Where the engine gives no logits there is no margin: other outputs are "not_checked" in bfloat16
+    and float16, where ties are frequent, and "diverged" in float32 and float64.
     """
     lost = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
     won = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
@@ -76,9 +95,10 @@ def judge(
         verdict="not_checked",
         num_failed_with_method_only=len(lost),
         num_failed_with_baseline_only=len(won),
+        num_requests_sampled=sum(not _is_greedy(r) and _finished(method, r) for r in requests),
     )
     if synthetic:
-        return unchecked
+        return dataclasses.replace(unchecked, reason=SYNTHETIC)
     checked = [
         r
         for r in sorted(requests, key=lambda r: r.index)
@@ -89,26 +109,39 @@ def judge(
     ]
     first, beyond = _first_and_beyond(differing, method, baseline, engine)
     broken = None
-    if beyond and math.isnan(beyond.target_margin):
+    if beyond and beyond.target_margin is not None and math.isnan(beyond.target_margin):
         broken = beyond.request
     elif not differing:
         broken = _without_finite_logits(requests, method, engine)
-    verdict: Literal["identical", "numerical", "diverged", "not_checked"] = "identical"
-    if beyond or any(_is_greedy(r) for r in lost):
-        verdict = "diverged"
-    elif differing:
-        verdict = "numerical"
-    elif not checked or broken is not None or any(_is_greedy(r) for r in won):
-        verdict = "not_checked"
-    return dataclasses.replace(
+    found = dataclasses.replace(
         unchecked,
-        verdict=verdict,
         num_requests_checked=len(checked),
         num_requests_diverged=len(differing),
         first_divergence=first,
         first_beyond_margin=beyond,
         not_finite_in=broken,
     )
+    if beyond or any(_is_greedy(r) for r in lost):
+        return dataclasses.replace(found, verdict="diverged")
+    if reason := _why_not(found, requests, won, engine.info):
+        return dataclasses.replace(found, reason=reason)
+    return dataclasses.replace(found, verdict="numerical" if differing else "identical")
+
+
+def _why_not(
+    found: Lossless, requests: Sequence[Request], won: Sequence[Request], info: EngineInfo
+) -> str | None:
+    """Why what was found is "not_checked"; None if outputs are equal, or differ within rounding."""
+    first = found.first_divergence
+    if first is not None:
+        return WITHOUT_MARGINS.format(info) if first.target_margin is None else None
+    if not any(_is_greedy(r) for r in requests):
+        return SAMPLED
+    if found.not_finite_in is not None:
+        return NOT_FINITE
+    if failed := sum(_is_greedy(r) for r in won):
+        return f"the baseline failed {failed} greedy request{'s' * (failed > 1)}"
+    return None if found.num_requests_checked else NOT_FINISHED
 
 
 def remarks(lossless: Lossless, info: EngineInfo) -> list[str]:
@@ -159,7 +192,7 @@ def _without_finite_logits(
         return None
     ended = completions[request.index]
     logits = engine.next_token_logits([*ended.prompt_token_ids, *ended.output_token_ids[:-1]])
-    return None if np.isfinite(logits.max()) else request.id
+    return None if logits is None or np.isfinite(logits.max()) else request.id
 
 
 def _first_and_beyond(
@@ -173,9 +206,15 @@ def _first_and_beyond(
     for request in differing:
         found = _divergence(request, method[request.index], baseline[request.index], engine)
         first = first or found
-        if not found.target_margin <= found.allowed_margin:
+        if _is_beyond_rounding(found, engine.info.dtype):
             return first, found
     return first, None
+
+
+def _is_beyond_rounding(found: Divergence, dtype: str) -> bool:
+    if found.target_margin is None or found.allowed_margin is None:
+        return dtype not in LOW_PRECISION
+    return not found.target_margin <= found.allowed_margin  # NaN is beyond it
 
 
 def _divergence(
@@ -185,15 +224,21 @@ def _divergence(
     shorter = min(len(a), len(b))
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)
     logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]])
-    second, best = np.sort(logits)[-2:]  # NaN sorts last
-    largest = np.abs(logits[np.isfinite(logits)]).max(initial=0.0)  # suppressed tokens are at -inf
-    eps = torch.finfo(DTYPES[engine.info.dtype]).eps
+    margin, allowed = (None, None) if logits is None else _margins(logits, engine.info.dtype)
     return Divergence(
         request=request.id,
         index=request.index,
         position=position,
-        target_margin=float(best - second) if np.isfinite(best) else math.nan,
-        allowed_margin=float(ROUNDING_FACTOR * eps * largest),
+        target_margin=margin,
+        allowed_margin=allowed,
         method_token=a[position] if position < len(a) else None,
         baseline_token=b[position] if position < len(b) else None,
     )
+
+
+def _margins(logits: np.ndarray, dtype: str) -> tuple[float, float]:
+    """Best minus second best of `logits` [V], and what rounding allows there."""
+    second, best = np.sort(logits)[-2:]  # NaN sorts last
+    largest = np.abs(logits[np.isfinite(logits)]).max(initial=0.0)  # suppressed tokens are at -inf
+    margin = float(best - second) if np.isfinite(best) else math.nan
+    return margin, float(ROUNDING_FACTOR * torch.finfo(DTYPES[dtype]).eps * largest)

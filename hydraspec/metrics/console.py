@@ -21,10 +21,15 @@ from hydraspec.types import Completion, StepRecord
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
 
 
-def table_console(width: int) -> Console:
+def run_console(*, quiet: bool) -> Console:
+    """Where a run prints; `quiet` drops all of it, a terminal's bar too."""
+    return Console(quiet=quiet, force_terminal=False if quiet else None)
+
+
+def table_console(width: int, *, quiet: bool = False) -> Console:
     """The terminal; where there is none, `width` columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+    console = run_console(quiet=quiet)
+    return console if console.is_terminal else Console(width=width, quiet=quiet)
 
 
 class ConsoleSink(Sink):
@@ -112,19 +117,30 @@ def interval(estimate: Mapping[str, Any] | None, unit: str = "") -> str:
 def verdict_words(summary: Mapping[str, Any]) -> str:
     """The lossless verdict as a sentence."""
     lossless = summary["lossless"]
-    num_checked, first = lossless["num_requests_checked"], lossless["first_divergence"]
+    num_checked = lossless["num_requests_checked"]
+    first = lossless["first_beyond_margin"] or lossless["first_divergence"]
     place = f"request {first['request']} at output token {first['position']}" if first else ""
-    diverged = f"an output differs beyond rounding (first difference: {place})"
+    diverged = f"an output differs beyond rounding (first: {place})"
     count = lossless["num_failed_with_method_only"]
     if count and lossless["first_beyond_margin"] is None:
         diverged = f"an error in {count} of the requests that the baseline finished"
-    return {
+    words = {
         "identical": f"identical: all {num_checked} outputs equal the baseline's, token for token",
         "numerical": "numerical: outputs differ only where the target's two best logits tie "
         f"within rounding (first: {place})",
         "diverged": f"DIVERGED: {diverged}",
-        "not_checked": "not checked",
+        "not_checked": f"not checked ({lossless['reason']})",
     }[lossless["verdict"]]
+    return words + _unchecked_words(lossless)
+
+
+def _unchecked_words(lossless: Mapping[str, Any]) -> str:
+    """How many sampled requests stand beside the greedy ones that were compared."""
+    count = lossless["num_requests_sampled"]
+    if not count or not lossless["num_requests_checked"]:
+        return ""
+    requests = "1 sampled request is" if count == 1 else f"{count} sampled requests are"
+    return f"; {requests} not checked (drafts keep the distribution, not the tokens)"
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:

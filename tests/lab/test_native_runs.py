@@ -27,6 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
             [*overrides, "workload.limit=8", "tracker=none", "hydra.run.dir=run"]
         )
         text = (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
+        assert Path(summary.pop("run_dir")) == tmp_path / "run"
         assert json.loads(text) == summary
         assert (summary["status"], summary["engine"]) == ("ok", "native")
         assert (summary["num_requests"], summary["num_errors"]) == (8, 0)

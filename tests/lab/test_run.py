@@ -186,6 +186,7 @@ def test_method_none_has_no_baseline(
     assert read_summary(tmp_path) == summary
     assert (summary["baseline"], summary["speedup"]) == (None, None)
     assert summary["lossless"]["verdict"] == "not_checked"
+    assert summary["lossless"]["reason"] == "method=none is the baseline"
     assert summary["acceptance_length"] == {"mean": None, "ci95": None}
     assert summary["acceptance_rate_per_position"] == []
     assert summary["warnings"] == ["K has no effect"]
@@ -196,11 +197,13 @@ def test_without_baseline_or_with_synthetic_verification_nothing_is_judged(
 ) -> None:
     use_engine(FakeEngine())
     config.baseline = False
-    assert run_config()["lossless"]["verdict"] == "not_checked"
+    lossless = run_config()["lossless"]
+    assert (lossless["verdict"], lossless["reason"]) == ("not_checked", "baseline=false")
     config.baseline = True
     config.method.verification = Verification.synthetic
     use_engine(FakeEngine(Behaviour(wrong_from={0: 2})))
-    assert run_config()["lossless"]["verdict"] == "not_checked"
+    lossless = run_config()["lossless"]
+    assert (lossless["verdict"], lossless["reason"]) == ("not_checked", "synthetic verification")
 
 
 def test_a_wrong_token_is_found(config: RunConfig, use_engine: Use, run_config: Run) -> None:

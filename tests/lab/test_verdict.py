@@ -101,11 +101,45 @@ def test_not_checked() -> None:
     outputs = both((1,), (2,))
     greedy, stochastic = [request(0)], [request(0, 0.5)]
     engine = FakeEngine()
-    assert judge(greedy, outputs, outputs, engine, synthetic=True).verdict == "not_checked"
-    assert judge(stochastic, outputs, outputs, engine, synthetic=False).verdict == "not_checked"
-    assert judge(greedy, outputs, {}, engine, synthetic=False).verdict == "not_checked"
     failed = {0: completion(0, finish_reason="error")}
-    assert judge(greedy, outputs, failed, engine, synthetic=False).verdict == "not_checked"
+    for asked, theirs, synthetic, reason in (
+        (greedy, outputs, True, "synthetic verification"),
+        (stochastic, outputs, False, "sampled"),
+        (greedy, {}, False, "no greedy request was finished"),
+        (greedy, failed, False, "the baseline failed 1 greedy request"),
+    ):
+        result = judge(asked, outputs, theirs, engine, synthetic=synthetic)
+        assert result.verdict == "not_checked"
+        assert (result.reason or "").startswith(reason)
+
+
+class WithoutLogits(FakeEngine):
+    """An engine that hands out tokens only, as vLLM does."""
+
+    def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        return None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "verdict"),
+    [
+        *(("bfloat16", "not_checked"), ("float16", "not_checked")),
+        *(("float32", "diverged"), ("float64", "diverged")),
+    ],
+)
+def test_without_margins_low_precision_cannot_be_judged(dtype: str, verdict: str) -> None:
+    """Catches a tie in bfloat16 that ends the run with 4, and an error in float32 that does not."""
+    engine = WithoutLogits(engine="vllm", dtype=dtype)
+    ours, theirs = both((1, 2), (3, 4)), both((1, 2), (3, 9))
+    result = judge([request(0), request(1)], ours, theirs, engine, synthetic=False)
+    assert (result.verdict, result.num_requests_diverged) == (verdict, 1)
+    assert result.first_divergence is not None
+    assert (result.first_divergence.position, result.first_divergence.target_margin) == (1, None)
+    assert (result.reason is None) == (verdict == "diverged")
+    if result.reason is not None:
+        assert f"engine=vllm gives no logits, so that in {dtype}" in result.reason
+    same = judge([request(0)], ours, ours, engine, synthetic=False)
+    assert (same.verdict, same.reason) == ("identical", None)
 
 
 FAILED = {"finish_reason": "error"}
@@ -177,6 +211,7 @@ def test_equal_outputs_of_logits_that_are_not_finite_are_no_proof(value: float) 
     result = judge([request(0), request(1)], outputs, outputs, Overflowing(), synthetic=False)
     assert (result.verdict, result.not_finite_in) == ("not_checked", "r0")
     assert asked == [[1, 2, 0, 0]]  # the last token's
+    assert result.reason == "the target's logits are NaN or infinite"
     (remark,) = remarks(result, make_info())
     assert "'r0' are NaN or infinite" in remark
 
@@ -215,3 +250,4 @@ def test_only_greedy_requests_of_a_mixed_workload_are_compared() -> None:
     ours, theirs = both((1,), (2,)), both((1,), (3,))
     result = judge([request(0), request(1, 0.5)], ours, theirs, FakeEngine(), synthetic=False)
     assert (result.verdict, result.num_requests_checked) == ("identical", 1)
+    assert result.num_requests_sampled == 1

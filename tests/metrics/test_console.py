@@ -32,7 +32,9 @@ SUMMARY: dict[str, Any] = {
     "speedup": None,
     "lossless": {
         "verdict": "not_checked",
+        "reason": "baseline=false",
         "num_requests_checked": 0,
+        "num_requests_sampled": 0,
         "first_divergence": None,
         "first_beyond_margin": None,
         "num_failed_with_method_only": 0,
@@ -75,6 +77,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "round 1 of 2: eagle3" in text
     assert "tiny [bold] with eagle3, K=2" in text
     assert "2.50 (2.25 to 2.75)" in text
+    assert "Lossless: not checked (baseline=false)\n" in text
     assert "Warning: a [red] warning" in text
     assert len(text.splitlines()) < 20
 
@@ -92,7 +95,9 @@ def test_figures() -> None:
     first = {"request": "r1", "position": 7}
     lossless = {
         "verdict": "diverged",
+        "reason": None,
         "num_requests_checked": 3,
+        "num_requests_sampled": 0,
         "first_divergence": first,
         "first_beyond_margin": first,
         "num_failed_with_method_only": 2,
@@ -100,3 +105,21 @@ def test_figures() -> None:
     assert "request r1 at output token 7" in verdict_words({"lossless": lossless})
     lossless["first_beyond_margin"] = None
     assert "an error in 2 of the requests" in verdict_words({"lossless": lossless})
+
+
+def test_sampled_requests_beside_compared_ones_are_counted() -> None:
+    """Catches "all outputs equal" of a workload of which most was not looked at."""
+    lossless = {
+        "verdict": "identical",
+        "reason": None,
+        "num_requests_checked": 2,
+        "num_requests_sampled": 3,
+        "first_divergence": None,
+        "first_beyond_margin": None,
+        "num_failed_with_method_only": 0,
+    }
+    words = verdict_words({"lossless": lossless})
+    assert words.startswith("identical: all 2 outputs equal")
+    assert "; 3 sampled requests are not checked (" in words
+    alone = {**lossless, "verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
+    assert verdict_words({"lossless": alone}) == "not checked (sampled)"
