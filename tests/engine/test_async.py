@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import step_ahead
+from eagle_worlds import EagleWorld
+from eagle_worlds import make_world as make_eagle_world
 from late_device import StableOracle
-from scenarios import World, draw_scenario, make_engine
+from scenarios import Scenario, World, draw_scenario, make_engine
 from step_ahead import (
     FLAVOURS,
     both_ways,
@@ -29,14 +31,16 @@ from step_ahead import (
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.config.engines import check_offer
-from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig
+from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig, Weights
 from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.timing import PhaseClock
+from hydraspec.factory import build_speculator
 from hydraspec.graphs import no_graphs
+from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.types import (
@@ -98,6 +102,32 @@ def test_samples_and_drafts_are_the_same(
         assert ahead.decodes == waiting.decodes
         num_dropped += ahead.num_dropped
     assert num_dropped > 0
+
+
+def trained_head(world: World, scenario: Scenario) -> BaseSpeculator:
+    assert isinstance(world, EagleWorld)
+    method = scenario.config.method
+    method.name, method.checkpoint = world.plain.method, world.drafter
+    method.weights = Weights.checkpoint
+    speculator = build_speculator(scenario.config)
+    speculator.load(world.target)
+    return speculator
+
+
+@pytest.mark.parametrize("name", ["eagle3 on gemma4", "peagle on gemma4"])
+def test_heads_beside_hybrid_groups(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads with KV groups of their own beside a target's sliding and full ones.
+
+    Catches a draft group that is freed, slid or sized by other marks than the target's.
+    """
+    world = make_eagle_world(tmp_path, name, num_prompts=5)
+    mixed = compare_mixed(world, monkeypatch, 6, trained_head)
+    assert mixed["dropped"] > 0
+    assert mixed["accepted"] > 10
+    tight = compare_tight(world, monkeypatch, 2, trained_head)
+    assert tight["preempted"] > 0
 
 
 def test_persistent_buffers_do_not_mix_steps(dense: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ def eager(method: str, k: int, count: int = NUM_REQUESTS) -> Run:
             ("gemma4_mtp", "full"),
             ("eagle3", "full_and_piecewise"),
             ("peagle", "full_decode_only"),
+            ("eagle3 on gemma4", "full"),
+            ("peagle on gemma4", "full_and_piecewise"),
             ("eagle", "full"),
             ("mtp", "piecewise"),
         },
@@ -102,7 +104,7 @@ def test_every_mode_gives_the_tokens_of_eager_steps(
 @pytest.mark.parametrize(
     ("method", "mode"),
     crossed(
-        ["gemma4_mtp", "eagle3", "peagle"],
+        ["gemma4_mtp", "eagle3", "peagle", "eagle3 on gemma4", "peagle on gemma4"],
         ["full", "full_and_piecewise", "piecewise"],
         {("gemma4_mtp", "piecewise"), ("peagle", "full")},
     ),
@@ -216,16 +218,23 @@ def test_planted_bugs_are_caught(
         run()
 
 
-@pytest.mark.slow
-def test_preempted_requests_come_back() -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("gemma4_mtp", marks=pytest.mark.slow),
+        pytest.param("eagle3 on gemma4", marks=pytest.mark.slow),
+        "peagle on gemma4",
+    ],
+)
+def test_preempted_requests_come_back(method: str) -> None:
     """A cache of a few blocks: requests lose their slots between replays."""
-    config = graph_config("gemma4_mtp", "full_and_piecewise", block_size=8)
+    config = graph_config(method, "full_and_piecewise", block_size=8)
     whole = make_graph_engine(config, None).info.memory_bytes["kv_cache"]
     config.engine.kv_cache.memory_gib = 0.3 * whole / (1 << 30)
     engine = make_graph_engine(config, RecordedOps())
     run = run_requests(engine, zoo_requests(NUM_REQUESTS))
     assert run.num_preempted > 0
-    assert run.tokens == eager("gemma4_mtp", 3).tokens
+    assert run.tokens == eager(method, 3).tokens
 
 
 def test_only_the_sizes_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +275,10 @@ def test_the_baseline_has_graphs_of_its_own() -> None:
     assert run_requests(engine, zoo_requests(3)).outputs == first.outputs
 
 
-@pytest.mark.parametrize("method", [pytest.param("gemma4_mtp", marks=pytest.mark.slow), "eagle3"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("gemma4_mtp", marks=pytest.mark.slow), "eagle3", "eagle3 on gemma4"],
+)
 def test_steps_launched_ahead_replay_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device works as late as it may, so the host has planned the next step by then."""
     wanted = eager(method, 3).tokens  # by an engine whose device is not late

@@ -20,11 +20,14 @@ from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepR
 from hydraspec.zoo.evaluate import read_workload
 
 SHARING = ("tiny_gemma4_e", "tiny_gemma4_e-assistant")  # its last layers share KV
+# A method is its usual pair; "<method> on <family>" has groups of its own beside other kinds.
 PAIRS = {
     "none": ("tiny_gemma4", None),
     "gemma4_mtp": ("tiny_gemma4", "tiny_gemma4-assistant"),
     "eagle3": ("tiny_qwen3", "tiny_qwen3-eagle3"),
     "peagle": ("tiny_qwen3", "tiny_qwen3-peagle"),
+    "eagle3 on gemma4": ("tiny_gemma4", "tiny_gemma4-eagle3"),
+    "peagle on gemma4": ("tiny_gemma4", "tiny_gemma4-peagle"),
     "eagle": ("tiny_mistral", "tiny_mistral-eagle"),
     "mtp": ("tiny_deepseek", None),
 }
@@ -52,7 +55,7 @@ def graph_config(
     }
     config = run_config(
         f"zoo:{target}",
-        method=method,
+        method=method.split(" on ")[0],
         drafter=f"zoo:{drafter}" if drafter else None,
         dtype=dtype,
         weights=Weights.checkpoint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,8 +168,18 @@ def outputs(seen: Watch) -> dict[int, tuple[list[int], str, str | None]]:
     }
 
 
+Drafting = Callable[[World, Scenario], BaseSpeculator]
+
+
+def stable_oracle(world: World, scenario: Scenario) -> BaseSpeculator:
+    return StableOracle(scenario.config, world.continuations, world.vocab_size)
+
+
 def compare_mixed(
-    world: World, monkeypatch: pytest.MonkeyPatch, num_scenarios: int
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    num_scenarios: int,
+    drafting: Drafting = stable_oracle,
 ) -> Counter[str]:
     """Random scenarios, equal step by step in a roomy cache and token by token in a tight one."""
     happened: Counter[str] = Counter()
@@ -176,28 +187,33 @@ def compare_mixed(
         scenario = draw_scenario(world, np.random.default_rng([5, number]), k=1 + number % 8)
         if number % 2:
             scenario.cache_share = 1.0
-        oracle = StableOracle(scenario.config, world.continuations, world.vocab_size)
-        waiting, ahead = both_ways(scenario, world.target, oracle, monkeypatch)
+        speculator = drafting(world, scenario)
+        waiting, ahead = both_ways(scenario, world.target, speculator, monkeypatch)
         assert outputs(ahead) == outputs(waiting), (number, scenario)
         assert waiting.num_dropped == 0
         happened["dropped"] += ahead.num_dropped
         if scenario.cache_share < 1.0:
             continue
         assert ahead.decodes == waiting.decodes, (number, scenario)
-        offers = {len(step[1]) for steps in ahead.decodes.values() for step in steps}
+        steps = [step for steps in ahead.decodes.values() for step in steps]
+        happened["accepted"] += sum(step[2] for step in steps)
+        offers = {len(step[1]) for step in steps}
         happened["fewer drafts"] += offers > {1 + number % 8}
     return happened
 
 
 def compare_tight(
-    dense: World, monkeypatch: pytest.MonkeyPatch, num_scenarios: int
+    dense: World,
+    monkeypatch: pytest.MonkeyPatch,
+    num_scenarios: int,
+    drafting: Drafting = stable_oracle,
 ) -> Counter[str]:
     """Five requests at once where there is room for about two."""
     happened: Counter[str] = Counter()
     for number in range(num_scenarios):
         rng = np.random.default_rng([6, number])
         scenario = draw_scenario(dense, rng, k=1 + number % 4)
-        prompt = next(prompt for prompt in dense.continuations if len(prompt) == 9)
+        prompt = min(dense.continuations, key=lambda prompt: abs(len(prompt) - 9))
         continuation = dense.continuations[prompt]
         ends = [int(rng.integers(12, 25)) for _ in range(5)]
         scenario.requests = [
@@ -214,8 +230,8 @@ def compare_tight(
         scenario.config.engine.max_num_batched_tokens = 256
         scenario.config.engine.kv_cache.block_size = 2
         scenario.cache_share, scenario.concurrency = 0.0, None
-        oracle = StableOracle(scenario.config, dense.continuations, dense.vocab_size)
-        waiting, ahead = both_ways(scenario, dense.target, oracle, monkeypatch)
+        speculator = drafting(dense, scenario)
+        waiting, ahead = both_ways(scenario, dense.target, speculator, monkeypatch)
         assert outputs(ahead) == outputs(waiting), (number, scenario)
         for index, end in enumerate(ends):
             assert ahead.completions[index].output_token_ids == continuation[:end]
