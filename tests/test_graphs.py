@@ -13,7 +13,6 @@ from recorded_graphs import CalledAgain, RecordedOps
 
 from hydraspec.graphs import (
     MODES,
-    Capability,
     Descriptor,
     GraphManager,
     default_capture_sizes,
@@ -25,9 +24,8 @@ from hydraspec.graphs import (
 # --------------------------------------------------------------------------- modes
 
 
-def resolve(requested: str, attention: Capability = Capability.ALWAYS, **changes: Any) -> Any:
-    facts = {"rows_per_decode": 4, "drafts": True, "cannot_draft_in_graph": None} | changes
-    return resolve_modes(requested, attention=attention, attention_name="it", **facts)
+def resolve(requested: str, **changes: Any) -> Any:
+    return resolve_modes(requested, **{"drafts": True, "cannot_draft_in_graph": None} | changes)
 
 
 @pytest.mark.parametrize("requested", MODES)
@@ -43,29 +41,10 @@ def test_a_mode_that_can_be_had_is_used_as_asked(requested: str) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("requested", "attention", "rows", "target"),
-    [
-        ("full", Capability.UNIFORM_BATCH, 4, "full_and_piecewise"),
-        ("full", Capability.UNIFORM_SINGLE_TOKEN, 4, "piecewise"),
-        ("full", Capability.UNIFORM_SINGLE_TOKEN, 1, "full_and_piecewise"),
-        ("full", Capability.NEVER, 1, "piecewise"),
-        ("full_and_piecewise", Capability.UNIFORM_BATCH, 4, "full_and_piecewise"),
-        ("full_and_piecewise", Capability.UNIFORM_SINGLE_TOKEN, 4, "piecewise"),
-        ("full_decode_only", Capability.UNIFORM_BATCH, 8, "full_decode_only"),
-        ("full_decode_only", Capability.NEVER, 1, "piecewise"),
-        ("piecewise", Capability.NEVER, 4, "piecewise"),
-    ],
-)
-def test_downgrades_carry_a_reason(
-    requested: str, attention: Capability, rows: int, target: str
-) -> None:
-    """Backend by mode by K: what attention cannot do inside a graph, it does between pieces."""
-    info = resolve(requested, attention, rows_per_decode=rows, drafts=False).as_info()
-    assert info["target"] == target
-    assert (info["reason"] is None) == (target == requested)
-    if target != requested:
-        assert f"it allows {attention.name.lower()}" in str(info["reason"])
+@pytest.mark.parametrize("requested", MODES)
+def test_without_a_drafter_no_mode_needs_a_reason(requested: str) -> None:
+    info = resolve(requested, drafts=False).as_info()
+    assert (info["target"], info["draft"], info["reason"]) == (requested, "none", None)
 
 
 def test_a_drafter_may_stay_outside() -> None:

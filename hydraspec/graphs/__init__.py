@@ -6,7 +6,6 @@ from hydraspec.graphs.capture import CudaGraphBackend, GraphBackend, Replayable
 from hydraspec.graphs.manager import Captured, Descriptor, GraphManager
 from hydraspec.graphs.modes import (
     MODES,
-    Capability,
     GraphModes,
     default_capture_sizes,
     mixed_row_sizes,
@@ -16,7 +15,6 @@ from hydraspec.graphs.modes import (
 
 __all__ = [
     "MODES",
-    "Capability",
     "Captured",
     "CudaGraphBackend",
     "Descriptor",

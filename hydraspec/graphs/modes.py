@@ -1,4 +1,4 @@
-"""Which parts of a step run as CUDA graphs: the five modes, and why one of them cannot be had.
+"""Which parts of a step run as CUDA graphs: the five modes, and what of the drafting they hold.
 
 `decode` is how steps run whose requests all verify K drafts, `mixed` how all others do, `draft` how
 a drafter's decode pass runs outside such a graph. Plain numbers and words, no device.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 NONE, PIECEWISE, FULL = "none", "piecewise", "full"
 
@@ -25,15 +24,6 @@ MODES: dict[str, tuple[str, str]] = {
     "full_decode_only": (FULL, NONE),
     "full_and_piecewise": (FULL, PIECEWISE),
 }
-
-
-class Capability(IntEnum):
-    """What an attention backend allows a graph to hold. The least of all KV groups counts."""
-
-    NEVER = 0
-    UNIFORM_SINGLE_TOKEN = 1  # one row a request
-    UNIFORM_BATCH = 2  # equally many rows a request
-    ALWAYS = 3
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -82,35 +72,18 @@ def no_graphs(requested: str, reason: str | None) -> GraphModes:
 def resolve_modes(
     requested: str,
     *,
-    attention: Capability,
-    attention_name: str,
-    rows_per_decode: int,
     drafts: bool,
     cannot_draft_in_graph: str | None,
 ) -> GraphModes:
-    """What of `requested` can be had, with a reason for each downgrade.
+    """How `requested` runs, with a reason for what of the drafting is not in its graphs.
 
-    attention: the least capability over all KV groups; `attention_name` says whose it is.
-    rows_per_decode: K + 1. drafts: there is a drafter. cannot_draft_in_graph: why not, if so.
+    Attention allows every mode: its kernels read rows and lengths on the device, for every kind of
+    KV group. drafts: there is a drafter. cannot_draft_in_graph: why not, if so.
     """
     decode, mixed = MODES[requested]
     reasons: list[str] = []
     if decode == NONE:
         return no_graphs(requested, None)
-    needed = Capability.UNIFORM_SINGLE_TOKEN if rows_per_decode == 1 else Capability.UNIFORM_BATCH
-    if decode == FULL and attention < needed:
-        decode = PIECEWISE
-        reasons.append(
-            f"{attention_name} allows {attention.name.lower()}, and a decode step has "
-            f"{rows_per_decode} rows a request: decode steps run in pieces"
-        )
-        if mixed != PIECEWISE:  # full has no pieces of its own, full_decode_only nothing at all
-            mixed = PIECEWISE
-    if mixed == FULL and attention < Capability.ALWAYS:
-        mixed = PIECEWISE
-        reasons.append(
-            f"{attention_name} allows {attention.name.lower()}: mixed steps run in pieces"
-        )
     draft = FULL if drafts and decode == FULL else NONE
     if drafts and decode == PIECEWISE:
         reasons.append("a drafter's decode pass is a full graph or eager")

@@ -23,7 +23,6 @@ from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sizing import cache_size, new_cache, smallest_cache
 from hydraspec.engine.native.state import new_request_state
 from hydraspec.graphs import (
-    Capability,
     CudaGraphBackend,
     GraphBackend,
     GraphModes,
@@ -283,12 +282,8 @@ def _resolve_modes(
     if target.device.type == "cpu" and backend is None:
         modes = no_graphs(requested, "device is cpu")
     else:
-        # Our kernels read rows and lengths on the device, for every kind of KV group.
         modes = resolve_modes(
             requested,
-            attention=Capability.ALWAYS,
-            attention_name="paged attention",
-            rows_per_decode=speculator.num_speculative_tokens + 1,
             drafts=speculator.num_speculative_tokens > 0,
             cannot_draft_in_graph=speculator.cannot_be_captured,
         )
