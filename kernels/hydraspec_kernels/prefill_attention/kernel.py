@@ -134,6 +134,7 @@ def _multiply(
     q = _seen_as(qs, M // GROUP_QUERIES * PARTS, GROUP_QUERIES, WIDTH)
     slot, phase, q_phase, heard = 0, 0, 0, 1
     kv_head, tile_at, start, rows, length = hear(work, 0)
+    # bound: the copying warp's trips, after which it tells of a tile without rows
     while rows > 0:
         first, limit = find_keys(length, rows, tile_at, M, GROUP, WINDOW, PAGE)
         q_at = tile_at + Q * GROUP_QUERIES

@@ -13,29 +13,21 @@ import triton
 import triton.language as tl
 
 from hydraspec_kernels.launch.kernel import start_next, wait_for_inputs
+from hydraspec_kernels.sort_keys.kernel import (
+    INFINITY_BITS,
+    NO_KEY,
+    halved,
+    key_of,
+    num_halvings,
+    value_of,
+)
 from hydraspec_kernels.token_choice.kernel import LARGEST, NO_TOKEN, finite, softmax_weights
 
-INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
-ALL_BITS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-NO_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFF - 1)  # below that of -inf
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # More than rounding moves a sum of masses, relative to all of the row's.
 MASS_SLACK: tl.constexpr = tl.constexpr(1e-5)
 # Logits that differ by less than this part of their distance to the peak may be scaled to one.
 TIE_SLACK: tl.constexpr = tl.constexpr(2.0**-21)
-
-
-@triton.jit
-def key_of(x, SHIFT: tl.constexpr):
-    """int32 in the order of finite x, 0 for both zeros; small, so that searches are short."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True) >> SHIFT
-    return bits ^ ((bits >> 31) & (ALL_BITS >> SHIFT))
-
-
-@triton.jit
-def value_of(key, SHIFT: tl.constexpr):
-    bits = key ^ ((key >> 31) & (ALL_BITS >> SHIFT))
-    return (bits << SHIFT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -132,15 +124,13 @@ def _listed(tokens, start, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
-def _bound_of_top_k(keys, top_k, lowest):
+def _bound_of_top_k(keys, top_k, lowest, SHIFT: tl.constexpr):
     """The top_k-th largest of `keys`; `lowest` if there are fewer."""
     low, high = lowest.to(tl.int64), tl.max(keys, 0).to(tl.int64) + 1
-    while high - low > 1:
+    for _ in range(num_halvings(low, high, SHIFT)):
         middle = (low + high) >> 1
-        if tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= top_k:
-            low = middle
-        else:
-            high = middle
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        low, high = halved(low, middle, high, count >= top_k)
     return low.to(tl.int32)
 
 
@@ -156,15 +146,12 @@ def _bound_of_top_p(
     largest = weight_of(keys, peak, sharpness, SHIFT)
     wanted = (top_p + MASS_SLACK) * total
     low, high = lowest.to(tl.int64), tl.max(keys, 0).to(tl.int64) + 1
-    while high - low > 1:
+    for _ in range(num_halvings(low, high, SHIFT)):
         middle = (low + high) >> 1
         key = middle.to(tl.int32)
         below = weight_of(key, peak, sharpness, SHIFT) * (GROUP - 1)
         certain = tl.where(keys >= key, tl.maximum(masses - below, largest), 0.0)
-        if tl.sum(certain, 0) >= wanted:
-            low = middle
-        else:
-            high = middle
+        low, high = halved(low, middle, high, tl.sum(certain, 0) >= wanted)
     return low.to(tl.int32)
 
 
@@ -225,12 +212,10 @@ def _ties_of(
 def _first_of_min_p(min_p, lowest, peak_key, peak, temperature, SHIFT: tl.constexpr):
     """The least key whose number is at least min_p times as probable as the best."""
     low, high = lowest.to(tl.int64) - 1, peak_key.to(tl.int64)
-    while high - low > 1:
+    for _ in range(num_halvings(low, high, SHIFT)):
         middle = (low + high) >> 1
-        if tl.exp(scaled(value_of(middle.to(tl.int32), SHIFT), peak, temperature)) >= min_p:
-            high = middle
-        else:
-            low = middle
+        x = value_of(middle.to(tl.int32), SHIFT)
+        low, high = halved(low, middle, high, tl.exp(scaled(x, peak, temperature)) < min_p)
     return high.to(tl.int32)
 
 
@@ -245,25 +230,21 @@ def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.con
     least, greatest, last = lowest, lowest, NO_TOKEN + lowest * 0
     if top_k > 0:
         low, high = bound.to(tl.int64), peak_key.to(tl.int64) + 1
-        while high - low > 1:
+        for _ in range(num_halvings(low, high, SHIFT)):
             middle = (low + high) >> 1
-            if _count(middle.to(tl.int32), peak_key, tokens, SHIFT, BLOCK, GROUP) >= top_k:
-                low = middle
-            else:
-                high = middle
+            count = _count(middle.to(tl.int32), peak_key, tokens, SHIFT, BLOCK, GROUP)
+            low, high = halved(low, middle, high, count >= top_k)
         least, _ = _ties_of(low.to(tl.int32), scale, tokens, SHIFT, BLOCK, GROUP)
     if top_p < 1:
         if top_k > 0:
             total = _mass_from(least, tokens, peak, sharpness, SHIFT, BLOCK, GROUP)
         wanted = top_p * total
         low, high = tl.maximum(bound, least).to(tl.int64), peak_key.to(tl.int64) + 1
-        while high - low > 1:
+        for _ in range(num_halvings(low, high, SHIFT)):
             middle = (low + high) >> 1
             key = middle.to(tl.int32)
-            if _mass_from(key, tokens, peak, sharpness, SHIFT, BLOCK, GROUP) >= wanted:
-                low = middle
-            else:
-                high = middle
+            mass = _mass_from(key, tokens, peak, sharpness, SHIFT, BLOCK, GROUP)
+            low, high = halved(low, middle, high, mass >= wanted)
         key = low.to(tl.int32)
         first, greatest = _ties_of(key, scale, tokens, SHIFT, BLOCK, GROUP)
         least = tl.maximum(least, first)
@@ -327,7 +308,7 @@ def find_cuts(
         if (peak_key > lowest) & ((top_k > 0) | (top_p < 1)):
             total = 0.0
             if top_k > 0:
-                bound = _bound_of_top_k(keys, top_k, lowest)
+                bound = _bound_of_top_k(keys, top_k, lowest, SHIFT)
             else:
                 masses = tl.load(masses_ptr + place * num_groups + group, mask=is_group, other=0.0)
                 masses *= tl.where(is_group, weight_of(keys, peak, sharpness, SHIFT), 0.0)
@@ -340,15 +321,15 @@ def find_cuts(
             tl.store(list_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, group, mask=reaches)
             count = tl.sum(reaches.to(tl.int32), 0)
             tl.debug_barrier()
-            found, start = 0, 0
+            found = 0
             groups = (list_ptr, x_ptr, count, vocab_size)
-            while (start < count * GROUP) & (found <= LISTED):
-                token, listed = _listed(groups, start, SHIFT, WIDE, GROUP)
-                is_in = listed >= bound
-                at = found + tl.cumsum(is_in.to(tl.int32), 0) - 1
-                tl.store(list_ptr + num_groups + at, token, mask=is_in & (at < LISTED))
-                found += tl.sum(is_in.to(tl.int32), 0)
-                start += WIDE
+            for start in range(0, count * GROUP, WIDE):
+                if found <= LISTED:
+                    token, listed = _listed(groups, start, SHIFT, WIDE, GROUP)
+                    is_in = listed >= bound
+                    at = found + tl.cumsum(is_in.to(tl.int32), 0) - 1
+                    tl.store(list_ptr + num_groups + at, token, mask=is_in & (at < LISTED))
+                    found += tl.sum(is_in.to(tl.int32), 0)
             tl.debug_barrier()
             row = (top_k, top_p, total, bound, lowest, peak_key, temperature, sharpness)
             if found <= LISTED:

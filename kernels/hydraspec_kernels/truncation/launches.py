@@ -50,10 +50,13 @@ def truncate_launches(
         keys, masses, logits, *about, *sizes,
         K=width - 1, GROUPS=GROUPS, GROUP=GROUP, num_warps=8, **launch,
     )  # fmt: skip
+    # A sum of products over a few groups is `own + another thread's`: fused, each thread rounds the
+    # other's only, so that they differ by a bit and part in the searches.
     find_cuts[(b * width,)](
         least, greatest, last, listed, keys, masses, logits, *about, *sizes,
         K=width - 1, LISTED=MAX_LISTED, GROUP=GROUP,
-        ALL_GROUPS=1 << (groups - 1).bit_length(), BLOCK=BLOCK, WIDE=WIDE, num_warps=8, **launch,
+        ALL_GROUPS=1 << (groups - 1).bit_length(), BLOCK=BLOCK, WIDE=WIDE, num_warps=8,
+        enable_fp_fusion=False, **launch,
     )  # fmt: skip
     cut_rows[grid](
         logits, least, greatest, last, keys, verify_rows, *sizes,

@@ -133,8 +133,9 @@ def copy_tiles(
     num_rows, num_requests, units = sizes
     slot, phase, q_phase, mended, told = 0, 0, 0, 0, 0
     index, programs = gl.program_id(0), gl.num_programs(0)
+    # bound: units * KV_HEADS trips, for the index rises whatever the counter holds
     while index < units * KV_HEADS:  # the last tiles of a request see most: they go first
-        following = programs + gl.atomic_add(counters, 1)
+        following = gl.maximum(programs + gl.atomic_add(counters, 1), index + 1)
         kv_head = index % KV_HEADS
         request, q_at, start, rows, length = _find_tile(
             starts, seq_lens, num_rows, num_requests, units - 1 - index // KV_HEADS,

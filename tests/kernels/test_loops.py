@@ -1,0 +1,125 @@
+"""Loops of kernels end: each `while` says what bounds it, and threads of one program cannot part.
+
+The interpreter runs a program as one thread, so what threads do apart is read from the PTX.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled_apart import compiled
+from hydraspec_kernels.truncation import launches, truncate_
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+JITS = {"triton.jit", "gluon.jit"}
+
+
+def is_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any(
+        ast.unparse(part.func if isinstance(part, ast.Call) else part) in JITS
+        for part in node.decorator_list
+    )
+
+
+def unexplained_loops(source: str) -> list[int]:
+    """Lines of `while` loops of kernels without a comment `# bound: ...` there or just above."""
+    lines = source.splitlines()
+    kernels = [node for node in ast.walk(ast.parse(source)) if is_kernel(node)]
+    loops = [node for kernel in kernels for node in ast.walk(kernel) if isinstance(node, ast.While)]
+    return [
+        loop.lineno
+        for loop in loops
+        if not any("# bound: " in line for line in lines[loop.lineno - 2 : loop.lineno])
+    ]
+
+
+def test_while_loops_say_what_bounds_them() -> None:
+    """A loop until something holds hangs a device for ever where it never does, as the search for
+    a nucleus did; a `for` over a range ends. What cannot be one says why it ends."""
+    found = {
+        str(path.relative_to(KERNELS)): lines
+        for path in sorted(KERNELS.rglob("*.py"))
+        if (lines := unexplained_loops(path.read_text()))
+    }
+    assert not found, "write `# bound: <what bounds it>` above, or a `for` over a range"
+
+
+def test_an_unexplained_loop_is_found() -> None:
+    loop = "@triton.jit(do_not_specialize=['n'])\ndef k(n):\n    {}while n > 0:\n        n -= 1\n"
+    assert unexplained_loops(loop.format("")) == [3]
+    assert unexplained_loops(loop.format("# bound: n trips\n    ")) == []
+    assert (
+        unexplained_loops(loop.format("").replace("@triton.jit(do_not_specialize=['n'])\n", ""))
+        == []
+    )
+
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton._C.libtriton import ir
+from hydraspec_kernels.truncation.kernel import find_cuts as kernel
+
+target, found = GPUTarget("cuda", 90, 32), []
+backend = make_backend(target)
+types = dict.fromkeys(("least_ptr", "greatest_ptr", "last_ptr", "list_ptr", "keys_ptr"), "*i32")
+types |= dict.fromkeys(("masses_ptr", "logits_ptr", "temperature_ptr"), "*fp32")
+types |= dict.fromkeys(("top_p_ptr", "min_p_ptr"), "*fp32")
+types |= dict.fromkeys(("verify_rows_ptr", "num_drafts_ptr", "slots_ptr", "top_k_ptr"), "*i64")
+types |= dict.fromkeys(("row_stride", "vocab_size", "num_groups"), "i32")
+types |= {"samples_ptr": "*i8"}
+sizes = {"K": 0, "LISTED": 32, "GROUP": 32, "SHIFT": 0, "BLOCK": 32, "WIDE": 32, "PDL": False}
+for groups, fuses in json.loads(sys.argv[1]):
+    fixed = sizes | {"ALL_GROUPS": groups}
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+    )
+    options = backend.parse_options({"num_warps": 1, "enable_fp_fusion": fuses})
+    context, stages, metadata = ir.context(), {}, {"target": target, **options.__dict__}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    made = source.make_ir(
+        target, options, backend.get_codegen_implementation(options),
+        backend.get_module_map(), context,
+    )
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        made = stages[stage](made, metadata)
+    found.append([made.count("fma.rn.f32"), made.count("shfl.sync")])
+print(json.dumps(found))
+"""
+
+
+class Recorded:
+    """A kernel that is launched nowhere."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **options: self.options.update(options)
+
+
+def test_no_thread_rounds_a_sum_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The mass of a row with 2 to 32 groups is added up within a warp: as fused products, a thread
+    rounds all but its own. Threads then search for different keys, and one that ends a trip
+    earlier never meets the others again: top_p alone hung GPUs at vocabularies of 65 to 2,048."""
+    kernel = Recorded()
+    monkeypatch.setattr(launches, "find_cuts", kernel)
+    monkeypatch.setattr(launches, "group_statistics", Recorded())
+    monkeypatch.setattr(launches, "cut_rows", Recorded())
+    one = torch.zeros(1, dtype=torch.int64)
+    truncate_(torch.zeros(1, 70), one.view(1, 1), one, one > -1, one, *(one.float(),) * 4)
+    fuses = kernel.options.get("enable_fp_fusion", True)
+    ((fused, shuffles),) = compiled(COMPILE, [[2, fuses]], tmp_path)
+    assert fused == 0
+    assert shuffles > 0
