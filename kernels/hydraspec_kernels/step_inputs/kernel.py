@@ -26,7 +26,7 @@ BLOCK = 128
 
 @triton.jit
 def _store_cache_rows(
-    slots_ptr,  # [G, T]
+    slots_ptr,  # G times [T]
     tables,  # G times [B, P]
     table_widths,
     request,
@@ -37,12 +37,13 @@ def _store_cache_rows(
     num_rows,
     BLOCK_SIZES: tl.constexpr,
 ):
-    """The cache rows of `position` in every KV group."""
+    """The cache rows of `position` in every KV group, as `_new_cache_rows` lays them out."""
+    stride = (num_rows + 1) // 2 * 2
     for group in tl.static_range(len(BLOCK_SIZES)):
         place = cache_row(
             tables[group], table_widths[group], request, position, is_real, BLOCK_SIZES[group]
         )
-        tl.store(slots_ptr + group * num_rows + row, place, mask=is_row)
+        tl.store(slots_ptr + group * stride + row, place, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["columns", "num_rows", "num_requests"])
@@ -51,7 +52,7 @@ def _prepare_rows(
     positions_ptr,  # [T]
     seq_lens_ptr,  # [B]
     drafts_ptr,  # [B, K]
-    slots_ptr,  # [G, T]
+    slots_ptr,  # G times [T]
     num_computed_ptr,  # [S]
     token_ids_ptr,  # [S, L]
     request_slots_ptr,  # [B]
@@ -123,9 +124,9 @@ def prepare_rows_kernel(
     t, b, k = row_request.shape[0], slots.shape[0], num_speculative_tokens
     ids, positions = slots.new_empty(t), slots.new_empty(t)
     seq_lens, drafts = slots.new_empty(b), slots.new_empty(b, k)
-    cache_rows = slots.new_empty(len(tables), t)
+    stored, cache_rows = _new_cache_rows(slots, len(tables), t)
     _prepare_rows[(triton.cdiv(max(t, b), BLOCK),)](
-        ids, positions, seq_lens, drafts, cache_rows,
+        ids, positions, seq_lens, drafts, stored,
         num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset,
         tuple(tables), _widths(tables), token_ids.shape[1], t, b,
         BLOCK_SIZES=tuple(block_sizes), K=k, BLOCK_K=triton.next_power_of_2(max(k, 1)), BLOCK=BLOCK,
@@ -136,8 +137,18 @@ def prepare_rows_kernel(
         positions=positions,
         seq_lens=seq_lens,
         draft_tokens=drafts,
-        slot_mapping=list(cache_rows.unbind(0)),
+        slot_mapping=cache_rows,
     )
+
+
+def _new_cache_rows(like: Tensor, num_groups: int, num_rows: int) -> tuple[Tensor, list[Tensor]]:
+    """Unwritten cache rows of all KV groups, as one tensor and as G times [T].
+
+    All begin at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again where
+    one is not.
+    """
+    stored = like.new_empty(num_groups, num_rows + num_rows % 2)
+    return stored, list(stored[:, :num_rows].unbind(0))
 
 
 def _widths(tables: Sequence[Tensor]) -> tuple[int, ...]:
@@ -239,7 +250,7 @@ def newest_rows_kernel(
 def _decode_rows(
     out_positions_ptr,  # [B]
     out_seq_lens_ptr,  # [B]
-    slots_ptr,  # [G, B]
+    slots_ptr,  # G times [B]
     positions_ptr,  # [B]
     seq_lens_ptr,  # [B]
     tables,  # G times [B, P]
@@ -276,13 +287,13 @@ def decode_rows_kernel(
     check_contiguous(positions, seq_lens, *tables)
     b = positions.shape[0]
     out_positions, out_seq_lens = torch.empty_like(positions), torch.empty_like(positions)
-    cache_rows = positions.new_empty(len(tables), b)
+    stored, cache_rows = _new_cache_rows(positions, len(tables), b)
     _decode_rows[(triton.cdiv(b, BLOCK),)](
-        out_positions, out_seq_lens, cache_rows, positions, seq_lens,
+        out_positions, out_seq_lens, stored, positions, seq_lens,
         tuple(tables), _widths(tables), advance, b,
         BLOCK_SIZES=tuple(block_sizes), BLOCK=BLOCK, **dependent_launch(positions),
     )  # fmt: skip
-    return DecodeRows(out_positions, out_seq_lens, list(cache_rows.unbind(0)))
+    return DecodeRows(out_positions, out_seq_lens, cache_rows)
 
 
 @triton.jit(do_not_specialize=["mask_token_id", "columns", "num_masks", "num_rows", "num_requests"])
@@ -293,7 +304,7 @@ def _parallel_rows(
     is_valid_ptr,  # [T'] int8
     newest_ptr,  # [B]
     out_seq_lens_ptr,  # [B]
-    slots_ptr,  # [G, T']
+    slots_ptr,  # G times [T']
     query_start_loc_ptr,  # [B+1]
     seq_lens_ptr,  # [B]
     num_rejected_ptr,  # [B]
@@ -371,6 +382,7 @@ def parallel_rows_kernel(
     check_contiguous(query_start_loc, seq_lens, num_rejected, slots, token_ids, *tables)
     b = slots.shape[0]
     t = num_rows + b * num_masks
+    stored, cache_rows = _new_cache_rows(slots, len(tables), t)
     laid = ParallelLayout(
         input_ids=slots.new_empty(t),
         positions=slots.new_empty(t),
@@ -378,11 +390,11 @@ def parallel_rows_kernel(
         is_valid=slots.new_empty(t, dtype=torch.bool),
         newest=slots.new_empty(b),
         seq_lens=slots.new_empty(b),
-        slot_mapping=list(slots.new_empty(len(tables), t).unbind(0)),
+        slot_mapping=cache_rows,
     )
     _parallel_rows[(triton.cdiv(max(t, b), BLOCK),)](
         laid.input_ids, laid.positions, laid.source, laid.is_valid.view(torch.int8),
-        laid.newest, laid.seq_lens, laid.slot_mapping[0],
+        laid.newest, laid.seq_lens, stored,
         query_start_loc, seq_lens, num_rejected, slots, token_ids,
         tuple(tables), _widths(tables), mask_token_id, token_ids.shape[1], num_masks, t, b,
         BLOCK_SIZES=tuple(block_sizes), HALVINGS=b.bit_length(), BLOCK=BLOCK,
