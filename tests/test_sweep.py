@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from hydraspec.compose import plan
 from hydraspec.config import to_dict
-from hydraspec.sweep import find_finished, take_over
+from hydraspec.sweep import find_finished, note_idle_seed, take_over
 
 TICK = 0.02  # seconds; a file system's clock is that coarse
 
@@ -91,3 +91,38 @@ def test_warnings_that_are_taken_over_name_what_was_typed_here(tmp_path):
     taken = take_over(tmp_path / "0", tmp_path / "1", ["method.num_speculative_tokens=3"])
     assert taken["reused_from"] == "0"
     assert taken["warnings"] == jobs[1].warnings != jobs[0].warnings
+
+
+LINES = {
+    "greedy": {"prompt": "a"},
+    "sampled": {"prompt": "a", "sampling": {"temperature": 0.7}},
+    "own seed": {"prompt": "a", "sampling": {"temperature": 0.7, "seed": 3}},
+}
+OF_FILE = ["workload=jsonl", "workload.path=lines.jsonl"]
+SYNTHETIC = ["method.verification=synthetic", "method.synthetic_acceptance_length=2"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "typed", "is_idle"),
+    [
+        (["greedy"], ["seed=1,2"], True),
+        (["greedy"], ["seed=1"], False),
+        (["greedy"], ["seed=1,2", "sampling=stochastic"], False),
+        (["greedy", "sampled"], ["seed=1,2", *OF_FILE], False),
+        (["greedy", "own seed"], ["seed=1,2", *OF_FILE], True),
+        (["greedy"], ["seed=1,2", "workload=random"], False),
+        (["greedy"], ["seed=1,2", "target.weights=random"], False),
+        (["greedy"], ["seed=1,2", *SYNTHETIC], False),
+        (["greedy"], ["seed=1,2", "bench=decode", "bench.batches=[1]"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_seed_that_changes_nothing_is_said(lines, typed, is_idle, tmp_path, monkeypatch):
+    """Catches two jobs with the same outputs taken for two samples; sampled runs are not warned."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(LINES[x]) + "\n" for x in lines))
+    jobs = plan(typed, multirun=True).jobs
+    before = list(jobs[0].warnings)
+    note_idle_seed(jobs[0], jobs)
+    added = jobs[0].warnings[len(before) :]
+    assert [text.startswith("seed=1,2 changes nothing: ") for text in added] == [True] * is_idle

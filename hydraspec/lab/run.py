@@ -22,7 +22,7 @@ from hydraspec.lab.folder import STEPS, TRACE, RunFolder
 from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.surroundings import interrupts_held_back
-from hydraspec.lab.verdict import Lossless, not_checked
+from hydraspec.lab.verdict import Lossless
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.console import ConsoleSink, run_console
 from hydraspec.metrics.files import Json
@@ -160,7 +160,7 @@ class _Run:
     def _judge(self) -> Lossless:
         if Side.baseline not in self.measurement.engines:
             plain = self.config.method.name == "none"
-            return not_checked("method=none is the baseline" if plain else "baseline=false")
+            return self._not_checked("method=none is the baseline" if plain else "baseline=false")
         return verdict.judge(
             self.requests,
             self.measurement.completions(Side.method),
@@ -174,7 +174,10 @@ class _Run:
         try:
             return self._judge()
         except (KeyboardInterrupt, Exception):
-            return not_checked("interrupted before the outputs were compared")
+            return self._not_checked("interrupted before the outputs were compared")
+
+    def _not_checked(self, reason: str) -> Lossless:
+        return verdict.not_checked(reason, self.requests, self.measurement.completions(Side.method))
 
     # ------------------------------------------------------------------ saving
 
@@ -185,7 +188,7 @@ class _Run:
         reason = f"{type(error).__name__}: {error}"
         try:
             early = [f"the run ended early: {reason}"]
-            self._save("failed", not_checked("the run ended early"), warnings=early)
+            self._save("failed", self._not_checked("the run ended early"), warnings=early)
         except OSError as other:
             error.add_note(f"and what had finished could not be saved: {other}")
 

@@ -65,9 +65,12 @@ WITHOUT_MARGINS = (
 )
 
 
-def not_checked(reason: str) -> Lossless:
+def not_checked(
+    reason: str, requests: Sequence[Request], method: Mapping[int, Completion]
+) -> Lossless:
     """The verdict of a run in which nothing was compared."""
-    return Lossless(verdict="not_checked", reason=reason)
+    num_sampled = sum(not _is_greedy(r) and _finished(method, r) for r in requests)
+    return Lossless(verdict="not_checked", reason=reason, num_requests_sampled=num_sampled)
 
 
 def judge(
@@ -91,14 +94,13 @@ def judge(
     """
     lost = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
     won = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
-    unchecked = Lossless(
-        verdict="not_checked",
+    unchecked = dataclasses.replace(
+        not_checked(SYNTHETIC, requests, method),
         num_failed_with_method_only=len(lost),
         num_failed_with_baseline_only=len(won),
-        num_requests_sampled=sum(not _is_greedy(r) and _finished(method, r) for r in requests),
     )
     if synthetic:
-        return dataclasses.replace(unchecked, reason=SYNTHETIC)
+        return unchecked
     checked = [
         r
         for r in sorted(requests, key=lambda r: r.index)
@@ -115,6 +117,7 @@ def judge(
         broken = _without_finite_logits(requests, method, engine)
     found = dataclasses.replace(
         unchecked,
+        reason=None,
         num_requests_checked=len(checked),
         num_requests_diverged=len(differing),
         first_divergence=first,

@@ -124,8 +124,10 @@ def verdict_words(summary: Mapping[str, Any]) -> str:
     count = lossless["num_failed_with_method_only"]
     if count and lossless["first_beyond_margin"] is None:
         diverged = f"an error in {count} of the requests that the baseline finished"
+    outputs = "greedy outputs" if lossless["num_requests_sampled"] else "outputs"
     words = {
-        "identical": f"identical: all {num_checked} outputs equal the baseline's, token for token",
+        "identical": f"identical: all {num_checked} {outputs} equal the baseline's, token for "
+        "token",
         "numerical": "numerical: outputs differ only where the target's two best logits tie "
         f"within rounding (first: {place})",
         "diverged": f"DIVERGED: {diverged}",
@@ -157,7 +159,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     if summary["status"] != "ok":
         console.print(f"[bold]status: {summary['status']}[/]")
     style = "bold red" if summary["lossless"]["verdict"] == "diverged" else ""
-    console.print(f"Lossless: {escape(verdict_words(summary))}", style=style)
+    words = escape(verdict_words(summary))
+    console.print(f"Lossless: {words}", style=style, soft_wrap=True)
     for warning in summary["warnings"]:
         console.print(f"Warning: {escape(warning)}", style="yellow", soft_wrap=True)
 

@@ -197,8 +197,11 @@ def test_without_baseline_or_with_synthetic_verification_nothing_is_judged(
 ) -> None:
     use_engine(FakeEngine())
     config.baseline = False
+    config.sampling.temperature = 0.5
     lossless = run_config()["lossless"]
     assert (lossless["verdict"], lossless["reason"]) == ("not_checked", "baseline=false")
+    assert lossless["num_requests_sampled"] == 6
+    config.sampling.temperature = 0
     config.baseline = True
     config.method.verification = Verification.synthetic
     use_engine(FakeEngine(Behaviour(wrong_from={0: 2})))

@@ -119,7 +119,7 @@ def test_sampled_requests_beside_compared_ones_are_counted() -> None:
         "num_failed_with_method_only": 0,
     }
     words = verdict_words({"lossless": lossless})
-    assert words.startswith("identical: all 2 outputs equal")
+    assert words.startswith("identical: all 2 greedy outputs equal")
     assert "; 3 sampled requests are not checked (" in words
     alone = {**lossless, "verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
     assert verdict_words({"lossless": alone}) == "not checked (sampled)"
