@@ -1,7 +1,10 @@
 """What the wheel ships, and what the Makefile offers."""
 
+import ast
 import os
+import re
 import subprocess
+import sys
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +16,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 TARGETS = ["help", "run", "setup", "test", "test-slow", "lint", "type", "check"]
 TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "table", "sweep", "clean"]
+
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # import name → name on the index
+INSTALLED_BY_THE_USER = {"vllm"}  # it asks for a torch of its own
 
 
 def packages_below(folder: str, name: str) -> set[str]:
@@ -38,6 +44,29 @@ def test_every_yaml_and_zoo_file_ships():
         wanted = {p for p in root.rglob("*") if p.suffix in {".yaml", ".json", ".safetensors"}}
         wanted |= {p for p in root.rglob("*") if p.suffix in {".jinja", ".jsonl"}}
         assert wanted <= shipped
+
+
+def imported(path: Path) -> set[str]:
+    """Packages that a file imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
+    return {name.partition(".")[0] for name in names}
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Catches an import that works here only because another package brings it along."""
+    roots = (ROOT / "hydraspec", ROOT / "kernels" / "hydraspec_kernels")
+    found = {name for root in roots for path in root.rglob("*.py") for name in imported(path)}
+    found -= {*sys.stdlib_module_names, "hydraspec", "hydraspec_kernels"}
+    project = PROJECT["project"]
+    written = [*project["dependencies"], *project["optional-dependencies"]["oracle"]]
+    declared = {re.split(r"[^\w-]", text, maxsplit=1)[0] for text in written}
+    assert {DISTRIBUTIONS.get(name, name) for name in found} - declared == INSTALLED_BY_THE_USER
+    assert "omegaconf" in written, "without a version: see pyproject.toml"
 
 
 def test_version_is_written_once_more_only():
