@@ -1,0 +1,126 @@
+"""Truncation and choices end, and are right, on rows and parameters chosen to upset them.
+
+On a GPU every truncation meets every row at vocabularies up to 300,000, under a time limit that
+ends the process: a kernel that never ends cannot be interrupted otherwise.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydraspec_kernels.launch import compiled_ahead
+from hydraspec_kernels.random_streams import Purpose
+from hydraspec_kernels.token_choice import kernel as choice
+from hydraspec_kernels.token_choice.reference import (
+    draw_tokens_reference,
+    greedy_tokens_reference,
+    sample_with_probs_reference,
+)
+from hydraspec_kernels.truncation import truncate_, truncate_reference
+from odd_rows import BROKEN, DTYPES, VOCABULARIES, check_kept, odd_rows, truncations
+from torch import Tensor
+
+# The interpreter's numpy says what a device does in silence: far from a huge peak, -inf is right.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+INF = torch.inf
+NO_END = pytest.mark.timeout(60, method="thread")  # the only method that ends such a wait
+
+
+def cut(logits: Tensor, given: list[Tensor]) -> Tensor:
+    """A request each row, truncated by the kernels."""
+    count, device = len(logits), logits.device
+    slots = torch.arange(count, device=device)
+    none = torch.zeros_like(slots)
+    rows = logits.clone()
+    truncate_(rows, slots.view(-1, 1), none, slots >= 0, slots, *given)
+    return rows
+
+
+def parameters(chosen: list[tuple[int, float, float]], device: str) -> list[Tensor]:
+    """temperature, top_k, top_p and min_p, [N] each."""
+    top_k, top_p, min_p = zip(*chosen, strict=True)
+    temperature = torch.tensor([1.0, 0.3])[torch.arange(len(chosen)) % 2]
+    made = [temperature, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)]
+    return [x.to(device) for x in made]
+
+
+def check_rows(names: list[str], logits: Tensor, given: list[Tensor]) -> None:
+    """Both the kernels and the reference, where rows have a distribution; else that what is left
+    is what was given, and something if something was."""
+    got = cut(logits, given)
+    is_broken = torch.tensor([name in BROKEN for name in names], device=logits.device)
+    whole = [x[~is_broken] for x in (logits, *given)]
+    if len(whole[0]):
+        check_kept(got[~is_broken], *whole)
+        check_kept(truncate_reference(*whole), *whole)
+    left, broken = got[is_broken], logits[is_broken]
+    is_left = left != -INF
+    assert left[is_left].nan_to_num(7).equal(broken[is_left].nan_to_num(7))
+    assert is_left.any(-1).equal((broken != -INF).any(-1))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "count", "dtype"),
+    [(1, 4, "float32"), (2, 5, "float16"), (3, 5, "float32"), (70, 11, "float16")],
+)
+def test_a_few_of_all_truncations(vocab: int, count: int, dtype: str) -> None:
+    """Every row once; the interpreter rounds bfloat16 otherwise than a device."""
+    rows, every = odd_rows(vocab), truncations(vocab)
+    names = [list(rows)[i % len(rows)] for i in range(count)]
+    chosen = [every[i * 31 % len(every)] for i in range(count)]
+    logits = torch.stack([rows[name] for name in names]).to(DTYPES[dtype])
+    check_rows(names, logits, parameters(chosen, "cpu"))
+
+
+@pytest.mark.gpu
+@NO_END
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_truncations_of_all_rows(dtype: str) -> None:
+    """top_p alone hung GPUs for ever at vocabularies of 65 to 2,048 tokens."""
+    device, vocabularies = torch.device("cuda"), (*VOCABULARIES, 130, 300, 2_048)
+    some = [torch.ones(1, device="cuda"), torch.ones(1, dtype=torch.int64, device="cuda")]
+    with compiled_ahead(device):  # a minute, one after the other
+        for vocab in vocabularies:
+            one = torch.zeros(1, vocab, dtype=DTYPES[dtype], device="cuda")
+            cut(one, [some[0], some[1], some[0], some[0]])
+    for vocab in vocabularies:
+        every = truncations(vocab)
+        given = parameters(every, "cuda")
+        for name, row in odd_rows(vocab).items():
+            logits = row.to("cuda", DTYPES[dtype]).repeat(len(every), 1)
+            check_rows([name] * len(every), logits, given)
+    torch.cuda.synchronize()
+
+
+def check_choices(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """The best token, one drawn from logits and one from weights, of every row."""
+    rows = odd_rows(vocab)
+    logits = torch.stack(list(rows.values())).to(device, dtype)
+    count, whole = len(logits), [name not in BROKEN for name in rows]
+    assert choice.greedy_tokens_kernel(logits).equal(greedy_tokens_reference(logits))
+    keys = torch.arange(count, device=device)
+    temperature = torch.tensor([1.0, 0.3, 1e-6, 0.0], device=device)[keys % 4]
+    asked = (logits, temperature, keys, keys, Purpose.BONUS, 1)
+    got, probs = choice.sample_with_probs_kernel(*asked)
+    assert got[whole].equal(sample_with_probs_reference(*asked, any_greedy=True)[0][whole])
+    assert not probs.isnan().any()
+    weights = logits.float().exp()
+    drawn = choice.draw_tokens_kernel(weights, keys, keys, Purpose.DRAFT, 0)
+    wanted = draw_tokens_reference(weights, keys, keys, Purpose.DRAFT, 0)
+    assert drawn[whole].equal(wanted[whole])
+    for tokens in (got, drawn):
+        assert ((tokens >= 0) & (tokens < vocab)).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 70])
+def test_choices_of_odd_rows(vocab: int) -> None:
+    check_choices(vocab, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@NO_END
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choices_of_all_odd_rows(dtype: str) -> None:
+    for vocab in VOCABULARIES:
+        check_choices(vocab, DTYPES[dtype], "cuda")
+    torch.cuda.synchronize()
