@@ -48,6 +48,10 @@ bench-kernels: $(VENV)/.stamp-test ## Time every kernel on this GPU against its 
 test-gpu: $(VENV)/.stamp-test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
+# PART=cells, tests, memcheck or speed; CELLS=<names or patterns> runs some of a part's cells again.
+verify-gpu: $(VENV)/.stamp-test ## The device gate, before a change to engine, models or kernels is done: PART=cells
+	$(BIN)/python tests/gate/verify.py $(ARGS)
+
 table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the README's table
 	$(BIN)/python tests/bench/readme_table.py $(ARGS)
 
@@ -72,4 +76,4 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: help run setup test test-slow test-gpu lint type check wheel bench bench-gpu bench-kernels table sweep clean
+.PHONY: help run setup test test-slow test-gpu verify-gpu lint type check wheel bench bench-gpu bench-kernels table sweep clean

@@ -15,6 +15,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import device_record
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The same examples on every run and machine; how long one takes says nothing on a shared one.
@@ -22,3 +24,11 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where no device has seen these sources: a warning, once, and no failure."""
+    if hasattr(terminalreporter.config, "workerinput"):
+        return
+    if said := device_record.warning():
+        terminalreporter.write_line(f"warning: {said}", yellow=True)

@@ -1,0 +1,128 @@
+"""The cells: every pair as a user types it, and a pairwise covering set of every other option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from covering import covering_set
+
+COVERED_REQUESTS = 20
+
+SAMPLING = {
+    "greedy": ["sampling=greedy"],
+    "temperature": ["sampling.top_k=0", "sampling.top_p=1.0"],
+    "top_k": ["sampling.top_k=12", "sampling.top_p=1.0"],
+    "top_p": ["sampling.top_k=0", "sampling.top_p=0.8"],
+    "min_p": ["sampling.top_k=0", "sampling.top_p=1.0", "sampling.min_p=0.05"],
+    "all": ["sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.02"],
+}
+# The tiny targets are sure of themselves: at 1.0 hardly a draw differs from the greedy token.
+STOCHASTIC = ["sampling=stochastic", "sampling.temperature=1.3"]
+CUDAGRAPH = ["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A run on the device, and its twin on the CPU."""
+
+    name: str
+    overrides: tuple[str, ...]
+    dtype: str = "float32"
+    is_greedy: bool = True
+    is_typed: bool = False  # in its own process, through the command line
+
+    @property
+    def twin(self) -> str:
+        """Name of the CPU's run: float32's, also for bfloat16."""
+        return self.name.replace("bfloat16", "float32")
+
+
+def pairs(tree: Path) -> list[tuple[str, str]]:
+    """Every tiny target with every drafter that its YAML names."""
+    found = []
+    for file in sorted((tree / "conf" / "target").glob("tiny_*.yaml")):
+        drafters = yaml.safe_load(file.read_text(encoding="utf-8")).get("drafters") or {}
+        found += [(file.stem, method) for method in drafters]
+    return found
+
+
+def typed_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
+    """The command of the README for each pair, in float32 and bfloat16."""
+    return [
+        Cell(
+            name=f"cli-{target}-{method}-{dtype}",
+            overrides=(f"target={target}", f"method={method}", f"target.dtype={dtype}"),
+            dtype=dtype,
+            is_typed=True,
+        )
+        for dtype in ("float32", "bfloat16")
+        for target, method in found
+    ]
+
+
+def factors(found: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """What the covering set crosses."""
+    return {
+        "pair": [f"{target}-{method}" for target, method in found],
+        "sampling": list(SAMPLING),
+        "verification": ["standard", "block"],
+        "drafts": ["greedy", "probabilistic"],
+        "cudagraph": CUDAGRAPH,
+        "concurrency": ["1", "4", "16"],
+        "async": ["true", "false"],
+        "k": ["1", "3", "5"],
+        "baseline": ["true", "false"],
+        "rows": ["2048", "104"],  # of a step: 104 cuts prompts into chunks beside decodes
+    }
+
+
+def covered_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
+    """The covering set as cells, numbered; the same on every machine."""
+    split = {f"{target}-{method}": (target, method) for target, method in found}
+    cells = []
+    for number, row in enumerate(covering_set(factors(found))):
+        target, method = split[row["pair"]]
+        greedy = row["sampling"] == "greedy"
+        cells.append(
+            Cell(
+                name=_name(number, row),
+                is_greedy=greedy,
+                overrides=(
+                    f"target={target}",
+                    f"method={method}",
+                    *([] if greedy else STOCHASTIC),
+                    *SAMPLING[row["sampling"]],
+                    f"method.verification={row['verification']}",
+                    f"method.draft_sampling={row['drafts']}",
+                    f"cudagraph={row['cudagraph']}",
+                    f"workload.concurrency={row['concurrency']}",
+                    f"engine.async_scheduling={row['async']}",
+                    f"method.num_speculative_tokens={row['k']}",
+                    f"baseline={row['baseline']}",
+                    f"engine.max_num_batched_tokens={row['rows']}",
+                    f"workload.limit={COVERED_REQUESTS}",
+                    f"seed={number}",
+                ),
+            )
+        )
+    return cells
+
+
+def _name(number: int, row: dict[str, str]) -> str:
+    words = [
+        f"set{number:02}",
+        row["pair"],
+        row["sampling"],
+        "block" if row["verification"] == "block" else "",
+        "sampled_drafts" if row["drafts"] == "probabilistic" else "",
+        row["cudagraph"],
+        f"c{row['concurrency']}",
+        "async" if row["async"] == "true" else "sync",
+        f"k{row['k']}",
+        "baseline" if row["baseline"] == "true" else "",
+        "chunks" if row["rows"] != "2048" else "",
+    ]
+    return "-".join(word for word in words if word)

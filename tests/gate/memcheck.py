@@ -1,0 +1,198 @@
+"""Part `memcheck`: a slice of runs and kernel tests under compute-sanitizer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import processes
+from device_tests import COLLECT_LIMIT_S, collected
+from setting import NOT_RUN, PartResult, Result, Setting
+
+PIECE_LIMIT_S = 300.0
+ERROR_STATUS = 9
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
+TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
+PIECES_AT_ONCE = 4
+KERNEL_PROCESSES = 3
+PROBE = "import torch; print(float(torch.ones(3, device='cuda').sum()))"
+# Without the caching allocator an access beyond a tensor is one beyond its allocation; captures
+# need the allocator.
+EXACT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+SMALL = ["tracker=none", "workload.limit=4", "sampling.max_tokens=12", "engine.max_num_seqs=4"]
+SAMPLED = ["sampling=stochastic", "sampling.temperature=1.3"]
+RUNS: dict[str, list[str]] = {
+    "greedy-eager-chunks": [
+        *("cudagraph=none", "engine.max_num_batched_tokens=32", "target.dtype=bfloat16"),
+    ],
+    "greedy-graphs-two-engines": ["cudagraph=full_and_piecewise"],
+    "top_p-eager": [
+        *("target=tiny_qwen3", "method=eagle3", "cudagraph=none", "baseline=false", *SAMPLED),
+        *("sampling.top_k=0", "sampling.top_p=0.8", "method.draft_sampling=probabilistic"),
+    ],
+    "all-truncations-block-eager": [
+        *("target=tiny_qwen3", "method=peagle", "cudagraph=none", "baseline=false", *SAMPLED),
+        *("sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.02"),
+        *("method.verification=block", "method.draft_sampling=probabilistic"),
+    ],
+    "latent-attention-piecewise": [
+        *("target=tiny_deepseek", "method=mtp", "cudagraph=piecewise", "baseline=false"),
+    ],
+    "experts-eager": [
+        *("target=tiny_gemma4_moe", "method=gemma4_mtp", "cudagraph=none", "baseline=false"),
+    ],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One process under the sanitizer."""
+
+    name: str
+    command: list[str]
+    cwd: Path
+    environment: dict[str, str]
+
+
+def find_tool() -> str | None:
+    """compute-sanitizer's path, from PATH or a CUDA toolkit."""
+    return shutil.which("compute-sanitizer") or next(
+        (found for folder in TOOLKITS if (found := shutil.which("compute-sanitizer", path=folder))),
+        None,
+    )
+
+
+def run(setting: Setting) -> PartResult:
+    """The part; not run, with the reason, where the tool is missing or cannot use the device."""
+    started = time.monotonic()
+    tool = find_tool()
+    reason = "compute-sanitizer is neither on PATH nor in a CUDA toolkit" if tool is None else None
+    results: list[Result] = []
+    if tool is not None:
+        checked = [tool, "--tool", "memcheck", f"--error-exitcode={ERROR_STATUS}"]
+        checked += ["--target-processes", "application-only"]
+        reason = _refusal(setting, checked)
+        if reason is None:
+            results = _run_pieces(setting, checked)
+    seconds = time.monotonic() - started
+    return PartResult(
+        results=results, seconds=seconds, reason=reason, is_partial=bool(setting.only)
+    )
+
+
+def _refusal(setting: Setting, checked: list[str]) -> str | None:
+    """Why the tool cannot work here: virtual machines refuse it the device."""
+    probe = processes.run(
+        [*checked, setting.python, "-c", PROBE],
+        log=setting.work / "probe.txt",
+        limit_s=setting.limit_s(PIECE_LIMIT_S),
+        env=setting.environment("cuda"),
+        cwd=setting.work,
+    )
+    said = probe.log.read_text(encoding="utf-8", errors="replace")
+    if probe.status == 0 and num_errors(said) == 0:
+        return None
+    lines = [line for line in said.splitlines() if "rror" in line or "upported" in line]
+    why = (lines or [probe.problem or "it said nothing"])[0].strip(" =")
+    return f"compute-sanitizer cannot use this device: {why}"
+
+
+def _run_pieces(setting: Setting, checked: list[str]) -> list[Result]:
+    def one(name: str, make: Callable[[], Piece]) -> Result:
+        piece = make()
+        limit_s = setting.limit_s(PIECE_LIMIT_S)
+        if not limit_s:
+            return Result(name=name, status=NOT_RUN, notes=["the part's time was up"])
+        ended = processes.run(
+            [*checked, *piece.command],
+            log=setting.work / f"{name}.txt",
+            limit_s=limit_s,
+            env=piece.environment,
+            cwd=piece.cwd,
+        )
+        result = judge(name, ended)
+        setting.say(f"{name}: {result.status}, {ended.seconds:.0f} s")
+        return result
+
+    pieces: dict[str, Callable[[], Piece]] = {
+        name: lambda name=name: _run_piece(setting, name) for name in setting.chosen(RUNS)
+    }
+    names = [f"kernels-{number}" for number in range(1, KERNEL_PROCESSES + 1)]
+    if kernels := setting.chosen(names):
+        tests = first_of_each_file(_kernel_tests(setting))
+        shares = dict(zip(names, (tests[i::KERNEL_PROCESSES] for i in range(9)), strict=False))
+        pieces |= {
+            name: lambda name=name: _test_piece(setting, name, shares[name]) for name in kernels
+        }
+    with ThreadPoolExecutor(PIECES_AT_ONCE) as pool:
+        return list(pool.map(lambda item: one(*item), pieces.items()))
+
+
+def _run_piece(setting: Setting, name: str) -> Piece:
+    overrides = [*SMALL, *RUNS[name], f"hydra.run.dir={setting.work / name}"]
+    eager = "cudagraph=none" in RUNS[name]
+    return Piece(
+        name=name,
+        command=[setting.python, "-m", "hydraspec", *overrides],
+        cwd=setting.work,
+        environment=setting.environment("cuda") | (EXACT if eager else {}),
+    )
+
+
+def _test_piece(setting: Setting, name: str, tests: list[str]) -> Piece:
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu", "--timeout=240"]
+    return Piece(
+        name=name,
+        command=[setting.python, "-m", "pytest", *options, *tests],
+        cwd=setting.tree,
+        environment=setting.environment("cuda"),
+    )
+
+
+def _kernel_tests(setting: Setting) -> list[str]:
+    options = ["-q", "-p", "no:cacheprovider", "--collect-only", "-m", "gpu"]
+    ended = processes.run(
+        [setting.python, "-m", "pytest", *options, "tests/kernels"],
+        log=setting.work / "collected.txt",
+        limit_s=setting.limit_s(COLLECT_LIMIT_S),
+        env=setting.environment("cuda"),
+        cwd=setting.tree,
+    )
+    return collected(ended.log)
+
+
+def first_of_each_file(tests: list[str]) -> list[str]:
+    """One test for each test file, that is for each room of kernels."""
+    first: dict[str, str] = {}
+    for test in tests:
+        first.setdefault(test.split("::")[0], test)
+    return list(first.values())
+
+
+def num_errors(said: str) -> int | None:
+    """What the tool counted in a process; None if it did not come to that."""
+    counts = SUMMARY.findall(said)
+    return sum(map(int, counts)) if counts else None
+
+
+def judge(name: str, ended: processes.Ended) -> Result:
+    """A piece passes with exit status 0 and a count of 0."""
+    said = ended.log.read_text(encoding="utf-8", errors="replace")
+    count = num_errors(said)
+    result = Result(name=name, figures={"errors": count, "seconds": round(ended.seconds, 1)})
+    if count is None:
+        result.fail("the sanitizer wrote no summary")
+    elif count:
+        result.fail(f"{count} errors")
+    if ended.problem:
+        result.fail(ended.problem)
+    if result.problems:
+        found = [line for line in said.splitlines() if line.startswith("=========")]
+        result.log_tail = [*found[:20], *processes.tail(ended.log)]
+    return result

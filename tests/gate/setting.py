@@ -1,0 +1,133 @@
+"""What every part of the gate is told, and what it answers with."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+PART_LIMIT_S = 470.0  # a part ends by then, whatever is left
+
+PASSED, FAILED, NOT_RUN, PARTIAL = "passed", "failed", "not run", "partial"
+
+
+@dataclass(kw_only=True)
+class Result:
+    """One cell: a run, a test file, a piece under the sanitizer, a row of the speed table."""
+
+    name: str
+    status: str = PASSED
+    figures: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what is no failure and should be seen
+    log_tail: list[str] = field(default_factory=list)  # of what failed
+
+    def fail(self, *problems: str) -> None:
+        self.status = FAILED
+        self.problems += problems
+
+    def fail_if(self, problems: Iterable[str]) -> None:
+        """Fail for each; no problem, no failure."""
+        for problem in problems:
+            self.fail(problem)
+
+
+@dataclass(kw_only=True)
+class PartResult:
+    """A part's cells and what follows from them."""
+
+    results: list[Result]
+    seconds: float = 0.0
+    reason: str | None = None  # why it was not run, or failed as a whole
+    is_partial: bool = False  # only what CELLS names was run
+
+    @property
+    def status(self) -> str:
+        if any(result.status == FAILED for result in self.results):
+            return FAILED
+        if self.reason or not self.results or any(r.status == NOT_RUN for r in self.results):
+            return NOT_RUN
+        return PARTIAL if self.is_partial else PASSED
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [{k: v for k, v in asdict(row).items() if v} for row in self.results]
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 1),
+            "cells": rows,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where the tree is, where the runs go, and how much of everything there is.
+
+    Attributes:
+        tree: the checkout under test; the processes run its code.
+        site: a folder that goes before PYTHONPATH, so that they do; None for the installed tree.
+        work: where runs and logs go.
+        device: "cuda", or "cpu" for a dry run of the gate itself.
+        only: CELLS, names or patterns; empty: everything.
+        say: prints a line of progress.
+    """
+
+    tree: Path
+    work: Path
+    site: Path | None = None
+    device: str = "cuda"
+    only: tuple[str, ...] = ()
+    device_processes: int = 6
+    cpu_processes: int = 8
+    test_workers: int = 8
+    requests: int | None = None  # a dry run's workload.limit
+    deadline: float = float("inf")  # of time.monotonic()
+    say: Callable[[str], None] = print
+
+    def for_part(self, part: str) -> Setting:
+        work = self.work / part
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        return replace(self, work=work, deadline=time.monotonic() + PART_LIMIT_S)
+
+    def chosen(self, names: Iterable[str]) -> list[str]:
+        """The names that CELLS lets through."""
+        return [name for name in names if not self.only or self._is_named(name)]
+
+    def _is_named(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, f"*{pattern}*") for pattern in self.only)
+
+    def limit_s(self, own: float) -> float:
+        """A process's own limit, or what is left of the part's time."""
+        return max(0.0, min(own, self.deadline - time.monotonic()))
+
+    def environment(self, device: str) -> dict[str, str]:
+        """A child's. On the CPU: one thread, no device in sight."""
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        if self.site is not None:
+            paths = [str(self.site), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        if device == "cpu":
+            environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return environment
+
+    @property
+    def python(self) -> str:
+        return sys.executable
+
+
+def site_of(checkout: Path, folder: Path) -> Path:
+    """A folder for PYTHONPATH in which `checkout` is laid out as its wheel is."""
+    folder.mkdir(parents=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(checkout / "hydraspec", folder / "hydraspec", ignore=ignored)
+    shutil.copytree(checkout / "conf", folder / "hydraspec" / "conf", ignore=ignored)
+    kernels = checkout / "kernels" / "hydraspec_kernels"
+    shutil.copytree(kernels, folder / "hydraspec_kernels", ignore=ignored)
+    return folder

@@ -1,0 +1,58 @@
+"""The cells: every pair typed, every two options of the covering set met by one cell."""
+
+from pathlib import Path
+
+import pytest
+from covering import all_pairs, covering_set, pairs_of
+from matrix import CUDAGRAPH, SAMPLING, covered_cells, factors, pairs, typed_cells
+
+from hydraspec.compose import plan
+
+ROOT = Path(__file__).parents[2]
+PAIRS = pairs(ROOT)
+COVERED = covered_cells(PAIRS)
+
+
+def test_every_pair_of_the_zoo_is_typed_in_both_dtypes():
+    assert len(PAIRS) == 9
+    assert len({cell.name for cell in typed_cells(PAIRS)}) == 18
+
+
+def test_every_two_levels_meet():
+    """A set that lost a row would leave a combination untried in silence."""
+    crossed = factors(PAIRS)
+    rows = covering_set(crossed)
+    assert set().union(*(pairs_of(row) for row in rows)) == all_pairs(crossed)
+    assert len(rows) <= 60  # what fits into a part
+    assert rows == covering_set(crossed)
+    assert rows != covering_set(crossed, seed=1)
+
+
+def test_cells_say_what_their_rows_say():
+    """Counted on the overrides, so that a level that is not translated is seen."""
+    cells = COVERED
+    assert len({cell.name for cell in cells}) == len(cells)
+    for key, levels in (
+        ("cudagraph", CUDAGRAPH),
+        ("method.verification", ["standard", "block"]),
+        ("method.draft_sampling", ["greedy", "probabilistic"]),
+        ("workload.concurrency", ["1", "4", "16"]),
+        ("method.num_speculative_tokens", ["1", "3", "5"]),
+        ("engine.async_scheduling", ["true", "false"]),
+    ):
+        for level in levels:
+            own = [cell for cell in cells if f"{key}={level}" in cell.overrides]
+            assert len(own) >= len(PAIRS), (key, level)
+            seen = {o for cell in own for o in cell.overrides if o.startswith("target=")}
+            assert seen == {f"target={target}" for target, _ in PAIRS}, (key, level)
+    assert {cell.is_greedy for cell in cells} == {True, False}
+    settings = {cell.overrides[2:-10] for cell in cells}
+    assert len(settings) >= len(SAMPLING)
+
+
+@pytest.mark.parametrize("index", [0, 20, 40])
+def test_covered_cells_compose(index: int):
+    cell = COVERED[index]
+    (config,) = plan([*cell.overrides, "tracker=none"]).jobs
+    assert config.seed == index
+    assert (config.sampling.temperature == 0) == cell.is_greedy
