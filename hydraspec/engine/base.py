@@ -31,6 +31,31 @@ class EngineInfo:
     warnings: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True, frozen=True)
+class Built:
+    """Kernels compiled (or read from a cache on the disk) in this process, and graphs captured by
+    one engine."""
+
+    kernels: int = 0
+    graphs: int = 0
+
+    def __sub__(self, earlier: Built) -> Built:
+        return Built(self.kernels - earlier.kernels, self.graphs - earlier.graphs)
+
+    def __add__(self, other: Built) -> Built:
+        return Built(self.kernels + other.kernels, self.graphs + other.graphs)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StepProfile:
+    """Means over decode steps that ran as they do in a run, in milliseconds."""
+
+    step_ms: float  # wall time from one step's results to the next one's
+    device_ms: float  # of the device, from the plan's copy to the results
+    schedule_ms: float  # of the host: which requests run, and their plan
+    launch_ms: float  # of the host: handing the step to the device
+
+
 class Engine(ABC):
     """A loaded target with at most one drafter."""
 
@@ -56,6 +81,14 @@ class Engine(ABC):
         iterator drops unfinished requests.
         """
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Build ahead of time what `run` would build when these requests first need it."""
+        return None
+
+    def num_built(self) -> Built:
+        """What was built so far: a run that adds to it was slower by that."""
+        return Built()
+
     @abstractmethod
     def baseline(self) -> Engine:
         """The same loaded target without a drafter; it shares weights with this engine."""
@@ -65,6 +98,12 @@ class Engine(ABC):
         """Target logits [V] (float64) after `token_ids`, from one fresh prefill; None from an
         engine that gives none.
         """
+
+    def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
+        """Where the wall time of a decode step goes, from a short run of its own over tokenised
+        requests; None where host and device do not run side by side.
+        """
+        return None
 
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
         """Mean milliseconds per decode step of each phase, from a short run of its own over

@@ -82,6 +82,10 @@ class GraphManager(Generic[I, O]):
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def has(self, descriptor: Descriptor) -> bool:
+        """Whether this very shape is captured."""
+        return descriptor in self._graphs
+
     @property
     def descriptors(self) -> list[Descriptor]:
         """What is captured, smallest first."""

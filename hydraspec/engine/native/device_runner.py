@@ -8,7 +8,7 @@ own, length 0 and do not sample; padding rows have id 0, position 0 and cache ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
@@ -23,6 +23,7 @@ from hydraspec.engine.native.launch import LaunchedStep, ResultRing, packed_resu
 from hydraspec.engine.native.rehearsal import rehearsals
 from hydraspec.engine.native.runner import Runner, split_plan
 from hydraspec.engine.native.upload import PlanUpload, UploadShape
+from hydraspec.engine.native.variants import GREEDY, GREEDY_VARIANT, SamplingVariants
 from hydraspec.graphs import (
     Captured,
     Descriptor,
@@ -47,10 +48,6 @@ from hydraspec.types import (
 
 log = logging.getLogger(__name__)
 
-GREEDY = SamplingFlags(any_greedy=True, any_top_k=False, any_top_p=False, any_min_p=False)
-GREEDY_VARIANT = (True, GREEDY)  # all_greedy and flags of the plans a graph serves
-# Ways of sampling that get graphs of their own; what comes after them shares the general one.
-MAX_VARIANTS = 4
 # A step of few prefill rows keeps the device less busy than the host: its decodes go first, as a
 # graph. Behind many rows they cost least where they share the pass over the weights.
 MAX_SPLIT_ROWS = 512
@@ -113,7 +110,7 @@ class DeviceRunner(Runner):
             target.device,
         )
         self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
-        self._variants: list[SamplingFlags] = []
+        self._variants = SamplingVariants()
         self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
         self._memory_bytes: dict[str, int] = {}  # of the engine, as are the warnings
         self._warnings: list[str] = []
@@ -189,6 +186,20 @@ class DeviceRunner(Runner):
                 )
             ]
         return found
+
+    @torch.inference_mode()
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        """Capture a way of sampling in every shape that greedy steps have, as far as memory
+        allows: none of its steps is then captured when it is met."""
+        if self.graphs is None:
+            return
+        variant = self._variants.serving(flags)
+        for greedy in self.graphs.descriptors[::-1]:  # the largest first, as ever
+            wanted = replace(greedy, variant=variant)
+            if greedy.variant == GREEDY_VARIANT and not (
+                wanted in self._uncaptured or self.graphs.has(wanted)
+            ):
+                self._capture_late(wanted)
 
     def num_graphs(self) -> int:
         """Captured steps."""
@@ -356,15 +367,14 @@ class DeviceRunner(Runner):
         found = self.graphs.dispatch(wanted)
         if found is None or plan.all_greedy:
             return found
-        variant = self._variant(plan)
-        exact = replace(found.descriptor, variant=variant)
+        exact = replace(found.descriptor, variant=self._variants.serving(plan.flags))
         if exact in self._uncaptured:
             return None
         return self.graphs.dispatch(exact) or self._capture_late(exact)
 
     def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
         assert self.graphs is not None
-        log.info("a way of sampling is met for the first time: capturing its steps")
+        log.info("capturing a step of a way of sampling that is met for the first time")
         try:
             with self._counted_memory():
                 return self.graphs.capture(descriptor)
@@ -378,15 +388,6 @@ class DeviceRunner(Runner):
         if told not in self._warnings:
             self._warnings.append(told)
         return None
-
-    def _variant(self, plan: StepPlan) -> Hashable:
-        flags = plan.flags
-        if flags not in self._variants:
-            if len(self._variants) == MAX_VARIANTS:
-                flags = SamplingFlags()  # everything may be asked for
-            else:
-                self._variants.append(flags)
-        return False, flags
 
     def _full_decodes(self, plan: StepPlan) -> np.ndarray:
         """[B] bool: requests that sample and verify all K drafts."""
