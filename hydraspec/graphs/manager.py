@@ -75,6 +75,7 @@ class GraphManager(Generic[I, O]):
     ) -> None:
         self.name, self.backend = name, backend
         self.is_paused = False  # nothing is served: everything runs eagerly
+        self.num_captured = 0  # over all time, graphs that were replaced included
         self._make_inputs, self._run, self._in_pieces = make_inputs, run, in_pieces
         self._graphs: dict[Descriptor, Captured[I, O]] = {}
         self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
@@ -125,6 +126,7 @@ class GraphManager(Generic[I, O]):
             raise
         found = Captured(descriptor, inputs, outputs, graph)
         self._graphs[descriptor] = found
+        self.num_captured += 1
         self._served.clear()
         return found
 

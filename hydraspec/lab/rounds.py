@@ -7,10 +7,10 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from hydraspec.engine.base import Engine
+from hydraspec.engine.base import Built, Engine, StepProfile
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.types import Completion, Request, StepRecord
@@ -19,6 +19,15 @@ NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
 PROFILED_REQUESTS = 32  # at most, and no more than are offered at once
+
+
+@dataclass(slots=True)
+class Observed:
+    """What a side shows beside its steps and completions."""
+
+    built: Built = field(default_factory=Built)  # within the measured rounds: there should be none
+    step: StepProfile | None = None
+    phases: dict[str, float] | None = None  # milliseconds a step, where steps have none
 
 
 class Measurement:
@@ -41,7 +50,7 @@ class Measurement:
             for side, engine in engines.items()
         }
 
-        self.profiles: dict[Side, dict[str, float] | None] = {}
+        self.observed = {side: Observed() for side in engines}
 
     def completions(self, side: Side) -> dict[int, Completion]:
         """Completions of a side by request index, errors included."""
@@ -50,13 +59,15 @@ class Measurement:
         return {c.index: c.completion for c in ended if c.completion is not None}
 
     def warm_up(self) -> None:
-        """A few tokens of a few requests through every engine; nothing is counted."""
+        """Have every engine build what the workload needs, then run a few tokens of a few requests;
+        nothing is counted."""
         count = min(self.concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
         few = [
             replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
             for r in self.requests[:count]
         ]
         for engine in self.engines.values():
+            engine.prepare(self.requests)
             with closing_run(engine, few, self.concurrency) as events:
                 for _ in events:
                     pass
@@ -71,14 +82,17 @@ class Measurement:
                     self._run_part(side, part)
 
     def profile(self) -> None:
-        """Phase times where steps have none: a few steps of the first requests, once all ran."""
+        """Where steps spend their time, and phase times where steps have none: a few steps of the
+        first requests, once all ran."""
         few = self.requests[: min(self.concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
         for side, engine in self.engines.items():
-            self.profiles[side] = engine.profile_phases(few)
+            self.observed[side].step = engine.profile_step(few)
+            self.observed[side].phases = engine.profile_phases(few)
 
     def _run_part(self, side: Side, part: Sequence[Request]) -> None:
-        meter = self.meters[side]
-        with closing_run(self.engines[side], part, self.concurrency) as events:
+        meter, engine = self.meters[side], self.engines[side]
+        built_before = engine.num_built()
+        with closing_run(engine, part, self.concurrency) as events:
             for event in events:
                 if isinstance(event, StepRecord):
                     record = replace(event, step=meter.num_steps)  # steps count on through rounds
@@ -89,6 +103,7 @@ class Measurement:
                     meter.add_completion(event)
                     for sink in self.sinks:
                         sink.on_completion(side, event, meter)
+        self.observed[side].built += engine.num_built() - built_before
 
 
 @contextlib.contextmanager

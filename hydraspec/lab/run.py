@@ -227,7 +227,7 @@ class _Run:
             requests=self.requests,
             meter=self.measurement.meters[Side.method],
             baseline=self.measurement.meters.get(Side.baseline),
-            profiles=self.measurement.profiles,
+            observed=self.measurement.observed,
             lossless=lossless,
             status=status,
             facts={
@@ -240,6 +240,7 @@ class _Run:
                 *self.config.warnings,
                 *info.warnings,
                 *warnings,
+                *summary.build_warnings(self.measurement.observed),
                 *failures,
                 *verdict.remarks(lossless, info),
             ],

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import EngineInfo
+from hydraspec.engine.base import Built, EngineInfo
+from hydraspec.lab.rounds import Observed
 from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.lab.verdict import Lossless
 from hydraspec.metrics.files import Json, plain
@@ -30,7 +32,7 @@ def build(
     requests: Sequence[Request],
     meter: Meter,
     baseline: Meter | None,
-    profiles: Mapping[Side, Mapping[str, float] | None],
+    observed: Mapping[Side, Observed],
     lossless: Lossless,
     status: str,
     facts: Json,
@@ -54,10 +56,10 @@ def build(
             "num_errors": _num_errors(meter),
             "num_output_tokens": meter.num_output_tokens(),
             **_acceptance(meter),
-            **_speed(meter, requests, profiles.get(Side.method)),
+            **_speed(meter, requests, observed[Side.method]),
             "baseline": None
             if baseline is None
-            else _baseline(baseline, requests, profiles.get(Side.baseline)),
+            else _baseline(baseline, requests, observed[Side.baseline]),
             "speedup": None if baseline is None else _speedup(meter, baseline),
             "lossless": lossless.to_json(),
             "cudagraph": info.cudagraph,
@@ -104,6 +106,18 @@ def failure_warnings(
     return warnings
 
 
+def build_warnings(observed: Mapping[Side, Observed]) -> list[str]:
+    """That figures hold time in which kernels were compiled or graphs captured, if they do."""
+    built = sum((side.built for side in observed.values()), Built())
+    if built == Built():
+        return []
+    return [
+        f"{built.kernels} kernels were compiled and {built.graphs} graphs captured inside the "
+        "measured rounds, which the speeds include: run again, since kernels are kept on the disk, "
+        "and compare only runs without this warning"
+    ]
+
+
 def request_rows(requests: Sequence[Request], meter: Meter) -> list[Json]:
     """The lines of requests.jsonl: completed requests in workload order. Counts by position have
     a place for each of K, whatever was drafted.
@@ -134,10 +148,11 @@ def _acceptance(meter: Meter) -> Json:
     }
 
 
-def _speed(meter: Meter, requests: Sequence[Request], profile: Mapping[str, float] | None) -> Json:
-    """Speed and accuracy: the fields that a baseline has too. A `profile` gives the phases' times
+def _speed(meter: Meter, requests: Sequence[Request], observed: Observed) -> Json:
+    """Speed and accuracy: the fields that a baseline has too. A profile gives the phases' times
     where no step did.
     """
+    profile = observed.phases
     breakdown: Mapping[str, float | None] = meter.time_breakdown_ms()
     measured = any(value is not None for value in breakdown.values())
     if not measured and profile is not None:
@@ -153,15 +168,15 @@ def _speed(meter: Meter, requests: Sequence[Request], profile: Mapping[str, floa
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": STEPS if measured else None if profile is None else PROFILE,
         "total_step_time_s": meter.total_step_time_s(),
+        "step_profile_ms": None if observed.step is None else asdict(observed.step),
+        "built_in_rounds": asdict(observed.built),
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
     }
 
 
-def _baseline(
-    meter: Meter, requests: Sequence[Request], profile: Mapping[str, float] | None
-) -> Json:
+def _baseline(meter: Meter, requests: Sequence[Request], observed: Observed) -> Json:
     return {
-        **_speed(meter, requests, profile),
+        **_speed(meter, requests, observed),
         "num_requests": len(meter.completed),
         "num_errors": _num_errors(meter),
         "num_output_tokens": meter.num_output_tokens(),

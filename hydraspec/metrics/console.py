@@ -5,7 +5,7 @@ elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -156,6 +156,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     for label, *cells in _table_rows(summary, baseline):
         table.add_row(label, *(cells if baseline else cells[:1]))
     console.print(table)
+    for step in _step_lines(summary, baseline):
+        console.print(step, soft_wrap=True)
     if summary["status"] != "ok":
         console.print(f"[bold]status: {summary['status']}[/]")
     style = "bold red" if summary["lossless"]["verdict"] == "diverged" else ""
@@ -163,6 +165,17 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     console.print(f"Lossless: {words}", style=style, soft_wrap=True)
     for warning in summary["warnings"]:
         console.print(f"Warning: {escape(warning)}", style="yellow", soft_wrap=True)
+
+
+def _step_lines(summary: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> Iterator[str]:
+    """Where a decode step's wall time goes on a device, a line for each side that was profiled."""
+    for name, side in ((summary["method"], summary), ("none", baseline or {})):
+        if times := side.get("step_profile_ms"):
+            yield (
+                f"Decode step of {escape(name)}: {number(times['step_ms'])} ms "
+                f"(device {number(times['device_ms'])}; host: schedule "
+                f"{number(times['schedule_ms'])}, launch {number(times['launch_ms'])})"
+            )
 
 
 def _title(summary: Mapping[str, Any]) -> str:

@@ -58,6 +58,21 @@ def test_other_ways_of_sampling_get_graphs_when_met(verification: Verification) 
     assert backend.num_captures > num_captured
 
 
+def test_prepared_ways_of_sampling_are_captured_before_they_are_met() -> None:
+    """Batches shrink to every size at the end of a workload: a graph captured there is measured."""
+    config = graph_config("gemma4_mtp", "full_and_piecewise", sizes=(1, 2, 5))
+    engine = make_graph_engine(config, RecordedOps())
+    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    engine.prepare(requests)
+    built = engine.num_built()
+    run_requests(engine, requests, concurrency=5)
+    assert engine.num_built() == built
+    unprepared = make_graph_engine(config, RecordedOps())
+    built = unprepared.num_built()
+    run_requests(unprepared, requests, concurrency=5)
+    assert unprepared.num_built().graphs > built.graphs
+
+
 class SmallMemory(RecordedOps):
     """Every capture takes a byte; of those that come late, few find one."""
 

@@ -20,7 +20,13 @@ from recorded_graphs import RecordedOps
 
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.profiling import MAX_STEPS, EventClock, milliseconds, profile
+from hydraspec.engine.native.profiling import (
+    MAX_STEPS,
+    EventClock,
+    milliseconds,
+    profile,
+    profile_steps,
+)
 from hydraspec.engine.native.sequence import Sequence
 from hydraspec.engine.native.timing import PHASES
 
@@ -146,6 +152,27 @@ def test_prompts_may_take_more_steps_than_a_profile_has() -> None:
     assert taken == [0, 1, 2, 3, 4]
 
 
+def test_a_step_profile_is_of_steps_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are replayed in it, and the engine is afterwards as it was."""
+    attention_as_on_devices(monkeypatch)
+    config = graph_config("eagle3", "full_and_piecewise")
+    config.engine.async_scheduling = True
+    backend = RecordedOps()
+    engine = make_graph_engine(config, backend)
+    requests = zoo_requests(3)
+    engine.tokenize(requests)
+    device = FakeDevice()
+    num_replays, start = backend.num_replays, engine._start
+    found = profile_steps(engine, requests, device.event)
+    assert found is not None
+    assert backend.num_replays > num_replays
+    assert found.step_ms > found.launch_ms > 0
+    assert found.schedule_ms > 0
+    assert found.device_ms == 0, "this device does nothing"
+    assert engine._start == start
+    assert not engine.parts.scheduler.running
+
+
 def test_only_prompts_give_no_profile() -> None:
     engine = make_graph_engine(graph_config("none", "none"), None)
     requests = zoo_requests(2)
@@ -153,7 +180,9 @@ def test_only_prompts_give_no_profile() -> None:
         request.sampling.max_tokens = 1
     engine.tokenize(requests)
     assert profile(engine, requests, FakeDevice().event) is None
+    assert profile_steps(engine, requests, FakeDevice().event) is None
     assert engine.profile_phases(requests) is None, "a CPU measures phases in every step"
+    assert engine.profile_step(requests) is None
 
 
 def test_spans_of_a_phase_are_added() -> None:

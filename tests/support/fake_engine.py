@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.engine.base import Built, Engine, EngineInfo
 from hydraspec.types import Completion, Request, RequestStep, StepRecord, WorkloadError
 
 VOCAB_SIZE = 64
@@ -57,6 +57,7 @@ class Behaviour:
     error_indices: set[int] = field(default_factory=set)
     raise_at_step: dict[int, BaseException] = field(default_factory=dict)  # counted over all runs
     ms_per_step: float = 2.0
+    builds_at_step: int | None = None  # a kernel is compiled and a graph captured then
 
 
 class FakeEngine(Engine):
@@ -92,6 +93,10 @@ class FakeEngine(Engine):
         size = concurrency or len(requests)
         for first in range(0, len(requests), size):
             yield from self._batch(list(requests[first : first + size]))
+
+    def num_built(self) -> Built:
+        late = self.behaviour.builds_at_step
+        return Built(1, 1) if late is not None and self.num_steps > late else Built()
 
     def baseline(self) -> Engine:
         base = FakeEngine(

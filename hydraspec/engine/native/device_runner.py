@@ -19,7 +19,12 @@ from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.launch import LaunchedStep, ResultRing, packed_results
+from hydraspec.engine.native.launch import (
+    LaunchedStep,
+    ResultRing,
+    StepOutputs,
+    packed_results,
+)
 from hydraspec.engine.native.rehearsal import rehearsals
 from hydraspec.engine.native.runner import Runner, split_plan
 from hydraspec.engine.native.upload import PlanUpload, UploadShape
@@ -66,17 +71,6 @@ class RunnerLimits:
     num_speculative_tokens: int
     max_seq_len: int  # positions a block table can name
     capture_sizes: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class StepOutputs:
-    """What a captured step leaves behind: beside results, what drafting reads where it comes after
-    the graph."""
-
-    packed: Tensor  # [B, 2K+2], see packed_results
-    batch: Batch | None = None
-    target_step: TargetStep | None = None
-    verdict: Verdict | None = None
 
 
 CapturedStep: TypeAlias = Captured[PlanTensors, StepOutputs]
@@ -204,6 +198,9 @@ class DeviceRunner(Runner):
     def num_graphs(self) -> int:
         """Captured steps."""
         return 0 if self.graphs is None else len(self.graphs)
+
+    def num_captured(self) -> int:
+        return 0 if self.graphs is None else self.graphs.num_captured
 
     @torch.inference_mode()
     def run_padding(self) -> None:

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from hydraspec_kernels.launch import num_compiled
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
-from hydraspec.engine.native.profiling import profile
+from hydraspec.engine.native.profiling import profile, profile_steps
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
 from hydraspec.engine.native.timing import Clock, PhaseClock
+from hydraspec.engine.native.variants import flags_of
 from hydraspec.engine.prompts import tokenize
 from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
 
@@ -42,6 +44,7 @@ class NativeEngine(Engine):
         on_cpu = self.parts.target.device.type == "cpu"
         self._clock = PhaseClock(enabled=on_cpu and not self._runs_ahead)
         self._schedule = self._clock.timed("schedule", self._next_plan)
+        self._start = self.parts.runner.launch
         self.parts.runner.time_with(self._clock)
 
     @torch.inference_mode()
@@ -67,7 +70,7 @@ class NativeEngine(Engine):
         scheduler = self._scheduler
         flight = Flight(
             scheduled,
-            self.parts.runner.launch(plan),
+            self._start(plan),
             num_preempted=scheduler.take_num_preempted(),
             kv_usage=scheduler.kv.usage,
         )
@@ -120,6 +123,21 @@ class NativeEngine(Engine):
         checkpoint = self.parts.config.target.checkpoint
         tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
 
+    def prepare(self, requests: Seq[Request]) -> None:
+        """Graphs of the way in which these requests are sampled, together."""
+        all_greedy, flags = flags_of(request.sampling for request in requests)
+        if not all_greedy:
+            self.parts.runner.capture_variant(flags)
+
+    def num_built(self) -> Built:
+        runner = self.parts.runner
+        return Built(num_compiled(runner.target.device), runner.num_captured())
+
+    def profile_step(self, requests: Seq[Request]) -> StepProfile | None:
+        if self.parts.target.device.type == "cpu":
+            return None
+        return profile_steps(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+
     def profile_phases(self, requests: Seq[Request]) -> dict[str, float] | None:
         """None on a CPU, where phases are measured in every step."""
         if self.parts.target.device.type == "cpu":
@@ -135,6 +153,18 @@ class NativeEngine(Engine):
             yield
         finally:
             self._schedule, self._runs_ahead = before
+
+    @contextmanager
+    def launches_timed_by(self, clock: Clock, device: Clock) -> Iterator[None]:
+        """For a while: `clock` takes the host's time of scheduling and launching, and `device` the
+        device's of a launched step."""
+        before = self._schedule, self._start
+        self._schedule = clock.timed("schedule", self._next_plan)
+        self._start = clock.timed("launch", device.timed("device", self.parts.runner.launch))
+        try:
+            yield
+        finally:
+            self._schedule, self._start = before
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)

@@ -10,9 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydraspec.types import Batch, Verdict
+from hydraspec.types import Batch, TargetStep, Verdict
 
 RESULT_RING = 4  # launches whose results may be under way at once
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What a captured step leaves behind: beside results, what drafting reads where it comes after
+    the graph."""
+
+    packed: Tensor  # [B, 2K+2], see packed_results
+    batch: Batch | None = None
+    target_step: TargetStep | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from hydraspec.engine.base import StepProfile
 from hydraspec.engine.native.loading import Loaded
-from hydraspec.engine.native.timing import PHASES, Clock, PhaseClock
+from hydraspec.engine.native.timing import PHASES, Clock, HostClock, PhaseClock
 from hydraspec.types import Completion, Request, StepRecord
 
 MAX_STEPS = 32  # decode steps
@@ -32,6 +33,8 @@ class Profiled(Protocol):
     ) -> Generator[StepRecord | Completion]: ...
 
     def scheduling_timed_by(self, clock: Clock) -> AbstractContextManager[None]: ...
+
+    def launches_timed_by(self, clock: Clock, device: Clock) -> AbstractContextManager[None]: ...
 
 
 class Event(Protocol):
@@ -82,6 +85,15 @@ def milliseconds(spans: Sequence[tuple[str, Event, Event]]) -> dict[str, float]:
     return found
 
 
+def elapsed(spans: Sequence[tuple[str, Event, Event]]) -> float:
+    """Milliseconds of all spans together; waits until the device has passed the last event."""
+    found = 0.0
+    for _, begin, end in spans:
+        end.synchronize()
+        found += begin.elapsed_time(end)
+    return found
+
+
 def profile(
     engine: Profiled, requests: Sequence[Request], make_event: Callable[[], Event]
 ) -> dict[str, float] | None:
@@ -111,6 +123,43 @@ def profile(
         return None
     phases = [milliseconds(spans) | {"schedule": scheduled} for spans, scheduled in steps]
     return {name: sum(step[name] for step in phases) / len(phases) for name in PHASES}
+
+
+def profile_steps(
+    engine: Profiled, requests: Sequence[Request], make_event: Callable[[], Event]
+) -> StepProfile | None:
+    """Means over at most MAX_STEPS decode steps that run as in a measured round, with graphs and
+    steps ahead of results; None where too few steps only decode.
+
+    A step that is launched ahead is timed with the step whose results come next: over a run of
+    decode steps the means are those of one step.
+    """
+    host, device = HostClock(), EventClock(make_event)
+    steps: list[tuple[float, dict[str, float], list[tuple[str, Event, Event]]]] = []
+    batch = requests[: engine.parts.config.engine.max_num_seqs]
+    events = engine.run(batch, concurrency=None)
+    with engine.launches_timed_by(host, device), closing(events):
+        for event in events:
+            if not isinstance(event, StepRecord):
+                continue
+            times, spans = host.take(), device.take()
+            if not any(part.is_prefill for part in event.requests):
+                steps.append((event.total_ms, times, spans))
+            if len(steps) == MAX_STEPS:
+                break
+    settled = steps[UNSETTLED_STEPS:]
+    if not settled:
+        return None
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(settled)
+
+    return StepProfile(
+        step_ms=mean([total for total, _, _ in settled]),
+        device_ms=mean([elapsed(spans) for _, _, spans in settled]),
+        schedule_ms=mean([times.get("schedule", 0.0) for _, times, _ in settled]),
+        launch_ms=mean([times.get("launch", 0.0) for _, times, _ in settled]),
+    )
 
 
 @contextmanager

@@ -21,7 +21,15 @@ from hydraspec.engine.native.timing import Clock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
-from hydraspec.types import Batch, RequestState, RowSegment, StepPlan, TargetStep, Verdict
+from hydraspec.types import (
+    Batch,
+    RequestState,
+    RowSegment,
+    SamplingFlags,
+    StepPlan,
+    TargetStep,
+    Verdict,
+)
 
 VERBS = ("place", "prepare", "forward", "verify", "commit", "propose")
 PHASES = {"place": "prepare", "commit": "verify"}  # verbs that are a part of another's phase
@@ -98,6 +106,14 @@ class Runner:
         finally:
             for verb, call in before.items():
                 setattr(self, verb, call)
+
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        """Capture graphs of a way of sampling ahead of the requests that need them."""
+        return None
+
+    def num_captured(self) -> int:
+        """Graphs captured so far."""
+        return 0
 
     def eagerly(self) -> AbstractContextManager[None]:
         """While it lasts, steps run as Python calls, also those that have graphs."""

@@ -21,6 +21,31 @@ class Clock(Protocol):
         ...
 
 
+class HostClock:
+    """Wall milliseconds of calls by name, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._ms: dict[str, float] = {}
+
+    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, with its wall time added to `phase`."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                taken = (time.perf_counter() - begin) * 1e3
+                self._ms[phase] = self._ms.get(phase, 0.0) + taken
+
+        return call
+
+    def take(self) -> dict[str, float]:
+        """What was taken since the last call."""
+        taken, self._ms = self._ms, {}
+        return taken
+
+
 class PhaseClock:
     """Accumulates seconds per phase since `start`. Disabled, phases read null and only the total is
     taken."""

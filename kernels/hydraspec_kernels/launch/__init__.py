@@ -10,12 +10,28 @@ from torch import Tensor
 
 from hydraspec_kernels.launch.ahead import can_compile_ahead, compiled_ahead
 
-__all__ = ["can_compile_ahead", "compiled_ahead", "runs_kernels", "supports_dependent_launch"]
+__all__ = [
+    "can_compile_ahead",
+    "compiled_ahead",
+    "num_compiled",
+    "runs_kernels",
+    "supports_dependent_launch",
+]
 
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether `x` is on a device that runs the Triton kernels; elsewhere the reference runs."""
     return x.is_cuda
+
+
+def num_compiled(device: torch.device) -> int:
+    """Kernels that this process has compiled, or read from Triton's cache on the disk, since the
+    first call."""
+    if device.type != "cuda":
+        return 0
+    from hydraspec_kernels.launch.kernel import count_compiled  # Triton
+
+    return count_compiled()
 
 
 @cache

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from threading import Event
@@ -128,6 +128,31 @@ class _Loading(Executor):
         """What no thread has begun is left out."""
         self._is_given_up = True
         self._may_start.set()
+
+
+class _Compilations:
+    """Triton's listener of compilations, which counts them; an earlier listener is told too."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before = knobs.compilation.listener
+
+    def __call__(self, **compiled: Any) -> None:
+        self.count += 1
+        if self._before is not None:
+            self._before(**compiled)
+
+
+@cache
+def _compilations() -> _Compilations:
+    counted = _Compilations()
+    knobs.compilation.listener = counted
+    return counted
+
+
+def count_compiled() -> int:
+    """See `hydraspec_kernels.launch.num_compiled`."""
+    return _compilations().count
 
 
 def has_async_compilation() -> bool:
