@@ -47,8 +47,6 @@ from hydraspec.types import (
     RowSegment,
     SamplingFlags,
     StepPlan,
-    TargetStep,
-    Verdict,
 )
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,13 @@ from hydraspec_kernels.launch.kernel import (
     wait_for_inputs,
 )
 from hydraspec_kernels.slot_mapping.kernel import cache_row
-from hydraspec_kernels.step_inputs.records import DecodeRows, NewestRows, ParallelLayout, StepInputs
+from hydraspec_kernels.step_inputs.records import (
+    DecodeRows,
+    NewestRows,
+    ParallelLayout,
+    StepInputs,
+    new_cache_rows,
+)
 
 BLOCK = 128
 
@@ -37,7 +43,7 @@ def _store_cache_rows(
     num_rows,
     BLOCK_SIZES: tl.constexpr,
 ):
-    """The cache rows of `position` in every KV group, as `_new_cache_rows` lays them out."""
+    """The cache rows of `position` in every KV group, as `new_cache_rows` lays them out."""
     stride = (num_rows + 1) // 2 * 2
     for group in tl.static_range(len(BLOCK_SIZES)):
         place = cache_row(
@@ -124,7 +130,7 @@ def prepare_rows_kernel(
     t, b, k = row_request.shape[0], slots.shape[0], num_speculative_tokens
     ids, positions = slots.new_empty(t), slots.new_empty(t)
     seq_lens, drafts = slots.new_empty(b), slots.new_empty(b, k)
-    stored, cache_rows = _new_cache_rows(slots, len(tables), t)
+    stored, cache_rows = new_cache_rows(slots, len(tables), t)
     _prepare_rows[(triton.cdiv(max(t, b), BLOCK),)](
         ids, positions, seq_lens, drafts, stored,
         num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset,
@@ -139,16 +145,6 @@ def prepare_rows_kernel(
         draft_tokens=drafts,
         slot_mapping=cache_rows,
     )
-
-
-def _new_cache_rows(like: Tensor, num_groups: int, num_rows: int) -> tuple[Tensor, list[Tensor]]:
-    """Unwritten cache rows of all KV groups, as one tensor and as G times [T].
-
-    All begin at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again where
-    one is not.
-    """
-    stored = like.new_empty(num_groups, num_rows + num_rows % 2)
-    return stored, list(stored[:, :num_rows].unbind(0))
 
 
 def _widths(tables: Sequence[Tensor]) -> tuple[int, ...]:
@@ -287,7 +283,7 @@ def decode_rows_kernel(
     check_contiguous(positions, seq_lens, *tables)
     b = positions.shape[0]
     out_positions, out_seq_lens = torch.empty_like(positions), torch.empty_like(positions)
-    stored, cache_rows = _new_cache_rows(positions, len(tables), b)
+    stored, cache_rows = new_cache_rows(positions, len(tables), b)
     _decode_rows[(triton.cdiv(b, BLOCK),)](
         out_positions, out_seq_lens, stored, positions, seq_lens,
         tuple(tables), _widths(tables), advance, b,
@@ -382,7 +378,7 @@ def parallel_rows_kernel(
     check_contiguous(query_start_loc, seq_lens, num_rejected, slots, token_ids, *tables)
     b = slots.shape[0]
     t = num_rows + b * num_masks
-    stored, cache_rows = _new_cache_rows(slots, len(tables), t)
+    stored, cache_rows = new_cache_rows(slots, len(tables), t)
     laid = ParallelLayout(
         input_ids=slots.new_empty(t),
         positions=slots.new_empty(t),

@@ -48,3 +48,13 @@ class ParallelLayout:
     newest: Tensor  # [B] the row of each request that yields its first draft
     seq_lens: Tensor  # [B]
     slot_mapping: list[Tensor]  # per KV group [T']
+
+
+def new_cache_rows(like: Tensor, num_groups: int, num_rows: int) -> tuple[Tensor, list[Tensor]]:
+    """Unwritten cache rows of all KV groups, as one tensor and as G times [T].
+
+    All begin at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again where
+    one is not.
+    """
+    stored = like.new_empty(num_groups, num_rows + num_rows % 2)
+    return stored, list(stored[:, :num_rows].unbind(0))
