@@ -148,21 +148,19 @@ class _Worker:
             return f"cut after {limit_s:.0f} s: {processes.last_line(log)}"
         answer = process.stdout.readline()
         if not answer:
-            status = process.wait()
             self._end()
-            return f"its process ended with {status}: {processes.last_line(log)}"
+            return f"its process ended with {process.returncode}: {processes.last_line(log)}"
         problem: str | None = json.loads(answer)["problem"]
         return problem
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             [self.setting.python, str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # each cell has its own log
             env=self.setting.environment(self.device),
             cwd=self.setting.work,
-            start_new_session=True,
             bufsize=0,
         )
         return self.process

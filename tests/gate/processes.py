@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TAIL_LINES = 15
+SECONDS_TO_DIE = 20.0  # a driver may hold a killed process while its kernel spins
+
+_live: set[subprocess.Popen[bytes]] = set()
+_stopped = threading.Event()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +57,13 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            list(command),
+        process = start(
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=dict(env),
             cwd=cwd,
-            start_new_session=True,
         )
         status: int | None = None
         try:
@@ -74,11 +79,30 @@ def run(
     return Ended(status=status, seconds=seconds, limit_s=limit_s, log=log)
 
 
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A process with a session of its own, which `end` and `end_all` end."""
+    if _stopped.is_set():
+        raise KeyboardInterrupt
+    process = subprocess.Popen(list(command), start_new_session=True, **options)
+    _live.add(process)
+    return process
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its session; harmless after its end."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_DIE)
+    _live.discard(process)
+
+
+def end_all() -> None:
+    """After an interrupt: no process is left, and none starts any more."""
+    _stopped.set()
+    for process in list(_live):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PART_LIMIT_S = 470.0  # a part ends by then, whatever is left
+LEAST_LIMIT_S = 10.0  # with less left of it nothing is started
 
 PASSED, FAILED, NOT_RUN, PARTIAL = "passed", "failed", "not run", "partial"
 
@@ -104,14 +105,16 @@ class Setting:
         return any(fnmatch.fnmatchcase(name, f"*{pattern}*") for pattern in self.only)
 
     def limit_s(self, own: float) -> float:
-        """A process's own limit, or what is left of the part's time."""
-        return max(0.0, min(own, self.deadline - time.monotonic()))
+        """A process's own limit, or what is left of the part's time; 0 where that is too little."""
+        left = min(own, self.deadline - time.monotonic())
+        return left if left >= min(own, LEAST_LIMIT_S) else 0.0
 
     def environment(self, device: str) -> dict[str, str]:
         """A child's. On the CPU: one thread, no device in sight."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if self.site is not None:
             paths = [str(self.site), environment.get("PYTHONPATH", "")]
+            environment["PYTHONSAFEPATH"] = "1"  # pytest runs in a checkout, which goes first else
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         if device == "cpu":
             environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -42,6 +42,16 @@ def test_parts_of_the_same_sources_come_together():
     assert list(other["parts"]) == ["tests"]
 
 
+def test_what_is_written_is_read_with_a_line_for_each_cell(tmp_path: Path):
+    cells = [{"name": "a", "problems": ["@0@", 'b: "c"']}, {"name": "d"}]
+    part = {"status": "failed", "cells": cells, "versions": {"torch": "2"}}
+    record = merged(None, sources="one", parts={"cells": part, "speed": part}, partial=False)
+    device_record.write(record, tmp_path / "device.json")
+    assert device_record.read(tmp_path / "device.json") == record
+    text = (tmp_path / "device.json").read_text()
+    assert sum(line.strip().startswith('{"name"') for line in text.splitlines()) == 4
+
+
 def test_a_rerun_of_some_cells_never_makes_a_part_passed():
     failed = merged(None, sources="one", parts={"cells": {"status": "failed"}}, partial=False)
     rerun = merged(failed, sources="one", parts={"cells": {"status": "partial"}}, partial=True)

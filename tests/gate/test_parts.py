@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -120,6 +121,18 @@ def test_a_process_over_its_limit_is_cut_with_what_it_said(tmp_path: Path):
         cwd=tmp_path,
     )
     assert ended.problem == "cut after 1 s: loading"
+
+
+def test_an_interrupt_leaves_no_process_and_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "_stopped", threading.Event())
+    monkeypatch.setattr(processes, "_live", set())
+    child = processes.start([sys.executable, "-c", "import time; time.sleep(60)"])
+    processes.end_all()
+    assert child.wait(10) < 0
+    with pytest.raises(KeyboardInterrupt):
+        processes.start([sys.executable, "-c", ""])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ import cells
 import device_record
 import device_tests
 import memcheck
+import processes
 import speed
 from device_record import PARTS, ROOT
 from rich import box
@@ -81,16 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         test_workers=args.test_workers,
         say=say,
     )
+    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGTERM, _interrupted)
     console.print(f"sources {device_record.sources_hash(tree)[:12]}; runs and logs: {work}")
     done: dict[str, PartResult] = {}
-    for part in args.parts:
-        say(f"part {part}")
-        done[part] = RUN[part](setting.for_part(part))
-        _record(args, setting, done)  # what is finished stays, whatever cuts the rest
+    try:
+        for part in args.parts:
+            say(f"part {part}")
+            done[part] = RUN[part](setting.for_part(part))
+            _record(args, setting, done)  # what is finished stays, whatever cuts the rest
+    except KeyboardInterrupt:
+        _print(console, done)
+        console.print("verify-gpu: interrupted; the parts that were finished are recorded")
+        return 130
     _print(console, done)
     for folder in {setting.work, Path(os.environ.get("OUT") or setting.work)}:
         console.save_text(str(folder / "gate.txt"), clear=False)
     return 0 if all(part.status in (PASSED, PARTIAL) for part in done.values()) else 1
+
+
+def _interrupted(number: int, frame: object) -> None:
+    processes.end_all()
+    raise KeyboardInterrupt
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,21 @@ def merged(old: Json | None, *, sources: str, parts: Mapping[str, Json], partial
 
 
 def write(record: Json, file: Path) -> None:
+    """As JSON with a line for each cell."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1, ensure_ascii=False)
+    lines: list[str] = []
+
+    def shortened(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shortened(own) for key, own in value.items()}
+        if not isinstance(value, list) or not all(isinstance(own, dict) for own in value):
+            return value
+        first = len(lines)
+        lines.extend(json.dumps(own, ensure_ascii=False) for own in value)
+        return [f"@{number}@" for number in range(first, len(lines))]
+
+    text = json.dumps(shortened(record), indent=1, ensure_ascii=False)
+    text = re.sub(r'"@(\d+)@"', lambda found: lines[int(found[1])], text)
     file.write_text(text + "\n", encoding="utf-8")
 
 
