@@ -12,6 +12,23 @@ class UserError(ValueError):
     exit_code = 1
 
 
+class NotFiniteError(UserError):
+    """The target's logits are NaN or infinite: no token of this run can be trusted (exit status
+    1)."""
+
+    def __init__(self, request: str, position: int, dtype: str) -> None:
+        """request: id; position: the output token, counted from 0, that these logits gave."""
+        self.request, self.position = request, position
+        self.finding = (
+            f"the target's logits for output token {position} of request {request!r} are not "
+            "finite (NaN, +inf, or no token above -inf)"
+        )
+        super().__init__(
+            f"{self.finding}: the run has failed\n  to do: check the checkpoint's weights and its "
+            f"config.json; if {dtype} overflows, try another target.dtype"
+        )
+
+
 class ConfigurationError(UserError):
     """The configuration is wrong (exit status 2)."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError as CheckpointError
 from hydraspec.errors import ConfigurationError as ConfigurationError
+from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
 
@@ -288,6 +289,9 @@ class Verdict:
     tokens: Tensor  # [B, K+1] int64, -1 from num_sampled on
     num_sampled: Tensor  # [B] int64, 0 for requests that do not sample in this step
     num_rejected: Tensor  # [B] int64, drafts under verification that were not accepted
+    # [B] int64: 1 where the last emitted token comes from logits whose maximum is not finite (a
+    # NaN, +inf, or nothing but -inf), else 0. No draft is accepted by such logits.
+    not_finite: Tensor
 
 
 @dataclass(slots=True, kw_only=True)

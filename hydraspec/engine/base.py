@@ -79,6 +79,11 @@ class Engine(ABC):
         Yields the record of each step, then the completions it brought. A request that can never be
         served yields a Completion with finish_reason "error"; the others go on. Closing the
         iterator drops unfinished requests.
+
+        Raises:
+            NotFiniteError: a token came from logits whose maximum is NaN or infinite; its request
+            was yielded as an error, with the tokens before it. Not by engine=vllm, which hands out
+            no logits.
         """
 
     def prepare(self, requests: Sequence[Request]) -> None:

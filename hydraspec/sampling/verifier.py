@@ -6,7 +6,7 @@ All verifiers treat a draft of -1 as rejected, and nothing behind it is accepted
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -33,6 +33,7 @@ class Trial:
     greedy: Tensor  # [B] bool: temperature 0
     seed: Tensor  # [B] int64
     first_position: Tensor  # [B] int64, position that row 0 predicts
+    num_finite: Tensor  # [B] int64, rows before the first whose logits have no finite maximum
 
     @property
     def num_offered(self) -> Tensor:
@@ -88,7 +89,8 @@ class Verifier(ABC):
         if logits.shape[0] == 0:
             return _nothing_sampled(batch)
         if batch.all_greedy:
-            return _verdict(self.verify_choices(greedy_tokens(logits), batch, state))
+            choices = greedy_tokens(logits, marks_not_finite=True)
+            return _verdict(self.verify_choices(choices, batch, state))
         if runs_kernels(logits) and logits.dtype is not torch.float64:
             truncates = flags.any_top_k or flags.any_top_p or flags.any_min_p
             if truncates:
@@ -105,11 +107,12 @@ class Verifier(ABC):
                 )
             )  # fmt: skip
         trial = _prepare(logits, batch, state, flags)
-        acceptance = self.accept(trial)
+        acceptance = _up_to_finite(self.accept(trial), trial)
         return _emit(trial, acceptance, _next_token(trial, acceptance), batch)
 
     def verify_choices(self, choices: Tensor, batch: Batch, state: RequestState) -> Verified:
-        """The rule for requests of temperature 0 alone, from the target's argmax [N].
+        """The rule for requests of temperature 0 alone, from the target's argmax [N], or ~argmax
+        where its logits are not finite.
 
         Lossless rules accept while the draft is the argmax, and need no random numbers.
         """
@@ -127,6 +130,7 @@ def _verdict(verified: Verified) -> Verdict:
         tokens=verified.tokens,
         num_sampled=verified.num_sampled,
         num_rejected=verified.num_rejected,
+        not_finite=verified.not_finite,
     )
 
 
@@ -232,7 +236,9 @@ def _nothing_sampled(batch: Batch) -> Verdict:
     """The verdict of a step of prefill chunks only, which has no logits."""
     none = torch.zeros_like(batch.num_drafts)
     tokens = torch.full_like(batch.verify_rows, -1)
-    return Verdict(tokens=tokens, num_sampled=none, num_rejected=none.clone())
+    return Verdict(
+        tokens=tokens, num_sampled=none, num_rejected=none.clone(), not_finite=none.clone()
+    )
 
 
 def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags) -> Trial:
@@ -245,6 +251,7 @@ def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingF
     )
     probs = process_logits(rows, temperature, top_k, top_p, min_p, flags)
     real = batch.draft_tokens >= 0
+    finite = rows.amax(-1).isfinite().view(num_requests, num_rows)
     return Trial(
         target_probs=probs.view(num_requests, num_rows, -1),
         draft_probs=_draft_distribution(batch, state, logits.shape[-1]),
@@ -253,6 +260,7 @@ def _prepare(logits: Tensor, batch: Batch, state: RequestState, flags: SamplingF
         greedy=state.temperature.index_select(0, slots) <= 0,
         seed=state.seed.index_select(0, slots),
         first_position=batch.seq_lens - batch.num_drafts,
+        num_finite=finite.cumprod(1).sum(1),
     )
 
 
@@ -268,6 +276,14 @@ def _draft_distribution(batch: Batch, state: RequestState, vocab_size: int) -> T
     # What the drafter's vocabulary lacks it proposes with probability 0.
     whole = probs.new_zeros(*probs.shape[:2], vocab_size)
     return whole.index_copy_(2, state.draft_vocab_map, probs)
+
+
+def _up_to_finite(acceptance: Acceptance, trial: Trial) -> Acceptance:
+    """The same, but nothing is accepted by logits that are not finite: the next token comes from
+    them."""
+    return replace(
+        acceptance, num_accepted=torch.minimum(acceptance.num_accepted, trial.num_finite)
+    )
 
 
 def _next_token(trial: Trial, acceptance: Acceptance) -> Tensor:
@@ -305,6 +321,7 @@ def _emit(trial: Trial, acceptance: Acceptance, next_token: Tensor, batch: Batch
         tokens=torch.where(emitted, tokens, -1),
         num_sampled=(acceptance.num_accepted + 1).mul_(batch.samples),
         num_rejected=(batch.num_drafts - acceptance.num_accepted).mul_(batch.samples),
+        not_finite=(acceptance.num_accepted == trial.num_finite).to(torch.int64) * batch.samples,
     )
 
 

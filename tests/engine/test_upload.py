@@ -209,13 +209,13 @@ def test_tables_on_the_device_follow_the_cache() -> None:
 def test_results_nobody_fetched_in_time_are_kept() -> None:
     ring = ResultRing(4, 1, torch.device("cpu"))
     launched = [
-        ring.launched([(torch.full((3, 4), n), 2), (torch.full((3, 4), -n), 1)])
+        ring.launched([(torch.full((3, 5), n), 2), (torch.full((3, 5), -n), 1)])
         for n in range(RESULT_RING + 2)
     ]
     for n, step in enumerate(launched):
         result = step.result()
         assert result.tokens.tolist() == [[n, n], [n, n], [-n, -n]]
-        assert result.num_sampled.tolist() == [n, n, -n]
+        assert result.num_sampled.tolist() == result.not_finite.tolist() == [n, n, -n]
         assert result.draft_tokens.tolist() == [[n], [n], [-n]]
 
 

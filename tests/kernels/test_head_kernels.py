@@ -251,16 +251,22 @@ def verify_inputs(
     drafts = torch.randint(-1, 3, (count, num_drafts), generator=draw).clamp(min=-1)
     drafts = drafts.where(column[:-1] < drafts_of[:, None], -1)
     choices = torch.randint(0, 2, (int(rows.sum()),), generator=draw)
+    broken = torch.rand(choices.shape, generator=draw) < 0.1
+    choices = torch.where(broken, ~choices, choices)
     return choices, verify_rows * samples[:, None], drafts, drafts_of, samples
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_drafts", range(9))
 def test_prefix_verification(num_drafts: int, device: str) -> None:
+    """Some choices are marked: they accept no draft, not even -1, and none emits a mark."""
     given = verify_inputs(70, num_drafts, seed=num_drafts)
     wanted = verify_reference.verify_prefix_reference(*given)
     assert_same(verify_kernel.verify_prefix_kernel(*to(device, *given)), wanted)
     assert num_drafts < 2 or wanted.num_sampled.unique().numel() > 2
+    assert 0 < wanted.not_finite.sum() < 70
+    emitted = torch.arange(num_drafts + 1) < wanted.num_sampled[:, None]
+    assert (wanted.tokens[emitted] >= 0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -49,6 +49,9 @@ def test_best_token_of_odd_rows(device: str) -> None:
     wide[:, :-1] = logits
     got = kernel.greedy_tokens_kernel(wide.to(device)[:, :-1])
     assert got.tolist() == [0, 4097, 0, 9999, 6000, 77, 9999]
+    marked = kernel.greedy_tokens_kernel(wide.to(device)[:, :-1], marks_not_finite=True)
+    assert marked.tolist() == [0, 4097, ~0, 9999, ~6000, ~77, 9999]
+    assert greedy_tokens_reference(logits, marks_not_finite=True).equal(marked.cpu())
 
 
 def keys(rows: int) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hydraspec_kernels.rejection_sampling import Rule, launches, verify_sampled
 from hydraspec_kernels.token_choice import reference
+from hydraspec_kernels.verification import Verified
 from kernel_places import DEVICES
 from torch import Tensor
 
@@ -56,9 +58,9 @@ def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str, *
     )
 
 
-def by_kernels(
+def verified_by_kernels(
     step: Any, verification: str, device: str, is_truncated: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Verified:
     batch, state = step.batch, step.state
     given = [
         step.logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
@@ -68,7 +70,13 @@ def by_kernels(
     ids = (
         state.draft_vocab_map if state.draft_vocab_map is None else state.draft_vocab_map.to(device)
     )
-    out = verify_sampled(*moved, RULES[verification], LENGTH, ids, is_truncated)  # type: ignore[arg-type]
+    return verify_sampled(*moved, RULES[verification], LENGTH, ids, is_truncated)  # type: ignore[arg-type]
+
+
+def by_kernels(
+    step: Any, verification: str, device: str, is_truncated: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = verified_by_kernels(step, verification, device, is_truncated)
     return out.tokens.cpu(), out.num_sampled.cpu(), out.num_rejected.cpu()
 
 
@@ -102,6 +110,44 @@ def test_verdicts_are_those_of_the_verifiers(
         assert tokens.equal(wanted.tokens)
         lengths += num_sampled.tolist()
     assert len(set(lengths)) > min(num_drafts, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize("verification", RULES)
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of numpy: -inf is meant
+def test_rows_that_are_not_finite_are_marked(
+    verification: str, drafts: str, make_step: Any, device: str
+) -> None:
+    """Catches a draft accepted by such a row, a mark lost after the statistics of chunks, and one
+    for a row that no token came from; kernels mark what the verifiers in torch do."""
+    step = steps(make_step, 3, 11, 0, drafts)
+    batch, count = step.batch, len(step.batch.samples)
+    clean = by_torch(step, verification, 3)
+    assert not clean.not_finite.any()
+    draw = torch.Generator().manual_seed(1)
+    row = torch.minimum(torch.randint(0, 2, (count,), generator=draw), batch.num_drafts)
+    for kind in (torch.nan, torch.inf, -torch.inf):
+        broken = replace(step, logits=step.logits.clone())
+        places = batch.verify_rows[torch.arange(count), row]
+        columns = slice(None) if kind == -torch.inf else slice(2, 5)
+        broken.logits[places, columns] = kind
+        wanted = by_torch(broken, verification, 3)
+        got = verified_by_kernels(broken, verification, device)
+        assert got.not_finite.cpu().equal(wanted.not_finite)
+        assert got.num_sampled.cpu().equal(wanted.num_sampled)
+        marked = wanted.not_finite > 0
+        assert not marked[~batch.samples].any()
+        assert (wanted.num_sampled[marked] == row[marked] + 1).all()
+        assert (wanted.num_sampled <= row + 1).all()
+        if verification != "block":  # which looks ahead
+            reached = batch.samples & (clean.num_sampled > row)
+            assert marked.equal(reached)
+        assert 2 < marked.sum() < count
+        for tokens in (got.tokens.cpu(), wanted.tokens):
+            assert tokens[~marked].equal(wanted.tokens[~marked])
+            last = tokens[marked].gather(1, wanted.num_sampled[marked, None] - 1)
+            assert ((last >= 0) & (last < 11)).all()
 
 
 TRUNCATIONS = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.launch import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Scheduled
+from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.timing import PhaseClock
-from hydraspec.types import Completion, RequestStep, StepRecord
+from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
 
 
 @dataclass(slots=True)
@@ -28,20 +28,23 @@ class Flight:
 class Collector:
     """Applies results to sequences, ends those that are done, and writes the step's record."""
 
-    def __init__(self, scheduler: Scheduler, finish: FinishCheck) -> None:
+    def __init__(self, scheduler: Scheduler, finish: FinishCheck, dtype: str) -> None:
         self._scheduler = scheduler
         self._finish = finish
+        self._dtype = dtype  # of the target, as messages name it
         self._num_steps = 0
+        self._not_finite: NotFiniteError | None = None  # the first that was met
 
     def collect(self, flight: Flight, clock: PhaseClock) -> tuple[StepRecord, list[Completion]]:
         """Record and completions of a step; finished sequences give back slot and blocks.
 
-        What a request did in a step launched before it was known to have ended is dropped.
+        What a request did in a step launched before it was known to have ended is dropped. One
+        whose logits are not finite ends with an error; `check` then fails the run.
         """
         result = flight.step.result()
         now = time.perf_counter()
         tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
-        num_sampled = result.num_sampled.tolist()
+        num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
         requests: list[RequestStep] = []
         completions = self.failed()
         for place, item in enumerate(flight.scheduled):
@@ -49,7 +52,10 @@ class Collector:
             if sequence.finish_reason is not None:
                 continue
             emitted = tokens[place][: num_sampled[place]]
-            requests.append(self._apply(item, drafts[place], emitted, now))
+            valid = emitted[:-1] if not_finite[place] else emitted
+            requests.append(self._apply(item, drafts[place], emitted, valid, now))
+            if len(valid) < len(emitted) and sequence.finish_reason is None:
+                self._fail(sequence)
             self._scheduler.arrived(item)
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
@@ -73,15 +79,32 @@ class Collector:
         self._scheduler.failed.clear()
         return completions
 
+    def check(self) -> None:
+        """Raise the NotFiniteError that a collected step met, once."""
+        error, self._not_finite = self._not_finite, None
+        if error is not None:
+            raise error
+
+    def _fail(self, sequence: Sequence) -> None:
+        position = len(sequence.output_token_ids)
+        error = NotFiniteError(sequence.request.id, position, self._dtype)
+        self._not_finite = self._not_finite or error
+        sequence.fail(error.finding)
+
     def _apply(
-        self, item: Scheduled, drafts: Seq[int], emitted: list[int], now: float
+        self,
+        item: Scheduled,
+        drafts: Seq[int],
+        emitted: list[int],
+        valid: list[int],
+        now: float,
     ) -> RequestStep:
         sequence = item.sequence
         num_computed = sequence.num_computed
         num_accepted = max(0, len(emitted) - 1)
         num_rejected = item.num_drafts - num_accepted if emitted else 0
         sequence.num_computed += item.num_rows - num_rejected
-        kept = self._finish.append(sequence, emitted)
+        kept = self._finish.append(sequence, valid)
         if kept:
             sequence.decoding = True
             sequence.note_tokens(now)

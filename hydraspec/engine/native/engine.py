@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -22,7 +22,14 @@ from hydraspec.engine.native.state import write_request
 from hydraspec.engine.native.timing import Clock, PhaseClock
 from hydraspec.engine.native.variants import flags_of
 from hydraspec.engine.prompts import tokenize
-from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
+from hydraspec.types import (
+    Completion,
+    NotFiniteError,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepRecord,
+)
 
 
 class NativeEngine(Engine):
@@ -38,6 +45,7 @@ class NativeEngine(Engine):
         self._collector = Collector(
             self._scheduler,
             FinishCheck(self.parts.target.eos_token_ids, self.info.max_model_len, decode),
+            self.info.dtype,
         )
         self._runs_ahead = bool(self.info.async_scheduling)
         self._in_flight: Flight | None = None  # launched, not collected
@@ -110,6 +118,7 @@ class NativeEngine(Engine):
             if record is not None:
                 yield record
             yield from completions
+            self._collector.check()
 
     def _drop_everything(self) -> None:
         """Forget every request, and wait until the device has too: the cache may have another
@@ -177,7 +186,8 @@ class NativeEngine(Engine):
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
         )
-        with self.parts.runner.keep_logits() as kept:
+        # Logits that are not finite are an answer here.
+        with self.parts.runner.keep_logits() as kept, suppress(NotFiniteError):
             for _ in self.run([request], concurrency=1):
                 pass
         assert kept, "a prompt that does not fit samples nothing"

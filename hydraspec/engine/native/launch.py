@@ -20,7 +20,7 @@ class StepOutputs:
     """What a captured step leaves behind: beside results, what drafting reads where it comes after
     the graph."""
 
-    packed: Tensor  # [B, 2K+2], see packed_results
+    packed: Tensor  # [B, 2K+3], see packed_results
     batch: Batch | None = None
     target_step: TargetStep | None = None
     verdict: Verdict | None = None
@@ -32,6 +32,7 @@ class StepResult:
 
     tokens: np.ndarray  # [B, K+1] int64, -1 from num_sampled on
     num_sampled: np.ndarray  # [B] int64
+    not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
     draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
 
 
@@ -59,23 +60,26 @@ def launched_on_cpu(batch: Batch, verdict: Verdict) -> LaunchedStep:
 
     def fetch() -> StepResult:
         return StepResult(
-            verdict.tokens.numpy(), verdict.num_sampled.numpy(), batch.draft_tokens.numpy()
+            verdict.tokens.numpy(),
+            verdict.num_sampled.numpy(),
+            verdict.not_finite.numpy(),
+            batch.draft_tokens.numpy(),
         )
 
     return LaunchedStep(fetch)
 
 
 def packed_results(batch: Batch, verdict: Verdict) -> Tensor:
-    """[B, 2K+2]: tokens, num_sampled, drafts under verification, ready for one copy."""
-    count = verdict.num_sampled.unsqueeze(1)
-    return torch.cat((verdict.tokens, count, batch.draft_tokens), 1)
+    """[B, 2K+3]: tokens, num_sampled, not_finite, drafts under verification, for one copy."""
+    count, broken = verdict.num_sampled.unsqueeze(1), verdict.not_finite.unsqueeze(1)
+    return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
 
 
 class ResultRing:
     """Host memory for the results of the last few launches."""
 
     def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
-        self._width, self._k = 2 * num_drafts + 2, num_drafts
+        self._width, self._k = 2 * num_drafts + 3, num_drafts
         self._is_cuda = device.type == "cuda"
         shape = (max_num_seqs, self._width)
         self._buffers = [
@@ -106,7 +110,9 @@ class ResultRing:
         def fetch() -> StepResult:
             # Copied: the buffer serves another launch later.
             found = buffer[:row].numpy().copy()
-            return StepResult(found[:, : k + 1], found[:, k + 1], found[:, k + 2 :])
+            return StepResult(
+                found[:, : k + 1], found[:, k + 1], found[:, k + 2], found[:, k + 3 :]
+            )
 
         launched = self._users[place] = LaunchedStep(fetch, event)
         return launched

@@ -43,6 +43,7 @@ def verify_sampled(
 
     Only where kernels run. The target's distribution is that of the logits at the temperature:
     what is cut off them is -inf already. Requests of temperature 0 accept, and emit, the argmax.
+    Logits whose maximum is not finite accept no draft, and what is emitted from them is marked.
     `is_truncated` is a host fact that saves work, not a matter of results: much is cut off.
     """
     # Triton is imported where kernels run only.

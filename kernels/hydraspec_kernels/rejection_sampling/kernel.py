@@ -26,6 +26,7 @@ from hydraspec_kernels.token_choice.kernel import (
     NO_TOKEN,
     finite,
     first_best,
+    is_finite_peak,
     race,
     softmax_weights,
     store_statistics,
@@ -66,16 +67,14 @@ def chunk_statistics(
     request, j = place // (K + 1), place % (K + 1)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    at, is_chunk = place * num_chunks + chunk, chunk < num_chunks
     wait_for_inputs(PDL)
     row, is_needed = _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K)
     if is_needed:
         temperature = tl.load(temperature_ptr + tl.load(slots_ptr + request))
         x_ptrs = logits_ptr + row * row_stride + token
         x = finite(tl.load(x_ptrs, mask=token < vocab_size, other=-float("inf")))
-        at = place * num_chunks + chunk
-        store_statistics(
-            peaks_ptr, masses_ptr, ids_ptr, at, x, token, temperature, chunk < num_chunks
-        )
+        store_statistics(peaks_ptr, masses_ptr, ids_ptr, at, x, token, temperature, is_chunk)
 
 
 @triton.jit
@@ -89,8 +88,8 @@ def _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width)
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def row_statistics(
-    peak_ptr,  # [B, K+1] float32; this and the next of rows that are not greedy
-    mass_ptr,  # [B, K+1] float32
+    peak_ptr,  # [B, K+1] float32
+    mass_ptr,  # [B, K+1] float32, of rows that are not greedy
     best_ptr,  # [B, K+1] int32, of greedy rows
     target_ptr,  # [B, K] float32 p of the draft
     draft_ptr,  # [B, K] float32 q of the draft
@@ -130,12 +129,12 @@ def row_statistics(
         if j < K:
             draft = tl.maximum(tl.load(drafts_ptr + request * K + j), 0)
         p, q = 0.0, 1.0
+        peak = tl.max(peaks, 0)
+        tl.store(peak_ptr + place, peak)
         if temperature > 0:
             masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
-            peak = tl.max(peaks, 0)
             mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
             mass = tl.where(mass > 0, mass, 1.0)  # 0 where nothing is allowed
-            tl.store(peak_ptr + place, peak)
             tl.store(mass_ptr + place, mass)
             x = finite(tl.load(logits_ptr + row * row_stride + draft))
             p = softmax_weights(x, peak, temperature) / mass
@@ -216,8 +215,7 @@ def residual_of_chunks(
     slot = tl.load(slots_ptr + request)
     temperature = tl.load(temperature_ptr + slot)
     residuals = tl.zeros([CHUNKS], tl.float32)
-    # A greedy request's prefix passes if its ratio is 1, whatever the residual.
-    if is_needed & (temperature > 0):
+    if is_needed & (temperature > 0):  # a greedy prefix passes by its ratio alone
         if num_accepted_ptr is None:
             for i in tl.static_range(K - 1):
                 if i < j:
@@ -243,6 +241,7 @@ def accept(
     scale_ptr,  # [B] float32 factor of the target in the residual
     target_ptr,  # [B, K]
     draft_ptr,  # [B, K] or None
+    peak_ptr,  # [B, K+1]
     residuals_ptr,  # [B, K, C]; block verification of sampled drafts only
     drafts_ptr,  # [B, K]
     num_drafts_ptr,  # [B]
@@ -267,7 +266,8 @@ def accept(
     accepted, running, scale, is_alive = offered * 0, 1.0, 1.0, offered >= 0
     for j in tl.static_range(K):
         if j < offered:
-            at = request * K + j
+            at, row = request * K + j, request * (K + 1) + j
+            is_alive = is_alive & is_finite_peak(tl.load(peak_ptr + row))  # else no basis
             draw = unit_interval(stream_key(seed, first + j, j * INDEX_STEP + ACCEPT))
             if RULE == BLOCK_RULE:
                 running = _advance(running, target_ptr, draft_ptr, at)
@@ -281,8 +281,9 @@ def accept(
                     total = surplus + (1 - running)
                     # 0 / 0: a longer prefix is then certain to pass, so this one may.
                     inside = tl.where(total > 0, surplus / tl.where(total > 0, total, 1.0), 1.0)
-                    passes = inside.to(tl.float64)
-                if draw < passes:
+                    is_known = is_finite_peak(tl.load(peak_ptr + row + 1))
+                    passes = tl.where(is_known, inside, 1.0).to(tl.float64)
+                if (draw < passes) & is_alive:
                     accepted, scale = offered * 0 + (j + 1), running
             else:
                 if RULE == RATE_RULE:
@@ -294,9 +295,9 @@ def accept(
                     is_accepted = (draw * q < p) & (q > 0)
                 is_alive = is_alive & is_accepted
                 accepted += is_alive.to(tl.int32)
-    is_recovery = ((accepted < offered) & (RULE != RATE_RULE)).to(tl.int32)
+    is_recovery = (accepted < offered) & (RULE != RATE_RULE)
     tl.store(num_accepted_ptr + request, accepted)
-    tl.store(is_recovery_ptr + request, is_recovery)
+    tl.store(is_recovery_ptr + request, is_recovery.to(tl.int32))
     tl.store(scale_ptr + request, scale)
 
 
@@ -305,6 +306,7 @@ def emit(
     tokens_ptr,  # [B, K+1]
     num_sampled_ptr,  # [B]
     num_rejected_ptr,  # [B]
+    not_finite_ptr,  # [B]
     residuals_ptr,  # [B, K, C]; of sampled drafts only
     peaks_ptr,  # [B, K+1, C]
     masses_ptr,  # [B, K+1, C]
@@ -342,9 +344,11 @@ def emit(
     is_chunk = chunk < num_chunks
     wait_for_inputs(PDL)
     samples, accepted = tl.load(samples_ptr + request) != 0, tl.load(num_accepted_ptr + request)
-    num_drafts, drawn = tl.load(num_drafts_ptr + request), accepted * 0 - 1
+    num_drafts = tl.load(num_drafts_ptr + request)
+    drawn, is_finite = accepted * 0 - 1, accepted >= 0
     if samples:
         slot, at = tl.load(slots_ptr + request), request * (K + 1) + accepted
+        is_finite = is_finite_peak(tl.load(peak_ptr + at))
         temperature = tl.load(temperature_ptr + slot)
         if temperature > 0:
             is_recovery = tl.load(is_recovery_ptr + request) != 0
@@ -392,3 +396,4 @@ def emit(
     tl.store(tokens_ptr + request * (K + 1) + j, emitted, mask=j <= K)
     tl.store(num_sampled_ptr + request, tl.where(samples, accepted.to(tl.int64) + 1, 0))
     tl.store(num_rejected_ptr + request, tl.where(samples, num_drafts - accepted, 0))
+    tl.store(not_finite_ptr + request, 1 - is_finite.to(tl.int64))

@@ -66,8 +66,8 @@ class Statistics:
 
     peaks: Tensor  # [B, K+1, C] float32
     masses: Tensor  # [B, K+1, C] float32 relative to the chunk's peak; not of greedy rows
-    peak: Tensor  # [B, K+1] float32; this and the next not of greedy rows
-    mass: Tensor  # [B, K+1] float32 relative to the peak
+    peak: Tensor  # [B, K+1] float32
+    mass: Tensor  # [B, K+1] float32 relative to the peak; not of greedy rows
     best: Tensor  # [B, K+1] int32; of greedy rows only
     target: Tensor  # [B, K] float32 p of each draft
     draft: Tensor | None  # [B, K] float32 q of each draft; None: 1
@@ -184,8 +184,8 @@ def _accept(
     b, k, _ = g.sizes
     out = Accepted(g.ints(b), g.ints(b), g.floats(b))
     accept[(b,)](
-        out.count, out.is_recovery, out.scale, s.target, s.draft, residuals, g.drafts,
-        g.num_drafts, g.samples, g.seq_lens, g.slots, g.seed, g.num_chunks,
+        out.count, out.is_recovery, out.scale, s.target, s.draft, s.peak, residuals,
+        g.drafts, g.num_drafts, g.samples, g.seq_lens, g.slots, g.seed, g.num_chunks,
         RULE=int(rule), MEAN_ACCEPTED=mean_accepted if rule is Rule.AT_RATE else None, K=k,
         CHUNKS=_power_of_two(g.num_chunks), num_warps=2, **dependent_launch(g.logits),
     )  # fmt: skip
@@ -198,12 +198,13 @@ def _emit(g: Given, s: Statistics, a: Accepted, residuals: Tensor | None) -> Ver
         tokens=g.num_drafts.new_empty(b, k + 1),
         num_sampled=torch.empty_like(g.num_drafts),
         num_rejected=torch.empty_like(g.num_drafts),
+        not_finite=torch.empty_like(g.num_drafts),
     )
     emit[(b,)](
-        out.tokens, out.num_sampled, out.num_rejected, residuals, s.peaks, s.masses, a.count,
-        a.is_recovery, a.scale, s.peak, s.mass, s.best, g.logits, g.draft_probs, g.draft_index,
-        g.drafts, g.verify_rows, g.num_drafts, g.samples, g.seq_lens, g.slots, g.temperature,
-        g.seed, g.logits.stride(0), v, g.draft_width, chunks,
+        out.tokens, out.num_sampled, out.num_rejected, out.not_finite, residuals, s.peaks,
+        s.masses, a.count, a.is_recovery, a.scale, s.peak, s.mass, s.best, g.logits,
+        g.draft_probs, g.draft_index, g.drafts, g.verify_rows, g.num_drafts, g.samples,
+        g.seq_lens, g.slots, g.temperature, g.seed, g.logits.stride(0), v, g.draft_width, chunks,
         K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(chunks),
         CHUNK=CHUNK, FIRST_CHUNK=FIRST_CHUNK, num_warps=8, **dependent_launch(g.logits),
     )  # fmt: skip

@@ -19,14 +19,17 @@ from hydraspec_kernels.token_choice.reference import (
 __all__ = ["draw_tokens", "greedy_tokens", "sample_with_probs"]
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """The best token of each row, [N] int64: logits [N, V]. NaN counts as the largest."""
+def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """The best token of each row, [N] int64: logits [N, V]. NaN counts as the largest.
+
+    With `marks_not_finite`, a row whose maximum is NaN or infinite gives ~token, which is negative.
+    """
     if runs_kernels(logits) and logits.dtype is not torch.float64:
         # Triton is imported where kernels run only.
         from hydraspec_kernels.token_choice.kernel import greedy_tokens_kernel
 
-        return greedy_tokens_kernel(logits)
-    return greedy_tokens_reference(logits)
+        return greedy_tokens_kernel(logits, marks_not_finite=marks_not_finite)
+    return greedy_tokens_reference(logits, marks_not_finite=marks_not_finite)
 
 
 def draw_tokens(

@@ -69,6 +69,7 @@ def _best_of_rows(
     ids_ptr,  # [N, C]
     num_chunks,
     CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    MARK: tl.constexpr,  # ~token where the best is infinite (which NaN counts as)
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -78,17 +79,21 @@ def _best_of_rows(
     wait_for_inputs(PDL)
     best = tl.load(best_ptr + row * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
     ids = tl.load(ids_ptr + row * num_chunks + chunk, mask=is_chunk, other=NO_TOKEN)
-    _, token = first_best(best, ids)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    value, token = first_best(best, ids)
+    token = token.to(tl.int64)
+    if MARK:
+        token = tl.where(tl.abs(value) == float("inf"), -1 - token, token)
+    tl.store(tokens_ptr + row, token)
 
 
-def best_of_rows(best: Tensor, ids: Tensor) -> Tensor:
+def best_of_rows(best: Tensor, ids: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     """The id [N] int64 of the best of each row, the lowest of equals: best and ids [N, C]."""
     n, chunks = best.shape
     tokens = torch.empty(n, dtype=torch.int64, device=best.device)
     _best_of_rows[(n,)](
         tokens, best, ids, chunks,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=1, **dependent_launch(best),
+        CHUNKS=triton.next_power_of_2(chunks), MARK=marks_not_finite, num_warps=1,
+        **dependent_launch(best),
     )  # fmt: skip
     return tokens
 
@@ -98,7 +103,7 @@ def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
     return 2 if num_rows * triton.cdiv(vocab_size, BLOCK) >= 4096 else 1
 
 
-def greedy_tokens_kernel(logits: Tensor) -> Tensor:
+def greedy_tokens_kernel(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     """See `token_choice.greedy_tokens`."""
     n, vocab_size = logits.shape
     assert logits.stride(1) == 1, logits.stride()
@@ -112,7 +117,7 @@ def greedy_tokens_kernel(logits: Tensor) -> Tensor:
         best, ids, logits, logits.stride(0), vocab_size, chunks,
         BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits),
     )  # fmt: skip
-    return best_of_rows(best, ids)
+    return best_of_rows(best, ids, marks_not_finite=marks_not_finite)
 
 
 @triton.jit
@@ -127,6 +132,12 @@ def finite(x):
     """float32 without NaN and infinity, which count as the largest number; -inf stays."""
     x = x.to(tl.float32)
     return tl.where(x < LARGEST, x, LARGEST)
+
+
+@triton.jit
+def is_finite_peak(peak):
+    """Whether the largest of numbers that `finite` gave stands for a finite largest number."""
+    return (peak > -float("inf")) & (peak < LARGEST)
 
 
 @triton.jit

@@ -15,9 +15,13 @@ CHUNK = 1024  # tokens; part of what defines a draw
 FIRST_CHUNK = 1 << 31  # the chunks' numbers in the streams: behind all token ids
 
 
-def greedy_tokens_reference(logits: Tensor) -> Tensor:
+def greedy_tokens_reference(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     """See `token_choice.greedy_tokens`."""
-    return logits.argmax(-1)
+    tokens = logits.argmax(-1)
+    if not marks_not_finite:
+        return tokens
+    best = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.where(best.isfinite(), tokens, ~tokens)
 
 
 def draw_tokens_reference(

@@ -21,13 +21,16 @@ __all__ = ["Verified", "commit_tokens", "store_drafts", "verify_at_rate", "verif
 
 
 def verify_prefix(
-    choices: Tensor,  # [N] the target's token of each row
+    choices: Tensor,  # [N] the target's token of each row, ~token if its logits are not finite
     verify_rows: Tensor,  # [B, K+1] rows of N
     draft_tokens: Tensor,  # [B, K], -1 where there is no draft
     num_drafts: Tensor,  # [B]
     samples: Tensor,  # [B] bool
 ) -> Verified:
-    """Accept drafts while they equal the target's choice, then emit the choice behind them."""
+    """Accept drafts while they equal the target's choice, then emit the choice behind them.
+
+    No draft is accepted by a choice that is ~token.
+    """
     if runs_kernels(choices):
         # Triton is imported where kernels run only.
         from hydraspec_kernels.verification.kernel import verify_prefix_kernel
@@ -37,7 +40,7 @@ def verify_prefix(
 
 
 def verify_at_rate(
-    choices: Tensor,  # [N] the target's token of each row
+    choices: Tensor,  # [N] the target's token of each row, ~token if its logits are not finite
     verify_rows: Tensor,  # [B, K+1] rows of N
     draft_tokens: Tensor,  # [B, K], -1 where there is no draft
     num_drafts: Tensor,  # [B]
@@ -48,7 +51,8 @@ def verify_at_rate(
     acceptance_length: float,
 ) -> Verified:
     """Accept draft j with probability min(1, max(0, acceptance_length - 1 - j)) whatever it is,
-    then emit the target's choice behind the accepted ones.
+    then emit the target's choice behind the accepted ones. No draft is accepted by a choice that is
+    ~token.
     """
     if runs_kernels(choices):
         from hydraspec_kernels.verification.kernel import verify_at_rate_kernel as run

@@ -24,7 +24,8 @@ def _verify_choices(
     tokens_ptr,  # [B, K+1]
     num_sampled_ptr,  # [B]
     num_rejected_ptr,  # [B]
-    choices_ptr,  # [N]
+    not_finite_ptr,  # [B]
+    choices_ptr,  # [N], ~token where its logits are not finite
     verify_rows_ptr,  # [B, K+1]
     drafts_ptr,  # [B, K]
     num_drafts_ptr,  # [B]
@@ -54,7 +55,10 @@ def _verify_choices(
     is_row = samples[:, None] & (j <= K)
     row = tl.load(verify_rows_ptr + at * (K + 1) + j, mask=is_row, other=0)
     draft = tl.load(drafts_ptr + at * K + j, mask=is_draft, other=-1)
-    token = tl.load(choices_ptr + row, mask=is_row, other=-1)
+    token = tl.load(choices_ptr + row, mask=is_row, other=0)
+    is_broken = token < 0
+    token = tl.where(is_broken, -1 - token, token)
+    is_draft = is_draft & (is_broken == 0)  # such a choice accepts none
     if MEAN_ACCEPTED is not None:
         code = j * INDEX_STEP + ACCEPT
         draw = unit_interval(stream_key(seed[:, None], first[:, None] + j, code))
@@ -70,6 +74,8 @@ def _verify_choices(
     tl.store(num_sampled_ptr + request, num_sampled, mask=is_request)
     num_rejected = tl.where(samples, num_drafts + 1 - num_sampled, 0)
     tl.store(num_rejected_ptr + request, num_rejected, mask=is_request)
+    not_finite = tl.sum((is_emitted & is_broken).to(tl.int64), 1)  # the last emitted one, if any
+    tl.store(not_finite_ptr + request, not_finite, mask=is_request)
 
 
 def verify_prefix_kernel(
@@ -121,9 +127,10 @@ def _verify(
         tokens=num_drafts.new_empty(b, k + 1),
         num_sampled=torch.empty_like(num_drafts),
         num_rejected=torch.empty_like(num_drafts),
+        not_finite=torch.empty_like(num_drafts),
     )
     _verify_choices[(triton.cdiv(b, BLOCK),)](
-        out.tokens, out.num_sampled, out.num_rejected,
+        out.tokens, out.num_sampled, out.num_rejected, out.not_finite,
         choices, verify_rows, draft_tokens, num_drafts, samples.view(torch.int8),
         seq_lens, slots, seed, b,
         MEAN_ACCEPTED=mean_accepted, K=k, WIDTH=triton.next_power_of_2(k + 1), BLOCK=BLOCK,

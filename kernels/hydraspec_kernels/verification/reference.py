@@ -20,6 +20,7 @@ class Verified:
     tokens: Tensor  # [B, K+1]
     num_sampled: Tensor  # [B], 0 for requests that do not sample
     num_rejected: Tensor  # [B]
+    not_finite: Tensor  # [B] 1 if the last emitted token comes from logits that are not finite
 
 
 def verify_prefix_reference(
@@ -33,8 +34,10 @@ def verify_prefix_reference(
     the arithmetic.
     """
     choices = choices.take(verify_rows)
-    matches = choices.narrow(1, 0, draft_tokens.shape[1]) == draft_tokens
-    return _emit(choices, matches, num_drafts, samples)
+    broken = choices < 0
+    before = choices.narrow(1, 0, draft_tokens.shape[1])
+    matches = (before == draft_tokens) & (before >= 0)  # ~0 is no missing draft
+    return _emit(choices, matches, broken, num_drafts, samples)
 
 
 def verify_at_rate_reference(
@@ -50,25 +53,31 @@ def verify_at_rate_reference(
 ) -> Verified:
     """See `verification.verify_at_rate`."""
     choices = choices.take(verify_rows)
+    broken = choices < 0
     index = torch.arange(draft_tokens.shape[1], device=choices.device)
     position = (seq_lens - num_drafts).unsqueeze(1) + index
     draws = uniform(seed.index_select(0, slots).unsqueeze(1), position, Purpose.ACCEPT, index)
     rate = (acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
-    accepted = (draws < rate) & (draft_tokens >= 0)
+    accepted = (draws < rate) & (draft_tokens >= 0) & ~broken[:, :-1]
     drafts, is_draft = (torch.nn.functional.pad(x, (0, 1)) for x in (draft_tokens, accepted))
-    return _emit(torch.where(is_draft, drafts, choices), accepted, num_drafts, samples)
+    tokens = torch.where(is_draft, drafts, choices)
+    return _emit(tokens, accepted, broken, num_drafts, samples)
 
 
-def _emit(tokens: Tensor, accepted: Tensor, num_drafts: Tensor, samples: Tensor) -> Verified:
+def _emit(
+    tokens: Tensor, accepted: Tensor, broken: Tensor, num_drafts: Tensor, samples: Tensor
+) -> Verified:
     """The verdict, if token 0 is emitted whenever the request samples, and token j+1 if draft j is
-    accepted and token j is emitted.
+    accepted and token j is emitted. broken [B, K+1]: the tokens that are ~token; no draft there is
+    accepted, so only the last emitted one can be.
     """
     emitted = torch.cat([samples.unsqueeze(1), accepted], 1).cummin(1).values
     num_sampled = emitted.sum(1)
     return Verified(
-        tokens=torch.where(emitted, tokens, -1),
+        tokens=torch.where(emitted, torch.where(broken, ~tokens, tokens), -1),
         num_sampled=num_sampled,
         num_rejected=(num_drafts + 1).mul_(samples).sub_(num_sampled),
+        not_finite=(emitted & broken).sum(1),
     )
 
 
