@@ -1,8 +1,43 @@
-"""`python -m hydraspec` is the console script `hydraspec`."""
+"""The command: `python -m hydraspec`, and the console script `hydraspec`.
+
+Needs no package but ours, so that it can say which are absent.
+"""
+
+from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
-from hydraspec.cli import main
+from hydraspec.lab.surroundings import terminations_as_interrupts
+
+# Of a checkout that was never installed: pip's packages, conf/ and kernels/ are not there.
+NEEDED = (
+    *("hydraspec.conf", "hydraspec_kernels"),
+    *("hydra", "omegaconf", "yaml", "numpy", "torch", "safetensors", "transformers", "rich"),
+)
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """The exit status of what sys.argv asks for."""
+    absent = [name for name in NEEDED if find_spec(name) is None]
+    if absent:
+        sys.stderr.write(
+            f"hydraspec: is not installed for {sys.executable}: it lacks {', '.join(absent)}\n"
+            "  allowed: a Python that hydraspec was installed for\n"
+            "  to do: in the checkout run `make setup`, then .venv/bin/python -m hydraspec; or run "
+            "`pip install -e .`\n"
+        )
+        return 1
+    with terminations_as_interrupts():
+        try:
+            from hydraspec.cli import main as run
+
+            return run()
+        except KeyboardInterrupt:
+            sys.stderr.write("hydraspec: interrupted: nothing was finished\n")
+            return INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,6 @@ business.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -29,27 +28,29 @@ from hydraspec import sweep
 from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.benches import is_bench
-from hydraspec.config.messages import nearest, refusal
-from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.config.messages import nearest
+from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
+from hydraspec.folders import (
+    RUN_DIR,
+    SWEEP_DIR,
+    claimed,
+    folder_message,
+    fresh,
+    is_of,
+    is_typed,
+    refuse_no_folder,
+    results,
+)
 from hydraspec.lab.outcome import INTERRUPTED, Outcome, exit_status, last_line, outcome
 from hydraspec.lab.resolution import resolve
 from hydraspec.lab.surroundings import (
     ignore_interrupts,
+    interrupts_stay_interrupts,
     output_may_be_cut,
     terminations_as_interrupts,
 )
 
 log = logging.getLogger(__name__)
-
-RESULTS = ("summary.json", "bench.json")  # of a run, and of a benchmark
-RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
-FOLDER_ERRORS = {
-    errno.ENOSPC: "there is no space left",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EACCES: "writing is not permitted",
-    errno.EROFS: "the file system is read-only",
-    errno.ENOTDIR: "a part of the path is a file",
-}
 
 
 def main() -> int:
@@ -74,10 +75,8 @@ def _status_of(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         ignore_interrupts()
         return _complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
-    except OSError as error:
-        if error.errno not in FOLDER_ERRORS:
-            raise
-        return _complain(_folder_message(error), 1)
+    except CannotWriteError as error:
+        return _complain(folder_message(error), 1)
 
 
 def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
@@ -88,15 +87,16 @@ def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]
             f"run({overrides!r}): cannot be read\n  allowed: a list of strings, each as typed\n"
             '  to do: write run(["method=none", "seed=1"])'
         )
-    _refuse_no_folder(overrides)
+    refuse_no_folder(overrides)
     planned = plan(overrides)
     if planned.is_sweep:
         raise ConfigurationError(
             f"{' '.join(overrides)}: asks for a sweep\n"
             "  allowed: one run\n  to do: call run once for each combination, or use hydraspec -m"
         )
-    folder = planned.folder if _is_typed(RUN_DIR, overrides) else _fresh(planned.folder)
-    with _only_errors_logged() if quiet else output_may_be_cut():
+    folder = planned.folder if is_typed(RUN_DIR, overrides) else fresh(planned.folder)
+    printing = _only_errors_logged() if quiet else output_may_be_cut()
+    with printing, claimed(folder, RUN_DIR):
         summary = _run_job(planned.jobs[0], folder, list(overrides), quiet=quiet)
         if not quiet:
             _end([outcome(summary)])
@@ -104,32 +104,36 @@ def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]
 
 
 def _main(argv: Sequence[str]) -> int:
-    overrides, multirun, is_run = _read_flags(argv)
-    if not is_run:
-        _hydra_main(lambda cfg: None)
-        return 0
-    _refuse_no_folder(overrides)
-    planned = plan(overrides, multirun=multirun)
+    with interrupts_stay_interrupts():
+        overrides, multirun, is_run = _read_flags(argv)
+        if not is_run:
+            _hydra_main(lambda cfg: None)
+            return 0
+        refuse_no_folder(overrides)
+        planned = plan(overrides, multirun=multirun)
     key = SWEEP_DIR if planned.is_sweep else RUN_DIR
-    try:
-        if not _is_typed(key, overrides):
-            planned.folder = _fresh(planned.folder)
-            sys.argv.append(f"{key}={_quoted(str(planned.folder))}")
-        elif planned.is_sweep:
-            _bind_threads(planned.jobs[0])
-            sweep.check_folder(planned.folder, planned.jobs)
-        return _execute(planned)
-    except OSError as error:
-        if not _is_of(planned.folder, error):
-            raise
-        raise UserError(_folder_message(error)) from error
+    typed = is_typed(key, overrides)
+    if not typed:
+        planned.folder = fresh(planned.folder)
+    # As it is now: with a clock in it, Hydra would arrive at another one.
+    sys.argv.append(f"{key}={_quoted(str(planned.folder))}")
+    with claimed(planned.folder, key):
+        try:
+            if typed and planned.is_sweep:
+                _bind_threads(planned.jobs[0])
+                sweep.check_folder(planned.folder, planned.jobs)
+            return _execute(planned)
+        except OSError as error:
+            if not is_of(planned.folder, error):
+                raise
+            raise UserError(folder_message(error)) from error
 
 
 def _execute(planned: Plan) -> int:
     """Run the jobs one after another; a sweep ends with its comparison, whatever failed."""
     outcomes: list[Outcome] = []
     errors: list[Exception] = []
-    before = _results(planned.folder)
+    before = results(planned.folder)
 
     def job(cfg: DictConfig) -> None:
         if errors:  # a bug or a full disk: the jobs left would meet it too
@@ -141,12 +145,13 @@ def _execute(planned: Plan) -> int:
 
     try:
         try:
-            _hydra_main(job)
+            with interrupts_stay_interrupts():
+                _hydra_main(job)
         finally:
             if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
                 _compare(planned.folder)
     except KeyboardInterrupt:
-        if _results(planned.folder) == before:
+        if results(planned.folder) == before:
             raise
         raise KeyboardInterrupt("what was finished is saved") from None
     for error in errors:
@@ -166,12 +171,12 @@ def _job(cfg: DictConfig, planned: Plan) -> Outcome:
     config = to_run_config(cfg)
     if not planned.is_sweep:
         return outcome(_run_job(config, run_dir, overrides))
-    planned.folder = Path(settings.sweep.dir)  # as typed; Hydra's clock may be a second later
     job = str(settings.job.num)
     log.info("job %s of %d: %s", job, len(planned.jobs), " ".join(overrides))
     try:
         sweep.note_idle_seed(config, planned.jobs)
-        return outcome(_run_or_take_over(config, run_dir, planned.folder, overrides), job)
+        with claimed(run_dir, SWEEP_DIR):
+            return outcome(_run_or_take_over(config, run_dir, planned.folder, overrides), job)
     except UserError as error:  # this job cannot run; the others may
         return Outcome(status=_complain(error, error.exit_code), job=job)
 
@@ -286,60 +291,9 @@ def _refuse_flags(args: Namespace) -> None:
         )
 
 
-def _refuse_no_folder(overrides: Sequence[str]) -> None:
-    """An empty name would be the folder one is in."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key in (RUN_DIR, SWEEP_DIR) and value.strip(" '\"") in ("", "null"):
-            raise refusal(
-                key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
-            )
-
-
-def _is_typed(key: str, overrides: Sequence[str]) -> bool:
-    """Whether a folder is the user's choice; by default it is named by the second."""
-    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
-
-
-def _fresh(folder: Path) -> Path:
-    """`folder`, made, and numbered where it exists: two runs may start in one second."""
-    candidate, number = folder, 1
-    while True:
-        try:
-            candidate.mkdir(parents=True)
-        except FileExistsError:
-            candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-        else:
-            return candidate
-
-
 def _quoted(text: str) -> str:
     """As a quoted string of Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _results(folder: Path) -> dict[Path, int]:
-    """What is saved in a run's folder, a benchmark's or a sweep's, and when it was written."""
-    folder = folder.absolute()
-    files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
-    return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
-
-
-def _is_of(folder: Path, error: OSError) -> bool:
-    """Whether an error is about a folder: a part of its path, or something inside it."""
-    if not isinstance(error.filename, str):
-        return False
-    path, folder = Path(error.filename).absolute(), folder.absolute()
-    return path.is_relative_to(folder) or folder.is_relative_to(path)
-
-
-def _folder_message(error: OSError) -> str:
-    number = error.errno or 0
-    return (
-        f"{error.filename or 'the run folder'}: {FOLDER_ERRORS.get(number, os.strerror(number))}\n"
-        "  allowed: a folder with room that can be written\n"
-        "  to do: make room, or choose another: hydra.run.dir=<folder> (sweeps: hydra.sweep.dir)"
-    )
 
 
 def _complain(message: object, status: int) -> int:

@@ -51,3 +51,7 @@ class WorkloadError(UserError):
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+
+class CannotWriteError(OSError):
+    """A file of the run folder cannot be written: its errno, a message with a remedy, its path."""

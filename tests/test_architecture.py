@@ -36,12 +36,13 @@ MAY_IMPORT = {
     "factory": {"config", "types"},
     "zoo": {"types", "config", "models"},
     "cli": {"config", "lab"},
-    "root": {"cli"},  # hydraspec/__init__.py and __main__.py
+    "root": {"cli", "lab.surroundings"},  # hydraspec/__init__.py and __main__.py
 }
 ROOMS_OF_FILES = {
     "hydraspec/__init__.py": "root",
     "hydraspec/__main__.py": "root",
     "hydraspec/compose.py": "cli",
+    "hydraspec/folders.py": "cli",
     "hydraspec/sweep.py": "cli",
 }
 

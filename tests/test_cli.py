@@ -17,7 +17,7 @@ import hydraspec
 from hydraspec import cli
 from hydraspec.config import to_dict
 from hydraspec.config.choices import choices_of
-from hydraspec.errors import CheckpointError, ConfigurationError, WorkloadError
+from hydraspec.errors import CannotWriteError, CheckpointError, ConfigurationError, WorkloadError
 
 
 @dataclass
@@ -133,7 +133,7 @@ def test_run_folder_is_where_it_is_said_to_be(lab, hydraspec_main, tmp_path):
         (CheckpointError("model.safetensors is cut off"), 3),
         (WorkloadError("prompts.jsonl line 4"), 3),
         (KeyboardInterrupt(), 130),
-        (OSError(errno.ENOSPC, "No space left on device", "outputs/summary.json"), 1),
+        (CannotWriteError(errno.ENOSPC, "No space left on device", "outputs/summary.json"), 1),
         (PermissionError(errno.EACCES, "Permission denied", "outputs"), 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
@@ -150,7 +150,9 @@ def test_exit_status_and_one_message(lab, hydraspec_main, capsys, error, status)
 
 
 def test_full_disk_names_file_and_remedy(lab, hydraspec_main, capsys):
-    lab.raises[0] = OSError(errno.ENOSPC, "No space left on device", "outputs/summary.json")
+    lab.raises[0] = CannotWriteError(
+        errno.ENOSPC, "No space left on device", "outputs/summary.json"
+    )
     hydraspec_main()
     printed = capsys.readouterr().err
     assert "outputs/summary.json: there is no space left" in printed
@@ -293,7 +295,7 @@ def test_a_sweep_goes_on_past_a_job_that_cannot_run(lab, hydraspec_main, capsys)
 
 
 def test_a_sweep_stops_at_a_full_disk(lab, hydraspec_main):
-    lab.raises[1] = OSError(errno.ENOSPC, "No space left on device", "sweep/1")
+    lab.raises[1] = CannotWriteError(errno.ENOSPC, "No space left on device", "sweep/1")
     assert sweep(hydraspec_main, "seed=1,2,3") == 1
     assert len(lab.runs) == 2
 

@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_is_one_message(hydraspec_main, tmp_path, key, f
         pytest.skip("no /proc here")
     (tmp_path / "a file").touch()
     status, said = hydraspec_main(*flags, f"{key}='{folder}'")
-    assert status == 1
+    assert status == 2
     assert said.startswith("hydraspec: ")
     assert folder in said
     assert "hydra.run.dir=<folder>" in said

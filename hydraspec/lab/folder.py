@@ -51,7 +51,7 @@ class RunFolder:
         holds_older_run: whether config.yaml and env.json, or bench.json, show that it is used.
 
     Raises:
-        OSError: with the path and a remedy, from every method, if it cannot be written.
+        CannotWriteError: with the path and a remedy, from every method, if it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -10,11 +10,14 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+
+from hydraspec.errors import CannotWriteError
 
 # what json.dumps takes: dicts with string keys, lists, strings, finite numbers, booleans, None
 Json = Any
@@ -55,7 +58,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file under another name and rename it, so that no half-written file is ever seen.
 
     Raises:
-        OSError: with the path and a remedy, if the disk is full or the folder cannot be written.
+        CannotWriteError: with the path and a remedy, if the disk is full or the folder cannot be
+            written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -65,8 +69,10 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
+    finally:  # also where an interrupt cuts it short
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def write_json_lines(path: Path, rows: Iterable[object]) -> None:
@@ -74,14 +80,14 @@ def write_json_lines(path: Path, rows: Iterable[object]) -> None:
     write_whole(path, "".join(json_line(row) for row in rows))
 
 
-def cannot_write(path: Path, error: OSError) -> OSError:
+def cannot_write(path: Path, error: OSError) -> CannotWriteError:
     """The same error, saying which file it was and what to do."""
     reason = error.strerror or str(error)
     message = (
         f"cannot write the run folder: {reason}; free some space, "
         "or choose another folder with hydra.run.dir=..."
     )
-    return type(error)(error.errno, message, str(path))
+    return CannotWriteError(error.errno, message, str(path))
 
 
 class JsonLinesFile:

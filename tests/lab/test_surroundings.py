@@ -1,18 +1,22 @@
-"""What comes from outside: SIGTERM, second and third interrupts, readers that leave."""
+"""What comes from outside: SIGTERM, second and third interrupts, output that nobody takes."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from hydraspec.lab.surroundings import (
     interrupts_held_back,
+    interrupts_stay_interrupts,
     output_may_be_cut,
     terminations_as_interrupts,
 )
@@ -49,6 +53,37 @@ def test_who_ignores_terminations_goes_on() -> None:
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupts_wait_for_imports(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of torch's or numpy's they abort the process (134), or are swallowed."""
+    name = f"imported_under_{number}"
+    source = f"import signal\nsignal.raise_signal({number})\nfor _ in range(9): finished = _"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with terminations_as_interrupts():
+        finished = importlib.import_module(name).finished
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(60)
+    assert finished == 8
+
+
+def test_an_interrupt_that_a_library_turns_into_its_own_error_stays_one() -> None:
+    """argparse, cut short, ends with an AttributeError of its cleaning up."""
+
+    def parse() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("save_nargs")
+
+    with pytest.raises(KeyboardInterrupt), interrupts_stay_interrupts():
+        parse()
+    with pytest.raises(AttributeError), interrupts_stay_interrupts():
+        raise AttributeError("a bug")
 
 
 def test_other_threads_get_no_signals() -> None:
@@ -114,6 +149,31 @@ with output_may_be_cut():
     assert kept.read() == ""
     assert process.wait() == 0
     kept.close()
+
+
+@pytest.mark.parametrize("where", [">/dev/full", ">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
+def test_a_process_outlives_an_output_that_cannot_be_written(where: str, tmp_path: Path) -> None:
+    """Catches status 120 or 1 of a full disk, and files that get the number of a closed stdout."""
+    if "full" in where and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, logging\n"
+        "from rich.console import Console\n"
+        "from hydraspec.lab.surroundings import output_may_be_cut\n"
+        "with output_may_be_cut():\n"
+        "    with open(sys.argv[1], 'w') as file:\n"
+        "        for _ in range(2):\n"
+        "            Console().print('x' * 100)\n"
+        "            logging.error('y' * 100)\n"
+        "            os.system('echo z; echo z >&2')\n"
+        "        file.write('whole')\n"
+    )
+    line = f'"{sys.executable}" "{program}" "{tmp_path}/file" {where}'
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "file").read_text() == "whole"
 
 
 def test_a_process_without_output_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,180 @@
+"""The folders that runs and sweeps write to: named, made, and used by one process at a time.
+
+Belongs to the command line's layer.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hydraspec.config.messages import refusal
+from hydraspec.errors import CannotWriteError, ConfigurationError
+
+log = logging.getLogger(__name__)
+
+RESULTS = ("summary.json", "bench.json")  # of a run, and of a benchmark
+RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
+LOCK = ".lock"  # in a folder in use: which process that is
+WRITE_ERRORS = {
+    errno.ENOSPC: "there is no space left",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EACCES: "writing is not permitted",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.EEXIST: "it is a file",
+}
+
+_held: set[int] = set()  # descriptors of locks
+
+
+def refuse_no_folder(overrides: Sequence[str]) -> None:
+    """An empty name would be the folder one is in."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in (RUN_DIR, SWEEP_DIR) and value.strip(" '\"") in ("", "null"):
+            raise refusal(
+                key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
+            )
+
+
+def is_typed(key: str, overrides: Sequence[str]) -> bool:
+    """Whether a folder is the user's choice; by default it is named by the second."""
+    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
+
+
+def fresh(folder: Path) -> Path:
+    """`folder`, made, and numbered where it exists: two runs may start in one second.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+    """
+    candidate, number = folder, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+        except OSError as error:
+            raise _cannot_use(folder, error) from error
+        else:
+            return candidate
+
+
+@contextmanager
+def claimed(folder: Path, key: str) -> Iterator[None]:
+    """Make a folder and keep other processes, and other runs of this one, out of it for a while.
+
+    The claim is a lock on a file in it, which the system releases when the process ends, however it
+    ends. Where the file system has no locks a warning is logged. `key` names the folder in
+    messages.
+
+    Raises:
+        ConfigurationError: another run holds it, or it cannot be made or written.
+    """
+    path = folder.absolute() / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        held = _lock(path)
+    except OSError as error:
+        raise _cannot_use(folder, error) from error
+    if held is None:
+        raise refusal(
+            key,
+            str(folder),
+            f"is in use by {_holder(path)}",
+            allowed="a folder that no other run writes to",
+            remedy="wait until that run has ended, or choose another folder",
+        )
+    _held.add(held)
+    try:
+        yield
+    finally:
+        _held.discard(held)
+        with suppress(OSError):
+            path.unlink()
+        os.close(held)
+
+
+def _lock(path: Path) -> int | None:
+    """The descriptor of the locked file; None if another one holds it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError as error:
+            log.warning("%s: cannot be locked (%s): keep other runs out of it", path, error)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                break
+        os.close(descriptor)  # its holder has removed it since
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    who = {"pid": os.getpid(), "host": platform.node(), "since": since}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(who).encode(), 0)
+    return descriptor
+
+
+def _holder(path: Path) -> str:
+    try:
+        who = json.loads(path.read_bytes())
+        return f"process {who['pid']} on {who['host']} since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just begun, or just ended
+        return "another run"
+
+
+def _drop_locks() -> None:
+    """A forked process may outlive this one, and holds nothing."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_locks)
+
+
+def results(folder: Path) -> dict[Path, int]:
+    """What is saved in a run's folder, a benchmark's or a sweep's, and when it was written."""
+    folder = folder.absolute()
+    files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
+    return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
+
+
+def is_of(folder: Path, error: OSError) -> bool:
+    """Whether an error is about a folder: a part of its path, or something inside it."""
+    if not isinstance(error.filename, str):
+        return False
+    path, folder = Path(error.filename).absolute(), folder.absolute()
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
+
+
+def folder_message(error: OSError) -> str:
+    """What is wrong with a file of a run folder, and the remedy."""
+    number, named = error.errno or 0, error.filename or "the run folder"
+    if isinstance(error, CannotWriteError):
+        reason = WRITE_ERRORS.get(number, os.strerror(number))
+        allowed = "a folder with room that can be written"
+    else:
+        reason, allowed = os.strerror(number), "a folder whose files can be read and written"
+    return (
+        f"{named}: {reason}\n  allowed: {allowed}\n"
+        "  to do: make room, or choose another: hydra.run.dir=<folder> (sweeps: hydra.sweep.dir)"
+    )
+
+
+def _cannot_use(folder: Path, error: OSError) -> ConfigurationError:
+    path = error.filename if isinstance(error.filename, str) else str(folder)
+    return ConfigurationError(folder_message(CannotWriteError(error.errno, "", path)))
