@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+import pytest
 import torch
 
 # Where no GPU compiles them, kernels run in Triton's interpreter, which has to know before its
@@ -16,7 +17,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import device_record
-import pytest
 from hypothesis import HealthCheck, settings
 
 # The same examples on every run and machine; how long one takes says nothing on a shared one.
@@ -32,3 +32,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     if said := device_record.warning():
         terminalreporter.write_line(f"warning: {said}", yellow=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A kernel without end holds the main thread, where no signal is heard: on a device another
+    thread watches the time limit, and ends the process with the test's stack."""
+    for item in items:
+        if any(map(item.get_closest_marker, ("gpu", "multi_gpu"))):
+            limit = pytest.mark.timeout(*_own_limit(item), method="thread")
+            item.add_marker(limit, append=False)  # before its own
+
+
+def _own_limit(item: pytest.Item) -> tuple[float, ...]:
+    """Seconds that the test asks for; none: those of the command line or of `pyproject.toml`."""
+    own = item.get_closest_marker("timeout")
+    return own.args[:1] if own else ()

@@ -23,7 +23,7 @@ from torch import Tensor
 # The interpreter's numpy says what a device does in silence: far from a huge peak, -inf is right.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 INF = torch.inf
-NO_END = pytest.mark.timeout(60, method="thread")  # the only method that ends such a wait
+NO_END = pytest.mark.timeout(60)  # a thread watches it, see `tests/conftest.py`
 
 
 def cut(logits: Tensor, given: list[Tensor]) -> Tensor:

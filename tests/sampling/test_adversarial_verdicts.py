@@ -93,7 +93,7 @@ def test_a_few_verdicts(rule: str, make_step: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(60, method="thread")  # the only method that ends a wait for a device
+@pytest.mark.timeout(60)  # a thread watches it, see `tests/conftest.py`
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verdicts_at_all_vocabularies(dtype: str, make_step: Any) -> None:
     """Every rule, outright and sampled drafts: it ends though no row of a request may be usual."""
