@@ -21,6 +21,7 @@ from hydraspec.config.schema import (
     MethodConfig,
     RunConfig,
     SamplingConfig,
+    TargetConfig,
     Verification,
     Weights,
     WorkloadConfig,
@@ -40,6 +41,7 @@ def check(config: RunConfig) -> None:
     _sampling_range("seed", "seed", config.seed)
     _at_least("target.max_model_len", config.target.max_model_len, 2, "2 or more, or null")
     _check_shape("target", config.target.checkpoint, config.target.weights)
+    _check_floats(config.target)
     _check_shape("method", config.method.checkpoint or "", config.method.weights)
     _check_method(config.method)
     _check_engine(config.engine, config.method)
@@ -107,6 +109,19 @@ def _check_shape(group: str, checkpoint: str, weights: Weights) -> None:
             f"has no weights, and {group}.weights is {weights.value}",
             allowed=f"a folder or a hub id, or a shape with {group}.weights=random",
             remedy=f"add {group}.weights=random",
+        )
+
+
+def _check_floats(target: TargetConfig) -> None:
+    """Refuse a release that is known to be quantised, before any of it is downloaded."""
+    if target.quantised is not None and target.weights is not Weights.random:
+        raise refusal(
+            "target.checkpoint",
+            target.checkpoint,
+            f"has weights in {target.quantised}, which are not read",
+            allowed="float weights (bfloat16, float16 or float32), or target.weights=random",
+            remedy="convert it and give target.checkpoint=<folder or hub id of the conversion>, or "
+            "add target.weights=random to run its shape",
         )
 
 

@@ -19,7 +19,8 @@ from hydraspec.config.schema import (
 from hydraspec.errors import ConfigurationError
 
 ZOO, SHAPE = "zoo:", "shape:"
-ASSISTANT = "gemma4_mtp"  # the method whose drafters' shapes ship beside their target's
+# Drafters' shapes that may ship beside a target's: method -> what follows the target's name.
+BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
 
@@ -33,6 +34,8 @@ def derive(config: RunConfig) -> None:
     known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE)
     _name_target(config.target)
     _take_shapes(config, known)
+    if not _is_own(config.target):
+        config.target.quantised = None
     if config.method.name == "none":
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:
@@ -55,6 +58,8 @@ def no_drafter(config: RunConfig) -> ConfigurationError:
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
     choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
+    if f"{config.target.name}-{BESIDE.get(config.method.name)}" in shipped_shapes():
+        choose += ", or add target.weights=random, which draws a drafter of its shape too"
     return refusal(
         "method.checkpoint",
         None,
@@ -94,15 +99,19 @@ def _take_shapes(config: RunConfig, known: bool) -> None:
             f"package: recorded as {SHAPE}{shape}"
         )
         target.checkpoint = SHAPE + shape
-    assistant = f"{shape}-assistant"
-    if given and assistant in shipped_shapes():
-        target.drafters = {**target.drafters, ASSISTANT: SHAPE + assistant}
+    if not given:
+        return
+    beside = {m: f"{shape}-{end}" for m, end in BESIDE.items()}
+    drafters = {m: SHAPE + name for m, name in beside.items() if name in shipped_shapes()}
+    itself = DRAFTS_ITSELF & {config.method.name, *target.drafters}
+    drafters |= dict.fromkeys(itself, target.checkpoint)
+    target.drafters = {**target.drafters, **drafters}
 
 
 def _draw_drafter(config: RunConfig) -> None:
     """A shape has no weights: a drafter that the target's shape brings is drawn at random too."""
     method = config.method
-    named = config.target.drafters.get(method.name)
+    named = named_drafter(config)
     if (method.checkpoint or "").startswith(SHAPE) and method.checkpoint == named:
         if method.weights is not Weights.random:
             config.warnings.append(

@@ -129,8 +129,8 @@ def _status(parts: Sequence[Json]) -> str:
 def _in_processes(
     config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
 ) -> Iterator[Json]:
-    for engine in config.bench.engines:
-        for method in methods_of(config):
+    for method in methods_of(config):
+        for engine in config.bench.engines:  # those that are compared, directly after each other
             own = folder / f"{engine}-{method}"
             own.mkdir(parents=True, exist_ok=True)
             earlier = _written(own / BENCH)

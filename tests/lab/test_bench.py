@@ -18,35 +18,57 @@ import hydraspec
 from hydraspec import cli
 from hydraspec.compose import plan
 from hydraspec.config.choices import choices_of
-from hydraspec.config.schema import Device, RunConfig
+from hydraspec.config.schema import Device, RunConfig, Weights
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab import bench, bench_measure, bench_table
 from hydraspec.lab import run as run_module
 
-PRESETS = [name for name in choices_of("experiment") if name.startswith("bench_")]
+# what follows bench_ -> shape, method, drafter's shape, tokens a step
+PRESETS = {
+    **{
+        f"gemma4_{size}": (f"gemma4_{size}", "gemma4_mtp", f"gemma4_{size}-assistant", 2.5)
+        for size in ("e2b", "e4b", "26b_a4b", "31b")
+    },
+    "gemma4_31b_eagle3": ("gemma4_31b", "eagle3", "gemma4_31b-eagle3", 2.5),
+    "qwen3_8b_eagle3": ("qwen3_8b", "eagle3", "qwen3_8b-eagle3", 2.5),
+    "qwen3_8b_peagle": ("qwen3_8b", "peagle", "qwen3_8b-peagle", 2.5),
+    "mistral_7b_eagle": ("mistral_7b", "eagle", "mistral_7b-eagle", 2.5),
+    "deepseek_mtp": ("deepseek_v3_6_layers", "mtp", "deepseek_v3_6_layers", 1.75),
+    "mimo_7b_mtp": ("mimo_7b", "mtp", "mimo_7b", 1.75),
+}
+
+
+def test_every_preset_is_listed() -> None:
+    presets = {name for name in choices_of("experiment") if name.startswith("bench_")}
+    assert presets == {f"bench_{name}" for name in PRESETS}
+
+
 # ------------------------------------------------------------------ what is asked for
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
-    config = plan([f"experiment={preset}"]).jobs[0]
-    target = preset.removeprefix("bench_")
+    config = plan([f"experiment=bench_{preset}"]).jobs[0]
+    target, method, drafter, length = PRESETS[preset]
     assert (config.target.name, config.target.checkpoint) == (target, f"shape:{target}")
-    assert config.method.checkpoint == f"shape:{target}-assistant"
-    assert (config.method.synthetic_acceptance_length, config.baseline) == (2.5, False)
+    assert (config.method.name, config.method.checkpoint) == (method, f"shape:{drafter}")
+    assert {config.target.weights, config.method.weights} == {Weights.random}
+    assert (config.method.synthetic_acceptance_length, config.baseline) == (length, False)
     assert config.engine.device is Device.cuda  # lest gigabytes are drawn for a CPU
-    assert bench.methods_of(config) == ["none", "gemma4_mtp"]
+    assert bench.methods_of(config) == ["none", method]
     assert (config.bench.batches, config.bench.engines) == ([1, 8, 32], ["native", "vllm"])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["gemma4_e4b", "qwen3_8b_peagle", "deepseek_mtp"])
 @pytest.mark.parametrize("engine", ["native", "vllm"])
-@pytest.mark.parametrize("method", ["none", "gemma4_mtp"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["none", "drafts"])
 def test_every_process_is_told_a_run_that_composes(
-    preset: str, engine: str, method: str, tmp_path: Path
+    preset: str, engine: str, drafts: bool, tmp_path: Path
 ) -> None:
-    typed = [f"experiment={preset}", "bench.batches=[1,8]", "hydra.run.dir=x", "engine=native"]
-    typed += ["tracker=wandb", "tracker.project=mine"]  # which no part has
+    target, method, *_ = PRESETS[preset]
+    method = method if drafts else "none"
+    typed = [f"experiment=bench_{preset}", "bench.batches=[1,8]", "hydra.run.dir=x"]
+    typed += ["engine=native", "tracker=wandb", "tracker.project=mine"]  # which no part has
     command = bench.command_of(engine, method, tmp_path / "it's here", typed)
     assert command[:3] == [sys.executable, "-m", "hydraspec"]
     told = plan(command[3:])
@@ -57,7 +79,7 @@ def test_every_process_is_told_a_run_that_composes(
     assert (config.bench.isolate, config.bench.batches) == (False, [1, 8])
     assert config.engine.vllm.record_steps is (engine == "native")
     assert (config.engine.max_num_seqs, config.engine.max_num_batched_tokens) == (32, 16384)
-    assert config.target.checkpoint.startswith("shape:gemma4")
+    assert config.target.checkpoint == f"shape:{target}"
 
 
 @pytest.mark.parametrize(
@@ -146,13 +168,13 @@ def test_engines_stand_side_by_side(
     monkeypatch.setenv("PYTHONPATH", "ours")
     told = in_process(monkeypatch, {})
     result = run_bench(tmp_path, "bench.vllm_pythonpath=/opt/vllm", "bench.timeout_s=7")
-    names = ["native-none", "native-gemma4_mtp", "vllm-none", "vllm-gemma4_mtp"]
+    names = ["native-none", "vllm-none", "native-gemma4_mtp", "vllm-gemma4_mtp"]
     assert [name for name, *_ in told] == names
     assert [part["status"] for part in result["parts"]] == ["ok"] * 4
-    assert [env["PYTHONPATH"] for _, env, _ in told] == ["ours"] * 2 + ["/opt/vllm:ours"] * 2
-    assert told[2][1]["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert [env["PYTHONPATH"] for _, env, _ in told] == ["ours", "/opt/vllm:ours"] * 2
+    assert told[1][1]["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert {timeout_s for *_, timeout_s in told} == {7}
-    ours, theirs = result["parts"][1]["rows"], result["parts"][3]["rows"]
+    ours, theirs = result["parts"][2]["rows"], result["parts"][3]["rows"]
     found = result["ratios"]["gemma4_mtp"]
     assert found["tpot"] == {
         str(a["batch"]): pytest.approx(a["tpot_ms"] / b["tpot_ms"])

@@ -9,13 +9,14 @@ import pytest
 from hydraspec import factory
 from hydraspec.compose import plan
 from hydraspec.config.choices import choices_of, shipped_shapes
+from hydraspec.config.derive import BESIDE
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint import SHAPES, open_checkpoint, resolve_folder
 from hydraspec.models.gemma4_assistant_config import read_assistant
 from hydraspec.models.gemma4_config import FULL, Gemma4Config, read_gemma4_config
 
-TARGETS = [name for name in shipped_shapes() if not name.endswith("-assistant")]
+TARGETS = [n for n in shipped_shapes() if n.startswith("gemma4") and "-" not in n]
 # layers, of them full, of them reading another's cache; hidden width; experts
 PUBLISHED = {
     "gemma4_e2b": (35, 7, 20, 1536, 0),
@@ -59,9 +60,14 @@ def test_its_assistant_fits(name: str) -> None:
         assert (layer.head_dim, layer.num_kv_heads) == (source.head_dim, source.num_kv_heads)
 
 
-def test_every_shape_is_a_target_choice() -> None:
-    assert set(TARGETS) == set(PUBLISHED) <= set(choices_of("target"))
-    assert {f"{name}-assistant" for name in TARGETS} == set(shipped_shapes()) - set(TARGETS)
+def test_every_shape_is_a_target_choice_or_a_drafter_of_one() -> None:
+    assert set(TARGETS) == set(PUBLISHED)
+    targets = {name for name in shipped_shapes() if "-" not in name}
+    assert targets - {"deepseek_v3_6_layers"} <= set(choices_of("target"))  # few GPUs hold all 61
+    for name in set(shipped_shapes()) - targets:
+        target, _, kind = name.partition("-")
+        assert target in targets
+        assert kind in BESIDE.values()
     for name in shipped_shapes():
         folder = resolve_folder(f"shape:{name}")
         assert [path.name for path in folder.iterdir()] == ["config.json"]
@@ -70,7 +76,7 @@ def test_every_shape_is_a_target_choice() -> None:
 
 
 def test_an_unknown_shape_names_the_others() -> None:
-    with pytest.raises(CheckpointError, match="its shapes are gemma4_26b_a4b, "):
+    with pytest.raises(CheckpointError, match=r"its shapes are .*gemma4_26b_a4b, "):
         resolve_folder("shape:gemma5")
 
 
@@ -97,7 +103,35 @@ def test_what_the_user_names_is_what_is_read() -> None:
     assert (config.method.checkpoint, config.method.weights) == ("/my/drafter", Weights.checkpoint)
     config = one("target=gemma4_e4b", "target.weights=random", "target.checkpoint=/my/e4b")
     assert config.target.checkpoint == "/my/e4b"
-    assert one("target=qwen3_8b", "target.weights=random").target.checkpoint == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("method", ["mtp", "auto"])
+def test_layers_of_the_target_itself_come_with_its_shape(method: str) -> None:
+    config = one("target=mimo_7b", "target.weights=random", f"method={method}")
+    assert (config.target.checkpoint, config.method.checkpoint) == ("shape:mimo_7b",) * 2
+    assert config.method.weights is Weights.random
+    factory.resolve_drafter(config)
+    assert (config.method.name, config.method.checkpoint) == ("mtp", "shape:mimo_7b")
+
+
+def test_a_drafter_that_is_not_public_comes_with_the_shape() -> None:
+    """No EAGLE-1 head for a Mistral of 7B is released."""
+    with pytest.raises(ConfigurationError, match=r"add target\.weights=random, which draws"):
+        one("target=mistral_7b", "method=eagle")
+    config = one("target=mistral_7b", "method=eagle", "target.weights=random")
+    assert config.method.checkpoint == "shape:mistral_7b-eagle"
+
+
+@pytest.mark.parametrize("target", ["deepseek_v3", "mistral_medium_3_5"])
+def test_a_quantised_release_is_refused_before_it_is_downloaded(target: str) -> None:
+    """It is hundreds of gigabytes, and nothing of it could be read."""
+    with pytest.raises(ConfigurationError) as caught:
+        one(f"target={target}")
+    for part in ("has weights in fp8", "float weights", "add target.weights=random", "conversion"):
+        assert part in str(caught.value)
+    assert one(f"target={target}", "target.weights=random").target.checkpoint == f"shape:{target}"
+    conversion = one(f"target={target}", "target.checkpoint=/models/bf16").target
+    assert (conversion.checkpoint, conversion.quantised) == ("/models/bf16", None)
 
 
 def test_a_shape_may_be_given_as_it_is() -> None:
