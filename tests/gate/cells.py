@@ -202,6 +202,8 @@ def judge(cell: Cell, ours: Side, wanted: Side, device: str) -> Result:
     if here is not None:
         result.figures |= _figures(here.summary)
         result.fail_if(comparison.troubles(here, device))
+        if built := comparison.built_in_rounds(here.summary):
+            result.notes.append(f"built in measured rounds: {built}")
     there = _read(wanted, result) if here is not None else None
     if here is not None and there is not None:
         result.fail_if(f"on the CPU: {trouble}" for trouble in comparison.troubles(there, "cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ def troubles(outputs: Outputs, device: str) -> list[str]:
         if ours != others:
             found.append(f"exact match {ours} beside the baseline's {others}, though identical")
     return found
+
+
+def built_in_rounds(summary: Row) -> str | None:
+    """What a run compiled or captured while it was measured; older trees do not say."""
+    found: Counter[str] = Counter()
+    for side in (summary, summary["baseline"] or {}):
+        found.update(side.get("built_in_rounds") or {})
+    return ", ".join(f"{count} {what}" for what, count in found.items() if count) or None
 
 
 def exact_match(side: Row | None) -> float | None:

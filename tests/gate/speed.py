@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import processes
-from comparison import exact_match
+from comparison import built_in_rounds, exact_match
 from setting import NOT_RUN, PartResult, Result, Setting
 
 REPEATS = 5
@@ -66,6 +66,9 @@ def judge_default(name: str, folder: Path, ended: processes.Ended) -> Result:
             "baseline_tokens_per_second": round(baseline.get("output_tokens_per_second") or 0),
             "speedup": round((summary["speedup"] or {}).get("mean") or 0.0, 3),
         }
+        result.figures |= {k: round(v, 3) for k, v in _step_profile(summary).items()}
+        if built := built_in_rounds(summary):
+            result.fail(f"built in measured rounds: {built}")
         if result.figures["verdict"] != "identical":
             result.fail(f"verdict {result.figures['verdict']}")
         for side in ("exact_match", "baseline_exact_match"):
@@ -76,6 +79,11 @@ def judge_default(name: str, folder: Path, ended: processes.Ended) -> Result:
     if result.problems:
         result.log_tail = processes.tail(ended.log)
     return result
+
+
+def _step_profile(summary: dict[str, Any]) -> dict[str, float]:
+    """Where a decode step's time goes; older trees do not say."""
+    return {k: v for k, v in (summary.get("step_profile_ms") or {}).items() if v is not None}
 
 
 def spread(runs: Sequence[Result]) -> Result:

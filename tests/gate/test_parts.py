@@ -173,7 +173,9 @@ def test_a_sanitizer_that_is_refused_the_device_is_not_run(
     assert str(part.reason).endswith("Error: Device not supported")
 
 
-def default_run(folder: Path, verdict: str, exact: float, baseline: float) -> Result:
+def default_run(
+    folder: Path, verdict: str, exact: float, baseline: float, built: int = 0
+) -> Result:
     folder.mkdir()
     summary = {
         "lossless": {"verdict": verdict},
@@ -181,6 +183,8 @@ def default_run(folder: Path, verdict: str, exact: float, baseline: float) -> Re
         "baseline": {"accuracy": {"exact_match": baseline}, "output_tokens_per_second": 50.0},
         "output_tokens_per_second": 100.0,
         "speedup": {"mean": 2.0},
+        "built_in_rounds": {"kernels": built, "graphs": 0},
+        "step_profile_ms": {"step_ms": 0.5, "device_ms": None},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     ended = processes.Ended(status=0, seconds=1.0, limit_s=5.0, log=folder / "log.txt")
@@ -191,10 +195,16 @@ def test_a_garbage_baseline_fails_the_default_command(tmp_path: Path):
     """What issue 10 saw: exact match 1.000 and 0.000, exit status 0."""
     good = default_run(tmp_path / "good", "identical", 1.0, 1.0)
     assert good.status == "passed"
+    assert good.figures["step_ms"] == 0.5
     bad = default_run(tmp_path / "bad", "diverged", 1.0, 0.0)
     assert bad.problems == ["verdict diverged", "baseline_exact_match 0.0, not 1.0"]
     assert speed.spread([good, good]).figures["speedup_spread"] == "0.0 %"
     assert speed.spread([good, bad]).status == "not run"
+
+
+def test_a_kernel_compiled_in_a_measured_round_fails_the_default_command(tmp_path: Path):
+    run = default_run(tmp_path / "run", "identical", 1.0, 1.0, built=2)
+    assert run.problems == ["built in measured rounds: 2 kernels"]
 
 
 def test_a_bench_without_a_batch_fails(tmp_path: Path):
