@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models import mistral_names
-from hydraspec.models.config_reader import shown, text_part
+from hydraspec.models.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.hub import download
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo" / "checkpoints"
@@ -130,9 +130,9 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
     """Resolve and read the json files. Tensors stay unread. Raises CheckpointError."""
     folder = resolve_folder(checkpoint)
     if (folder / "config.json").is_file():
-        config = read_json(folder / "config.json")
+        config = _read_config(folder / "config.json")
     elif (folder / "params.json").is_file():
-        config = mistral_names.config_of_params(read_json(folder / "params.json"), str(folder))
+        config = mistral_names.config_of_params(_read_config(folder / "params.json"), str(folder))
     else:
         raise CheckpointError(
             f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
@@ -148,6 +148,20 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
             )
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """read_json, of which every number is finite: json has no NaN or infinity, Python reads both,
+    and 1e400 as infinity."""
+    config = read_json(file)
+    found = number_that_is_not_finite(config)
+    if found is not None:
+        key, value = found
+        raise CheckpointError(
+            f"{file.name} of {str(file.parent)!r}: {key} is {value}; expected a finite number: "
+            "mend the file or download it again"
+        )
+    return config
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from hydraspec.errors import CheckpointError
 
 MAX_COUNT = 1 << 24  # sixteen million: more than any vocabulary, width or length of a model
 MAX_SHOWN = 200  # characters of a value in a message
+MAX_NUMBER = 1e30  # float32 holds it, its inverse and, in sums, its multiples
+MAX_EPS = 1.0  # of a norm: more than any activation's square would drown it
 
 
 class ConfigReader:
@@ -40,12 +43,45 @@ class ConfigReader:
             raise self.fail(key, f"an integer of at most {MAX_COUNT}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. Raises CheckpointError."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        least: float = 1 / MAX_NUMBER,
+        most: float = MAX_NUMBER,
+    ) -> float:
+        """A number above 0 that float32 can compute with, from `least` to `most`. Raises
+        CheckpointError."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.fail(key, "a number above 0")
+        if not least <= value <= most:
+            raise self.fail(key, f"a number from {least:g} to {most:g}")
         return float(value)
+
+    def eps(self, key: str, default: float | None = None) -> float:
+        """What a norm adds to the mean square: a number above 0, up to MAX_EPS. Raises
+        CheckpointError."""
+        return self.number(key, default, most=MAX_EPS)
+
+    def part(self, key: str, values: Mapping[str, Any]) -> ConfigReader:
+        """A reader of `values`, which stand under `key`; messages name both."""
+        return ConfigReader({f"{key}.{name}": value for name, value in values.items()}, self.where)
+
+
+def number_that_is_not_finite(config: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Key and value of a NaN or an infinity (1e400 is one) anywhere in a config, or None."""
+    rest: list[tuple[str, Any]] = [(str(key), value) for key, value in config.items()]
+    while rest:
+        key, value = rest.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return key, value
+        if isinstance(value, Mapping):
+            rest += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            rest += [(f"{key}[{i}]", inner) for i, inner in enumerate(value)]
+    return None
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.config_reader import ConfigReader
-from hydraspec.models.rope_scaling import Rope, read_rope, yarn_mscale
+from hydraspec.models.rope_scaling import MAX_GAIN, Rope, read_rope, yarn_mscale
 
 # Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.
 DEFAULTS: dict[str, Any] = {
@@ -105,7 +105,7 @@ def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfi
         value_dim=reader.count("v_head_dim"),
         attention_bias=bool(reader.get("attention_bias", False)),
         max_position_embeddings=max_positions,
-        rms_norm_eps=reader.number("rms_norm_eps"),
+        rms_norm_eps=reader.eps("rms_norm_eps"),
         tied=bool(reader.get("tie_word_embeddings", False)),
         rope=read_rope(reader, rope_dim, max_positions),
         rope_interleaved=bool(reader.get("rope_interleave", True)),
@@ -117,9 +117,11 @@ def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfi
 def _score_scale(reader: ConfigReader, query_dim: int) -> float:
     """YaRN's temperature sits here, squared, where mscale_all_dim is set (as in every release)."""
     values = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
-    weight = values.get("mscale_all_dim") or 0
+    part = ConfigReader(values, reader.where)
     stretched = values.get("rope_type", values.get("type", "default")) != "default"
-    gain = yarn_mscale(values["factor"], weight) if stretched and weight else 1.0
+    gain = 1.0
+    if stretched and values.get("mscale_all_dim"):
+        gain = yarn_mscale(part.number("factor"), part.number("mscale_all_dim", most=MAX_GAIN))
     return float(query_dim**-0.5 * gain**2)
 
 

@@ -103,7 +103,7 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
         num_kv_heads=_kv_heads(reader, heads),
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=reader.eps("rms_norm_eps", 1e-6),
         kinds=kinds,
         sliding_window=window,
         qk_norm=family.qk_norm,

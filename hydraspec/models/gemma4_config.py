@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.config_reader import ConfigReader, text_part
+from hydraspec.models.rope_scaling import MIN_THETA
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 GROUP_NAMES = {SLIDING: "sliding", FULL: "full"}
@@ -104,15 +105,15 @@ def read_gemma4_config(
     )
     moe = bool(reader.get("enable_moe_block", False))
     ple = reader.count("hidden_size_per_layer_input", least=0)
-    softcap = reader.get("final_logit_softcapping")
+    softcap = reader.get("final_logit_softcapping")  # null: none
     return Gemma4Config(
         vocab_size=reader.count("vocab_size"),
         hidden_size=reader.count("hidden_size"),
         num_heads=reader.count("num_attention_heads"),
         max_position_embeddings=reader.count("max_position_embeddings"),
-        rms_norm_eps=float(reader.get("rms_norm_eps")),
+        rms_norm_eps=reader.eps("rms_norm_eps"),
         sliding_window=reader.count("sliding_window"),
-        softcap=None if softcap is None else float(softcap),
+        softcap=None if softcap is None else reader.number("final_logit_softcapping"),
         attention_bias=bool(reader.get("attention_bias", False)),
         tied=bool(config.get("tie_word_embeddings", reader.get("tie_word_embeddings", True))),
         ple_size=ple,
@@ -189,11 +190,12 @@ def _head_shape(reader: ConfigReader, i: int, kind: str, k_eq_v: bool) -> tuple[
     try:
         by_index = {int(key): value for key, value in per_layer.items()}
         override = by_index.get(i, {})
-        return int(override.get("head_dim", head_dim)), int(
-            override.get("num_key_value_heads", kv_heads)
-        )
+        part = reader.part(f"per_layer_config.{i}", override)
     except (AttributeError, TypeError, ValueError):
         raise reader.fail("per_layer_config", "layer indices with head_dim and KV heads") from None
+    sizes = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+    found = (part.count(f"per_layer_config.{i}.{key}", size) for key, size in sizes.items())
+    return next(found), next(found)
 
 
 def _rope_shape(reader: ConfigReader, kind: str) -> RopeShape:
@@ -204,9 +206,12 @@ def _rope_shape(reader: ConfigReader, kind: str) -> RopeShape:
         "proportional",
     ):
         raise reader.fail("rope_parameters", f"{kind} with rope_type default or proportional")
-    proportional = values["rope_type"] == "proportional"
+    proportional, key = values["rope_type"] == "proportional", f"rope_parameters.{kind}"
+    part = reader.part(key, values)
+    share = part.number(f"{key}.partial_rotary_factor", 1.0, most=1.0)
+    factor = part.number(f"{key}.factor", 1.0)
     return RopeShape(
-        base=float(values.get("rope_theta", DEFAULT_ROPE[kind]["rope_theta"])),
-        share=float(values.get("partial_rotary_factor", 1.0)) if proportional else 1.0,
-        factor=float(values.get("factor", 1.0)) if proportional else 1.0,
+        base=part.number(f"{key}.rope_theta", DEFAULT_ROPE[kind]["rope_theta"], least=MIN_THETA),
+        share=share if proportional else 1.0,
+        factor=factor if proportional else 1.0,
     )

@@ -16,6 +16,8 @@ from torch import Tensor
 from hydraspec.models.config_reader import ConfigReader
 
 DEFAULT_THETA = 10_000.0
+MIN_THETA = 2.0  # released ones are above 1,000; YaRN divides by the logarithm
+MAX_GAIN = 1e4  # of cosines and sines: released ones are below 3, and scores have its square
 
 
 class Rope(NamedTuple):
@@ -46,12 +48,14 @@ def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int)
 
 def _plain(reader: ConfigReader, head_dim: int) -> Rope:
     # Dynamic scaling starts beyond max_position_embeddings, where no run goes.
-    return Rope(rope_frequencies(head_dim, reader.number("rope_theta")), 1.0)
+    return Rope(rope_frequencies(head_dim, reader.number("rope_theta", least=MIN_THETA)), 1.0)
 
 
 def _linear(reader: ConfigReader, head_dim: int) -> Rope:
     """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
-    theta = rope_frequencies(head_dim, reader.number("rope_theta"), factor=reader.number("factor"))
+    theta = rope_frequencies(
+        head_dim, reader.number("rope_theta", least=MIN_THETA), factor=reader.number("factor")
+    )
     return Rope(theta, 1.0)
 
 
@@ -59,9 +63,11 @@ def _llama3(reader: ConfigReader, head_dim: int) -> Rope:
     """Llama 3.1: wavelengths beyond the original context are divided by `factor`, short ones kept,
     those between blended.
     """
-    theta = rope_frequencies(head_dim, reader.number("rope_theta"))
+    theta = rope_frequencies(head_dim, reader.number("rope_theta", least=MIN_THETA))
     factor, original = reader.number("factor"), reader.number("original_max_position_embeddings")
     low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
+    if not low < high:
+        raise reader.fail("high_freq_factor", f"a number above low_freq_factor, which is {low:g}")
     turns = original / (2 * math.pi / theta)  # within the original context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return Rope((1 - smooth) * theta / factor + smooth * theta, 1.0)
@@ -71,14 +77,17 @@ def _yarn(reader: ConfigReader, head_dim: int) -> Rope:
     """YaRN (Peng et al. 2023), as transformers computes it: section 3.2's ramp over dimensions, and
     section 3.4's temperature as a gain of cosines and sines.
     """
-    base, factor = reader.number("rope_theta"), reader.number("factor")
+    base, factor = reader.number("rope_theta", least=MIN_THETA), reader.number("factor")
     original = reader.number("original_max_position_embeddings")
-    gain = reader.get("attention_factor")
-    if gain is None:
-        mscale, all_dim = reader.get("mscale"), reader.get("mscale_all_dim")
+    if reader.get("attention_factor") is not None:
+        gain = reader.number("attention_factor", most=MAX_GAIN)
+    elif reader.get("mscale") and reader.get("mscale_all_dim"):
+        mscale, all_dim = (
+            reader.number(key, most=MAX_GAIN) for key in ("mscale", "mscale_all_dim")
+        )
+        gain = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    else:
         gain = yarn_mscale(factor)
-        if mscale and all_dim:
-            gain = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -93,7 +102,7 @@ def _yarn(reader: ConfigReader, head_dim: int) -> Rope:
     width = high - low if high != low else 0.001
     keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     theta = rope_frequencies(head_dim, base)
-    return Rope(theta / factor * (1 - keep) + theta * keep, float(gain))
+    return Rope(theta / factor * (1 - keep) + theta * keep, gain)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
