@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
 from odd_rows import BROKEN, DTYPES, VOCABULARIES, odd_rows, truncations
 
 from hydraspec.sampling import verifier
@@ -67,15 +68,9 @@ def check_verdicts(
     of rows without a distribution tokens are in the vocabulary."""
     for i, (rule, sampled) in enumerate(cases):
         step, whole = odd_step(make_step, vocab, vocab + 7 * i, sampled, dtype, stride)
-        verify = build_verifier(
-            rule,
-            synthetic_acceptance_length=LENGTH if rule == "synthetic" else None,
-            num_speculative_tokens=K,
-        )
-        step = step.to(device)
+        step, verify = step.to(device), build(rule)
+        got = by_kernels(step, verify)  # and cuts the logits
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verifier, "runs_kernels", lambda _: True)
-            got = step.verdict(verify, TRUNCATED)  # and cuts the logits
             patch.setattr(verifier, "runs_kernels", lambda _: False)
             wanted = step.verdict(verify, WHOLE)
         count, tokens = got.num_sampled.cpu(), got.tokens.cpu()
@@ -86,6 +81,17 @@ def check_verdicts(
         assert tokens[whole].equal(wanted.tokens.cpu()[whole]), (rule, sampled)
 
 
+def build(rule: str) -> Any:
+    length = LENGTH if rule == "synthetic" else None
+    return build_verifier(rule, synthetic_acceptance_length=length, num_speculative_tokens=K)
+
+
+def by_kernels(step: Any, verify: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verifier, "runs_kernels", lambda _: True)
+        return step.verdict(verify, TRUNCATED)
+
+
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_a_few_verdicts(rule: str, make_step: Any) -> None:
     """The other rows, rules and vocabularies need a device: a row takes the interpreter 0.2 s."""
@@ -94,10 +100,29 @@ def test_a_few_verdicts(rule: str, make_step: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(60)  # a thread watches it, see `tests/conftest.py`
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_verdicts_at_all_vocabularies(dtype: str, make_step: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "vocabularies"),
+    [
+        ("float32", (*VOCABULARIES, 300)),
+        ("bfloat16", (70, 1_000, 262_144)),
+        ("float16", (70, 1_000, 262_144)),
+    ],
+    ids=DTYPES,
+)
+def test_verdicts_at_all_vocabularies(
+    dtype: str, vocabularies: tuple[int, ...], make_step: Any
+) -> None:
     """Every rule, outright and sampled drafts: it ends though no row of a request may be usual."""
     cases = [(rule, sampled) for rule in RULES for sampled in (False, True)]
-    for vocab in (*VOCABULARIES, 300):
+    small = [
+        (odd_step(make_step, vocab, 0, sampled, DTYPES[dtype], 99)[0].to("cuda"), build(rule))
+        for vocab in vocabularies
+        for rule, sampled in cases
+    ]
+    if can_compile_ahead(torch.device("cuda")):  # one after the other they take a minute
+        with compiled_ahead(torch.device("cuda")):
+            for step, verify in small:
+                by_kernels(step, verify)
+    for vocab in vocabularies:
         check_verdicts(make_step, vocab, "cuda", DTYPES[dtype], cases)
     torch.cuda.synchronize()
