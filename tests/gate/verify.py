@@ -44,6 +44,7 @@ RUN = {
 }
 COLOURS = {PASSED: "green", PARTIAL: "yellow", FAILED: "red"}
 WIDTH = 170
+MARK = ".gate"  # in a folder of ours, which may be emptied
 SHORT = {
     "verdict": "{}",
     "graphs": "{}",
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    (work / MARK).touch()
     setting = Setting(
         tree=tree,
         site=site_of(tree, work / "site") if args.checkout else None,
@@ -91,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in args.parts:
             say(f"part {part}")
             done[part] = RUN[part](setting.for_part(part))
+            if setting.only and not done[part].results and not done[part].reason:
+                done[part].reason = f"CELLS={','.join(setting.only)} names nothing of this part"
             _record(args, setting, done)  # what is finished stays, whatever cuts the rest
     except KeyboardInterrupt:
         _print(console, done)
@@ -128,6 +132,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
         return f"PART={unknown[0]} is no part\n  allowed: {', '.join(PARTS)}, or none for all"
     if args.checkout is not None and not (args.checkout / "hydraspec").is_dir():
         return f"--checkout {args.checkout} holds no hydraspec/\n  allowed: a checkout's root"
+    if args.work.exists() and any(args.work.iterdir()) and not (args.work / MARK).exists():
+        return f"--work {args.work} holds other files\n  allowed: a folder to be emptied: a new one"
     if args.device == "cpu":
         others = [part for part in args.parts if part != "cells"]
         return f"--device cpu runs no {others[0]}\n  to do: add PART=cells" if others else None
