@@ -4,6 +4,8 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV := .venv
+ORACLE := .venv-oracle
+ORACLE_TESTS := tests/models/test_eagle_speculators.py tests/models/test_mtp.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE_FILES := pyproject.toml constraints.txt
@@ -12,7 +14,7 @@ ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.stamp-test ## Decode the tiny workload and report; options: make run ARGS="method=none"
 	$(BIN)/python -m hydraspec $(ARGS)
@@ -24,6 +26,9 @@ test: $(VENV)/.stamp-test ## Run the test suite
 
 test-slow: $(VENV)/.stamp-test ## Run every CPU test, the long scenario runs included
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and not multi_gpu" --timeout 3600 $(ARGS)
+
+test-oracle: $(ORACLE)/.stamp ## Run the tests that need the speculators package, in an environment of their own
+	$(ORACLE)/bin/python -m pytest -q $(ORACLE_TESTS) $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## Check style and formatting rules with ruff
 	$(BIN)/ruff check .
@@ -60,7 +65,7 @@ sweep: $(VENV)/.stamp-test ## Sweep K over the default target and compare with m
 
 clean: ## Remove caches and build products; .venv and outputs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path "./.venv*" -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -76,4 +81,13 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: help run setup test test-slow test-gpu verify-gpu lint type check wheel bench bench-gpu bench-kernels table sweep clean
+# speculators pulls torchvision and torchaudio in, built for PyPI's torch: beside another build they do not load, and none
+# of its model classes reads them.
+$(ORACLE)/.stamp: $(RECIPE_FILES)
+	test -x $(ORACLE)/bin/python || $(PYTHON) -m venv $(ORACLE)
+	$(ORACLE)/bin/python -m pip --disable-pip-version-check install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(ORACLE)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[test,oracle]"
+	$(ORACLE)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio
+	touch $@
+
+.PHONY: help run setup test test-slow test-oracle test-gpu verify-gpu lint type check wheel bench bench-gpu bench-kernels table sweep clean

@@ -201,7 +201,7 @@ def test_transformers_agrees_but_for_the_first_position(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_speculators_package_agrees(seed: int, tmp_path: Path) -> None:
     """Its class is for training: later steps are teacher-forced there, so one step is compared."""
-    pytest.importorskip("speculators", reason="the oracle: pip install 'hydraspec[oracle]'")
+    pytest.importorskip("speculators", reason="runs in an environment of its own: make test-oracle")
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
