@@ -25,11 +25,20 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec import sweep
-from hydraspec.compose import CONFIG_MODULE, CONFIG_NAME, Plan, plan, translate, with_method
+from hydraspec.compose import (
+    CONFIG_MODULE,
+    CONFIG_NAME,
+    Plan,
+    check_keys,
+    parse,
+    plan,
+    translate,
+    with_method,
+)
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import nearest
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
+from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
 from hydraspec.folders import (
     RUN_DIR,
     SWEEP_DIR,
@@ -107,6 +116,7 @@ def _main(argv: Sequence[str]) -> int:
     with interrupts_stay_interrupts():
         overrides, multirun, is_run = _read_flags(argv)
         if not is_run:
+            check_keys(parse(overrides))
             _hydra_main(lambda cfg: None)
             return 0
         refuse_no_folder(overrides)
@@ -285,6 +295,12 @@ def _refuse_flags(args: Namespace) -> None:
             f"{' '.join(given)}: flags that exclude each other\n"
             f"  allowed: one of {', '.join(asked)}\n  to do: leave the others out"
         )
+    if args.experimental_rerun:
+        raise ConfigurationError(
+            "--experimental-rerun: is not available: it would run what a pickle holds\n"
+            "  allowed: group=choice, key=value, and the other flags of --help\n"
+            "  to do: type again what the run folder's overrides.yaml lists"
+        )
     if args.resolve and not args.cfg:
         raise ConfigurationError(
             "--resolve: a flag of --cfg\n  allowed: --cfg job --resolve\n  to do: add --cfg job"
@@ -297,5 +313,5 @@ def _quoted(text: str) -> str:
 
 
 def _complain(message: object, status: int) -> int:
-    sys.stderr.write(f"hydraspec: {message}\n")
+    sys.stderr.write(f"hydraspec: {printable(str(message))}\n")
     return status

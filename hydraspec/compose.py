@@ -27,6 +27,7 @@ from hydraspec.config.choices import choices_of, choices_with, packaged_drafters
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
+from hydraspec.hydra_keys import check_hydra_key, check_output_subdir
 
 CONFIG_MODULE = "hydraspec.conf"
 CONFIG_NAME = "config"
@@ -51,19 +52,18 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
         ConfigurationError: for the first job that cannot work.
     """
     overrides = with_method(overrides)
-    parsed = _parse(overrides)
+    parsed = parse(overrides)
     with _messages(), initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        for override in parsed:
-            for typed in _parse(_values_of(override)):
-                _check_override_key(typed)
+        check_keys(parsed)
         hydra = _compose_hydra(parsed)
+        check_output_subdir(hydra.output_subdir)
         multirun = multirun or hydra.mode == RunMode.MULTIRUN
         if not multirun:
             for override in parsed:
                 _refuse_sweep(override)
             return Plan(jobs=[_job(overrides)], folder=Path(hydra.run.dir), is_sweep=False)
         params = hydra.sweeper.params or {}
-        swept = _parse([f"{key}={value}" for key, value in params.items()])
+        swept = parse([f"{key}={value}" for key, value in params.items()])
         jobs = [
             _job(job)
             for job in itertools.product(*(_values_of(override) for override in swept + parsed))
@@ -73,7 +73,7 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
 
 def _job(overrides: Sequence[str]) -> RunConfig:
     """One job, checked. A name belongs to its choice: typed, it may only repeat the choice's."""
-    names = [typed for typed in _parse(overrides) if any(_names(key) for key, _ in _leaves(typed))]
+    names = [typed for typed in parse(overrides) if any(_names(key) for key, _ in _leaves(typed))]
     if names:
         lines = {typed.input_line for typed in names}
         cfg = compose(CONFIG_NAME, [line for line in overrides if line not in lines])
@@ -109,8 +109,8 @@ def with_method(overrides: Sequence[str]) -> list[str]:
     `auto` is decided for each job. Who chooses a method, or an experiment, which may choose one,
     keeps the choice. `experiment=null` becomes `experiment=[]`, as which Hydra knows it.
     """
-    overrides = [_without_null(typed) for typed in _parse(overrides)]
-    parsed = _parse(overrides)
+    overrides = [_without_null(typed) for typed in parse(overrides)]
+    parsed = parse(overrides)
     if {"method", "method.name", EXPERIMENT} & {override.key_or_group for override in parsed}:
         return overrides
     with _messages():
@@ -160,7 +160,8 @@ def _values_of(override: Override) -> list[str]:
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Typed overrides in Hydra's terms. Raises ConfigurationError for one that cannot be read."""
     parser = OverridesParser.create()
     parsed = []
     for line in overrides:
@@ -183,9 +184,22 @@ def _unreadable(line: str) -> ConfigurationError:
     )
 
 
+def check_keys(overrides: Sequence[Override]) -> None:
+    """Refuse keys that there are not, and those of Hydra's that name code.
+
+    Raises:
+        ConfigurationError: for the first.
+    """
+    for override in overrides:
+        for typed in parse(_values_of(override)):
+            _check_override_key(typed)
+
+
 def _check_override_key(override: Override) -> None:
     key = override.key_or_group
     if override.is_hydra_override() or key.startswith("hydra/"):
+        for leaf, value in _leaves(override):
+            check_hydra_key(leaf, value)
         return
     if choices_of(key) and override.value() is None and not override.is_delete():
         known = listing(choices_of(key))

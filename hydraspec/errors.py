@@ -1,9 +1,12 @@
-"""The errors a user can cause, each with its exit status.
+"""The errors a user can cause, each with its exit status, and how text is printed.
 
 Imports nothing, so that the command line starts without torch.
 """
 
 from __future__ import annotations
+
+_CONTROLS = (*range(32), *range(127, 160))
+_ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS if chr(code) not in "\n\t"}
 
 
 class UserError(ValueError):
@@ -55,3 +58,10 @@ class WorkloadError(UserError):
 
 class CannotWriteError(OSError):
     """A file of the run folder cannot be written: its errno, a message with a remedy, its path."""
+
+
+def printable(text: str) -> str:
+    """Text for a page or a terminal: control characters but line breaks and tabs as their escapes,
+    since those of a workload or a checkpoint could clear a screen or hide what stands there.
+    """
+    return text.translate(_ESCAPES)

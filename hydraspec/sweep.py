@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from hydraspec.config import RunConfig, to_dict
 from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
+from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
     for path in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
         folder, summary = path.parent, _summary(path.parent)
         ran = summary.get("status") == "ok" and "reused_from" not in summary
-        if ran and _recorded(folder) == _identity(config):
+        if ran and _is_equal(folder, config):
             changed = _changed_input(folder, config)
             if changed is None:
                 return folder
@@ -98,6 +99,13 @@ def group_name(sweep_dir: Path) -> str:
     return "/".join(sweep_dir.resolve().parts[-2:])
 
 
+def _is_equal(folder: Path, config: RunConfig) -> bool:
+    try:
+        return _recorded(folder) == _identity(config)
+    except ConfigurationError:  # of another folder beside the jobs
+        return False
+
+
 def _identity(config: RunConfig) -> dict[str, Any]:
     plain = to_dict(config)
     del plain["tracker"]
@@ -111,14 +119,31 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def _recorded(folder: Path) -> dict[str, Any] | None:
-    """The configuration a job's folder records; None where there is none that can be read."""
+    """The configuration a job's folder records; None where there is none.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
     path = folder / "config.yaml"
     if not path.is_file():
         return None
-    plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # OSError, UnicodeDecodeError, RecursionError, PyYAML's, OmegaConf's
+        raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0]) from None
     if not isinstance(plain, dict):
-        return None
+        raise _damaged(path, f"it holds a {type(plain).__name__}")
     return {str(key): value for key, value in plain.items() if key != "tracker"}
+
+
+def _damaged(path: Path, reason: str) -> ConfigurationError:
+    return refusal(
+        "hydra.sweep.dir",
+        str(path.parent.parent),
+        f"holds a job whose configuration cannot be read: {path}: {reason}",
+        allowed="a new folder, or that of the same sweep, which is then resumed",
+        remedy=f"remove {path.parent}, whose job then runs again, or choose another folder",
+    )
 
 
 def _changed_input(folder: Path, config: RunConfig) -> Path | None:

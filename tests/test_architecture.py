@@ -43,6 +43,7 @@ ROOMS_OF_FILES = {
     "hydraspec/__main__.py": "root",
     "hydraspec/compose.py": "cli",
     "hydraspec/folders.py": "cli",
+    "hydraspec/hydra_keys.py": "cli",
     "hydraspec/sweep.py": "cli",
 }
 

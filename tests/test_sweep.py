@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from hydraspec.compose import plan
 from hydraspec.config import to_dict
-from hydraspec.sweep import find_finished, note_idle_seed, take_over
+from hydraspec.errors import ConfigurationError
+from hydraspec.sweep import check_folder, find_finished, note_idle_seed, take_over
 
 TICK = 0.02  # seconds; a file system's clock is that coarse
 
@@ -126,3 +127,23 @@ def test_a_seed_that_changes_nothing_is_said(lines, typed, is_idle, tmp_path, mo
     note_idle_seed(jobs[0], jobs)
     added = jobs[0].warnings[len(before) :]
     assert [text.startswith("seed=1,2 changes nothing: ") for text in added] == [True] * is_idle
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"a: [", b"\xff\xfe", b"- 1", b"a: ${", b"x: " + b"[" * 9000],
+    ids=lambda d: repr(d[:6]),
+)
+def test_a_job_whose_configuration_is_damaged_is_one_message(tmp_path, damage):
+    """Catches the traceback of PyYAML, and a job that is run again over another's results."""
+    file = tmp_path / "0" / "config.yaml"
+    file.parent.mkdir()
+    file.write_bytes(damage)
+    (config,) = plan(["seed=1"]).jobs
+    with pytest.raises(ConfigurationError) as refused:
+        check_folder(tmp_path, [config])
+    first, _, remedy = str(refused.value).splitlines()
+    assert f"holds a job whose configuration cannot be read: {file}: " in first
+    assert f"remove {file.parent}" in remedy
+    (file.parent / "summary.json").write_text('{"status": "ok"}')
+    assert find_finished(tmp_path, config) is None

@@ -22,6 +22,7 @@ from hydraspec.config.schema import (
     RunConfig,
     SamplingConfig,
     TargetConfig,
+    TrackerConfig,
     Verification,
     Weights,
     WorkloadConfig,
@@ -33,6 +34,7 @@ MAX_SPECULATIVE_TOKENS = 32
 # Far past what helps; thousands of threads hang or end the process.
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
+MAX_PROJECT_LENGTH, NOT_IN_PROJECTS = 128, "/\\#?%:"  # of a project's name in W&B
 ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 
 
@@ -49,6 +51,7 @@ def check(config: RunConfig) -> None:
     _check_cudagraph(config)
     _check_sampling(config.sampling)
     _check_workload(config.workload)
+    _check_tracker(config.tracker)
     if config.target.max_model_len is not None:
         check_random_room(config, config.target.max_model_len)
     check_vllm(config)
@@ -325,6 +328,21 @@ def _check_workload(workload: WorkloadConfig) -> None:
                 allowed=f"keys of workload={workload.name}: concurrency, limit, path",
                 remedy="choose workload=random, or leave the key out",
             )
+
+
+def _check_tracker(tracker: TrackerConfig) -> None:
+    """What Weights & Biases refuses, which would cost the run its record."""
+    project = tracker.project
+    odd = sorted({c for c in project if c in NOT_IN_PROJECTS or not c.isprintable()})
+    if project.strip() and len(project) <= MAX_PROJECT_LENGTH and not odd:
+        return
+    raise refusal(
+        "tracker.project",
+        project,
+        "names no project",
+        allowed=f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(NOT_IN_PROJECTS)}",
+        remedy="choose another name, or tracker=none",
+    )
 
 
 def _without_effect(config: RunConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 
 import torch
@@ -14,12 +15,17 @@ from hydraspec.models.registry import check_length
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
 # Below this width a CPU step is bound by dispatch, and a second thread only adds hand-over time.
 SINGLE_THREAD_WIDTH = 512
 
 
 def pick_device(config: RunConfig) -> torch.device:
-    """The device of engine.device. Raises ConfigurationError if this machine has no such one."""
+    """The device of engine.device.
+
+    Raises ConfigurationError if this machine has no such one, or one with less memory than
+    engine.kv_cache.memory_gib.
+    """
     wanted = config.engine.device.value
     if wanted == "cuda" and not torch.cuda.is_available():
         raise refusal(
@@ -31,7 +37,27 @@ def pick_device(config: RunConfig) -> torch.device:
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    device = torch.device(wanted)
+    _check_memory(config.engine.kv_cache.memory_gib, device)
+    return device
+
+
+def _check_memory(memory_gib: float | None, device: torch.device) -> None:
+    """Refuse a cache beyond what there is; what is free is known only once weights are loaded."""
+    if memory_gib is None:
+        return
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if memory_gib * GIB > total:
+        raise refusal(
+            "engine.kv_cache.memory_gib",
+            memory_gib,
+            f"is beyond the memory of this machine's {device.type}",
+            allowed=f"above 0 and below {total / GIB:.1f}, or null",
+            remedy="lower it, or leave the key out",
+        )
 
 
 def set_num_threads(num_threads: int | None, hidden_size: int) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape as plain_markup
 from rich.table import Table
 
+from hydraspec.errors import printable
 from hydraspec.lab.folder import OVERRIDES, REPORT, SUMMARY
 from hydraspec.lab.report_charts import Bar, horizontal_bars
 from hydraspec.lab.report_style import card, page, table
@@ -93,7 +94,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
         console.print(f"no job of {sweep_dir} left a summary: nothing to compare", soft_wrap=True)
         return
     write_whole(sweep_dir / "compare.json", pretty_json(_as_json(comparison)))
-    write_whole(sweep_dir / "compare.html", _as_page(comparison, sweep_dir))
+    write_whole(sweep_dir / "compare.html", printable(_as_page(comparison, sweep_dir)))
     _print(comparison, console)
     console.print(f"Comparison: {sweep_dir / 'compare.html'}", soft_wrap=True, markup=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,7 +12,8 @@ from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-KEYS = ("id", *PROMPTS, "category", "answer", "max_tokens", "sampling")
+KEYS = ("id", *PROMPTS, "category", "answer", "max_tokens", "sampling", "meta")
+MAX_META_DEPTH = 50  # levels; what is nested deeper could not be written again
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("stop", "stop_token_ids", "ignore_eos"),
@@ -40,6 +42,7 @@ def parse_line(raw: bytes, *, place: str, index: int, defaults: SamplingParams) 
         prompt_token_ids=line.token_ids("prompt_token_ids", values.get("prompt_token_ids")),
         category=line.text("category", values.get("category")),
         answer=line.answer(values.get("answer")),
+        meta=line.meta(values.get("meta")),
     )
 
 
@@ -62,6 +65,7 @@ class _Line:
             values = json.loads(
                 raw.decode("utf-8-sig"),
                 parse_constant=self._no_constant,
+                parse_float=self._finite,
                 object_pairs_hook=self._object,
             )
             if isinstance(values, dict):
@@ -82,6 +86,12 @@ class _Line:
 
     def _no_constant(self, name: str) -> NoReturn:
         self.fail(f"not JSON: {name} is no JSON number")
+
+    def _finite(self, digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            self.fail(f"{digits[:80]} is infinite as a float; write a number below 1.8e308")
+        return value
 
     def _object(self, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -138,6 +148,13 @@ class _Line:
             return str(value)
         if value is not None and not isinstance(value, str):
             self.refuse("answer", value, "a string or a number")
+        return value
+
+    def meta(self, value: object) -> dict[str, Any] | None:
+        if value is not None and not isinstance(value, dict):
+            self.refuse("meta", value, "a JSON object")
+        if _depth(value) > MAX_META_DEPTH:
+            self.fail(f"meta: is nested too deeply; allowed are {MAX_META_DEPTH} levels")
         return value
 
     def prompt(self, value: object) -> str | None:
@@ -209,6 +226,19 @@ class _Line:
         known = SAMPLING_RANGES[key]
         if not known.allows(value):
             self.refuse(shown, value, f"{known.allowed}; {known.remedy}")
+
+
+def _depth(value: object) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    depth, level = 0, [value]
+    while level := [
+        inner
+        for part in level
+        if isinstance(part, dict | list)
+        for inner in (part.values() if isinstance(part, dict) else part)
+    ]:
+        depth += 1
+    return depth
 
 
 def _is_stop(value: object) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,13 @@ from hydraspec.lab.lines import parse_line
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
 ZOO_PREFIX = "zoo:"
+FILE_TYPES = {
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFDIR: "folder",
+}
 MASK_64 = (1 << 64) - 1
 
 
@@ -206,13 +214,20 @@ def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
         return config.path, _read_zoo(config.path)
     path = Path(config.path).expanduser()
     try:
-        return str(path), path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
+        kind = FILE_TYPES.get(stat.S_IFMT(path.stat().st_mode))
+        content = path.read_bytes() if kind is None else b""
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or str(error)
         raise WorkloadError(
             f"workload.path={config.path} cannot be read: {reason} (seen from {Path.cwd()}); "
             "give the path of a file of JSON lines"
         ) from error
+    if kind is not None:  # reading it could wait for ever, or never end
+        raise WorkloadError(
+            f"workload.path={config.path} is a {kind}; give the path of a file of JSON lines that "
+            "is written whole"
+        )
+    return str(path), content
 
 
 def _read_zoo(path: str) -> bytes:

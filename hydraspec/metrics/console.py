@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
@@ -161,10 +162,10 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     if summary["status"] != "ok":
         console.print(f"[bold]status: {summary['status']}[/]")
     style = "bold red" if summary["lossless"]["verdict"] == "diverged" else ""
-    words = escape(verdict_words(summary))
+    words = escape(printable(verdict_words(summary)))
     console.print(f"Lossless: {words}", style=style, soft_wrap=True)
     for warning in summary["warnings"]:
-        console.print(f"Warning: {escape(warning)}", style="yellow", soft_wrap=True)
+        console.print(f"Warning: {escape(printable(warning))}", style="yellow", soft_wrap=True)
 
 
 def _step_lines(summary: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> Iterator[str]:

@@ -105,4 +105,5 @@ def request_row(request: Request, counters: RequestCounters, correct: bool | Non
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
         "correct": correct,
+        "meta": request.meta,
     }

@@ -99,6 +99,18 @@ REFUSED = {
     "cudagraph.capture_sizes=[4,2]": ["cudagraph.capture_sizes=[4, 2]", "rising", "sort them"],
     "cudagraph.capture_sizes=[0,2]": ["cudagraph.capture_sizes=[0, 2]", "from 1 on"],
     "cudagraph.capture_sizes=[1,4096]": ["1 to 16 (engine.max_num_seqs)", "max_num_seqs to 4096"],
+    "tracker.project=": ["tracker.project='' names no project", "1 to 128", "tracker=none"],
+    "tracker.project=a/b": ["tracker.project=a/b names no project"],
+    f"tracker.project={'n' * 129}": ["names no project", "1 to 128"],
+    # Hydra's own keys: nothing typed may name code, or lead outside the run folder
+    "hydra.job_logging.handlers.console.class=os.system": ["class=os.system names code"],
+    "+hydra.callbacks.a={_target_:os.system}": ["hydra.callbacks.a._target_=os.system names code"],
+    "hydra.launcher._target_=os.system": ["hydra.launcher._target_=os.system names code"],
+    "hydra.job_logging.handlers.console.stream=ext://os.x": ["only levels", "hydra.verbose=true"],
+    "hydra.job_logging.root.level=os.x": ["only levels", "root.level=<one of CRITICAL"],
+    "hydra/launcher=joblib": ["hydra/launcher=joblib is not available", "allowed: basic"],
+    "hydra.output_subdir=../x": ["hydra.output_subdir=../x is no folder inside the run folder"],
+    "hydra.output_subdir=/x": ["hydra.output_subdir=/x is no folder inside", "null, or a name"],
     # combinations
     "parallelism.tensor=2": ["parallelism.tensor=2", "one device"],
     SYNTHETIC: [f"{LENGTH}=null", "1 to 4", "method.verification=standard"],

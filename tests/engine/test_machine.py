@@ -35,6 +35,14 @@ def test_cuda_is_refused_where_there_is_none(
     refuse(composed("experiment=bench_gemma4_e2b", "engine.device=cpu"))
 
 
+def test_a_cache_beyond_the_machine_is_refused() -> None:
+    """Catches an allocation that fails, or swaps, once everything is loaded."""
+    config = composed("engine.device=cpu", "engine.kv_cache.memory_gib=1e6")
+    with pytest.raises(ConfigurationError, match=r"memory_gib=1000000\.0 is beyond .* cpu"):
+        pick_device(config)
+    pick_device(composed("engine.device=cpu", "engine.kv_cache.memory_gib=0.1"))
+
+
 def test_a_length_above_the_checkpoints_is_refused() -> None:
     config = composed("target.max_model_len=257")
     assert model_length(config, 257) == 257

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,35 @@ def test_a_linked_folder_is_not_followed_when_cleared(tmp_path: Path) -> None:
     left = sorted(path.name for path in folder.iterdir())
     assert left == ["config.yaml", "overrides.yaml", "summary.json"]
     assert (kept / "file").exists()
+
+
+def test_meta_travels_unchanged(
+    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path, workload_file: Path
+) -> None:
+    metas = [{"a": [1, {"b": None}], "é": "\x1b[2J", "big": 10**30, "half": 0.5, "": {}}, {}, None]
+    lines = [{"prompt": "a", "meta": meta} for meta in metas]
+    workload_file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    use_engine(FakeEngine())
+    run_config()
+    rows = (tmp_path / "run" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(row)["meta"] for row in rows] == metas
+
+
+def test_control_characters_reach_neither_page_nor_terminal(
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    workload_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An id, a category or a prompt could clear the screen or hide what stands there."""
+    odd = "\x1b[2J\x07\x9b31m\r"
+    line = {"id": f"i{odd}", "category": f"c{odd}", "prompt": f"p{odd}", "max_tokens": 9}
+    workload_file.write_text(json.dumps(line), encoding="utf-8")
+    use_engine(FakeEngine(Behaviour(wrong_from={0: 3})))
+    assert run_config()["lossless"]["first_divergence"]["request"] == f"i{odd}"
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    for text in (page, "".join(capsys.readouterr())):
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+        assert r"i\x1b[2J\x07\x9b31m\x0d" in text

@@ -74,6 +74,7 @@ REQUEST_KEYS = [
     "ttft_ms",
     "latency_ms",
     "correct",
+    "meta",
 ]
 TRACE_KEYS = [
     "request",

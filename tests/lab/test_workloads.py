@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ BAD_LINES = {
     "not JSON": ("{prompt: 1}", "not JSON: Expecting property name"),
     "NaN": ('{"prompt": "a", "sampling": {"temperature": NaN}}', "NaN is no JSON number"),
     "a number of 5000 digits": ('{"max_tokens": ' + "9" * 5000 + "}", "not a workload line"),
+    "infinite answer": ('{"prompt": "a", "answer": 1e400}', "1e400 is infinite as a float"),
+    "infinite in meta": ('{"prompt": "a", "meta": {"a": [-1e999]}}', "-1e999 is infinite"),
+    "meta no object": ({**GOOD, "meta": [1]}, "meta: [1] is not allowed; it must be a JSON object"),
+    "meta very deep": (
+        '{"prompt": "a", "meta": {"a": ' + "[" * 60 + "]" * 60 + "}}",
+        "meta: is nested too deeply; allowed are 50 levels",
+    ),
     "no object": ([1, 2], "must be a JSON object, not list"),
     "misspelt key": ({"prmopt": "a"}, "unknown key 'prmopt'; did you mean 'prompt'?"),
     "unknown key": ({**GOOD, "xyzzy": 1}, "unknown key 'xyzzy'. Allowed: id, prompt"),
@@ -118,7 +126,7 @@ def test_files_that_cannot_be_used(config: RunConfig, path: Path, tmp_path: Path
     with pytest.raises(WorkloadError, match="cannot be read: No such file"):
         workloads.read(config)
     config.workload.path = str(tmp_path)
-    with pytest.raises(WorkloadError, match="Is a directory"):
+    with pytest.raises(WorkloadError, match="is a folder"):
         workloads.read(config)
     config.workload.path = "zoo:nothing"
     with pytest.raises(WorkloadError, match=r"ships .*zoo:tiny"):
@@ -276,3 +284,20 @@ def test_accuracy_counts_scored_requests_only() -> None:
         },
     }
     assert accuracy(requests, [None] * 4) is None
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+def test_a_workload_that_is_no_file_is_refused_without_waiting(
+    config: RunConfig, tmp_path: Path, kind: str
+) -> None:
+    """Catches a run that waits for a writer, or reads /dev/zero until the memory is full."""
+    path = tmp_path / "workload"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    config.workload.path = str(path)
+    with pytest.raises(WorkloadError, match=f"is a {kind}; give the path of a file"):
+        workloads.read(config)

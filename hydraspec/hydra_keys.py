@@ -1,0 +1,79 @@
+"""What may be overridden of Hydra's own configuration: nothing that names code, or leads outside
+the run folder. Hydra itself would import and call what `_target_`, `class` or `ext://` names.
+
+Belongs to the command line's layer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from hydraspec.config.messages import listing, refusal
+from hydraspec.errors import ConfigurationError
+
+CHOICES = {  # of groups whose files name classes: those that ship with Hydra, and ours
+    "hydra/job_logging": ("console", "default", "disabled", "none", "stdout"),
+    "hydra/hydra_logging": ("default", "disabled", "hydra_debug", "none"),
+    "hydra/launcher": ("basic",),
+    "hydra/sweeper": ("basic",),
+    "hydra/callbacks": (),
+}
+NAMES_CODE = {"_target_", "class", "()", "factory"}
+LOGGING = ("hydra.job_logging", "hydra.hydra_logging")
+LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
+
+
+def check_hydra_key(key: str, value: object) -> None:
+    """Refuse an override of Hydra's configuration that names code.
+
+    Raises:
+        ConfigurationError: naming the key.
+    """
+    if key in CHOICES:
+        if value not in CHOICES[key]:
+            allowed = listing(CHOICES[key]) or "none"
+            raise refusal(key, value, "is not available", allowed=allowed, remedy="leave it out")
+        return
+    parts = re.split(r"[.\[\]]+", key)
+    if NAMES_CODE & set(parts):
+        raise _names_code(key, value)
+    if ".".join(parts[:2]) not in LOGGING:
+        return
+    if parts[-1] != "level" or str(value).upper() not in LEVELS:
+        raise refusal(
+            key,
+            value,
+            "is not available: of logging only levels can be set",
+            allowed=f"{LOGGING[0]}.root.level=<one of {', '.join(LEVELS)}>",
+            remedy="use hydra.verbose=true, or hydra/job_logging=<choice>",
+        )
+
+
+def check_output_subdir(subdir: str | None) -> None:
+    """Refuse a hydra.output_subdir outside the run folder, or that is the run folder itself.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    if subdir is None:
+        return
+    path = PurePosixPath(subdir)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise refusal(
+            "hydra.output_subdir",
+            subdir,
+            "is no folder inside the run folder",
+            allowed="null, or a name such as .hydra",
+            remedy="leave it out: the run folder has its own config.yaml",
+        )
+
+
+def _names_code(key: str, value: object) -> ConfigurationError:
+    return refusal(
+        key,
+        value,
+        "names code, which no override may do",
+        allowed="keys that hold plain values",
+        remedy="leave it out",
+    )
