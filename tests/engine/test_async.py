@@ -35,6 +35,7 @@ from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig, W
 from hydraspec.engine.native.collect import Collector, Flight
 from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
 from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native.launch import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.timing import PhaseClock
@@ -49,6 +50,7 @@ from hydraspec.types import (
     Request,
     RequestStep,
     SamplingParams,
+    StepPlan,
     StepRecord,
 )
 
@@ -294,6 +296,32 @@ def test_times_of_a_step_ahead(dense: World) -> None:
         if isinstance(done, Completion):
             assert done.ttft_ms is not None
             assert 0 < done.ttft_ms < done.latency_ms <= wall_ms
+
+
+def test_a_slow_launch_is_charged_to_its_own_step(
+    dense: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: the step before a prompt, not collected yet, paid for the launch of the prompt, and
+    decodes looked slow wherever requests came and went."""
+    engine = ahead_engine(dense)
+    launch, num_slow = engine._start, 0
+
+    def slow_with_prompts(plan: StepPlan) -> LaunchedStep:
+        nonlocal num_slow
+        if not plan.num_drafts.any() and plan.num_rows.max() > 1:
+            num_slow += 1
+            time.sleep(0.3)
+        return launch(plan)
+
+    monkeypatch.setattr(engine, "_start", slow_with_prompts)
+    requests = requests_of(dense, SamplingParams(max_tokens=12, ignore_eos=True))[:3]
+    records = [
+        event for event in engine.run(requests, concurrency=1) if isinstance(event, StepRecord)
+    ]
+    prompts = [r.total_ms for r in records if any(part.is_prefill for part in r.requests)]
+    decodes = [r.total_ms for r in records if not any(part.is_prefill for part in r.requests)]
+    assert sum(total > 300 for total in prompts) == num_slow > 1
+    assert sum(total > 300 for total in decodes) == 0
 
 
 def test_other_engines_have_no_such_key() -> None:

@@ -123,7 +123,7 @@ def run_pytest(
     setting: Setting, tests: Sequence[str], *, workers: int, limit_s: int = TEST_LIMIT_S
 ) -> tuple[list[Result], str | None]:
     """The results of `tests`, which are arguments of pytest, and why there are none."""
-    pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     where = {"env": setting.environment("cuda"), "cwd": setting.tree}
     listing = processes.run(
         [*pytest, "--collect-only", *tests],

@@ -146,7 +146,18 @@ def _run_piece(setting: Setting, name: str) -> Piece:
 
 
 def _test_piece(setting: Setting, name: str, tests: list[str]) -> Piece:
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu", "--timeout=240"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-p",
+        "no:xdist",
+        "-m",
+        "gpu",
+        "--timeout=240",
+    ]
     return Piece(
         name=name,
         command=[setting.python, "-m", "pytest", *options, *tests],
@@ -156,7 +167,7 @@ def _test_piece(setting: Setting, name: str, tests: list[str]) -> Piece:
 
 
 def _kernel_tests(setting: Setting) -> list[str]:
-    options = ["-q", "-p", "no:cacheprovider", "--collect-only", "-m", "gpu"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--collect-only", "-m", "gpu"]
     ended = processes.run(
         [setting.python, "-m", "pytest", *options, "tests/kernels"],
         log=setting.work / "collected.txt",

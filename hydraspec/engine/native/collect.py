@@ -23,6 +23,7 @@ class Flight:
     step: LaunchedStep
     num_preempted: int  # while it was scheduled
     kv_usage: float  # with its blocks
+    launch_s: float  # what the host took to schedule and launch it
 
 
 class Collector:
@@ -63,7 +64,7 @@ class Collector:
         record = StepRecord(
             step=self._num_steps,
             phase_ms=clock.phase_ms(),
-            total_ms=clock.total_ms(),
+            total_ms=clock.total_ms(flight.launch_s),
             requests=requests,
             num_preempted=flight.num_preempted,
             num_running=len(self._scheduler.running),

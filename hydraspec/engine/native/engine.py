@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
@@ -15,6 +16,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.collect import Collector, Flight
+from hydraspec.engine.native.launch import LaunchedStep
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
 from hydraspec.engine.native.profiling import profile, profile_steps
 from hydraspec.engine.native.sequence import Scheduled, Sequence
@@ -52,7 +54,7 @@ class NativeEngine(Engine):
         on_cpu = self.parts.target.device.type == "cpu"
         self._clock = PhaseClock(enabled=on_cpu and not self._runs_ahead)
         self._schedule = self._clock.timed("schedule", self._next_plan)
-        self._start = self.parts.runner.launch
+        self._start = self._start_step
         self.parts.runner.time_with(self._clock)
 
     @torch.inference_mode()
@@ -72,6 +74,7 @@ class NativeEngine(Engine):
 
     def _launch(self) -> Flight | None:
         """Give the device its next step; None when nobody can run."""
+        begin = time.perf_counter()
         scheduled, plan = self._schedule()
         if plan is None:
             return None
@@ -81,10 +84,16 @@ class NativeEngine(Engine):
             self._start(plan),
             num_preempted=scheduler.take_num_preempted(),
             kv_usage=scheduler.kv.usage,
+            launch_s=0.0,
         )
         if self._runs_ahead:
             scheduler.launched(scheduled)
+        flight.launch_s = time.perf_counter() - begin
+        self._clock.launched(flight.launch_s)
         return flight
+
+    def _start_step(self, plan: StepPlan) -> LaunchedStep:
+        return self.parts.runner.launch(plan)
 
     def _next_plan(self) -> tuple[list[Scheduled], StepPlan | None]:
         scheduled = self._scheduler.schedule()
@@ -169,7 +178,7 @@ class NativeEngine(Engine):
         device's of a launched step."""
         before = self._schedule, self._start
         self._schedule = clock.timed("schedule", self._next_plan)
-        self._start = clock.timed("launch", device.timed("device", self.parts.runner.launch))
+        self._start = clock.timed("launch", device.timed("device", self._start_step))
         try:
             yield
         finally:

@@ -48,15 +48,19 @@ class HostClock:
 
 class PhaseClock:
     """Accumulates seconds per phase since `start`. Disabled, phases read null and only the total is
-    taken."""
+    taken.
+
+    A launch counts for the step that is launched: where the host runs a step ahead, the time to
+    launch a prompt is no part of the decode step whose results it has not collected yet.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._started = 0.0
+        self._started = self._launching = 0.0
 
     def start(self) -> None:
-        self._started = time.perf_counter()
+        self._started, self._launching = time.perf_counter(), 0.0
         for phase in PHASES:
             self._seconds[phase] = 0.0
 
@@ -73,8 +77,13 @@ class PhaseClock:
 
         return call
 
-    def total_ms(self) -> float:
-        return (time.perf_counter() - self._started) * 1e3
+    def launched(self, seconds: float) -> None:
+        """A step was launched since `start`, which took so long."""
+        self._launching += seconds
+
+    def total_ms(self, launch_s: float) -> float:
+        """Since `start`, but of the launches only that of the step itself, whenever it was."""
+        return (time.perf_counter() - self._started - self._launching + launch_s) * 1e3
 
     def phase_ms(self) -> dict[str, float | None]:
         return {phase: self._seconds[phase] * 1e3 if self._enabled else None for phase in PHASES}
