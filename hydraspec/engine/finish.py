@@ -88,7 +88,8 @@ class FinishCheck:
             return list(tokens)
         for count, token in enumerate(tokens, 1):
             sequence.token_ids.append(token)
-            if token in ends or (sampling.stop and self._stop_string(sequence)):
+            is_stopped = bool(sampling.stop) and self._stop_string(sequence)  # also cuts the text
+            if is_stopped or token in ends:
                 sequence.finish_reason = "stop"
             elif (
                 sequence.num_tokens - sequence.num_prompt >= sampling.max_tokens

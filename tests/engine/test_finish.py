@@ -49,6 +49,19 @@ def test_a_stop_string_is_found_where_the_whole_text_first_holds_it(seed: int) -
     assert sequence.text == text[: min(text.find(s) for s in stops if s in text)]
 
 
+@pytest.mark.parametrize("ends", ["eos", "stop_token_ids"])
+def test_a_stop_string_is_cut_where_its_last_token_ends_the_request_too(ends: str) -> None:
+    """Catches the stop string left in the text because the token alone was looked at."""
+    sampling = SamplingParams(
+        max_tokens=9, stop=("ba",), stop_token_ids=(2,) if ends == "stop_token_ids" else ()
+    )
+    sequence = offered(5, sampling)
+    check = FinishCheck([2] if ends == "eos" else [], 10_000, decode)
+    assert check.append(sequence, [6, 3, 2, 4]) == [6, 3, 2]
+    assert sequence.finish_reason == "stop"
+    assert check.text(sequence) == "abc"
+
+
 def test_the_whole_text_is_not_decoded_at_every_token() -> None:
     longest = 0
 
