@@ -75,7 +75,7 @@ def load_eagle(
         )
         head.vocab_map = _vocab_map(head, entries, target, weights, where)
         shares = _share_equal_embedding(head, target)
-        head.spec = _spec(config, layers, ids, head, target, shares)
+        head.spec = _spec(config, layers, ids, head, target, shares, entries)
         head.finish(_suppressed(head, target))
     return head
 
@@ -301,6 +301,7 @@ def _spec(
     head: EagleHead,
     target: TargetModel,
     shares_embedding: bool,
+    entries: Entries,
 ) -> DraftSpec:
     notes = list(config.notes)
     if ids and config.aux_layer_ids is None:
@@ -308,6 +309,11 @@ def _spec(
             f"the drafter's config names no aux layers; it reads the states after layers "
             f"{list(ids)} of the target's {target.num_layers}, the default of EAGLE-3's authors: "
             f"if acceptance is low, give {AUX_KEY}"
+        )
+    if entries and config.method != "eagle" and "lm_head.weight" not in entries:
+        notes.append(  # EAGLE-1 heads have none; an embedding is often the target's by intent
+            "the drafter's files lack lm_head.weight, which heads of its kind bring; the target's "
+            "is used instead: if acceptance is low, download the drafter again"
         )
     if layers.max_position_embeddings < target.max_position_embeddings:
         notes.append(

@@ -145,6 +145,21 @@ def test_embeddings_are_shared_raw_where_the_file_has_none(tmp_path: Path) -> No
     check_chain(rng, plain, shared, target)
 
 
+def test_a_head_that_the_target_stands_in_for_is_named(tmp_path: Path) -> None:
+    """Catches a dropped lm_head: the target's takes its place, and no draft is accepted."""
+    rng = np.random.default_rng(5)
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle3(rng, target)
+    while plain.layer["hidden_size"] != 16 or plain.ids is not None:
+        plain = draw_eagle3(rng, target)
+    for lacking in ((), ("embed_tokens.weight",), ("lm_head.weight",)):
+        folder = write_speculators(tmp_path / "".join(("d", *lacking)), plain, without=lacking)
+        notes = [n for n in load(folder, "eagle3", target).spec.notes if "lack" in n]
+        assert len(notes) == ("lm_head.weight" in lacking)
+        if notes:
+            assert "files lack lm_head.weight, which heads of its kind bring" in notes[0]
+
+
 def test_suppressed_tokens_are_never_drafted(tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     target = FakeTarget(rng, hidden_size=16, vocab_size=40)
