@@ -181,11 +181,11 @@ def _cells(row: Row, columns: Sequence[str]) -> list[str]:
 
 
 def _plus_minus(estimate: Mapping[str, Any] | None) -> str:
-    """The mean and half the 95 % interval: short enough for a column."""
+    """The mean and half the 95 % interval, or a dash: short enough for a column."""
     if estimate is None or estimate["mean"] is None:
         return "-"
     if not estimate["ci95"]:
-        return number(estimate["mean"])
+        return f"{number(estimate['mean'])} ±-"
     low, high = estimate["ci95"]
     return f"{estimate['mean']:.2f} ±{(high - low) / 2:.2f}"
 
@@ -201,7 +201,7 @@ def _header(columns: Sequence[str]) -> list[str]:
 def _notes(comparison: Comparison) -> list[str]:
     notes = [
         "Marked: the most tokens per second among jobs that differ in the method only.",
-        "±: half a 95 % interval, bootstrap over requests.",
+        "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
     ]
     if comparison.unfinished:
         notes.append(f"Without a result: job {', '.join(comparison.unfinished)}.")

@@ -20,9 +20,10 @@ from hydraspec.lab.report_charts import (
 )
 from hydraspec.lab.report_style import card, facts, legend, page, table
 from hydraspec.lab.summary import PROFILE
-from hydraspec.metrics.console import number
+from hydraspec.metrics.console import TOO_FEW, number
 from hydraspec.metrics.files import Json, plain
 
+FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
 METHOD, SECOND, BASELINE = "var(--method)", "var(--second)", "var(--baseline)"
 VERDICTS = {
     "identical": ("good", "Identical", "every greedy output equals the baseline's, token by token"),
@@ -88,7 +89,9 @@ def _headline(summary: Json) -> str:
         cards.append(_figure("Speedup", f"{summary['speedup']['mean']:.2f}×", note))  # noqa: RUF001
     if summary["acceptance_length"]["mean"] is not None:
         most = summary["num_speculative_tokens"] + 1
+        over_requests = number(summary["acceptance_length"]["mean_over_requests"])
         note = f"{_range(summary['acceptance_length'])}, tokens per verification, at most {most}"
+        note += f"; {over_requests} as a mean over requests"
         cards.append(
             _figure("Acceptance length", number(summary["acceptance_length"]["mean"]), note)
         )
@@ -114,7 +117,7 @@ def _figure(label: str, figure: str, note: str, kind: str = "") -> str:
 
 def _range(estimate: Json) -> str:
     if not estimate["ci95"]:
-        return "one request, so no interval"
+        return f"no interval: {TOO_FEW}"
     return "95 % interval {:.2f} to {:.2f}".format(*estimate["ci95"])
 
 
@@ -155,6 +158,8 @@ def _by_position(summary: Json) -> str:
         ),
     ]
     labels = [f"draft {i + 1}" if len(rates) <= 8 else str(i + 1) for i in range(len(rates))]
+    reached = summary["num_reached_per_position"]
+    labels = [label + _few(n) for label, n in zip(labels, reached, strict=True)]
     chart = grouped_bars(labels, series, description="Acceptance rate by draft position")
     return card(
         "Accepted drafts by position",
@@ -166,12 +171,22 @@ def _by_position(summary: Json) -> str:
     )
 
 
+def _few(num_drafts: int) -> str:
+    """How many drafts a bar is of, where they are few."""
+    return f" (n={num_drafts})" if num_drafts < FEW_DRAFTS else ""
+
+
 def _by_category(summary: Json) -> str:
     lengths = {k: v for k, v in summary["acceptance_length_by_category"].items() if v is not None}
     if not lengths:
         return ""
     bars = [
-        Bar(label=name[:24], value=value, text=number(value), color=METHOD)
+        Bar(
+            label=name[:24],
+            value=value,
+            text=number(value) + _few(summary["num_drafts_by_category"][name]),
+            color=METHOD,
+        )
         for name, value in sorted(lengths.items(), key=lambda item: -item[1])
     ]
     chart = horizontal_bars(bars, description="Acceptance length by category", mark=1.0)
@@ -215,8 +230,14 @@ def _speed(summary: Json) -> str:
         "Speed",
         horizontal_bars(bars, description="Decode throughput") if bars else "",
         table(["", *(name for name, _, _ in sides)], rows),
-        note="Decode throughput with 95 % intervals, bootstrap over requests",
+        note=_throughput_note(sides),
     )
+
+
+def _throughput_note(sides: Sequence[tuple[str, Json, str]]) -> str:
+    if all(side["output_tokens_per_second_ci95"] is None for _, side, _ in sides):
+        return f"Decode throughput; no interval: {TOO_FEW}"
+    return "Decode throughput with 95 % intervals, bootstrap over requests"
 
 
 def _breakdown(summary: Json) -> str:

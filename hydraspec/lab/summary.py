@@ -140,11 +140,16 @@ def _acceptance(meter: Meter) -> Json:
         "num_drafts": meter.num_drafts(),
         "num_draft_tokens": meter.num_draft_tokens(),
         "num_accepted_tokens": meter.num_accepted_tokens(),
-        "acceptance_length": meter.acceptance_length().to_json(),
+        "acceptance_length": {
+            **meter.acceptance_length().to_json(),
+            "mean_over_requests": meter.acceptance_length_over_requests(),
+        },
         "acceptance_rate": meter.acceptance_rate(),
         "acceptance_rate_per_position": meter.acceptance_rate_per_position(),
         "conditional_acceptance_rate_per_position": conditional,
         "acceptance_length_by_category": meter.acceptance_length_by_category(),
+        "num_reached_per_position": meter.num_reached_per_position(),
+        "num_drafts_by_category": meter.num_drafts_by_category(),
     }
 
 

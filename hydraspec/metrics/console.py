@@ -17,8 +17,10 @@ from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.metrics.statistics import MIN_REQUESTS
 from hydraspec.types import Completion, StepRecord
 
+TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
 
 
@@ -105,14 +107,14 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def interval(estimate: Mapping[str, Any] | None, unit: str = "") -> str:
-    """ "2.67 (2.58 to 2.75)", with the 95 % interval where there is one."""
+    """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
     if estimate is None or estimate["mean"] is None:
         return "-"
     text = f"{estimate['mean']:.2f}{unit}"
-    if estimate["ci95"]:
-        low, high = estimate["ci95"]
-        text += f" ({low:.2f} to {high:.2f})"
-    return text
+    if not estimate["ci95"]:
+        return f"{text} (n < {MIN_REQUESTS}, no interval)"
+    low, high = estimate["ci95"]
+    return f"{text} ({low:.2f} to {high:.2f})"
 
 
 def verdict_words(summary: Mapping[str, Any]) -> str:
@@ -194,6 +196,11 @@ def _table_rows(summary: Mapping[str, Any], baseline: Mapping[str, Any] | None) 
         rates = "  ".join(number(rate) for rate in summary["acceptance_rate_per_position"])
         rows += [
             ["acceptance length", interval(summary["acceptance_length"]), "-"],
+            [
+                "  mean over requests",
+                number(summary["acceptance_length"]["mean_over_requests"]),
+                "-",
+            ],
             ["acceptance rate by position", rates, "-"],
         ]
     for label, key, digits in (

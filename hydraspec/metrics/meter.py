@@ -170,6 +170,28 @@ class Meter:
         """
         return self._acceptance_length(self.completed)
 
+    def acceptance_length_over_requests(self) -> float | None:
+        """Mean over the requests with drafts of 1 + accepted tokens / drafts of each.
+
+        Every request weighs the same here; in `acceptance_length` every verification does, so that
+        long outputs weigh more.
+        """
+        lengths = [1 + c.num_accepted_tokens / c.num_drafts for c in self.completed if c.num_drafts]
+        return ratio(sum(lengths), len(lengths))
+
+    def num_drafts_by_category(self) -> dict[str, int]:
+        """`num_drafts` of the requests of each category, in order of first appearance."""
+        counts: dict[str, int] = {}
+        for c in self.completed:
+            if c.category is not None:
+                counts[c.category] = counts.get(c.category, 0) + c.num_drafts
+        return counts
+
+    def num_reached_per_position(self) -> list[int]:
+        """Steps that offered a draft token at i and accepted the one before, i in 0..K-1: what the
+        conditional acceptance rates are shares of."""
+        return self._per_position("reached_per_position")
+
     def acceptance_length_by_category(self) -> dict[str, float | None]:
         """`acceptance_length` of the requests of each category, in order of first appearance."""
         groups: dict[str, list[RequestCounters]] = {}

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 NUM_RESAMPLES = 2000
 MAX_INDICES_AT_ONCE = 4_000_000  # bounds the memory of a bootstrap over very many requests
+MIN_REQUESTS = 5  # that contribute, for an interval
 SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own seed
 
 
@@ -16,8 +17,8 @@ SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own see
 class Estimate:
     """A mean and its 95 % interval; null where there is nothing to estimate from.
 
-    The interval is null for fewer than two requests: a bootstrap over one request would claim
-    certainty.
+    The interval is null where fewer than MIN_REQUESTS requests contribute: a bootstrap over so few
+    would claim certainty.
     """
 
     mean: float | None
@@ -69,10 +70,10 @@ def ratio_of_rates(
 
 def _resampled_sums(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sums of each column [C, R] over NUM_RESAMPLES draws of R requests with replacement: [C,
-    NUM_RESAMPLES].
+    NUM_RESAMPLES]; none where fewer than MIN_REQUESTS are not all zero.
     """
     num_requests = columns.shape[1]
-    if num_requests < 2:
+    if np.count_nonzero(columns.any(axis=0)) < MIN_REQUESTS:
         return np.empty((columns.shape[0], 0))
     rng = np.random.default_rng(SEED)
     size = max(1, MAX_INDICES_AT_ONCE // num_requests)

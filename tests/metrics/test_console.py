@@ -22,7 +22,7 @@ SUMMARY: dict[str, Any] = {
     "num_requests": 2,
     "num_errors": 1,
     "num_drafts": 4,
-    "acceptance_length": {"mean": 2.5, "ci95": [2.25, 2.75]},
+    "acceptance_length": {"mean": 2.5, "ci95": [2.25, 2.75], "mean_over_requests": 2.25},
     "acceptance_rate_per_position": [1.0, None],
     "output_tokens_per_second": 1234.5,
     "time_per_output_token_ms": 0.5,
@@ -91,7 +91,9 @@ def test_a_bar_on_a_terminal() -> None:
 def test_figures() -> None:
     assert number(None) == "-"
     assert number(1234.5, 1) == "1,234.5"
-    assert interval({"mean": 2.0, "ci95": None}, "x") == "2.00x"
+    assert (
+        interval({"mean": 2.0, "ci95": None}, "x") == "2.00x (n < 5, no interval)"
+    )
     first = {"request": "r1", "position": 7}
     lossless = {
         "verdict": "diverged",

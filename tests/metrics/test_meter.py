@@ -223,6 +223,20 @@ def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:
     assert speedup(ours, Meter([])).mean is None
 
 
+def test_the_mean_over_requests_gives_each_the_same_weight() -> None:
+    """A long output of poor drafts and a short one of good ones: 1.22 pooled, 2 over requests;
+    one without drafts counts in neither."""
+    meter = Meter(make_requests(3), num_speculative_tokens=2)
+    for _ in range(8):
+        meter.add_step(step(part(0, 2, 0)))
+    for index in range(3):
+        meter.add_completion(completion(index))
+    meter.add_step(step(part(1, 2, 2), part(2)))
+    assert meter.acceptance_length().mean == pytest.approx(1 + 2 / 9)
+    assert meter.acceptance_length_over_requests() == pytest.approx((1 + 3) / 2)
+    assert meter.num_reached_per_position() == [9, 1]
+
+
 def test_bootstrap_matches_the_normal_interval() -> None:
     """Catches a bootstrap over steps, or one that does not resample pairs: compare with the
     delta method.
@@ -252,9 +266,16 @@ def test_paired_bootstrap_cancels_what_both_sides_share() -> None:
     assert estimate.ci95 == pytest.approx((2, 2))
 
 
-@pytest.mark.parametrize("count", [0, 1], ids=["no request", "one request"])
-def test_too_few_requests_have_no_interval(count: int) -> None:
-    assert ratio_of_sums([1.0] * count, [2.0] * count).ci95 is None
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("without_drafts", [0, 9])
+def test_too_few_requests_have_no_interval(count: int, without_drafts: int) -> None:
+    """Requests that contribute nothing do not count."""
+    rest = [0.0] * without_drafts
+    tops, bottoms = [1.0] * count + rest, [2.0] * count + rest
+    assert ratio_of_sums(tops, bottoms).ci95 is None
+    assert ratio_of_rates((tops, bottoms), (bottoms, tops)).ci95 is None
+    if count == 4:
+        assert ratio_of_sums([1.0, *tops], [2.0, *bottoms]).ci95 == (0.5, 0.5)
 
 
 def test_many_requests_are_resampled_in_pieces() -> None:
