@@ -18,6 +18,7 @@ from hydraspec import factory
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, report, summary, verdict, workloads
+from hydraspec.lab.cautions import accuracy_caution, cautions
 from hydraspec.lab.folder import STEPS, TRACE, RunFolder
 from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
@@ -221,7 +222,7 @@ class _Run:
         failures = summary.failure_warnings(
             self.measurement.completions(Side.method), self.measurement.completions(Side.baseline)
         )
-        return summary.build(
+        result = summary.build(
             config=self.config,
             info=info,
             requests=self.requests,
@@ -243,8 +244,15 @@ class _Run:
                 *summary.build_warnings(self.measurement.observed),
                 *failures,
                 *verdict.remarks(lossless, info),
+                *accuracy_caution(
+                    self.requests,
+                    self.measurement.completions(Side.method),
+                    self.measurement.completions(Side.baseline),
+                ),
             ],
         )
+        result["warnings"] += cautions(self.config, result)
+        return result
 
     def _write(self, result: Json, rows: Sequence[Json]) -> None:
         self.folder.write_summary(result)

@@ -1,0 +1,155 @@
+"""What a run says of figures that are no good news: the likely cause, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import Behaviour, FakeEngine
+
+from hydraspec.config.schema import RunConfig, Verification, Weights
+from hydraspec.lab.cautions import ENOUGH_DRAFTS, accuracy_caution, cautions, sign_test
+from hydraspec.types import Completion, Request, SamplingParams
+
+Use = Callable[[FakeEngine], FakeEngine]
+Run = Callable[[], dict[str, Any]]
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    return {
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "num_drafts": ENOUGH_DRAFTS,
+        "acceptance_rate_per_position": [0.008, 0.0, 0.0],
+        "acceptance_length": {"mean": 1.008},
+        "speedup": None,
+        "device": "cpu",
+        **changes,
+    }
+
+
+GOOD = {"acceptance_rate_per_position": [0.7, 0.5, 0.3]}
+
+
+def test_drafts_that_are_hardly_ever_accepted_are_named(config: RunConfig) -> None:
+    """Catches a dropped lm_head: a run that ends ok with an acceptance length of 1.008."""
+    (said,) = cautions(config, figures())
+    assert "hardly ever accepted: 0.8% of first drafts, acceptance length 1.01 of at most 4" in said
+    assert "likely cause: the drafter was trained for another target" in said
+    assert "to try: the drafter made for this target as method.checkpoint" in said
+    config.method.weights = Weights.random
+    assert "method.weights=random" in cautions(config, figures())[0]
+    config.method.verification = Verification.synthetic
+    assert cautions(config, figures()) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [GOOD, {"num_drafts": ENOUGH_DRAFTS - 1}, {"num_drafts": 0}], ids=str
+)
+def test_good_or_few_drafts_are_not(config: RunConfig, changes: dict[str, Any]) -> None:
+    assert cautions(config, figures(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("ci95", "device", "cause"),
+    [
+        ((0.58, 0.66), "cpu", "on a CPU the rows that verify drafts"),
+        ((0.58, 0.66), "cuda:0", "cost more than the accepted drafts save"),
+        ((0.9, 1.1), "cpu", None),
+        (None, "cpu", None),
+    ],
+)
+def test_a_run_that_is_slower_says_why(
+    config: RunConfig, ci95: tuple[float, float] | None, device: str, cause: str | None
+) -> None:
+    speedup = {"mean": 0.62, "ci95": ci95}
+    said = cautions(config, figures(**GOOD, speedup=speedup, device=device))
+    assert len(said) == (cause is not None)
+    if cause is not None:
+        assert "slower than method=none here: speedup 0.62x (0.58 to 0.66)" in said[0]
+        assert cause in said[0]
+        assert "method.num_speculative_tokens" in said[0]
+
+
+def test_random_text_is_no_measure_of_acceptance(config: RunConfig) -> None:
+    config.workload.name = "random"
+    random, hardly = cautions(config, figures())
+    assert "method.verification=synthetic" in random
+    assert "likely cause: workload=random" in hardly
+    config.method.verification = Verification.synthetic
+    assert cautions(config, figures()) == []
+
+
+def test_a_run_prints_and_saves_them(
+    use_engine: Use, run_config: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_engine(FakeEngine(Behaviour(accepted=(0,), ms_per_step=8.0)))
+    summary = run_config()
+    assert summary["acceptance_length"] == {
+        "mean": 1.0,
+        "ci95": [1.0, 1.0],
+        "mean_over_requests": 1.0,
+    }
+    printed = capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    for said in summary["warnings"]:
+        assert said in printed
+    assert any("slower than method=none" in said for said in summary["warnings"])
+    assert "slower than method=none" in page
+    assert "(n=" in page  # few drafts
+
+
+# ------------------------------------------------------------------ answers
+
+
+def answered(rights: str) -> dict[int, Completion]:
+    """Completions by index: x is right, . is wrong, e an error."""
+    return {
+        i: Completion(
+            index=i,
+            prompt_token_ids=[1],
+            output_token_ids=[1],
+            text="5" if mark == "x" else "6",
+            finish_reason="error" if mark == "e" else "stop",
+            error=None,
+            ttft_ms=None,
+            latency_ms=1.0,
+        )
+        for i, mark in enumerate(rights)
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "baseline", "says"),
+    [
+        ("x" * 9, "." * 9, "9 are right with the method only and 0 with the baseline only"),
+        ("." * 9, "x" * 9, "9 are right with the baseline only and 0 with the method only"),
+        ("x" * 8 + "e", "." * 9, "of 8 answers 8 are right with the method only"),
+        ("x" * 7, "." * 7, None),  # 2 / 2**7 is above 1 %
+        ("x" * 20 + "..", "x" * 20 + "xx", None),
+        ("x" * 40, "x" * 40, None),
+    ],
+)
+def test_answers_that_differ_beyond_noise_are_said_loudly(
+    method: str, baseline: str, says: str | None
+) -> None:
+    """Catches a baseline that answers garbage beside a method that is right: exit 0, speedup 1.4.
+    Paired: what both sides get right or wrong says nothing."""
+    requests = [
+        Request(index=i, id=str(i), sampling=SamplingParams(), answer="5")
+        for i in range(len(method))
+    ]
+    said = accuracy_caution(requests, answered(method), answered(baseline))
+    assert len(said) == (says is not None)
+    if says is not None:
+        assert "EXACT MATCH DIFFERS" in said[0]
+        assert says in said[0]
+    assert accuracy_caution(requests, answered(method), {}) == []
+
+
+def test_the_sign_test_is_exact() -> None:
+    assert sign_test(0, 0) == sign_test(5, 5) == sign_test(5, 4) == 1.0
+    assert sign_test(8, 0) == sign_test(0, 8) == 2 / 256
+    assert sign_test(1, 9) == pytest.approx(22 / 1024)
