@@ -30,7 +30,7 @@ class TargetModel(Protocol):
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
         """The KV groups, in the order of Batch.slot_mapping. Also sets the block size that
-        forward reads with.
+        forward reads with: engines that share weights have a shallow copy of the target each.
         """
         ...
 

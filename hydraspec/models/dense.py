@@ -66,6 +66,7 @@ class DenseTarget(Decoder):
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
         """Sliding layers first, then full ones; also sets the block size forward reads with."""
         self.block_size = block_size
+        self.groups = {}  # not cleared: another engine's view of this target has the old ones
         specs = []
         for kind in (SLIDING, FULL):
             layers = tuple(i for i, x in enumerate(self.config.kinds) if x == kind)

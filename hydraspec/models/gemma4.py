@@ -126,6 +126,7 @@ class Gemma4Target(Decoder):
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
         """Sliding layers first, then full ones; also sets the block size forward reads with."""
         self.block_size = block_size
+        self.groups = {}  # not cleared: another engine's view of this target has the old ones
         specs = []
         for kind in (SLIDING, FULL):
             owners = [

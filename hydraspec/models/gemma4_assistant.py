@@ -8,6 +8,7 @@ uses p + 1; the weights are the same, and the target's cache at p is what both r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +138,10 @@ class Gemma4Assistant:
                 )
             self.clusters = self.ordering.view(self.config.num_centroids, -1)
 
+    def read_from(self, specs: Sequence[KVGroupSpec]) -> None:
+        """Read caches laid out as the target's groups say, which come first in `specs`."""
+        self.sources = {kind: (g, specs[g]) for kind, (g, _) in self.sources.items()}
+
     def begin(
         self,
         positions: Tensor,  # [B] p, the last position with target KV
@@ -154,7 +159,7 @@ class Gemma4Assistant:
                 num_heads=self.config.text.num_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
-                block_size=self.target.block_size,
+                block_size=spec.block_size,
                 window=self.config.text.sliding_window if spec.window is not None else None,
             )
             dtype = self.place.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from hydraspec_kernels.step_inputs import NewestRows
@@ -10,7 +11,7 @@ from torch import Tensor
 from hydraspec.models.base import TargetModel
 from hydraspec.models.gemma4_assistant import DraftContext, Gemma4Assistant, load_assistant
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
-from hydraspec.types import Batch, RequestState, TargetStep
+from hydraspec.types import Batch, KVGroupSpec, RequestState, TargetStep
 
 
 class Gemma4Speculator(AutoRegressiveSpeculator):
@@ -25,6 +26,10 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
     def load_draft_model(self, target: TargetModel, checkpoint: str) -> Gemma4Assistant:
         weights = self.config.method.weights.value
         return load_assistant(checkpoint, weights=weights, target=target, seed=self.config.seed)
+
+    def bind_kv_caches(self, specs: Sequence[KVGroupSpec], caches: list[Tensor | None]) -> None:
+        super().bind_kv_caches(specs, caches)
+        self.head.read_from(specs)
 
     def begin(self, row: NewestRows, batch: Batch) -> DraftContext:
         max_seq_len = max(segment.max_seq_len for segment in batch.segments)

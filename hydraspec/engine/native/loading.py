@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -123,6 +124,7 @@ def assemble(
 
     `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
     """
+    target = copy(target)  # the same weights; kv_groups sets the block size of this engine alone
     max_model_len = model_length(config, target.max_position_embeddings)
     warnings: list[str] = []
     modes = _resolve_modes(config, target, speculator, backend)
@@ -130,10 +132,11 @@ def assemble(
         backend = CudaGraphBackend(target.device)
     memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
     activation_bytes = 0
-    if target.device.type == "cuda":
+    on_cuda = target.device.type == "cuda"
+    if on_cuda or backend is not None:
         rehearsing = rehearsing_runner(config, target, speculator, max_model_len, modes, backend)
         _compile(rehearsing)
-        if kv is None:
+        if on_cuda and kv is None:
             activation_bytes = _measure_activations(rehearsing)
             memory_bytes["activations"] = activation_bytes
         del rehearsing
