@@ -1,0 +1,31 @@
+"""Random configurations of engines over Qwen3, Llama, Mistral, DeepSeek and MiMo targets, and over
+small random Gemma 4 ones: the twin of test_fuzz_gemma4.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fuzz_cases import ON_CPU, OTHERS
+from fuzz_engines import run_cases
+from fuzz_stages import RANDOM_PAIRS
+
+NUM_SHARDS, SHARD = 13, 24  # 312 configurations
+CHOICES = replace(ON_CPU, pairs=OTHERS)
+QUICK = [pair for pair in RANDOM_PAIRS if "eagle" not in pair.stage]
+
+
+def test_a_few_configurations_decode_as_the_plain_engine() -> None:
+    """Two of every small target."""
+    tally = run_cases(range(1000, 1000 + 2 * len(QUICK)), replace(CHOICES, pairs=tuple(QUICK)))
+    assert tally.num_cases == 10
+    assert tally.num_accepted > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+def test_configurations_decode_as_the_plain_engine(shard: int) -> None:
+    tally = run_cases(range(shard * SHARD, (shard + 1) * SHARD), CHOICES)
+    assert tally.num_cases == SHARD
+    assert tally.num_accepted > 0.05 * tally.num_drafts
