@@ -18,6 +18,8 @@ from hydraspec.types import Completion, Request, StepRecord
 NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
+MOST_WHOLE_RUNS = 3  # of a warm-up, where kernels are compiled when they are first met
+WHOLE_ROUNDS = 4  # times the requests that are offered at once: so many run whole
 PROFILED_REQUESTS = 32  # at most, and no more than are offered at once
 
 
@@ -60,17 +62,22 @@ class Measurement:
 
     def warm_up(self) -> None:
         """Have every engine build what the workload needs, then run a few tokens of a few requests;
-        nothing is counted."""
+        while such a run still compiles kernels, some requests whole. Nothing is counted."""
         count = min(self.concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
         few = [
             replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
             for r in self.requests[:count]
         ]
+        whole = self.requests[: WHOLE_ROUNDS * count]
         for engine in self.engines.values():
             engine.prepare(self.requests)
-            with closing_run(engine, few, self.concurrency) as events:
-                for _ in events:
-                    pass
+            for requests in (few, *[whole] * MOST_WHOLE_RUNS):
+                built_before = engine.num_built()
+                with closing_run(engine, requests, self.concurrency) as events:
+                    for _ in events:
+                        pass
+                if engine.num_built() == built_before:
+                    break
 
     def run(self) -> None:
         """Decode the workload in NUM_ROUNDS parts, each with every side in turn."""

@@ -42,6 +42,8 @@ def broken(out, x, count, SIZE: triton.language.constexpr):  # type: ignore[no-u
 class Diary:
     compiled: list[str] = field(default_factory=list)
     loaded_in: list[threading.Thread] = field(default_factory=list)
+    num_loading: int = 0
+    most_at_once: int = 0
     launched: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -61,6 +63,10 @@ class FakeKernel:
     def run(self) -> Any:
         if not self._is_loaded:
             self._is_loaded = True
+            self._diary.num_loading += 1
+            self._diary.most_at_once = max(self._diary.most_at_once, self._diary.num_loading)
+            time.sleep(0.01)
+            self._diary.num_loading -= 1
             self._diary.loaded_in.append(threading.current_thread())
         return lambda x, *args: self._diary.launched.append((self._name, x))
 
@@ -157,6 +163,15 @@ def test_a_kernel_that_was_there_before_is_not_launched_either(diary: Diary) -> 
         run_steps(kernel)
     assert not diary.launched
     assert len(diary.compiled) == 3
+
+
+def test_kernels_are_loaded_one_at_a_time(diary: Diary) -> None:
+    """The bug: two launchers imported at once, and a kernel called with the other one's."""
+    kernel, _ = kernels()
+    with compiled_ahead(CUDA):
+        run_steps(kernel)
+    assert len(diary.loaded_in) == 3
+    assert diary.most_at_once == 1
 
 
 def test_the_first_launch_tells_why_a_kernel_does_not_compile(diary: Diary) -> None:

@@ -34,3 +34,16 @@ def test_a_capture_in_a_measured_round_is_warned_of(
     assert summary["baseline"]["built_in_rounds"] == NOTHING
     (warning,) = [w for w in summary["warnings"] if "measured rounds" in w]
     assert warning.startswith("1 kernels were compiled and 1 graphs captured")
+
+
+def test_a_warm_up_goes_on_while_kernels_are_compiled(use_engine: Use, run_config: Run) -> None:
+    """Without graphs a step's kernels depend on its rows, and more of them are met by whole
+    requests than by a few tokens. What an endless compiler builds is reported, not waited for."""
+    quiet = use_engine(FakeEngine())
+    run_config()
+    once = use_engine(FakeEngine(Behaviour(builds_at_step=0)))
+    run_config()
+    assert once.num_steps > quiet.num_steps
+    always = use_engine(FakeEngine(Behaviour(builds_always=True)))
+    assert run_config()["built_in_rounds"]["kernels"] > 0
+    assert always.num_steps > once.num_steps

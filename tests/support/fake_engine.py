@@ -58,6 +58,7 @@ class Behaviour:
     raise_at_step: dict[int, BaseException] = field(default_factory=dict)  # counted over all runs
     ms_per_step: float = 2.0
     builds_at_step: int | None = None  # a kernel is compiled and a graph captured then
+    builds_always: bool = False  # the same in every step
 
 
 class FakeEngine(Engine):
@@ -95,6 +96,8 @@ class FakeEngine(Engine):
             yield from self._batch(list(requests[first : first + size]))
 
     def num_built(self) -> Built:
+        if self.behaviour.builds_always:
+            return Built(self.num_steps, self.num_steps)
         late = self.behaviour.builds_at_step
         return Built(1, 1) if late is not None and self.num_steps > late else Built()
 

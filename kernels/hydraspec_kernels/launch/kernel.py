@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -87,13 +87,17 @@ class _Loading(Executor):
 
     They hold the interpreter a third of the time, so forked processes compile into Triton's cache
     first, and the threads find it there.
+
+    Kernels are loaded one at a time. All launchers are extension modules of one name: where kernels
+    share a launcher, its second import updates whatever module has that name in sys.modules, and a
+    thread that has just imported another launcher would take its function from there.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._compilations: list[Callable[[], Any]] = []
         self._futures: list[Future[Any]] = []
-        self._may_start, self._is_given_up = Event(), False
+        self._may_start, self._is_given_up, self._loads = Event(), False, Lock()
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def compile_and_load() -> Any:
@@ -101,7 +105,8 @@ class _Loading(Executor):
             if self._is_given_up:
                 raise RuntimeError("given up")
             kernel = compile_kernel()
-            kernel.run  # noqa: B018  a property that loads
+            with self._loads:
+                kernel.run  # noqa: B018  a property that loads
             return kernel
 
         self._compilations.append(compile_kernel)
