@@ -8,33 +8,49 @@ draft of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import permutations
+from typing import Any
 
 import engine_company
 import pytest
 from engine_company import LAUNCHES, Company
-from fuzz_stages import PAIRS, Pair
+from fuzz_stages import PAIRS, RANDOM_PAIRS, Pair
 from graph_runs import attention_as_on_devices
 from rehearsed import rehearse_on_cpu, rehearse_where_it_decodes
 
 from hydraspec.engine.native import loading
 
-QUICK = {"random mimo", "random sharing"}
+QUICK = {("random mimo", "graphs"), ("random sharing", "eager")}
+ORDERS = tuple(permutations(["k", "own", "none"]))
+# The zoo's models are slow on a CPU: graphs and one order of them.
 EVERY_PAIR = [
-    pytest.param(
-        pair,
-        id=f"{pair.stage}-{pair.method}",
-        marks=[] if pair.stage in QUICK else [pytest.mark.slow],
-    )
+    (pair, launch)
     for pair in PAIRS
-    if pair.method != "none"
+    for launch in LAUNCHES
+    if pair.method != "none" and (pair in RANDOM_PAIRS or launch == "graphs")
 ]
-ORDERS = [
-    pytest.param(order, id="-".join(order), marks=pytest.mark.slow if place else [])
-    for place, order in enumerate(permutations(["k", "own", "none"]))
+EVERY_ORDER = [
+    (pair, launch, order)
+    for pair, launch in EVERY_PAIR
+    for order in (ORDERS if launch == "eager" else ORDERS[:1])
 ]
+
+
+def quick_or_slow(cases: Sequence[Any]) -> list[Any]:
+    """A few are quick: the first of those that QUICK names."""
+    quick = {case[:2]: case for case in reversed(cases) if (case[0].stage, case[1]) in QUICK}
+    return [
+        pytest.param(
+            *case,
+            id="-".join((case[0].stage, case[0].method, case[1], *(*case[2:], ())[0])),
+            marks=[] if case in quick.values() else [pytest.mark.slow],
+        )
+        for case in cases
+    ]
+
+
 alone = cache(engine_company.alone)
 
 
@@ -45,23 +61,19 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearse_on_cpu(monkeypatch)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("pair", EVERY_PAIR)
+@pytest.mark.parametrize(("pair", "launch", "order"), quick_or_slow(EVERY_ORDER))
 def test_three_engines_step_in_between_one_another(
     pair: Pair, launch: str, order: tuple[str, ...]
 ) -> None:
     engine_company.three_step_in_between(Company(pair, launch), order, alone)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("pair", EVERY_PAIR)
+@pytest.mark.parametrize(("pair", "launch"), quick_or_slow(EVERY_PAIR))
 def test_a_baseline_and_its_origin_take_turns(pair: Pair, launch: str) -> None:
     engine_company.baseline_takes_turns(Company(pair, launch), alone)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("pair", EVERY_PAIR)
+@pytest.mark.parametrize(("pair", "launch"), quick_or_slow(EVERY_PAIR))
 def test_an_engine_that_goes_in_the_middle_takes_nothing_along(pair: Pair, launch: str) -> None:
     engine_company.one_goes_in_the_middle(Company(pair, launch), alone)
 

@@ -19,7 +19,7 @@ from hydraspec.engine.native.engine import NativeEngine
 
 SMALL = tuple(pair for pair in RANDOM_PAIRS if "eagle" not in pair.stage)
 CHOICES = replace(ON_DEVICE, pairs=SMALL, dtypes=(Dtype.float64,))
-CASES = range(2, 4)
+CASES = [3, 5, 6]  # none of them takes long
 
 
 def as_on_a_device(case: Case) -> NativeEngine:
@@ -43,4 +43,4 @@ def test_garbage_of_a_rehearsal_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     rehearse_on_cpu(monkeypatch)
     rehearse_where_it_decodes(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
-        run_across(CASES, CHOICES, as_on_a_device)
+        run_across(CASES[:1], CHOICES, as_on_a_device)

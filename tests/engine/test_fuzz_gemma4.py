@@ -12,7 +12,7 @@ import pytest
 from fuzz_cases import GEMMA4, ON_CPU
 from fuzz_engines import run_cases
 
-NUM_SHARDS, SHARD = 13, 20  # 260 configurations
+NUM_SHARDS, SHARD = 11, 20  # 220 configurations
 CHOICES = replace(ON_CPU, pairs=GEMMA4)
 
 
