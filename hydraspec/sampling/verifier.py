@@ -193,8 +193,10 @@ def _pass_probability(trial: Trial, joint: Tensor, num_offered: Tensor) -> Tenso
             surplus[:, :-1] = excess.clamp_(min=0).sum(-1)
     total = surplus + (1 - running)
     # 0 / 0 is p_i = 1 with p = q next: a longer prefix is then certain to pass, so this one may.
-    inside = torch.where(total > 0, surplus / total, 1.0)
+    # NaN, which a broken drafter gives, passes nothing; what a broken row follows passes.
+    inside = torch.where(total > 0, surplus / total, (total == 0).to(total.dtype))
     length = torch.arange(1, joint.shape[1], device=joint.device)
+    inside = torch.where(length >= trial.num_finite.unsqueeze(1), 1.0, inside)
     return torch.where(length == num_offered.unsqueeze(1), running, inside)
 
 

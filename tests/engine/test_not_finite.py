@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hydraspec import cli
-from hydraspec.config.schema import Dtype
+from hydraspec.config.schema import DraftSampling, Dtype, Verification
 from hydraspec.engine.native import loading
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
@@ -142,6 +142,35 @@ def test_logits_beside_a_run_may_be_anything(monkeypatch: pytest.MonkeyPatch) ->
     plant.trigger.fill_(7)
     plant.value.fill_(torch.nan)
     assert torch.tensor(engine.next_token_logits([5, 6, 7])).isnan().all()
+
+
+@pytest.mark.parametrize("verification", ["standard", "block"])
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_a_drafter_of_nan_costs_acceptance_only(
+    way: str, verification: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches drafts of a broken drafter that pass, and a target that is blamed for them."""
+    config = graph_config("gemma4_mtp", "none", dtype=Dtype.float32, max_num_seqs=3)
+    config.method.verification = Verification(verification)
+    config.method.draft_sampling = DraftSampling("greedy" if way == "greedy" else "probabilistic")
+    engine = make_graph_engine(config, None)
+    plain, _ = decode(engine.baseline(), requests())
+    head = engine.parts.runner.speculator.head  # type: ignore[attr-defined]
+    compute = head.compute_logits
+    monkeypatch.setattr(head, "compute_logits", lambda hidden: compute(hidden) * torch.nan)
+    offered = requests(**WAYS[way])
+    engine.tokenize(offered)
+    ended = {}
+    for event in engine.run(offered, concurrency=3):
+        if isinstance(event, StepRecord):
+            assert not any(part.num_accepted for part in event.requests if way == "sampled")
+        else:
+            ended[event.index] = event
+    assert {len(c.output_token_ids) for c in ended.values()} == {12}
+    if way == "greedy":
+        assert {i: c.output_token_ids for i, c in ended.items()} == {
+            i: c.output_token_ids for i, c in plain.items()
+        }
 
 
 def overflowing(folder: Path) -> Path:
