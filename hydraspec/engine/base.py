@@ -25,6 +25,7 @@ class EngineInfo:
     max_model_len: int
     greedy_is_exact: bool  # float32/float64 of our own engine: outputs are expected identical
     cudagraph: dict[str, str | None]  # requested, target, draft, reason
+    checks_logits: bool = False  # every step does; a token of NaN or infinite ones ends the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
@@ -82,8 +83,8 @@ class Engine(ABC):
 
         Raises:
             NotFiniteError: a token came from logits whose maximum is NaN or infinite; its request
-            was yielded as an error, with the tokens before it. Not by engine=vllm, which hands out
-            no logits.
+            was yielded as an error, with the tokens before it. Only by engines that check
+            (`info.checks_logits`); of others the lab looks at one request after the run.
         """
 
     def prepare(self, requests: Sequence[Request]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from hydraspec.metrics.console import ConsoleSink, run_console
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
-from hydraspec.types import WorkloadError
+from hydraspec.types import NotFiniteError, WorkloadError
 
 
 def run(
@@ -149,6 +149,9 @@ class _Run:
         except Exception as error:
             self._save_despite(error)
             raise
+        if lossless.not_finite_in is not None:
+            self._save("failed", lossless)
+            raise self._not_finite(lossless.not_finite_in, lossless)
         finished = any(c.finished for c in self.measurement.meters[Side.method].completed)
         return self._save("ok" if finished else "failed", lossless)
 
@@ -161,7 +164,11 @@ class _Run:
     def _judge(self) -> Lossless:
         if Side.baseline not in self.measurement.engines:
             plain = self.config.method.name == "none"
-            return self._not_checked("method=none is the baseline" if plain else "baseline=false")
+            reason = "method=none is the baseline" if plain else "baseline=false"
+            broken = verdict.look_at_logits(
+                self.requests, self.measurement.completions(Side.method), self.engine
+            )
+            return replace(self._not_checked(reason), not_finite_in=broken)
         return verdict.judge(
             self.requests,
             self.measurement.completions(Side.method),
@@ -180,16 +187,29 @@ class _Run:
     def _not_checked(self, reason: str) -> Lossless:
         return verdict.not_checked(reason, self.requests, self.measurement.completions(Side.method))
 
+    def _not_finite(self, name: str, lossless: Lossless) -> NotFiniteError:
+        """The error of a run whose engine did not notice: at the token that was looked at."""
+        if (found := lossless.first_beyond_margin) and found.request == name:
+            position = found.position
+        else:
+            index = next(r.index for r in self.requests if r.id == name)
+            position = len(self.measurement.completions(Side.method)[index].output_token_ids) - 1
+        return NotFiniteError(name, position, self.engine.info.dtype)
+
     # ------------------------------------------------------------------ saving
 
     def _save_despite(self, error: Exception) -> None:
         """Save what had finished before an error, if the disk allows; the error itself matters
         more.
         """
-        reason = f"{type(error).__name__}: {error}"
+        lossless, reason = (
+            self._not_checked("the run ended early"),
+            f"{type(error).__name__}: {error}",
+        )
+        if isinstance(error, NotFiniteError):
+            lossless, reason = replace(lossless, not_finite_in=error.request), error.finding
         try:
-            early = [f"the run ended early: {reason}"]
-            self._save("failed", self._not_checked("the run ended early"), warnings=early)
+            self._save("failed", lossless, warnings=[f"the run ended early: {reason}"])
         except OSError as other:
             error.add_note(f"and what had finished could not be saved: {other}")
 

@@ -114,7 +114,7 @@ def judge(
     if beyond and beyond.target_margin is not None and math.isnan(beyond.target_margin):
         broken = beyond.request
     elif not differing:
-        broken = _without_finite_logits(requests, method, engine)
+        broken = look_at_logits(requests, method, engine)
     found = dataclasses.replace(
         unchecked,
         reason=None,
@@ -186,10 +186,13 @@ def _finished(completions: Mapping[int, Completion], request: Request) -> bool:
     return completion is not None and completion.finish_reason != "error"
 
 
-def _without_finite_logits(
+def look_at_logits(
     requests: Sequence[Request], completions: Mapping[int, Completion], engine: Engine
 ) -> str | None:
-    """The id of the first request that finished, if its last token came from such logits."""
+    """The id of the first request that finished, if its last token came from logits that are NaN or
+    infinite; None for engines that look at every step's, and for those that give none."""
+    if engine.info.checks_logits:
+        return None
     request = next((r for r in requests if _finished(completions, r)), None)
     if request is None:
         return None

@@ -14,7 +14,7 @@ from fake_engine import Behaviour, FakeEngine
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.summary import failure_warnings
-from hydraspec.types import Completion, ConfigurationError, WorkloadError
+from hydraspec.types import Completion, ConfigurationError, NotFiniteError, WorkloadError
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
@@ -67,23 +67,63 @@ def test_counts_by_position_have_k_places_whatever_was_drafted(
     assert {len(row["drafted_per_position"]) for row in rows} == {3}
 
 
-def test_a_run_of_broken_logits_says_so(
-    use_engine: Use, run_config: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("baseline", [True, False])
+@pytest.mark.parametrize("wrong_from", [{}, {2: 1}], ids=["equal", "other outputs"])
+def test_a_run_of_broken_logits_fails(
+    baseline: bool,
+    wrong_from: dict[int, int],
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where outputs differ: margins that are not finite are null in summary.json."""
+    """An engine that does not look at its logits: one request is looked at after the run, also
+    without a baseline, and also where outputs differ. Margins that are not finite become null."""
 
     class Broken(FakeEngine):
         def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
             return super().next_token_logits(token_ids) * float("nan")
 
-    for behaviour, verdict in ((Behaviour(), "not_checked"), (Behaviour(wrong_from={2: 1}), None)):
-        use_engine(Broken(behaviour))
-        summary = run_config()
-        assert summary["lossless"]["verdict"] == (verdict or "diverged")
-        assert "NaN or infinite" in summary["warnings"][0]
-        assert "NaN or infinite" in capsys.readouterr().out
-        page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-        assert "NaN or infinite" in page
+    config.baseline = baseline
+    use_engine(Broken(Behaviour(wrong_from=wrong_from)))
+    with pytest.raises(NotFiniteError) as caught:
+        run_config()
+    differs = baseline and bool(wrong_from)
+    place = ("task-2", 1) if differs else ("task-0", 8)
+    assert (caught.value.request, caught.value.position) == place
+    assert caught.value.exit_code == 1
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["status"], summary["num_requests"]) == ("failed", 6)
+    assert summary["lossless"]["not_finite_in"] == place[0]
+    assert summary["lossless"]["verdict"] == ("diverged" if differs else "not_checked")
+    assert len((folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()) == 6
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    for text in (summary["warnings"][0], capsys.readouterr().out, page):
+        assert "NaN or infinite" in text
+
+
+def test_an_engine_that_looks_itself_is_not_asked_again(
+    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    """Its error ends the run, and what had finished is saved with the request's name."""
+    error = NotFiniteError("task-3", 5, "float16")
+
+    class Looking(FakeEngine):
+        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+            raise AssertionError("a prefill for nothing")
+
+    engine = use_engine(Looking(checks_logits=True))
+    assert run_config()["status"] == "ok"
+    late = engine.num_steps - 2
+    use_engine(Looking(Behaviour(raise_at_step={late: error}), checks_logits=True))
+    with pytest.raises(NotFiniteError):
+        run_config()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["status"], summary["lossless"]["not_finite_in"]) == ("failed", "task-3")
+    assert 0 < summary["num_requests"] < 6
+    assert f"the run ended early: {error.finding}" in summary["warnings"]
 
 
 def test_a_request_lost_by_the_method_alone_is_a_divergence(

@@ -330,6 +330,7 @@ def _info(
         max_model_len=max_model_len,
         greedy_is_exact=target.dtype in (torch.float32, torch.float64),
         cudagraph=modes.as_info(),
+        checks_logits=True,
         async_scheduling=_runs_ahead(config, target.device),
         memory_bytes=memory_bytes,
         draft_spec=None if spec is None else asdict(spec),
