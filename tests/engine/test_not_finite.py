@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hydraspec import cli
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
-from hydraspec.engine.native import loading
 from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.models.gemma4 import Gemma4Target
 from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
 from hydraspec.zoo.evaluate import read_workload
 
@@ -58,35 +58,26 @@ def decode(engine: NativeEngine, offered: Sequence[Request]) -> tuple[dict[int, 
 
 
 class Plant:
-    """Logits that are `value` wherever the newest token is `trigger`, as a broken row of the
-    embedding would make them: on the device, so that graphs hold it."""
+    """Logits of Gemma targets that are `value` wherever the newest token is `trigger`, as a broken
+    row of the embedding would make them: on the device, so that graphs hold it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.trigger, self.value = torch.tensor(-1), torch.tensor(0.0)
-        load = loading.load_target
-
-        def planted(*args: Any, **kwargs: Any) -> Any:
-            target = load(*args, **kwargs)
-            self._plant_in(target)
-            return target
-
-        patch.setattr(loading, "load_target", planted)
-
-    def _plant_in(self, target: Any) -> None:
-        forward, compute = target.forward, target.compute_logits
+        forward, compute = Gemma4Target.forward, Gemma4Target.compute_logits
         seen: list[Tensor] = []
 
-        def watched(batch: Any, *args: Any) -> Any:
+        def watched(target: Gemma4Target, batch: Any, *args: Any) -> Any:
             ids = batch.input_ids
             seen[:] = [ids if batch.logits_rows is None else ids.index_select(0, batch.logits_rows)]
-            return forward(batch, *args)
+            return forward(target, batch, *args)
 
-        def broken(hidden: Tensor) -> Tensor:
-            logits = compute(hidden)
+        def broken(target: Gemma4Target, hidden: Tensor) -> Tensor:
+            logits = compute(target, hidden)
             hit = (seen[0] == self.trigger).unsqueeze(1)
             return torch.where(hit, self.value.to(logits.dtype), logits)
 
-        target.forward, target.compute_logits = watched, broken
+        patch.setattr(Gemma4Target, "forward", watched)
+        patch.setattr(Gemma4Target, "compute_logits", broken)
 
 
 @pytest.mark.parametrize(
