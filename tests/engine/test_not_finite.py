@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hydraspec import cli
-from hydraspec.config.schema import DraftSampling, Dtype, Verification
+from hydraspec.config.schema import Device, DraftSampling, Dtype, Verification
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.models.gemma4 import Gemma4Target
 from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
@@ -61,8 +61,9 @@ class Plant:
     """Logits of Gemma targets that are `value` wherever the newest token is `trigger`, as a broken
     row of the embedding would make them: on the device, so that graphs hold it."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.trigger, self.value = torch.tensor(-1), torch.tensor(0.0)
+    def __init__(self, patch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+        self.trigger = torch.tensor(-1, device=device)
+        self.value = torch.tensor(0.0, device=device)
         forward, compute = Gemma4Target.forward, Gemma4Target.compute_logits
         seen: list[Tensor] = []
 
@@ -81,6 +82,10 @@ class Plant:
 
 
 @pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(90)])],
+)
+@pytest.mark.parametrize(
     ("method", "mode", "way", "value"),
     [
         ("none", "none", "greedy", torch.nan),
@@ -93,14 +98,17 @@ class Plant:
     ],
 )
 def test_the_first_token_of_broken_logits_fails_its_request_and_the_run(
-    method: str, mode: str, way: str, value: float, monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, way: str, value: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches logits that pass as good with acceptance K+1, a token more or less that is kept, the
     wrong request or position named, and a check that graphs or a host running ahead leave out."""
-    plant = Plant(monkeypatch)
-    config = graph_config(method, mode, dtype=Dtype.float32, sizes=(1, 3), max_num_seqs=3)
+    plant = Plant(monkeypatch, device)
+    config = graph_config(
+        method, mode, device=Device(device), dtype=Dtype.float32, sizes=(1, 3), max_num_seqs=3
+    )
     config.engine.async_scheduling = mode != "none"
-    engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
+    records = mode != "none" and device == "cpu"  # a device has graphs of its own
+    engine = make_graph_engine(config, RecordedOps() if records else None)
     good, error = decode(engine, requests(**WAYS[way]))
     assert error is None
     outputs = [good[i].output_token_ids for i in sorted(good)]
