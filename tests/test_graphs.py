@@ -20,6 +20,7 @@ from hydraspec.graphs import (
     no_graphs,
     resolve_modes,
 )
+from hydraspec.graphs.capture import KeptOutputs
 
 # --------------------------------------------------------------------------- modes
 
@@ -232,3 +233,15 @@ def test_breaks_inside_a_break_are_plain() -> None:
     x.fill_(3)
     graph.replay()
     assert (out.tolist(), backend.num_pieces) == ([8], [3])
+
+
+def test_smaller_captures_keep_outputs_where_larger_ones_do() -> None:
+    """60 layers' attention outputs of every row count would take gigabytes beside the KV cache."""
+    kept = KeptOutputs()
+    large = kept.copied(0, (torch.ones(8, 3), None))
+    small = kept.copied(0, (torch.full((5, 3), 2.0), None))
+    assert small[0].data_ptr() == large[0].data_ptr()
+    assert torch.equal(small[0], torch.full((5, 3), 2.0))
+    others = [kept.copied(1, torch.ones(5, 3)), kept.copied(0, (torch.ones(5, 4), None))[0]]
+    others.append(kept.copied(1, torch.ones(9, 3)))
+    assert len({large[0].data_ptr(), *(other.data_ptr() for other in others)}) == 4

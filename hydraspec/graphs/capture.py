@@ -9,6 +9,8 @@ what the piece computes.
 from __future__ import annotations
 
 import gc
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -62,20 +64,52 @@ class Pieces:
             part()
 
 
+class KeptOutputs:
+    """Memory for what breaks return, in captures that share a pool: the n-th break of a capture
+    writes where that of an earlier, larger one did. No two of these captures are replayed at once.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, int], Tensor] = {}
+
+    def copied(self, place: int, value: T) -> T:
+        """A copy of what break number `place` returned, which `copy_into` may write to."""
+        leaves = itertools.count()
+        return copied(value, lambda tensor: self._kept((place, next(leaves)), tensor))
+
+    def _kept(self, key: tuple[int, int], tensor: Tensor) -> Tensor:
+        before = self._tensors.get(key)
+        if before is None or not _holds(before, tensor):
+            self._tensors[key] = tensor.clone(memory_format=torch.contiguous_format)
+            return self._tensors[key]
+        return before[: tensor.shape[0]].copy_(tensor)
+
+
+def _holds(kept: Tensor, tensor: Tensor) -> bool:
+    """Whether the first rows of `kept` can be `tensor`."""
+    return (
+        0 < tensor.dim() == kept.dim()
+        and tensor.shape[0] <= kept.shape[0]
+        and (tensor.shape[1:], tensor.dtype) == (kept.shape[1:], kept.dtype)
+    )
+
+
 class PieceCapture(breaks.PieceRecorder):
     """Records a call in pieces: at every break a graph ends, the call runs eagerly into static
     outputs, and the next graph begins.
     """
 
-    def __init__(self, new_graph: Callable[[], OpenGraph]) -> None:
+    def __init__(self, new_graph: Callable[[], OpenGraph], kept: KeptOutputs) -> None:
         self._new_graph = new_graph
         self._open: OpenGraph | None = new_graph()
+        self._kept, self._num_breaks = kept, 0
         self.pieces = Pieces()
 
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
         self.close()
         with breaks.uncut():
-            static = copied(function(*args))
+            static = self._kept.copied(self._num_breaks, function(*args))
+        self._num_breaks += 1
 
         def again() -> None:
             copy_into(static, function(*args))
@@ -132,6 +166,7 @@ class CudaGraphBackend:
         self.is_capturing = False
         self._device = device
         self._pools: dict[str, Any] = {}
+        self._kept = defaultdict[str, KeptOutputs](KeptOutputs)  # by pool
         self._stream = torch.cuda.Stream(device)
         self._num_bytes = 0
 
@@ -145,7 +180,7 @@ class CudaGraphBackend:
         handle = self._pools[pool]
         before = torch.cuda.memory_reserved(self._device)
         with self._aside(), _no_collection():
-            recorder = PieceCapture(lambda: _OpenCudaGraph(handle))
+            recorder = PieceCapture(lambda: _OpenCudaGraph(handle), self._kept[pool])
             try:
                 if in_pieces:
                     with breaks.recording(recorder):
@@ -190,14 +225,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def copied(value: T) -> T:
-    """A copy of a tensor, of None, or of a tuple or dataclass of those, in memory of its own."""
+def copied(value: T, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> T:
+    """A copy of a tensor, of None, or of a tuple or dataclass of those; `copy` copies a tensor."""
     if isinstance(value, Tensor):
-        return value.clone()  # type: ignore[return-value]
+        return copy(value)  # type: ignore[return-value]
     if isinstance(value, tuple):
-        return tuple(copied(part) for part in value)  # type: ignore[return-value]
+        return tuple(copied(part, copy) for part in value)  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: copied(getattr(value, field.name)) for field in fields(value)}
+        parts = {field.name: copied(getattr(value, field.name), copy) for field in fields(value)}
         return type(value)(**parts)
     if value is None:
         return value

@@ -9,6 +9,7 @@ mode at the padded shapes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hydraspec.graphs.capture import PieceCapture, Replayable, copy_into
+from hydraspec.graphs.capture import KeptOutputs, PieceCapture, Replayable, copy_into
 
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ class RecordedOps:
         self.num_captures = 0
         self.num_replays = 0
         self.num_pieces: list[int] = []
+        self._kept = defaultdict[str, KeptOutputs](KeptOutputs)
 
     def warm_up(self, run: Callable[[], object]) -> None:
         self.is_capturing = True
@@ -97,7 +99,7 @@ class RecordedOps:
         self, run: Callable[[], T], *, in_pieces: bool, pool: str = ""
     ) -> tuple[T, Replayable]:
         self.is_capturing = True
-        recorder = PieceCapture(_OpenRecording)
+        recorder = PieceCapture(_OpenRecording, self._kept[pool])
         try:
             with breaks.recording(recorder) if in_pieces else breaks.uncut():
                 out = run()
