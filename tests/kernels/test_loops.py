@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_apart import compiled
+from hydraspec_kernels.centroid_head import kernel as centroids
 from hydraspec_kernels.truncation import launches, truncate_
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -59,31 +60,23 @@ def test_an_unexplained_loop_is_found() -> None:
 
 
 COMPILE = """
-import json, sys
-import triton
+import importlib, json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton._C.libtriton import ir
-from hydraspec_kernels.truncation.kernel import find_cuts as kernel
 
 target, found = GPUTarget("cuda", 90, 32), []
 backend = make_backend(target)
-types = dict.fromkeys(("least_ptr", "greatest_ptr", "last_ptr", "list_ptr", "keys_ptr"), "*i32")
-types |= dict.fromkeys(("masses_ptr", "logits_ptr", "temperature_ptr"), "*fp32")
-types |= dict.fromkeys(("top_p_ptr", "min_p_ptr"), "*fp32")
-types |= dict.fromkeys(("verify_rows_ptr", "num_drafts_ptr", "slots_ptr", "top_k_ptr"), "*i64")
-types |= dict.fromkeys(("row_stride", "vocab_size", "num_groups"), "i32")
-types |= {"samples_ptr": "*i8"}
-sizes = {"K": 0, "LISTED": 32, "GROUP": 32, "SHIFT": 0, "BLOCK": 32, "WIDE": 32, "PDL": False}
-for groups, fuses in json.loads(sys.argv[1]):
-    fixed = sizes | {"ALL_GROUPS": groups}
+for module, name, types, fixed, given in json.loads(sys.argv[1]):
+    kernel = getattr(importlib.import_module(f"hydraspec_kernels.{module}.kernel"), name)
+    kinds = {name: kind for kind, names in types.items() for name in names.split()}
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
+        signature={name: kinds.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in fixed.items()},
     )
-    options = backend.parse_options({"num_warps": 1, "enable_fp_fusion": fuses})
+    options = backend.parse_options(given)
     context, stages, metadata = ir.context(), {}, {"target": target, **options.__dict__}
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -97,6 +90,22 @@ for groups, fuses in json.loads(sys.argv[1]):
     found.append([made.count("fma.rn.f32"), made.count("shfl.sync")])
 print(json.dumps(found))
 """
+
+CUTS: dict[str, str] = {
+    "*i32": "least_ptr greatest_ptr last_ptr list_ptr keys_ptr",
+    "*fp32": "masses_ptr logits_ptr temperature_ptr top_p_ptr min_p_ptr",
+    "*i64": "verify_rows_ptr num_drafts_ptr slots_ptr top_k_ptr",
+    "*i8": "samples_ptr",
+    "i32": "row_stride vocab_size num_groups",
+}
+CUT_SIZES = {"K": 0, "LISTED": 32, "GROUP": 32, "SHIFT": 0, "BLOCK": 32, "WIDE": 32, "PDL": False}
+CHOSEN: dict[str, str] = {
+    "*fp32": "best_ptr d_ptr table_ptr",
+    "*i32": "ids_ptr chosen_ptr",
+    "*i64": "clusters_ptr",
+    "i32": "d_stride k",
+}
+CHOSEN_SIZES = {"H": 16, "SIZE": 4, "BLOCK_H": 16, "PARTS": 1, "PART": 4, "TILE": 4, "PDL": False}
 
 
 class Recorded:
@@ -119,7 +128,33 @@ def test_no_thread_rounds_a_sum_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(launches, "cut_rows", Recorded())
     one = torch.zeros(1, dtype=torch.int64)
     truncate_(torch.zeros(1, 70), one.view(1, 1), one, one > -1, one, *(one.float(),) * 4)
-    fuses = kernel.options.get("enable_fp_fusion", True)
-    ((fused, shuffles),) = compiled(COMPILE, [[2, fuses]], tmp_path)
+    given = {"num_warps": 1, "enable_fp_fusion": kernel.options.get("enable_fp_fusion", True)}
+    job = ("truncation", "find_cuts", CUTS, CUT_SIZES | {"ALL_GROUPS": 2}, given)
+    ((fused, shuffles),) = compiled(COMPILE, [job], tmp_path)
     assert fused == 0
     assert shuffles > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lanes_share_one_score_of_a_candidate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """A candidate's score is a sum of products, too: of narrow float32 rows its lanes held two
+    scores, of which one is the best's and the other not. Products of 16 bits are exact: fused,
+    they are as good, and a large table is read no slower."""
+    kernel = Recorded()
+    monkeypatch.setattr(centroids, "_best_of_chosen", kernel)
+    monkeypatch.setattr(centroids, "_cluster_scores", Recorded())
+    monkeypatch.setattr(centroids, "_choose_clusters", Recorded())
+    monkeypatch.setattr(centroids, "best_of_rows", lambda best, ids: ids)
+    d, table = torch.zeros(8, 16, dtype=dtype), torch.zeros(32, 16, dtype=dtype)
+    clusters = torch.arange(32).view(8, 4)
+    centroids.centroid_greedy_kernel(d, table, table[:8].t(), clusters, 2, None)
+    assert kernel.options["enable_fp_fusion"] is (dtype is torch.bfloat16)
+    if dtype is torch.float32:
+        jobs = [
+            ("centroid_head", "_best_of_chosen", CHOSEN, CHOSEN_SIZES, {"enable_fp_fusion": fuses})
+            for fuses in (False, True)
+        ]
+        (apart, shuffles), (fused, _) = compiled(COMPILE, jobs, tmp_path)
+        assert (apart, fused > 0, shuffles > 0) == (0, True, True)

@@ -178,9 +178,11 @@ def centroid_greedy_kernel(
     tile = min(triton.next_power_of_2(part), max(1, TILE_BYTES // (block_h * d.element_size())))
     best = torch.empty(b, k * parts, dtype=torch.float32, device=d.device)
     ids = torch.empty(b, k * parts, dtype=torch.int32, device=d.device)
+    # Fused, lanes that share a narrow row round its score differently, and not all find it equal to
+    # the best one. 16-bit products are exact, fused or not.
     _best_of_chosen[(k, parts, b)](
         best, ids, d, chosen, table, clusters, banned, d.stride(0), k,
         H=width, SIZE=size, BLOCK_H=block_h, PARTS=parts, PART=part, TILE=tile,
-        num_warps=8, **launch,
+        num_warps=8, enable_fp_fusion=d.dtype is not torch.float32, **launch,
     )  # fmt: skip
     return best_of_rows(best, ids)
