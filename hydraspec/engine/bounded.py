@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,8 +27,9 @@ class OutOfBoundsError(Exception):
     """An item failed, or went on for too long; the text says which, for a message."""
 
 
-def bounded(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
+def bounded(work: Callable[[T], Any], items: Sequence[T]) -> Generator[Any, None, None]:
     """work(item) for each item in turn, made in a forked process. Results are what JSON can hold.
+    The process ends with the generator: close it where it may be left early.
 
     Raises:
         OutOfBoundsError: in place of a result: an exception of any kind, whose text it has, an end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 from hydraspec.engine.base import EngineInfo
@@ -44,16 +45,20 @@ def tokenize(
 
 def _encode(requests: Sequence[Request], tokenizer: Tokenizer) -> None:
     """Fill prompt_token_ids; the first request that template or tokenizer fails on is named."""
-    encoded = bounded(partial(_token_ids, tokenizer), requests)
-    for request in requests:
-        try:
-            found = next(encoded)
-        except OutOfBoundsError as error:
-            what = "the tokenizer" if request.messages is None else "the chat template or tokenizer"
-            found = f"{what} of this checkpoint cannot encode it: {error}"
-        if isinstance(found, str):
-            raise WorkloadError(f"request {request.id}: {found}", request_id=request.id)
-        request.prompt_token_ids = found
+    with closing(bounded(partial(_token_ids, tokenizer), requests)) as encoded:
+        for request in requests:
+            try:
+                found = next(encoded)
+            except OutOfBoundsError as error:
+                chat = "" if request.messages is None else "chat template or "
+                found = (
+                    f"the {chat}tokenizer of this checkpoint cannot encode it: {error}; shorten "
+                    "the request, mend the checkpoint's files or download them again, or give "
+                    "prompt_token_ids"
+                )
+            if isinstance(found, str):
+                raise WorkloadError(f"request {request.id}: {found}", request_id=request.id)
+            request.prompt_token_ids = found
 
 
 def _token_ids(tokenizer: Tokenizer, request: Request) -> list[int] | str:
