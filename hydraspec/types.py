@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ class Request:
     prompt_token_ids: list[int] | None = None
     category: str | None = None
     answer: str | None = None
-    meta: dict[str, Any] | None = None  # the user's own, as JSON; goes to requests.jsonl
+    meta: object = None  # the user's own, any JSON value; goes to requests.jsonl
 
 
 @dataclass(slots=True, kw_only=True)

@@ -150,9 +150,7 @@ class _Line:
             self.refuse("answer", value, "a string or a number")
         return value
 
-    def meta(self, value: object) -> dict[str, Any] | None:
-        if value is not None and not isinstance(value, dict):
-            self.refuse("meta", value, "a JSON object")
+    def meta(self, value: object) -> object:
         if _depth(value) > MAX_META_DEPTH:
             self.fail(f"meta: is nested too deeply; allowed are {MAX_META_DEPTH} levels")
         return value

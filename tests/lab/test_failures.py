@@ -210,7 +210,8 @@ def test_a_linked_folder_is_not_followed_when_cleared(tmp_path: Path) -> None:
 def test_meta_travels_unchanged(
     config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path, workload_file: Path
 ) -> None:
-    metas = [{"a": [1, {"b": None}], "é": "\x1b[2J", "big": 10**30, "half": 0.5, "": {}}, {}, None]
+    metas = [{"a": [1, {"b": None}], "é": "\x1b[2J", "big": 10**30, "half": 0.5, "": {}}]
+    metas = [*metas, {}, None, [1, "a"], "text", 7, False, [], ""]
     lines = [{"prompt": "a", "meta": meta} for meta in metas]
     workload_file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     use_engine(FakeEngine())
