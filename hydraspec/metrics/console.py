@@ -127,10 +127,12 @@ def verdict_words(summary: Mapping[str, Any]) -> str:
     count = lossless["num_failed_with_method_only"]
     if count and lossless["first_beyond_margin"] is None:
         diverged = f"an error in {count} of the requests that the baseline finished"
-    outputs = "greedy outputs" if lossless["num_requests_sampled"] else "outputs"
+    outputs = "greedy output" if lossless["num_requests_sampled"] else "output"
+    equal = f"all {num_checked} {outputs}s equal"
+    if num_checked == 1:
+        equal = f"the one {outputs} equals"
     words = {
-        "identical": f"identical: all {num_checked} {outputs} equal the baseline's, token for "
-        "token",
+        "identical": f"identical: {equal} the baseline's, token for token",
         "numerical": "numerical: outputs differ only where the target's two best logits tie "
         f"within rounding (first: {place})",
         "diverged": f"DIVERGED: {diverged}",

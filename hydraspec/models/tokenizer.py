@@ -126,9 +126,10 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
                 str(readable), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # broken json, missing vocabulary, classes that need remote code
+        why = " ".join(str(error).split())  # the library's checks answer in paragraphs
         raise CheckpointError(
             f"the tokenizer of {str(folder)!r} cannot be read: its files, or config.json beside "
-            f"them ({type(error).__name__}: {error}): download them again, or remove the "
+            f"them ({type(error).__name__}: {why}): download them again, or remove the "
             "tokenizer's files and give prompt_token_ids"
         ) from None
     return Tokenizer(inner)

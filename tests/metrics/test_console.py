@@ -123,5 +123,9 @@ def test_sampled_requests_beside_compared_ones_are_counted() -> None:
     words = verdict_words({"lossless": lossless})
     assert words.startswith("identical: all 2 greedy outputs equal")
     assert "; 3 sampled requests are not checked (" in words
+    one = {**lossless, "num_requests_checked": 1, "num_requests_sampled": 0}
+    assert verdict_words({"lossless": one}) == (
+        "identical: the one output equals the baseline's, token for token"
+    )
     alone = {**lossless, "verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
     assert verdict_words({"lossless": alone}) == "not checked (sampled)"
