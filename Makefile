@@ -14,7 +14,7 @@ ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.stamp-test ## Decode the tiny workload and report; options: make run ARGS="method=none"
 	$(BIN)/python -m hydraspec $(ARGS)

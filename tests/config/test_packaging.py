@@ -14,7 +14,7 @@ import hydraspec
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-TARGETS = ["help", "run", "setup", "test", "test-slow", "lint", "type", "check"]
+TARGETS = ["help", "run", "setup", "test", "test-slow", "test-oracle", "lint", "type", "check"]
 TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "verify-gpu"]
 TARGETS += ["table", "sweep", "clean"]
 
