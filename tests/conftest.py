@@ -8,6 +8,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -24,6 +27,18 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Commands run in this process configure the log; their handlers keep a stream that is closed
+    when the test ends."""
+    root, ours = logging.getLogger(), logging.getLogger("hydraspec")
+    before, levels = root.handlers[:], (root.level, ours.level)
+    yield
+    for handler in [found for found in root.handlers if found not in before]:
+        root.removeHandler(handler)
+    root.level, ours.level = levels
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -43,7 +43,8 @@ def check(config: RunConfig) -> None:
     _sampling_range("seed", "seed", config.seed)
     _at_least("target.max_model_len", config.target.max_model_len, 2, "2 or more, or null")
     _check_shape("target", config.target.checkpoint, config.target.weights)
-    _check_floats(config.target)
+    if config.engine.name == "native":
+        _check_floats(config.target)
     _check_shape("method", config.method.checkpoint or "", config.method.weights)
     _check_method(config.method)
     _check_engine(config.engine, config.method)

@@ -91,6 +91,11 @@ class Engine(ABC):
         """Build ahead of time what `run` would build when these requests first need it."""
         return None
 
+    def has_eager_steps(self) -> bool:
+        """Whether some steps run on a device without graphs: their kernels are compiled when a
+        step's rows first need them."""
+        return False
+
     def num_built(self) -> Built:
         """What was built so far: a run that adds to it was slower by that."""
         return Built()

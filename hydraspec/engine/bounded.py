@@ -7,6 +7,7 @@ other than Linux, where a fork of a process with threads is unsafe, it runs with
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -72,6 +73,7 @@ def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
 
 def _serve(work: Callable[[T], Any], items: Sequence[T], writing: int) -> None:
     """The child's part; does not return. The kernel ends it when an item's time is up."""
+    gc.disable()  # it would free memory of the device, which aborts a forked process
     try:
         for number in (*_HANDLED, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)

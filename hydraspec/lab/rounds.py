@@ -62,7 +62,8 @@ class Measurement:
 
     def warm_up(self) -> None:
         """Have every engine build what the workload needs, then run a few tokens of a few requests;
-        while such a run still compiles kernels, some requests whole. Nothing is counted."""
+        where steps run without graphs, or kernels are still compiled, some requests whole. Nothing
+        is counted."""
         count = min(self.concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
         few = [
             replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
@@ -76,7 +77,8 @@ class Measurement:
                 with closing_run(engine, requests, self.concurrency) as events:
                     for _ in events:
                         pass
-                if engine.num_built() == built_before:
+                is_worth_more = requests is few and engine.has_eager_steps()
+                if engine.num_built() == built_before and not is_worth_more:
                     break
 
     def run(self) -> None:

@@ -4,6 +4,7 @@ role.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -28,6 +29,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds need a s
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 NAMES_NARRATOR = "{% if messages[0]['role'] == 'narrator' %}{{ messages[0]['content'] }}{% endif %}"
+
+
+def test_the_process_collects_no_garbage() -> None:
+    """The bug: a collection in the forked process freed tensors of the device, which a fork cannot
+    use, and the process was aborted (signal 6)."""
+    assert gc.isenabled()
+    assert list(bounded(lambda _: gc.isenabled(), ["x"])) == [False]
+    assert gc.isenabled()
 
 
 @pytest.fixture

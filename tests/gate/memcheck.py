@@ -19,6 +19,7 @@ ERROR_STATUS = 9
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 PIECES_AT_ONCE = 4
+LAUNCH_LIMIT_S = 120
 KERNEL_PROCESSES = 3
 PROBE = "import torch; print(float(torch.ones(3, device='cuda').sum()))"
 # Without the caching allocator an access beyond a tensor is one beyond its allocation; captures
@@ -77,6 +78,9 @@ def run(setting: Setting) -> PartResult:
     if tool is not None:
         checked = [tool, "--tool", "memcheck", f"--error-exitcode={ERROR_STATUS}"]
         checked += ["--target-processes", "application-only"]
+        # The tool gives up on a program that does not reach the device in time, 10 s by itself,
+        # and lets it run unchecked: importing torch takes longer where others do the same.
+        checked += [f"--launch-timeout={LAUNCH_LIMIT_S}"]
         reason = _refusal(setting, checked)
         if reason is None:
             results = _run_pieces(setting, checked)

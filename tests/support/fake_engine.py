@@ -59,6 +59,7 @@ class Behaviour:
     ms_per_step: float = 2.0
     builds_at_step: int | None = None  # a kernel is compiled and a graph captured then
     builds_always: bool = False  # the same in every step
+    is_eager: bool = False  # kernels are compiled when a step first needs them
 
 
 class FakeEngine(Engine):
@@ -94,6 +95,9 @@ class FakeEngine(Engine):
         size = concurrency or len(requests)
         for first in range(0, len(requests), size):
             yield from self._batch(list(requests[first : first + size]))
+
+    def has_eager_steps(self) -> bool:
+        return self.behaviour.is_eager
 
     def num_built(self) -> Built:
         if self.behaviour.builds_always:

@@ -147,6 +147,10 @@ class NativeEngine(Engine):
         if not all_greedy:
             self.parts.runner.capture_variant(flags)
 
+    def has_eager_steps(self) -> bool:
+        on_device = self.parts.target.device.type != "cpu"
+        return on_device and self.info.cudagraph["target"] in ("none", "full_decode_only")
+
     def num_built(self) -> Built:
         runner = self.parts.runner
         return Built(num_compiled(runner.target.device), runner.num_captured())
