@@ -44,6 +44,7 @@ RUN = {
 }
 COLOURS = {PASSED: "green", PARTIAL: "yellow", FAILED: "red"}
 WIDTH = 170
+MOST_TEST_WORKERS = 14
 MARK = ".gate"  # in a folder of ours, which may be emptied
 SHORT = {
     "verdict": "{}",
@@ -119,11 +120,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "gate", help="is emptied")
     parser.add_argument("--processes", type=int, default=6, help="on the device, in cells")
     parser.add_argument("--cpu-processes", type=int, default=8, help="beside them")
-    parser.add_argument("--test-workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--test-workers", type=int, default=_test_workers(), help="on one GPU")
     args = parser.parse_args(argv)
     part = os.environ.get("PART") or ",".join(PARTS)
     args.parts = part.split(",")
     return args
+
+
+def _test_workers() -> int:
+    """One for every two cores, and no more than a GPU has memory for: 24 of them ran out of 140
+    GiB."""
+    return min(MOST_TEST_WORKERS, max(1, (os.cpu_count() or 2) // 2))
 
 
 def _refusal(args: argparse.Namespace) -> str | None:
