@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-from _thread import interrupt_main
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
@@ -56,7 +55,9 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _again(number: int) -> None:
-    later = threading.Timer(SECONDS_TO_IMPORT, interrupt_main, (number,))
+    """The signal once more, to the main thread itself: a flag alone would not end its sleep."""
+    main = threading.main_thread().ident
+    later = threading.Timer(SECONDS_TO_IMPORT, signal.pthread_kill, (main, number))
     later.daemon = True
     later.start()
 

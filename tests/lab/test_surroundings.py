@@ -65,10 +65,11 @@ def test_interrupts_wait_for_imports(
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     with terminations_as_interrupts():
-        finished = importlib.import_module(name).finished
+        finished, began = importlib.import_module(name).finished, time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             time.sleep(60)
     assert finished == 8
+    assert time.monotonic() - began < 30, "it waited for the sleep to end"
 
 
 def test_an_interrupt_that_a_library_turns_into_its_own_error_stays_one() -> None:

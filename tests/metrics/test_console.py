@@ -91,9 +91,7 @@ def test_a_bar_on_a_terminal() -> None:
 def test_figures() -> None:
     assert number(None) == "-"
     assert number(1234.5, 1) == "1,234.5"
-    assert (
-        interval({"mean": 2.0, "ci95": None}, "x") == "2.00x (n < 5, no interval)"
-    )
+    assert interval({"mean": 2.0, "ci95": None}, "x") == "2.00x (n < 5, no interval)"
     first = {"request": "r1", "position": 7}
     lossless = {
         "verdict": "diverged",

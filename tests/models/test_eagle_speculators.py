@@ -21,9 +21,7 @@ from eagle_rows import PagedRows, load, target_step
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip(
-        "speculators", reason="runs in an environment of its own: make test-oracle"
-    )
+    pytest.importorskip("speculators", reason="runs in an environment of its own: make test-oracle")
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
