@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fuzz_stages import RANDOM_GEMMAS
 from hydraspec_kernels.verification import Verified
 from scenarios import (
     KNOWN_TOKENS,
@@ -39,22 +40,9 @@ from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.types import Batch, RequestState, SamplingParams, Verdict
 
 FLAVOURS = {
-    "dense": {},
-    "shared_kv": {
-        "attention_k_eq_v": False,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
-    },
-    "experts": {
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-        "sliding_window": 5,
-    },
+    "dense": RANDOM_GEMMAS["sliding"],
+    "shared_kv": RANDOM_GEMMAS["sharing"],
+    "experts": RANDOM_GEMMAS["experts"],
 }
 
 

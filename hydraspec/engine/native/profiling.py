@@ -79,9 +79,8 @@ class EventClock:
 def milliseconds(spans: Sequence[tuple[str, Event, Event]]) -> dict[str, float]:
     """Sums by phase; waits until the device has passed the last event."""
     found = dict.fromkeys(PHASES, 0.0)
-    for phase, begin, end in spans:
-        end.synchronize()
-        found[phase] += begin.elapsed_time(end)
+    for span in spans:
+        found[span[0]] += elapsed([span])
     return found
 
 
