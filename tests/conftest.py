@@ -8,6 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+# Workers of pytest-xdist take turns at the GPUs of TEST_DEVICES, which CUDA reads when it starts.
+if devices := os.environ.get("TEST_DEVICES"):
+    turn = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[turn % len(devices.split(","))]
+
 import logging
 from collections.abc import Iterator
 

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import processes
-from setting import PartResult, Result, Setting
+from setting import PartResult, Result, Setting, devices
 
 TEST_LIMIT_S = 60  # of one test; its own mark goes before it
 COLLECT_LIMIT_S = 120.0
@@ -124,7 +125,8 @@ def run_pytest(
 ) -> tuple[list[Result], str | None]:
     """The results of `tests`, which are arguments of pytest, and why there are none."""
     pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-    where = {"env": setting.environment("cuda"), "cwd": setting.tree}
+    environment = setting.environment("cuda") | {"TEST_DEVICES": ",".join(devices())}
+    where: dict[str, Any] = {"env": environment, "cwd": setting.tree}
     listing = processes.run(
         [*pytest, "--collect-only", *tests],
         log=setting.work / "collected.txt",
@@ -138,7 +140,8 @@ def run_pytest(
         return [failed], None
     setting.say(f"{len(expected)} tests collected")
     file = setting.work / "report.xml"
-    options = ["-n", str(workers), f"--max-worker-restart={MAX_RESTARTS}", f"--junitxml={file}"]
+    options = ["-n", str(workers), "--dist", "worksteal"]
+    options += [f"--max-worker-restart={MAX_RESTARTS}", f"--junitxml={file}"]
     options += [f"--timeout={limit_s}", "--timeout-method=thread"]
     ended = processes.run(
         [*pytest, *options, *tests],

@@ -31,6 +31,7 @@ SAMPLED = ["sampling=stochastic", "sampling.temperature=1.3"]
 RUNS: dict[str, list[str]] = {
     "greedy-eager-chunks": [
         *("cudagraph=none", "engine.max_num_batched_tokens=32", "target.dtype=bfloat16"),
+        "baseline=false",  # two engines without a caching allocator take over 300 s
     ],
     "greedy-graphs-two-engines": ["cudagraph=full_and_piecewise"],
     "top_p-eager": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -123,6 +124,18 @@ class Setting:
     @property
     def python(self) -> str:
         return sys.executable
+
+
+def devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES lists, or the number of every GPU that nvidia-smi lists."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return listed.stdout.split()
 
 
 def site_of(checkout: Path, folder: Path) -> Path:

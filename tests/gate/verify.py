@@ -34,7 +34,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from setting import FAILED, PARTIAL, PASSED, PartResult, Setting, site_of
+from setting import FAILED, PARTIAL, PASSED, PartResult, Setting, devices, site_of
 
 RUN = {
     "cells": cells.run,
@@ -44,7 +44,7 @@ RUN = {
 }
 COLOURS = {PASSED: "green", PARTIAL: "yellow", FAILED: "red"}
 WIDTH = 170
-MOST_TEST_WORKERS = 14
+MOST_TEST_WORKERS = 14  # on one GPU: 24 of them ran out of 140 GiB
 MARK = ".gate"  # in a folder of ours, which may be emptied
 SHORT = {
     "verdict": "{}",
@@ -120,7 +120,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "gate", help="is emptied")
     parser.add_argument("--processes", type=int, default=6, help="on the device, in cells")
     parser.add_argument("--cpu-processes", type=int, default=8, help="beside them")
-    parser.add_argument("--test-workers", type=int, default=_test_workers(), help="on one GPU")
+    parser.add_argument("--test-workers", type=int, default=_test_workers(), help="of pytest-xdist")
     args = parser.parse_args(argv)
     part = os.environ.get("PART") or ",".join(PARTS)
     args.parts = part.split(",")
@@ -128,9 +128,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _test_workers() -> int:
-    """One for every two cores, and no more than a GPU has memory for: 24 of them ran out of 140
-    GiB."""
-    return min(MOST_TEST_WORKERS, max(1, (os.cpu_count() or 2) // 2))
+    """Three for every four cores, and no more than the GPUs have memory for."""
+    at_most = MOST_TEST_WORKERS * max(1, len(devices()))
+    return min(at_most, max(1, (os.cpu_count() or 2) * 3 // 4))
 
 
 def _refusal(args: argparse.Namespace) -> str | None:
