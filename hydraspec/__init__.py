@@ -25,6 +25,6 @@ def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]
         command line prints.
         KeyboardInterrupt: after the finished requests were saved.
     """
-    from hydraspec.cli import run as run_from_overrides
+    from hydraspec.cli.main import run as run_from_overrides
 
     return run_from_overrides(overrides, quiet=quiet)

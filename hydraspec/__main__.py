@@ -31,7 +31,7 @@ def main() -> int:
         return 1
     with terminations_as_interrupts():
         try:
-            from hydraspec.cli import main as run
+            from hydraspec.cli.main import main as run
 
             return run()
         except KeyboardInterrupt:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "native": "hydraspec.engine.native.engine:NativeEngine",
-    "transformers": "hydraspec.engine.transformers_engine:TransformersEngine",
-    "vllm": "hydraspec.engine.vllm_engine:VllmEngine",
+    "transformers": "hydraspec.engine.transformers.engine:TransformersEngine",
+    "vllm": "hydraspec.engine.vllm.engine:VllmEngine",
 }
 DETECTION = "hydraspec.models.detect:resolve"
 DEVICE = "hydraspec.engine.machine:pick_device"

@@ -32,19 +32,20 @@ MAY_IMPORT = {
         *("speculators", "factory"),  # the factory knows speculators by string only
     },
     "metrics": {"types"},
-    "lab": {"root", "types", "config", "metrics", "engine.base", "factory"},
+    "report": {"types", "metrics", "lab.folder", "lab.summary"},
+    "lab": {"root", "types", "config", "metrics", "engine.base", "factory", "report"},
+    "bench": {
+        *("types", "config", "metrics", "engine.base", "factory", "report"),
+        *("lab.workloads", "lab.environment", "lab.folder", "lab.surroundings"),
+    },
     "factory": {"config", "types"},
     "zoo": {"types", "config", "models"},
-    "cli": {"config", "lab"},
+    "cli": {"config", "lab", "bench", "report"},
     "root": {"cli", "lab.surroundings"},  # hydraspec/__init__.py and __main__.py
 }
 ROOMS_OF_FILES = {
     "hydraspec/__init__.py": "root",
     "hydraspec/__main__.py": "root",
-    "hydraspec/compose.py": "cli",
-    "hydraspec/folders.py": "cli",
-    "hydraspec/hydra_keys.py": "cli",
-    "hydraspec/sweep.py": "cli",
 }
 
 # Package → files that may import it. What is not listed here belongs to nobody yet.
@@ -52,7 +53,7 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     "kernels/*",
     "hydraspec/types.py",
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
-    *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "metrics")),
+    *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "bench", "report", "metrics")),
     "hydraspec/graphs/*",
 ]
 OWNERS = {
@@ -62,30 +63,28 @@ OWNERS = {
     "triton": ["kernels/*/kernel.py"],
     "omegaconf": [
         "hydraspec/config/*",
-        "hydraspec/cli.py",
-        "hydraspec/compose.py",
-        "hydraspec/sweep.py",
+        "hydraspec/cli/*",
     ],
-    "hydra": ["hydraspec/cli.py", "hydraspec/compose.py"],
+    "hydra": ["hydraspec/cli/main.py", "hydraspec/cli/compose.py"],
     "safetensors": ["hydraspec/models/*", "hydraspec/zoo/*"],
-    "huggingface_hub": ["hydraspec/models/hub.py"],
+    "huggingface_hub": ["hydraspec/models/checkpoint/hub.py"],
     "transformers": [
         "hydraspec/models/tokenizer.py",
-        "hydraspec/engine/transformers*",
+        "hydraspec/engine/transformers/*",
         "hydraspec/zoo/*",
     ],
     "tokenizers": ["hydraspec/zoo/*"],
     "speculators": ["hydraspec/zoo/*"],
-    "vllm": ["hydraspec/engine/vllm*"],
+    "vllm": ["hydraspec/engine/vllm/*"],
     "wandb": ["hydraspec/metrics/tracker.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
     "rich": [
-        *("hydraspec/metrics/*", "hydraspec/lab/*", "hydraspec/zoo/*"),
+        *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "report", "zoo")),
         "hydraspec/graphs/progress.py",
     ],
-    "yaml": ["hydraspec/lab/*"],
+    "yaml": ["hydraspec/lab/*", "hydraspec/report/*"],
     "datasets": ["hydraspec/lab/*"],
-    "matplotlib": ["hydraspec/lab/*"],
+    "matplotlib": ["hydraspec/report/*"],
 }
 LAZY = {"wandb", "datasets", "matplotlib", "vllm"}  # imported inside functions only
 
@@ -106,8 +105,8 @@ STEP_FILES = [
 ]
 OUTSIDE_THE_STEP: dict[str, set[str]] = {
     "hydraspec/engine/native/upload.py": {"wait_for"},  # a copy of some steps ago
-    "hydraspec/models/gemma4.py": {"rounded"},
-    "hydraspec/models/gemma4_layer.py": {"finish"},
+    "hydraspec/models/gemma4/model.py": {"rounded"},
+    "hydraspec/models/gemma4/layer.py": {"finish"},
 }
 ASKS_THE_DEVICE = {"cpu", "item", "tolist", "numpy", "synchronize", "nonzero", "masked_select"}
 

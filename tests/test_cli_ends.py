@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hydraspec
-from hydraspec import cli
+from hydraspec.cli import main as cli
 from hydraspec.errors import ConfigurationError
 
 TYPED = ["tracker=none", "hydra.run.dir=run"]

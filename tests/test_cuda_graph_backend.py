@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels import breaks
+from hydraspec_kernels.runtime import breaks
 
 from hydraspec.graphs import CudaGraphBackend
 

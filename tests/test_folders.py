@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from hydraspec.cli.folders import LOCK, RUN_DIR, claimed
 from hydraspec.errors import ConfigurationError
-from hydraspec.folders import LOCK, RUN_DIR, claimed
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from hydraspec.folders import claimed
+from hydraspec.cli.folders import claimed
 with claimed(Path(sys.argv[1]), "hydra.run.dir"):
     if len(sys.argv) > 2 and os.fork():
         os._exit(0)  # without a word to anybody

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels import breaks
+from hydraspec_kernels.runtime import breaks
 from recorded_graphs import CalledAgain, RecordedOps
 
 from hydraspec.graphs import (

@@ -8,10 +8,10 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
+from hydraspec.cli.sweep import check_folder, find_finished, note_idle_seed, take_over
 from hydraspec.config import to_dict
 from hydraspec.errors import ConfigurationError
-from hydraspec.sweep import check_folder, find_finished, note_idle_seed, take_over
 
 TICK = 0.02  # seconds; a file system's clock is that coarse
 

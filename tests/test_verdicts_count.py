@@ -11,7 +11,7 @@ import pytest
 from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
-from hydraspec import cli
+from hydraspec.cli import main as cli
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.lab import run as run_module
 

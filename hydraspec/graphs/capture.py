@@ -17,7 +17,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from hydraspec_kernels import breaks
+from hydraspec_kernels.runtime import breaks
 from torch import Tensor
 
 T = TypeVar("T")

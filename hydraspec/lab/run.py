@@ -17,18 +17,19 @@ import hydraspec
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
-from hydraspec.lab import environment, report, summary, verdict, workloads
+from hydraspec.lab import environment, summary, verdict, workloads
 from hydraspec.lab.cautions import accuracy_caution, cautions
 from hydraspec.lab.folder import STEPS, TRACE, RunFolder
-from hydraspec.lab.report_samples import SampleSink
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.lab.verdict import Lossless
 from hydraspec.lab.workloads import Workload
-from hydraspec.metrics.console import ConsoleSink, run_console
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
+from hydraspec.report import page as report
+from hydraspec.report.console import ConsoleSink, run_console
+from hydraspec.report.samples import SampleSink
 from hydraspec.types import NotFiniteError, WorkloadError
 
 

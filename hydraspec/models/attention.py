@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from hydraspec_kernels.decode_attention import attend_projection
+from hydraspec_kernels.attention.decode import attend_projection
+from hydraspec_kernels.attention.paged import AttentionPlan, paged_attention
+from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
 from hydraspec_kernels.linear import linear, linear_partials
-from hydraspec_kernels.paged_attention import AttentionPlan, paged_attention
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
-from hydraspec_kernels.rms_norm import unit_norm
+from hydraspec_kernels.norms.rms_norm import unit_norm
 from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
 
-from hydraspec.models.gemma4_config import Gemma4Config, LayerShape
+from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
 from hydraspec.models.layers import Norm, Place, Tensors
 
 

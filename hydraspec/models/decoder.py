@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydraspec.models.attention import GroupPass
 from hydraspec.models.aux_states import AuxCollector
-from hydraspec.models.checkpoint import Checkpoint
+from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.layers import Norm, Place, Tensors
 from hydraspec.models.needed_rows import reduced
 from hydraspec.models.weights import fill, memory_bytes

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint import PICKLES, Checkpoint, read_json, resolve_folder
-from hydraspec.models.mistral_names import config_of_params
+from hydraspec.models.checkpoint.mistral_names import config_of_params
+from hydraspec.models.checkpoint.reader import PICKLES, Checkpoint, read_json, resolve_folder
 
 SPECULATORS = "speculators"
 AUTHORS = "EAGLE"

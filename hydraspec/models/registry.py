@@ -10,19 +10,19 @@ import torch
 
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
-from hydraspec.models.checkpoint import open_checkpoint
+from hydraspec.models.checkpoint.reader import open_checkpoint
 
 TARGETS: dict[str, str] = {
-    "deepseek_v3": "hydraspec.models.deepseek:load_deepseek",
-    "gemma4": "hydraspec.models.gemma4:load_gemma4",
-    "gemma4_text": "hydraspec.models.gemma4:load_gemma4",
-    "llama": "hydraspec.models.dense:load_dense",
-    "mimo": "hydraspec.models.dense:load_dense",
-    "ministral": "hydraspec.models.dense:load_dense",
-    "mistral": "hydraspec.models.dense:load_dense",
-    "mistral3": "hydraspec.models.dense:load_dense",  # a multimodal wrapper around mistral
-    "qwen2": "hydraspec.models.dense:load_dense",
-    "qwen3": "hydraspec.models.dense:load_dense",
+    "deepseek_v3": "hydraspec.models.deepseek.model:load_deepseek",
+    "gemma4": "hydraspec.models.gemma4.model:load_gemma4",
+    "gemma4_text": "hydraspec.models.gemma4.model:load_gemma4",
+    "llama": "hydraspec.models.dense.model:load_dense",
+    "mimo": "hydraspec.models.dense.model:load_dense",
+    "ministral": "hydraspec.models.dense.model:load_dense",
+    "mistral": "hydraspec.models.dense.model:load_dense",
+    "mistral3": "hydraspec.models.dense.model:load_dense",  # a multimodal wrapper around mistral
+    "qwen2": "hydraspec.models.dense.model:load_dense",
+    "qwen3": "hydraspec.models.dense.model:load_dense",
 }
 
 

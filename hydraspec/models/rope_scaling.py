@@ -13,7 +13,7 @@ import torch
 from hydraspec_kernels.rope import rope_frequencies
 from torch import Tensor
 
-from hydraspec.models.config_reader import ConfigReader
+from hydraspec.models.checkpoint.config_reader import ConfigReader
 
 DEFAULT_THETA = 10_000.0
 MIN_THETA = 2.0  # released ones are above 1,000; YaRN divides by the logarithm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.errors import ConfigurationError
-from hydraspec.models.checkpoint import Checkpoint, load_tensors
+from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
 
 
 def fill(

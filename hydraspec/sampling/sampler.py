@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hydraspec_kernels.token_choice import draw_tokens, sample_with_probs
-from hydraspec_kernels.truncation import kth_largest, truncate_top_k_top_p
+from hydraspec_kernels.sampling.token_choice import draw_tokens, sample_with_probs
+from hydraspec_kernels.sampling.truncation import kth_largest, truncate_top_k_top_p
 from torch import Tensor
 
 from hydraspec.sampling.streams import Purpose

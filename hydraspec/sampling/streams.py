@@ -4,7 +4,7 @@ agree.
 The arithmetic lives with the kernels, which draw the same numbers inside a launch.
 """
 
-from hydraspec_kernels.random_streams import (
+from hydraspec_kernels.sampling.random_streams import (
     MAX_INDEX,
     Purpose,
     exponential_race,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from hydraspec_kernels.launch import runs_kernels
-from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
-from hydraspec_kernels.token_choice import greedy_tokens
-from hydraspec_kernels.truncation import truncate_
-from hydraspec_kernels.verification import Verified, verify_at_rate, verify_prefix
+from hydraspec_kernels.runtime.launch import runs_kernels
+from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.token_choice import greedy_tokens
+from hydraspec_kernels.sampling.truncation import truncate_
+from hydraspec_kernels.sampling.verification import Verified, verify_at_rate, verify_prefix
 from torch import Tensor
 
 from hydraspec.sampling.sampler import EVERYTHING, process_logits, sample

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from hydraspec_kernels import breaks
+from hydraspec_kernels.runtime import breaks
 from hydraspec_kernels.step_inputs import NewestRows
 from torch import Tensor
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.eagle import EagleHead
-from hydraspec.models.eagle_loading import load_eagle
+from hydraspec.models.eagle.head import EagleHead
+from hydraspec.models.eagle.loading import load_eagle
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 from hydraspec.speculators.draft_model import DraftModelSpeculator
 

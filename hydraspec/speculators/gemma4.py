@@ -9,7 +9,7 @@ from hydraspec_kernels.step_inputs import NewestRows
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.gemma4_assistant import DraftContext, Gemma4Assistant, load_assistant
+from hydraspec.models.gemma4.assistant import DraftContext, Gemma4Assistant, load_assistant
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 from hydraspec.types import Batch, KVGroupSpec, RequestState, TargetStep
 

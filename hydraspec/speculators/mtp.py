@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.mtp import MTPHead
-from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.models.mtp.head import MTPHead
+from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 
 

@@ -22,13 +22,13 @@ from multiprocessing import get_context
 
 import torch
 from harness import Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels import decode_attention
-from hydraspec_kernels.decode_attention import attend_projection
-from hydraspec_kernels.decode_attention import tiling as cuts
-from hydraspec_kernels.decode_attention.tiling import DecodeTiling
+from hydraspec_kernels.attention import decode as decode_attention
+from hydraspec_kernels.attention.decode import attend_projection
+from hydraspec_kernels.attention.decode import tiling as cuts
+from hydraspec_kernels.attention.decode.tiling import DecodeTiling
+from hydraspec_kernels.attention.paged import DevicePlan, GroupShape, paged_attention
+from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
 from hydraspec_kernels.linear import linear, linear_partials
-from hydraspec_kernels.paged_attention import DevicePlan, GroupShape, paged_attention
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
 from torch import Tensor
 
 BLOCK_SIZE = 16

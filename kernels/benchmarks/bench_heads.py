@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
-from hydraspec_kernels.centroid_head import centroid_greedy
-from hydraspec_kernels.random_streams import Purpose
-from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
-from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows
-from hydraspec_kernels.token_choice import draw_tokens, greedy_tokens, sample_with_probs
-from hydraspec_kernels.verification import (
+from hydraspec_kernels.embedding.centroid_head import centroid_greedy
+from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.token_choice import draw_tokens, greedy_tokens, sample_with_probs
+from hydraspec_kernels.sampling.verification import (
     commit_tokens,
     store_drafts,
     verify_at_rate,
     verify_prefix,
 )
+from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows
 from torch import Tensor
 
 DRAFTS = 3

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import COPY_TB_S, Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels.add_norm import add_norm
-from hydraspec_kernels.add_norm.reference import add_norm_reference
+from hydraspec_kernels.activation import gated_activation
+from hydraspec_kernels.activation.reference import gated_activation_reference
+from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.attention.qkv_write.reference import write_qkv_reference
 from hydraspec_kernels.embedding import embed
+from hydraspec_kernels.embedding.ple_inputs import ple_inputs
+from hydraspec_kernels.embedding.ple_inputs.reference import ple_inputs_reference
 from hydraspec_kernels.embedding.reference import embed_reference
-from hydraspec_kernels.gated_activation import gated_activation
-from hydraspec_kernels.gated_activation.reference import gated_activation_reference
-from hydraspec_kernels.ple_inputs import ple_inputs
-from hydraspec_kernels.ple_inputs.reference import ple_inputs_reference
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
-from hydraspec_kernels.qkv_write.reference import write_qkv_reference
-from hydraspec_kernels.rms_norm import rms_norm
-from hydraspec_kernels.rms_norm.reference import rms_norm_reference
+from hydraspec_kernels.norms.add_norm import add_norm
+from hydraspec_kernels.norms.add_norm.reference import add_norm_reference
+from hydraspec_kernels.norms.rms_norm import rms_norm
+from hydraspec_kernels.norms.rms_norm.reference import rms_norm_reference
 from hydraspec_kernels.rope import mirrored, rope_frequencies, rope_table
 from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor

@@ -19,11 +19,12 @@ from itertools import product
 
 import torch
 from harness import READ_TB_S, Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels import latent_attention, prefill_attention
-from hydraspec_kernels.paged_attention import DevicePlan, GroupShape, paged_attention
-from hydraspec_kernels.paged_attention import tiling as cuts
-from hydraspec_kernels.paged_attention.kernel import paged_attention_kernel
-from hydraspec_kernels.paged_attention.tiling import Tiling
+from hydraspec_kernels.attention import latent as latent_attention
+from hydraspec_kernels.attention import prefill as prefill_attention
+from hydraspec_kernels.attention.paged import DevicePlan, GroupShape, paged_attention
+from hydraspec_kernels.attention.paged import tiling as cuts
+from hydraspec_kernels.attention.paged.kernel import paged_attention_kernel
+from hydraspec_kernels.attention.paged.tiling import Tiling
 from torch import Tensor
 
 BLOCK_SIZE = 16

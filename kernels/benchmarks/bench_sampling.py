@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from harness import Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
-from hydraspec_kernels.truncation import truncate_, truncate_reference
+from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.truncation import truncate_, truncate_reference
 from torch import Tensor
 
 DRAFTS = 3

@@ -27,9 +27,9 @@ from transformers import AutoTokenizer, Gemma4AssistantForCausalLM, Gemma4ForCau
 
 from hydraspec.config.schema import Dtype, Weights
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.models.checkpoint import resolve_folder
+from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.types import Request, SamplingParams, StepRecord
-from hydraspec.zoo.evaluate import read_workload
+from hydraspec.zoo.recipe.evaluate import read_workload
 
 NUM_TOKENS = 48
 

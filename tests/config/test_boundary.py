@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydraspec.compose import plan, with_method
+from hydraspec.cli.compose import plan, with_method
 from hydraspec.config import to_dict
 from hydraspec.config.schema import Dtype
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from hydraspec import factory
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config import to_dict, to_run_config
 from hydraspec.config.build import schema_keys
 from hydraspec.config.checks import ALIASES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.engines import STAGES
 from hydraspec.errors import ConfigurationError
 

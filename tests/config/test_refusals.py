@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.checks import MAX_NUM_THREADS
 from hydraspec.config.choices import choices_of
 from hydraspec.errors import ConfigurationError

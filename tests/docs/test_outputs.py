@@ -11,7 +11,7 @@ import pytest
 
 import hydraspec
 from hydraspec.lab import folder
-from hydraspec.lab.compare import compare
+from hydraspec.report.compare import compare
 
 TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"`([^`]+)`", TEXT))

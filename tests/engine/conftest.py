@@ -11,7 +11,7 @@ import pytest
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.config.schema import Dtype
-from hydraspec.engine.vllm_engine import VllmEngine
+from hydraspec.engine.vllm.engine import VllmEngine
 
 MAX_MODEL_LEN = 96
 

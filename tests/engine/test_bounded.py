@@ -21,7 +21,7 @@ from hydraspec.engine import bounded as bounding
 from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.engine.prompts import tokenize
 from hydraspec.errors import CheckpointError, WorkloadError
-from hydraspec.models.checkpoint import ZOO
+from hydraspec.models.checkpoint.reader import ZOO
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import Request, SamplingParams
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz_stages import RANDOM_GEMMAS
-from hydraspec_kernels.verification import Verified
+from hydraspec_kernels.sampling.verification import Verified
 from scenarios import (
     KNOWN_TOKENS,
     Outcome,

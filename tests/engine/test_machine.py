@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.machine import model_length, pick_device
 from hydraspec.errors import ConfigurationError

@@ -16,12 +16,12 @@ from recorded_graphs import RecordedOps
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hydraspec import cli
+from hydraspec.cli import main as cli
 from hydraspec.config.schema import Device, DraftSampling, Dtype, Verification
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.models.gemma4 import Gemma4Target
+from hydraspec.models.gemma4.model import Gemma4Target
 from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
-from hydraspec.zoo.evaluate import read_workload
+from hydraspec.zoo.recipe.evaluate import read_workload
 
 ZOO = Path(cli.__file__).parent / "zoo" / "checkpoints"
 PROMPTS = [line["messages"] for line in read_workload()[:6]]

@@ -18,7 +18,7 @@ from graph_runs import (
 )
 
 from hydraspec.config.schema import DraftSampling
-from hydraspec.models.checkpoint import resolve_folder
+from hydraspec.models.checkpoint.reader import resolve_folder
 
 CASES = {
     "dense head": ("gemma4_mtp", PAIRS["gemma4_mtp"]),

@@ -16,12 +16,12 @@ import pytest
 import torch
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import Dtype, RunConfig, Weights
 from hydraspec.engine.base import Engine
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.transformers_engine import TransformersEngine
-from hydraspec.models.checkpoint import resolve_folder
+from hydraspec.engine.transformers.engine import TransformersEngine
+from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.types import (
     CheckpointError,
     Completion,
@@ -30,7 +30,7 @@ from hydraspec.types import (
     SamplingParams,
     StepRecord,
 )
-from hydraspec.zoo.evaluate import read_workload
+from hydraspec.zoo.recipe.evaluate import read_workload
 
 NUM_PROMPTS = 5
 
@@ -387,7 +387,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_transformers_is_imported_by_its_own_engine_only() -> None:
     program = (
-        "import sys, hydraspec.cli, hydraspec.lab.run, hydraspec.engine.native.engine;"
+        "import sys, hydraspec.cli.main, hydraspec.lab.run, hydraspec.engine.native.engine;"
         "print(sorted(m for m in sys.modules if m.split('.')[0] == 'transformers'))"
     )
     found = subprocess.run(

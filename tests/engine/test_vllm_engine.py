@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from fake_engine import target_token
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import (
     RunConfig,
 )
-from hydraspec.engine.vllm_engine import VllmEngine
-from hydraspec.engine.vllm_steps import Part, StepStats, share_out
+from hydraspec.engine.vllm.engine import VllmEngine
+from hydraspec.engine.vllm.steps import Part, StepStats, share_out
 from hydraspec.types import (
     Completion,
     ConfigurationError,
@@ -258,7 +258,7 @@ def test_the_baseline_is_left_to_a_sweep(start: Callable[..., VllmEngine]) -> No
 
 def test_vllm_is_imported_by_its_own_engine_only() -> None:
     program = (
-        "import sys, hydraspec.cli, hydraspec.lab.run, hydraspec.engine.vllm_engine;"
+        "import sys, hydraspec.cli.main, hydraspec.lab.run, hydraspec.engine.vllm.engine;"
         "print(sorted(m for m in sys.modules if m.split('.')[0] == 'vllm'))"
     )
     found = subprocess.run(

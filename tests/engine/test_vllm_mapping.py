@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, VllmConfig
-from hydraspec.engine.vllm_loading import check_version, engine_arguments
+from hydraspec.engine.vllm.loading import check_version, engine_arguments
 from hydraspec.types import ConfigurationError
 
 TARGET, DRAFTER = Path("/models/target"), Path("/models/drafter")

@@ -11,9 +11,9 @@ import fake_vllm
 import pytest
 import torch
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.vllm_engine import VllmEngine
+from hydraspec.engine.vllm.engine import VllmEngine
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
 
 

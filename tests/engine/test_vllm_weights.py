@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hydraspec.config.schema import Weights
-from hydraspec.engine.vllm_engine import VllmEngine
-from hydraspec.engine.vllm_weights import DUMMY_WEIGHTS
+from hydraspec.engine.vllm.engine import VllmEngine
+from hydraspec.engine.vllm.weights import DUMMY_WEIGHTS
 
 
 def test_random_weights_are_drawn_as_in_the_native_engine(

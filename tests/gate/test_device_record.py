@@ -30,7 +30,7 @@ def test_this_tree_is_covered():
     files = device_record.covered_files()
     names = {path.relative_to(device_record.ROOT).as_posix() for path in files}
     assert {"hydraspec/factory.py", "tests/gate/cells.py"} <= names
-    assert any(name.startswith("kernels/hydraspec_kernels/truncation/") for name in names)
+    assert any(name.startswith("kernels/hydraspec_kernels/sampling/truncation/") for name in names)
     assert "tests/gate/test_device_record.py" not in names
 
 

@@ -6,7 +6,7 @@ import pytest
 from covering import all_pairs, covering_set, pairs_of
 from matrix import CUDAGRAPH, SAMPLING, covered_cells, factors, pairs, typed_cells
 
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 
 ROOT = Path(__file__).parents[2]
 PAIRS = pairs(ROOT)

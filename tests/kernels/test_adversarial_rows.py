@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
-from hydraspec_kernels.random_streams import Purpose
-from hydraspec_kernels.token_choice import kernel as choice
-from hydraspec_kernels.token_choice.reference import (
+from hydraspec_kernels.runtime.launch import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.token_choice import kernel as choice
+from hydraspec_kernels.sampling.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
     sample_with_probs_reference,
 )
-from hydraspec_kernels.truncation import truncate_, truncate_reference
+from hydraspec_kernels.sampling.truncation import truncate_, truncate_reference
 from odd_rows import BROKEN, DTYPES, VOCABULARIES, check_kept, odd_rows, truncations
 from torch import Tensor
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
-from hydraspec_kernels.paged_attention import (
+from hydraspec_kernels.attention.paged import (
     GroupShape,
     kernel,
     paged_attention,
     plan_attention,
     tiling,
 )
-from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
-from hydraspec_kernels.paged_attention.reference import (
+from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.paged.reference import (
     paged_attention_reference,
     planned_attention_reference,
 )

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from attention_layers import Case, Inputs, assert_half_close, build, poisoned_memory
-from hydraspec_kernels import breaks
-from hydraspec_kernels.decode_attention import attend_projection, counters, kernel, tiling
-from hydraspec_kernels.decode_attention.reference import attend_projection_reference
-from hydraspec_kernels.paged_attention import GroupShape
-from hydraspec_kernels.paged_attention.plan import DevicePlan
-from hydraspec_kernels.paged_attention.reference import planned_attention_reference
-from hydraspec_kernels.qkv_write.kernel import write_qkv_cuda
+from hydraspec_kernels.attention.decode import attend_projection, counters, kernel, tiling
+from hydraspec_kernels.attention.decode.reference import attend_projection_reference
+from hydraspec_kernels.attention.paged import GroupShape
+from hydraspec_kernels.attention.paged.plan import DevicePlan
+from hydraspec_kernels.attention.paged.reference import planned_attention_reference
+from hydraspec_kernels.attention.qkv_write.kernel import write_qkv_cuda
+from hydraspec_kernels.runtime import breaks
 from torch import Tensor
 
 # Rows of nobody are never written to scratch memory.

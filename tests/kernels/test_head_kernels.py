@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hydraspec_kernels import step_inputs, verification
-from hydraspec_kernels.slot_mapping import kernel as slot_kernel
-from hydraspec_kernels.slot_mapping.reference import slot_mapping_reference
+from hydraspec_kernels import step_inputs
+from hydraspec_kernels.sampling import verification
+from hydraspec_kernels.sampling.verification import kernel as verify_kernel
+from hydraspec_kernels.sampling.verification import reference as verify_reference
 from hydraspec_kernels.step_inputs import kernel as rows_kernel
 from hydraspec_kernels.step_inputs import reference as rows_reference
-from hydraspec_kernels.verification import kernel as verify_kernel
-from hydraspec_kernels.verification import reference as verify_reference
+from hydraspec_kernels.step_inputs.slot_mapping import kernel as slot_kernel
+from hydraspec_kernels.step_inputs.slot_mapping.reference import slot_mapping_reference
 from kernel_places import DEVICES
 from torch import Tensor
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hydraspec_kernels.gated_activation import gated_silu
+from hydraspec_kernels.activation import gated_silu
+from hydraspec_kernels.attention.paged import GroupShape, paged_attention, plan, plan_attention
+from hydraspec_kernels.attention.paged.reference import paged_attention_reference
 from hydraspec_kernels.moe import moe, route_grouped
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference
-from hydraspec_kernels.paged_attention import GroupShape, paged_attention, plan, plan_attention
-from hydraspec_kernels.paged_attention.reference import paged_attention_reference
 
 TOLERANCE = 1e-12  # float64 sums in another order
 LATENT, ROTARY, HEADS, SCALE = 6, 4, 3, 0.7

@@ -14,11 +14,11 @@ import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels import latent_attention
-from hydraspec_kernels.latent_attention import FULL_DEVICE, TILE, fits, num_splits
-from hydraspec_kernels.paged_attention import GroupShape, paged_attention
-from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
-from hydraspec_kernels.paged_attention.reference import planned_attention_reference
+from hydraspec_kernels.attention import latent as latent_attention
+from hydraspec_kernels.attention.latent import FULL_DEVICE, TILE, fits, num_splits
+from hydraspec_kernels.attention.paged import GroupShape, paged_attention
+from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.paged.reference import planned_attention_reference
 from torch import Tensor
 
 from hydraspec.types import RowSegment
@@ -30,7 +30,7 @@ import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from hydraspec_kernels.latent_attention.kernel import LAUNCH, _latent_kernel as kernel
+from hydraspec_kernels.attention.latent.kernel import LAUNCH, _latent_kernel as kernel
 
 found, names = [], kernel.arg_names
 for heads, block_size, one_row, split in json.loads(sys.argv[1]):

@@ -7,7 +7,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import hydraspec_kernels.launch.kernel as launch
+import hydraspec_kernels.runtime.launch.kernel as launch
 import pytest
 from triton import knobs
 from triton.runtime import build

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hydraspec_kernels.add_norm import add_norm
+from hydraspec_kernels.activation import gated_activation, gated_silu
+from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
 from hydraspec_kernels.embedding import embed
-from hydraspec_kernels.gated_activation import gated_activation, gated_silu
+from hydraspec_kernels.embedding.ple_inputs import ple_inputs
 from hydraspec_kernels.moe import moe, route, route_grouped
-from hydraspec_kernels.ple_inputs import ple_inputs
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
-from hydraspec_kernels.rms_norm import rms_norm
+from hydraspec_kernels.norms.add_norm import add_norm
+from hydraspec_kernels.norms.rms_norm import rms_norm
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 from torch import Tensor
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from compiled_apart import compiled
-from hydraspec_kernels.centroid_head import kernel as centroids
-from hydraspec_kernels.truncation import launches, truncate_
+from hydraspec_kernels.embedding.centroid_head import kernel as centroids
+from hydraspec_kernels.sampling.truncation import launches, truncate_
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 JITS = {"triton.jit", "gluon.jit"}
@@ -129,7 +129,7 @@ def test_no_thread_rounds_a_sum_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
     one = torch.zeros(1, dtype=torch.int64)
     truncate_(torch.zeros(1, 70), one.view(1, 1), one, one > -1, one, *(one.float(),) * 4)
     given = {"num_warps": 1, "enable_fp_fusion": kernel.options.get("enable_fp_fusion", True)}
-    job = ("truncation", "find_cuts", CUTS, CUT_SIZES | {"ALL_GROUPS": 2}, given)
+    job = ("sampling.truncation", "find_cuts", CUTS, CUT_SIZES | {"ALL_GROUPS": 2}, given)
     ((fused, shuffles),) = compiled(COMPILE, [job], tmp_path)
     assert fused == 0
     assert shuffles > 0
@@ -153,7 +153,13 @@ def test_lanes_share_one_score_of_a_candidate(
     assert kernel.options["enable_fp_fusion"] is (dtype is torch.bfloat16)
     if dtype is torch.float32:
         jobs = [
-            ("centroid_head", "_best_of_chosen", CHOSEN, CHOSEN_SIZES, {"enable_fp_fusion": fuses})
+            (
+                "embedding.centroid_head",
+                "_best_of_chosen",
+                CHOSEN,
+                CHOSEN_SIZES,
+                {"enable_fp_fusion": fuses},
+            )
             for fuses in (False, True)
         ]
         (apart, shuffles), (fused, _) = compiled(COMPILE, jobs, tmp_path)

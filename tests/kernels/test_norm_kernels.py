@@ -2,22 +2,22 @@
 compiled where there is a GPU.
 """
 
-import hydraspec_kernels.rms_norm as rms_norm_module
+import hydraspec_kernels.norms.rms_norm as rms_norm_module
 import pytest
 import torch
-from hydraspec_kernels.add_norm.kernel import add_norm_cuda
-from hydraspec_kernels.add_norm.reference import add_norm_reference
-from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
-from hydraspec_kernels.embedding.reference import embed_beside_reference, embed_reference
-from hydraspec_kernels.gated_activation.kernel import gated_activation_cuda
-from hydraspec_kernels.gated_activation.reference import (
+from hydraspec_kernels.activation.kernel import gated_activation_cuda
+from hydraspec_kernels.activation.reference import (
     gated_activation_reference,
     gated_silu_reference,
 )
-from hydraspec_kernels.ple_inputs.kernel import ple_inputs_cuda
-from hydraspec_kernels.ple_inputs.reference import ple_inputs_reference
-from hydraspec_kernels.rms_norm.kernel import rms_norm_cuda
-from hydraspec_kernels.rms_norm.reference import rms_norm_reference
+from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
+from hydraspec_kernels.embedding.ple_inputs.kernel import ple_inputs_cuda
+from hydraspec_kernels.embedding.ple_inputs.reference import ple_inputs_reference
+from hydraspec_kernels.embedding.reference import embed_beside_reference, embed_reference
+from hydraspec_kernels.norms.add_norm.kernel import add_norm_cuda
+from hydraspec_kernels.norms.add_norm.reference import add_norm_reference
+from hydraspec_kernels.norms.rms_norm.kernel import rms_norm_cuda
+from hydraspec_kernels.norms.rms_norm.reference import rms_norm_reference
 from kernel_places import DEVICES, PLACES, poison
 from torch import Tensor
 

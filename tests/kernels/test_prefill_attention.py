@@ -14,12 +14,12 @@ import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels import prefill_attention
-from hydraspec_kernels.decode_attention.counters import zero_counters
-from hydraspec_kernels.paged_attention import GroupShape, paged_attention, tiling
-from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
-from hydraspec_kernels.paged_attention.reference import planned_attention_reference
-from hydraspec_kernels.prefill_attention import fits
+from hydraspec_kernels.attention import prefill as prefill_attention
+from hydraspec_kernels.attention.decode.counters import zero_counters
+from hydraspec_kernels.attention.paged import GroupShape, paged_attention, tiling
+from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.paged.reference import planned_attention_reference
+from hydraspec_kernels.attention.prefill import fits
 from torch import Tensor
 
 from hydraspec.types import RowSegment
@@ -37,7 +37,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from hydraspec_kernels.prefill_attention.kernel import LAUNCH, _prefill_kernel as kernel
+from hydraspec_kernels.attention.prefill.kernel import LAUNCH, _prefill_kernel as kernel
 
 found, names = [], kernel.arg_names
 for heads, group, dim, window, block, cut in json.loads(sys.argv[1]):

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from hydraspec_kernels.qkv_write import QkvShape, write_qkv
-from hydraspec_kernels.qkv_write.kernel import write_qkv_cuda
-from hydraspec_kernels.qkv_write.reference import write_qkv_reference
-from hydraspec_kernels.rms_norm import rms_norm
+from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.attention.qkv_write.kernel import write_qkv_cuda
+from hydraspec_kernels.attention.qkv_write.reference import write_qkv_reference
+from hydraspec_kernels.norms.rms_norm import rms_norm
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 from hydraspec_kernels.rope.kernel import apply_rope_cuda, rope_table_cuda
 from hydraspec_kernels.rope.reference import apply_rope_reference, rope_table_reference

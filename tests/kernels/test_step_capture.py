@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.centroid_head import centroid_greedy
-from hydraspec_kernels.random_streams import Purpose
-from hydraspec_kernels.rejection_sampling import Rule, verify_sampled
+from hydraspec_kernels.embedding.centroid_head import centroid_greedy
+from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.token_choice import greedy_tokens, sample_with_probs
+from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts, verify_prefix
 from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows, shifted_tokens
-from hydraspec_kernels.token_choice import greedy_tokens, sample_with_probs
-from hydraspec_kernels.verification import commit_tokens, store_drafts, verify_prefix
 from torch import Tensor
 
 VOCAB, SLOTS, COLUMNS, SIZES = 4096, 9, 256, (16, 16)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.random_streams import Purpose
-from hydraspec_kernels.token_choice import kernel
-from hydraspec_kernels.token_choice.reference import (
+from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.token_choice import kernel
+from hydraspec_kernels.sampling.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
     sample_with_probs_reference,

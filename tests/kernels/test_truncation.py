@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hydraspec_kernels.truncation import launches, truncate_, truncate_reference
+from hydraspec_kernels.sampling.truncation import launches, truncate_, truncate_reference
 from kernel_places import DEVICES, PLACES, poison
 from torch import Tensor
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fake_engine import Behaviour, FakeEngine
 
+from hydraspec.bench import measure as bench_measure
 from hydraspec.config.schema import (
     CudagraphConfig,
     EngineConfig,
@@ -21,7 +22,6 @@ from hydraspec.config.schema import (
     TrackerConfig,
     WorkloadConfig,
 )
-from hydraspec.lab import bench_measure
 from hydraspec.lab import run as run_module
 
 

@@ -15,12 +15,14 @@ from bench_runs import SMALL, in_process, planned, run_bench
 from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
-from hydraspec import cli
-from hydraspec.compose import plan
+from hydraspec.bench import measure as bench_measure
+from hydraspec.bench import run as bench
+from hydraspec.bench import table as bench_table
+from hydraspec.cli import main as cli
+from hydraspec.cli.compose import plan
 from hydraspec.config.choices import choices_of
 from hydraspec.config.schema import Device, RunConfig, Weights
 from hydraspec.errors import ConfigurationError
-from hydraspec.lab import bench, bench_measure, bench_table
 from hydraspec.lab import run as run_module
 
 # what follows bench_ -> shape, method, drafter's shape, tokens a step

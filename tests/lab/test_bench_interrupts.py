@@ -15,8 +15,9 @@ import pytest
 from bench_runs import in_process, run_bench
 from fake_engine import FakeEngine
 
+from hydraspec.bench import measure as bench_measure
+from hydraspec.bench import run as bench
 from hydraspec.config.schema import RunConfig
-from hydraspec.lab import bench, bench_measure
 
 
 @pytest.mark.parametrize("during", ["a batch", "the first batch"])

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.lab import run as run_module
-from hydraspec.lab.compare import compare, read
+from hydraspec.report.compare import compare, read
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]

@@ -14,10 +14,10 @@ import pytest
 from bench_runs import SMALL, in_process, run_bench
 from fake_engine import FakeEngine
 
-from hydraspec.compose import plan
+from hydraspec.bench import run as bench
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, TrackerConfig
 from hydraspec.errors import CheckpointError, WorkloadError
-from hydraspec.lab import bench
 from hydraspec.lab import run as run_module
 from hydraspec.lab.folder import RunFolder
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hydraspec.metrics.console import ConsoleSink, interval, number, verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
+from hydraspec.report.console import ConsoleSink, interval, number, verdict_words
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 SUMMARY: dict[str, Any] = {

@@ -17,7 +17,7 @@ from gemma4_oracle import (
 )
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.gemma4_assistant import Gemma4Assistant, load_assistant
+from hydraspec.models.gemma4.assistant import Gemma4Assistant, load_assistant
 
 # float32 sums in another order, through two layers; outputs are of order one.
 TOLERANCE = 2e-5

@@ -13,8 +13,8 @@ from gemma4_oracle import PagedRun, load, make_target, text_config, to_public_la
 from safetensors.torch import load_file, save_file
 
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models import checkpoint as reading
 from hydraspec.models import load_target
+from hydraspec.models.checkpoint import reader as reading
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 SHARED = text_config(

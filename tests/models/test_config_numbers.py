@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint import ZOO, open_checkpoint
-from hydraspec.models.deepseek_config import read_deepseek_config
-from hydraspec.models.dense_config import read_dense_config
-from hydraspec.models.eagle_config import read_eagle
-from hydraspec.models.gemma4_assistant_config import read_assistant
-from hydraspec.models.gemma4_config import read_gemma4_config
-from hydraspec.models.mtp_config import read_mtp_config
+from hydraspec.models.checkpoint.reader import ZOO, open_checkpoint
+from hydraspec.models.deepseek.config import read_deepseek_config
+from hydraspec.models.dense.config import read_dense_config
+from hydraspec.models.eagle.config import read_eagle
+from hydraspec.models.gemma4.assistant_config import read_assistant
+from hydraspec.models.gemma4.config import read_gemma4_config
+from hydraspec.models.mtp.config import read_mtp_config
 
 
 def changed(name: str, folder: Path, path: str, value: str) -> str:

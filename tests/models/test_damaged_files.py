@@ -11,8 +11,8 @@ import torch
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models import load_target
-from hydraspec.models.checkpoint import ZOO, open_checkpoint, read_json
-from hydraspec.models.config_reader import MAX_COUNT
+from hydraspec.models.checkpoint.config_reader import MAX_COUNT
+from hydraspec.models.checkpoint.reader import ZOO, open_checkpoint, read_json
 
 INDEX = "model.safetensors.index.json"
 

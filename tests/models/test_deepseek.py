@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models import load_target
-from hydraspec.models.deepseek_config import read_deepseek_config
+from hydraspec.models.deepseek.config import read_deepseek_config
 
 # Share of the logit range: float32 sums in another order (absorbed projections among them).
 TOLERANCE = 1e-4

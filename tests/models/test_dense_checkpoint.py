@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models import load_target
-from hydraspec.models.checkpoint import open_checkpoint
-from hydraspec.models.dense_config import read_dense_config
-from hydraspec.models.hub import download
-from hydraspec.models.mistral_names import (
+from hydraspec.models.checkpoint.hub import download
+from hydraspec.models.checkpoint.mistral_names import (
     config_of_params,
     consolidated_name,
     half_split,
@@ -26,6 +24,8 @@ from hydraspec.models.mistral_names import (
     is_consolidated,
     rotary_heads,
 )
+from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.models.dense.config import read_dense_config
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 PARAMS = {

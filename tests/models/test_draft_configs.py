@@ -29,12 +29,12 @@ from eagle_oracle import PlainEagle
 from eagle_rows import load
 from safetensors.torch import save_file
 
-from hydraspec.models.dense_config import read_dense_config
+from hydraspec.models.checkpoint.mistral_names import config_of_params
+from hydraspec.models.dense.config import read_dense_config
 from hydraspec.models.detect import Detected, detect, open_draft, resolve
 from hydraspec.models.draft_spec import DraftSpec
-from hydraspec.models.gemma4_assistant import load_assistant
-from hydraspec.models.mistral_names import config_of_params
-from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.models.gemma4.assistant import load_assistant
+from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.types import CheckpointError
 
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -25,7 +25,7 @@ from eagle_folders import (
 from eagle_oracle import PlainEagle
 from eagle_rows import PagedRows, load, target_step
 
-from hydraspec.models.eagle import EagleHead
+from hydraspec.models.eagle.head import EagleHead
 
 NUM_CONFIGS = 24
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64 both, sums in another order

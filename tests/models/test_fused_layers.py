@@ -36,9 +36,9 @@ from mtp_folders import KINDS, write_mtp
 from mtp_folders import random_config as mtp_config
 from torch import Tensor
 
-from hydraspec.models.gemma4_assistant import load_assistant
+from hydraspec.models.gemma4.assistant import load_assistant
 from hydraspec.models.layers import Place
-from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.models.needed_rows import needed_rows
 from hydraspec.types import StepPlan
 

@@ -20,9 +20,9 @@ from gemma4_oracle import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hydraspec.models.gemma4 import canonical_name, rounded
-from hydraspec.models.gemma4_assistant import load_assistant
-from hydraspec.models.gemma4_config import read_gemma4_config
+from hydraspec.models.gemma4.assistant import load_assistant
+from hydraspec.models.gemma4.config import read_gemma4_config
+from hydraspec.models.gemma4.model import canonical_name, rounded
 
 EVERYTHING = text_config(
     num_hidden_layers=6,

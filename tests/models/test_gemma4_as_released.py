@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from gemma4_oracle import FULL, SLIDING, random_target, text_config
 
-from hydraspec.models.gemma4_config import read_gemma4_config
+from hydraspec.models.gemma4.config import read_gemma4_config
 
 
 def test_full_layers_have_512_wide_heads_unless_the_file_says_otherwise(tmp_path: Path) -> None:

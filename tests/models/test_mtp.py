@@ -19,8 +19,8 @@ from transformers.modeling_layers import MtpModel
 
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models import TargetModel
-from hydraspec.models.mtp import MTPHead
-from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.models.mtp.head import MTPHead
+from hydraspec.models.mtp.loading import load_mtp
 
 # Share of the logit range. All is float64; the rotary frequencies are float32 on both sides, summed
 # in another order where YaRN blends them.

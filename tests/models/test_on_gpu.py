@@ -18,9 +18,9 @@ from gemma4_oracle import PagedRun, Pass
 from torch import Tensor
 
 from hydraspec.models import load_target
-from hydraspec.models.eagle_loading import load_eagle
-from hydraspec.models.gemma4_assistant import load_assistant
-from hydraspec.models.mtp_loading import load_mtp
+from hydraspec.models.eagle.loading import load_eagle
+from hydraspec.models.gemma4.assistant import load_assistant
+from hydraspec.models.mtp.loading import load_mtp
 
 pytestmark = pytest.mark.gpu
 

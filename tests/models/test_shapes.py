@@ -7,14 +7,14 @@ import json
 import pytest
 
 from hydraspec import factory
-from hydraspec.compose import plan
+from hydraspec.cli.compose import plan
 from hydraspec.config.choices import choices_of, shipped_shapes
 from hydraspec.config.derive import BESIDE
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models.checkpoint import SHAPES, open_checkpoint, resolve_folder
-from hydraspec.models.gemma4_assistant_config import read_assistant
-from hydraspec.models.gemma4_config import FULL, Gemma4Config, read_gemma4_config
+from hydraspec.models.checkpoint.reader import SHAPES, open_checkpoint, resolve_folder
+from hydraspec.models.gemma4.assistant_config import read_assistant
+from hydraspec.models.gemma4.config import FULL, Gemma4Config, read_gemma4_config
 
 TARGETS = [n for n in shipped_shapes() if n.startswith("gemma4") and "-" not in n]
 # layers, of them full, of them reading another's cache; hidden width; experts

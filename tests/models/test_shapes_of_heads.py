@@ -13,11 +13,11 @@ from tiny_targets import run_config
 
 from hydraspec.config.schema import Verification
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.models.checkpoint import open_checkpoint
-from hydraspec.models.dense_config import DenseConfig, read_dense_config
+from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
-from hydraspec.models.eagle_config import EagleConfig, read_eagle
-from hydraspec.models.mtp_config import read_mtp_config
+from hydraspec.models.eagle.config import EagleConfig, read_eagle
+from hydraspec.models.mtp.config import read_mtp_config
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 # layers, hidden width, query and KV heads, inner width, vocabulary

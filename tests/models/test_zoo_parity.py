@@ -13,8 +13,8 @@ from gemma4_oracle import (
 )
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-from hydraspec.models.checkpoint import ZOO
-from hydraspec.models.gemma4_assistant import load_assistant
+from hydraspec.models.checkpoint.reader import ZOO
+from hydraspec.models.gemma4.assistant import load_assistant
 
 # Share of the logit range; measured at 1e-6 on files written in bfloat16 and run in float32.
 TOLERANCE = 1e-5

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels.rejection_sampling import Rule, launches, verify_sampled
-from hydraspec_kernels.token_choice import reference
-from hydraspec_kernels.verification import Verified
+from hydraspec_kernels.sampling.rejection import Rule, launches, verify_sampled
+from hydraspec_kernels.sampling.token_choice import reference
+from hydraspec_kernels.sampling.verification import Verified
 from kernel_places import DEVICES
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.token_choice import reference
+from hydraspec_kernels.sampling.token_choice import reference
 from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (

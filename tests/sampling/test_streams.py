@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.random_streams.reference import unit_interval
+from hydraspec_kernels.sampling.random_streams.reference import unit_interval
 from scipy import stats
 from torch import Tensor
 

@@ -33,7 +33,7 @@ from scenarios import (
 from torch import Tensor
 
 from hydraspec.config.schema import Weights
-from hydraspec.models.mtp import MTPHead
+from hydraspec.models.mtp.head import MTPHead
 from hydraspec.speculators.mtp import MTPSpeculator
 from hydraspec.types import Rows, StepRecord
 

@@ -1,9 +1,9 @@
 """Acceptance of a whole run equals that of a plain uncached loop written from the definition.
 
-The loop is `hydraspec.zoo.evaluate`: transformers' classes, whole forwards over the growing text,
-every draft made from the hidden state and KV of its row. It shares no code with the engine. Catches
-a wrong position, a stale key, a hidden state of the wrong row, the wrong norm: each shows only as
-lower acceptance.
+The loop is `hydraspec.zoo.recipe.evaluate`: transformers' classes, whole forwards over the
+growing text, every draft made from the hidden state and KV of its row. It shares no code with the
+engine. Catches a wrong position, a stale key, a hidden state of the wrong row, the wrong norm: each
+shows only as lower acceptance.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, Gemma4AssistantForCausalLM, Gemma4ForCau
 
 from hydraspec.config.schema import Dtype, Weights
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.models.checkpoint import resolve_folder
+from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.types import Request, SamplingParams, StepRecord
-from hydraspec.zoo.evaluate import (
+from hydraspec.zoo.recipe.evaluate import (
     count_drafts,
     draft_all_rows,
     generate_greedy,

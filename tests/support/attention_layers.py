@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hydraspec_kernels.paged_attention import GroupShape
-from hydraspec_kernels.paged_attention.plan import DevicePlan, device_plan
-from hydraspec_kernels.qkv_write import QkvShape
+from hydraspec_kernels.attention.paged import GroupShape
+from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.qkv_write import QkvShape
 from hydraspec_kernels.rope import mirrored, rope_frequencies
 from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor

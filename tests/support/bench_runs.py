@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hydraspec.compose import plan
+from hydraspec.bench import run as bench
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.lab import bench
 
 SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
 

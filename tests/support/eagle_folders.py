@@ -12,7 +12,7 @@ from eagle_oracle import PlainEagle
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydraspec.models.mistral_names import consolidated_name, interleaved
+from hydraspec.models.checkpoint.mistral_names import consolidated_name, interleaved
 
 SIZE, VOCAB, ROWS = 16, 40, 33  # of a small head; ROWS in a vocabulary of its own
 LAYER: dict[str, Any] = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from eagle_folders import FakeTarget
-from hydraspec_kernels.slot_mapping import slot_mapping
+from hydraspec_kernels.step_inputs.slot_mapping import slot_mapping
 
-from hydraspec.models.eagle import EagleHead
-from hydraspec.models.eagle_loading import load_eagle
+from hydraspec.models.eagle.head import EagleHead
+from hydraspec.models.eagle.loading import load_eagle
 from hydraspec.types import Rows, RowSegment, TargetStep
 
 BLOCK = 4

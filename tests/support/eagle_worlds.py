@@ -21,7 +21,7 @@ from eagle_folders import (
     write_speculators,
 )
 from eagle_oracle import PlainEagle
-from hydraspec_kernels.slot_mapping import slot_mapping
+from hydraspec_kernels.step_inputs.slot_mapping import slot_mapping
 from scenarios import KNOWN_TOKENS, World, random_prompt, seeded, uncached_continuation
 from tiny_targets import gemma4_config, write_folder
 from torch import Tensor

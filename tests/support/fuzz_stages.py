@@ -25,10 +25,10 @@ from hydraspec.engine.native.loading import assemble
 from hydraspec.graphs import GraphBackend
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
-from hydraspec.models.checkpoint import resolve_folder
+from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import load_tokenizer
 from hydraspec.types import Completion, Request, SamplingParams
-from hydraspec.zoo.evaluate import read_workload
+from hydraspec.zoo.recipe.evaluate import read_workload
 
 LONGEST_OUTPUT = 24
 # Stops and limits cut an output; what follows is known too, for limits past the end of a text.

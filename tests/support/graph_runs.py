@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hydraspec_kernels.paged_attention.plan import device_plan
+from hydraspec_kernels.attention.paged.plan import device_plan
 from tiny_targets import run_config
 
 from hydraspec import factory
@@ -17,7 +17,7 @@ from hydraspec.engine.native.device_runner import CapturedStep, DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.graphs import GraphBackend
 from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
-from hydraspec.zoo.evaluate import read_workload
+from hydraspec.zoo.recipe.evaluate import read_workload
 
 SHARING = ("tiny_gemma4_e", "tiny_gemma4_e-assistant")  # its last layers share KV
 # A method is its usual pair; "<method> on <family>" has groups of its own beside other kinds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-from hydraspec_kernels.truncation.reference import kth_largest
+from hydraspec_kernels.sampling.truncation.reference import kth_largest
 from torch import Tensor
 
 INF = torch.inf

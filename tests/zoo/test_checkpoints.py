@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hydraspec.zoo import centroids, corpus, evaluate, modeling, tokenizer
-from hydraspec.zoo.recipes import ASSISTANTS, CHECKPOINTS, TARGETS
+from hydraspec.zoo.recipe import centroids, corpus, evaluate, modeling, tokenizer
+from hydraspec.zoo.recipe.recipes import ASSISTANTS, CHECKPOINTS, TARGETS
 
 GEMMA4 = [name for name, recipe in TARGETS.items() if recipe.family == "gemma4"]
 MEGABYTE = 1_000_000

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from hydraspec.zoo import batches, corpus, make, tokenizer
+from hydraspec.zoo.recipe import batches, corpus, make, tokenizer
 
 STEP = re.compile(r"(\d+) ([*+-]) (\d+) = (\d+)")
 

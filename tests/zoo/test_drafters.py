@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
 from hydraspec.models.detect import detect, open_draft
-from hydraspec.zoo import corpus, draft_files, evaluate, modeling, plain_targets
-from hydraspec.zoo.batches import Sequences
-from hydraspec.zoo.draft_heads import DraftHead, Eagle3Head
-from hydraspec.zoo.draft_layers import StepCache, attend
-from hydraspec.zoo.draft_recipes import DRAFTERS
-from hydraspec.zoo.recipes import CHECKPOINTS, TARGETS
-from hydraspec.zoo.tokenizer import encode
-from hydraspec.zoo.train_drafter import (
+from hydraspec.zoo.recipe import corpus, draft_files, evaluate, modeling, plain_targets
+from hydraspec.zoo.recipe.batches import Sequences
+from hydraspec.zoo.recipe.draft_heads import DraftHead, Eagle3Head
+from hydraspec.zoo.recipe.draft_layers import StepCache, attend
+from hydraspec.zoo.recipe.draft_recipes import DRAFTERS
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, TARGETS
+from hydraspec.zoo.recipe.tokenizer import encode
+from hydraspec.zoo.recipe.train_drafter import (
     MASK_TOKEN_ID,
     draft_rows,
     most_frequent_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hydraspec.zoo.evaluate import Counts, Generation, count_drafts
+from hydraspec.zoo.recipe.evaluate import Counts, Generation, count_drafts
 
 
 def test_counts_run_from_the_first_sampled_token_to_the_last() -> None:

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from hydraspec_kernels.launch import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.runtime.launch import can_compile_ahead, compiled_ahead
 
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
@@ -33,7 +33,7 @@ from hydraspec.graphs import (
 )
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
-from hydraspec.models.checkpoint import resolve_folder
+from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.speculators.base import BaseSpeculator

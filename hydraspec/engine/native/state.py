@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hydraspec_kernels.verification import commit_tokens, store_drafts
+from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts
 
 from hydraspec.types import Batch, Draft, RequestState, SamplingParams, Verdict
 

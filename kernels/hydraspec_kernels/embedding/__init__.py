@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.embedding.reference import embed_beside_reference, embed_reference
-from hydraspec_kernels.launch import runs_kernels
+from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = ["embed", "embed_beside"]
 

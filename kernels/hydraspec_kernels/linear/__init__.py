@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.launch import runs_kernels
 from hydraspec_kernels.linear.plan import tiling_for
 from hydraspec_kernels.linear.reference import (
     gated_linear_reference,
@@ -19,6 +18,7 @@ from hydraspec_kernels.linear.reference import (
     linear_reference,
     scaled_gelu_linear_reference,
 )
+from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = ["Activation", "gated_linear", "linear", "linear_partials", "scaled_gelu_linear"]
 

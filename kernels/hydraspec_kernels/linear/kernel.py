@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.launch.kernel import dependent_launch, start_next, wait_for_inputs
 from hydraspec_kernels.linear.plan import GATED, Broad, Tiling
+from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
 
 
 @triton.jit

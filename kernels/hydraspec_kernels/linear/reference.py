@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydraspec_kernels.gated_activation import gated_activation, gated_silu
+from hydraspec_kernels.activation import gated_activation, gated_silu
 
 __all__ = [
     "gated_linear_reference",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.gated_activation import gated_activation, gated_silu
-from hydraspec_kernels.launch import runs_kernels
+from hydraspec_kernels.activation import gated_activation, gated_silu
 from hydraspec_kernels.moe.cpu import Gated, moe_dense, moe_gather
-from hydraspec_kernels.routing import route, route_grouped
+from hydraspec_kernels.moe.routing import route, route_grouped
+from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = ["moe", "route", "route_grouped"]
 

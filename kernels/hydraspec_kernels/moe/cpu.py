@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.gated_activation import gated_activation
+from hydraspec_kernels.activation import gated_activation
 
 Gated = Callable[[Tensor], Tensor]  # [..., 2I] -> [..., I]
 

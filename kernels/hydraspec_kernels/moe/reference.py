@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.gated_activation import gated_activation
+from hydraspec_kernels.activation import gated_activation
 
 
 def moe_reference(x: Tensor, w: Tensor, e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.launch import runs_kernels
 from hydraspec_kernels.rope.reference import (
     Frequencies,
     apply_rope_reference,
@@ -13,6 +12,7 @@ from hydraspec_kernels.rope.reference import (
     rope_frequencies,
     rope_table_reference,
 )
+from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = ["Frequencies", "apply_rope", "mirrored", "rope_frequencies", "rope_table"]
 

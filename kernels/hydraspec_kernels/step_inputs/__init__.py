@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hydraspec_kernels.launch import runs_kernels
+from hydraspec_kernels.runtime.launch import runs_kernels
 from hydraspec_kernels.step_inputs.records import DecodeRows, NewestRows, ParallelLayout, StepInputs
 from hydraspec_kernels.step_inputs.reference import (
     decode_rows_reference,

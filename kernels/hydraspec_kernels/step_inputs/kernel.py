@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.launch.kernel import (
+from hydraspec_kernels.runtime.launch.kernel import (
     check_contiguous,
     dependent_launch,
     start_next,
     wait_for_inputs,
 )
-from hydraspec_kernels.slot_mapping.kernel import cache_row
 from hydraspec_kernels.step_inputs.records import (
     DecodeRows,
     NewestRows,
@@ -26,6 +25,7 @@ from hydraspec_kernels.step_inputs.records import (
     StepInputs,
     new_cache_rows,
 )
+from hydraspec_kernels.step_inputs.slot_mapping.kernel import cache_row
 
 BLOCK = 128
 

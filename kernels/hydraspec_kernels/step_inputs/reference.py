@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.slot_mapping.reference import slot_mapping_reference
 from hydraspec_kernels.step_inputs.records import DecodeRows, NewestRows, ParallelLayout, StepInputs
+from hydraspec_kernels.step_inputs.slot_mapping.reference import slot_mapping_reference
 
 
 def prepare_rows_reference(

@@ -1,0 +1,235 @@
+"""A benchmark in place of a run: time per output token by engine, method and batch size.
+
+Each engine and method runs in a process of its own, one after another, so that none finds the
+device's memory taken; this one only starts them and puts their figures side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from hydraspec.bench import table as bench_table
+from hydraspec.bench.measure import INTERRUPTED, measure
+from hydraspec.config.benches import methods_of
+from hydraspec.config.schema import RunConfig
+from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder
+from hydraspec.lab.surroundings import interrupts_held_back
+from hydraspec.metrics.files import Json, plain
+from hydraspec.report.console import table_console
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+LOG = "log.txt"
+VLLM = "vllm"
+STOPPED = 130  # exit status after an interrupt
+# What a process is told beside what was typed, and so replaces it.
+OWN_KEYS = {"engine", "method", "tracker", "baseline"}
+OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
+STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
+NOTHING_DONE = "before a batch size was finished"
+SECONDS_TO_STOP = 20
+WIDE = 140  # columns of a table that goes to a file
+
+
+def run(
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    overrides: Sequence[str],
+    resolved: Mapping[str, object],
+    quiet: bool = False,
+) -> Json:
+    """Measure what config.bench asks for; returns what bench.json in `run_dir` holds.
+
+    The status is "failed" if a process failed or nothing could be measured. An engine that refuses
+    (vLLM that is not installed, say) is left out of the table, with its reason below it.
+
+    Raises:
+        KeyboardInterrupt: once what was finished is saved, with status "interrupted".
+        CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
+        OSError: with the path, if the run folder cannot be written.
+    """
+    folder, console = RunFolder(run_dir), table_console(WIDE, quiet=quiet)
+    replaces = folder.holds_older_run
+    if not replaces:
+        folder.begin(resolved, overrides)
+    parts: list[Json] = []
+
+    def save(status: str) -> Json:
+        with interrupts_held_back():
+            result = _result(config, parts, status)
+            bench_table.print_table(result, console)
+            if replaces and not any(part["rows"] for part in parts):
+                log.warning("%s: nothing was measured: the older run's files stay", folder.path)
+                return result
+            if replaces:
+                folder.begin(resolved, overrides)
+            folder.write_bench(result, bench_table.page_of(result))
+            page = folder.path / BENCH_REPORT
+            console.print(f"Benchmark: {page}", soft_wrap=True, markup=False)
+            return result
+
+    try:
+        for part in _parts(config, folder.path, overrides, console):
+            parts.append(part)  # what came before an interrupt is kept
+    except KeyboardInterrupt:
+        save(INTERRUPTED)
+        raise
+    return save(_status(parts))
+
+
+def _parts(
+    config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
+) -> Iterator[Json]:
+    """An interrupt comes behind the part that it cut short."""
+    if config.bench.isolate:
+        yield from _in_processes(config, folder, overrides, console)
+        return
+    part = measure(config)
+    yield part
+    if part["status"] == INTERRUPTED:
+        raise KeyboardInterrupt
+
+
+def _result(config: RunConfig, parts: Sequence[Json], status: str) -> Json:
+    result: Json = plain(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "status": status,
+            "target": config.target.name,
+            "dtype": config.target.dtype,
+            "prompt_tokens": config.bench.prompt_tokens,
+            "output_tokens": config.bench.output_tokens,
+            "batches": config.bench.batches,
+            "repeats": config.bench.repeats,
+            "warnings": config.warnings,
+            "parts": parts,
+        }
+    )
+    result["ratios"] = bench_table.ratios(result)
+    return result
+
+
+def _status(parts: Sequence[Json]) -> str:
+    statuses = {part["status"] for part in parts}
+    return "ok" if "ok" in statuses and statuses <= {"ok", "refused"} else "failed"
+
+
+def _in_processes(
+    config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
+) -> Iterator[Json]:
+    for method in methods_of(config):
+        for engine in config.bench.engines:  # those that are compared, directly after each other
+            own = folder / f"{engine}-{method}"
+            own.mkdir(parents=True, exist_ok=True)
+            earlier = _written(own / BENCH)
+            console.print(f"{engine}, {method}: {own / LOG}", soft_wrap=True, markup=False)
+            command = command_of(engine, method, own, overrides)
+            environment = _environment(config, engine)
+            try:
+                code = _wait(command, own / LOG, environment, config.bench.timeout_s)
+            except KeyboardInterrupt:
+                yield _part_of(engine, method, own, STOPPED, earlier)
+                raise
+            yield _part_of(engine, method, own, code, earlier)
+
+
+def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str]) -> list[str]:
+    """The same command for one engine and one method."""
+    kept = [typed for typed in overrides if _is_kept(typed.lstrip("+~").partition("=")[0])]
+    path = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [
+        *(sys.executable, "-m", "hydraspec", *kept),
+        *(f"engine={engine}", f"method={method}", "tracker=none", "baseline=false"),
+        *(f"bench.engines=[{engine}]", f"bench.methods=[{method}]", "bench.isolate=false"),
+        # vLLM as its own generate() drives it: per-step outputs would cost it time.
+        *(["engine.vllm.record_steps=false"] if engine == VLLM else []),
+        f"hydra.run.dir='{path}'",
+    ]
+
+
+def _is_kept(key: str) -> bool:
+    return key not in OWN_KEYS | {"hydra"} and not key.startswith(("hydra.", "hydra/", "tracker."))
+
+
+def _environment(config: RunConfig, engine: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    if engine == VLLM:
+        # Its sampler would be compiled on first use; greedy decoding does not use it.
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        paths = [config.bench.vllm_pythonpath, environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def _wait(
+    command: Sequence[str], log_file: Path, environment: Mapping[str, str], timeout_s: float
+) -> int | None:
+    """The exit status; None if the time was up. The process has a session of its own, so that what
+    it starts ends with it."""
+    with log_file.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:  # a session of its own does not hear of an interrupt
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and whatever it left behind: it may hold device memory. It
+    takes the signal as an interrupt, and saves."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_STOP)
+    finally:  # also where a second Ctrl-C cuts the waiting short
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _written(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
+def _part_of(engine: str, method: str, folder: Path, code: int | None, earlier: int | None) -> Json:
+    """What a process measured, or why it did not. `earlier`: when an older one last wrote here."""
+    written = _written(folder / BENCH)
+    if code == 0 or (code == STOPPED and written not in (None, earlier)):
+        parts: list[Json] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["parts"]
+        if parts:
+            return parts[0]
+    status = "timed out" if code is None else STATUSES.get(code, "failed")
+    reason = NOTHING_DONE if code == STOPPED else _last_words(folder / LOG)
+    log.warning("%s, %s %s: %s", engine, method, status, reason)
+    return {"engine": engine, "method": method, "status": status, "reason": reason, "rows": []}
+
+
+def _last_words(log_file: Path) -> str:
+    """The message a process ended with, on one line."""
+    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]
+    words = lines[said[-1] :] if said else lines[-1:]
+    text = "; ".join(line.strip() for line in words if line.strip())
+    return text.removeprefix("hydraspec: ")[:500] or "it said nothing"

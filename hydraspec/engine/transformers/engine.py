@@ -1,0 +1,184 @@
+"""transformers' own generate() behind our protocol: the reference that a native run is set beside.
+
+Plain decoding in static, left-padded batches; assisted decoding one request at a time. Batches run
+to their end before their records are handed out. Nothing here makes transformers faster or slower,
+but for one read of the newest tokens a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.engine.finish import FinishCheck, OfferedRequest
+from hydraspec.engine.machine import log_once, model_length
+from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.transformers.loading import TransformersParts, load_parts
+from hydraspec.engine.transformers.watch import AssistedWatch, StepWatch, StreamSampler
+from hydraspec.types import Completion, Request, StepRecord
+
+log = logging.getLogger(__name__)
+
+ONE_AT_A_TIME = (
+    "engine=transformers decodes method=gemma4_mtp one request at a time, and so its baseline: "
+    "workload.concurrency and engine.max_num_seqs have no effect (assisted generation takes "
+    "batches of 1 only)"
+)
+
+
+class TransformersEngine(Engine):
+    """generate() with an observer; method=none, or gemma4_mtp as assisted generation with a
+    constant K."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: TransformersParts | None = None,
+        *,
+        one_at_a_time: bool = False,
+    ) -> None:
+        """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
+        self.parts = parts or load_parts(config)
+        self.info = _info(self.parts)
+        self._one_at_a_time = one_at_a_time or self.parts.assistant is not None
+        decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
+        self._finish = FinishCheck(self.parts.eos_token_ids, self.info.max_model_len, decode)
+
+    def tokenize(self, requests: Seq[Request]) -> None:
+        tokenize(requests, self.parts.tokenizer, self.info, self.parts.config.target.checkpoint)
+
+    def run(
+        self, requests: Seq[Request], *, concurrency: int | None
+    ) -> Iterator[StepRecord | Completion]:
+        limit = 1 if self._one_at_a_time else concurrency or max(1, len(requests))
+        size = min(limit, self.parts.config.engine.max_num_seqs)
+        num_steps = 0
+        for first in range(0, len(requests), limit):
+            offered = [_offered(request) for request in requests[first : first + limit]]
+            for sequence in offered:
+                sequence.fail_if_too_long(self.info.max_model_len)
+                if sequence.finish_reason:
+                    yield self._finish.completion(sequence)
+            waiting = [sequence for sequence in offered if not sequence.finish_reason]
+            for at in range(0, len(waiting), size):
+                batch = waiting[at : at + size]
+                records = self._decode(batch, num_steps)
+                num_steps += len(records)
+                yield from self._in_order(batch, records)
+
+    def _in_order(
+        self, batch: Seq[OfferedRequest], records: Seq[StepRecord]
+    ) -> Iterator[StepRecord | Completion]:
+        """Each record, then the completions of the requests that were last in it."""
+        last = {step.index: record.step for record in records for step in record.requests}
+        for record in records:
+            yield record
+            for sequence in batch:
+                if last[sequence.request.index] == record.step:
+                    yield self._finish.completion(sequence)
+
+    @torch.inference_mode()
+    def _decode(self, batch: Seq[OfferedRequest], first_step: int) -> list[StepRecord]:
+        """Run a batch to the end of all its requests."""
+        ids, mask, num_padding = _left_padded(batch, self.parts.device)
+        assistant = self.parts.assistant
+        if assistant is not None:
+            watch: StepWatch = AssistedWatch(batch[0], self._finish, first_step)
+            max_length = self.info.max_model_len
+        else:
+            watch = StepWatch(batch, self._finish, first_step)
+            max_length = ids.shape[1] + max(self._num_left(sequence) for sequence in batch)
+        sampled = any(sequence.request.sampling.temperature > 0 for sequence in batch)
+        self.parts.model.generate(
+            ids,
+            attention_mask=mask,
+            assistant_model=assistant,
+            max_length=max_length,
+            do_sample=False,
+            stopping_criteria=[watch],
+            logits_processor=(
+                [StreamSampler(batch, num_padding, self.parts.device)] if sampled else []
+            ),
+        )
+        assert all(sequence.finish_reason for sequence in batch), "generate() stopped early"
+        return watch.records
+
+    def _num_left(self, sequence: OfferedRequest) -> int:
+        room = self.info.max_model_len - sequence.num_tokens
+        return min(sequence.request.sampling.max_tokens, room)
+
+    def baseline(self) -> TransformersEngine:
+        plain = MethodConfig(name="none", num_speculative_tokens=0)
+        config = replace(self.parts.config, method=plain)
+        parts = replace(self.parts, config=config, assistant=None)
+        return TransformersEngine(config, parts, one_at_a_time=self._one_at_a_time)
+
+    @torch.inference_mode()
+    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+        ids = torch.tensor([list(token_ids)], device=self.parts.device)
+        logits: torch.Tensor = self.parts.model(ids, use_cache=False).logits[0, -1].double().cpu()
+        logits[list(self.parts.suppress_token_ids)] = -torch.inf
+        return logits.numpy()
+
+
+def _offered(request: Request) -> OfferedRequest:
+    assert request.prompt_token_ids is not None, "call tokenize() first"
+    tokens = list(request.prompt_token_ids)
+    return OfferedRequest(request=request, token_ids=tokens, num_prompt=len(tokens))
+
+
+def _left_padded(
+    batch: Seq[OfferedRequest], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Token ids and attention mask [B, longest], and each row's number of padding tokens."""
+    longest = max(sequence.num_tokens for sequence in batch)
+    padding = [longest - sequence.num_tokens for sequence in batch]
+    rows = list(zip(padding, batch, strict=True))
+    ids = torch.tensor([[0] * count + sequence.token_ids for count, sequence in rows])
+    mask = torch.tensor([[0] * count + [1] * (longest - count) for count in padding])
+    return ids.to(device), mask.to(device), padding
+
+
+def _info(parts: TransformersParts) -> EngineInfo:
+    config, warnings = parts.config, []
+    requested = config.cudagraph.name
+    reason = None
+    if requested != "none":
+        reason = "engine=transformers runs its steps eagerly"
+        log_once(f"cudagraph={requested} is not used: {reason}")
+    spec: dict[str, object] | None = None
+    if parts.assistant is not None:
+        if config.workload.concurrency != 1:
+            warnings.append(ONE_AT_A_TIME)
+            log.warning(ONE_AT_A_TIME)
+        spec = {
+            "drafter": type(parts.assistant).__name__,
+            "num_assistant_tokens": config.method.num_speculative_tokens,
+            "schedule": "constant",
+            "confidence_threshold": 0.0,
+        }
+    memory = {"weights": parts.model.get_memory_footprint()}
+    if parts.assistant is not None:
+        memory["draft_weights"] = parts.assistant.get_memory_footprint()
+    return EngineInfo(
+        engine="transformers",
+        target=config.target.name,
+        method=config.method.name,
+        num_speculative_tokens=config.method.num_speculative_tokens,
+        device=str(parts.device),
+        dtype=config.target.dtype.value,
+        vocab_size=parts.vocab_size,
+        max_model_len=model_length(config, parts.max_positions),
+        greedy_is_exact=False,
+        cudagraph={"requested": requested, "target": "none", "draft": "none", "reason": reason},
+        memory_bytes=memory,
+        draft_spec=spec,
+        warnings=warnings,
+    )

@@ -1,0 +1,377 @@
+"""Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are
+used.
+
+Knows the Hugging Face folder layout and Mistral's, and nothing about any architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.checkpoint import mistral_names
+from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
+from hydraspec.models.checkpoint.hub import download
+
+ZOO = Path(__file__).resolve().parents[2] / "zoo" / "checkpoints"
+SHAPES = Path(__file__).resolve().parents[1] / "shapes"  # public shapes: config.json, no weights
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_LISTED = 10  # names a message lists before it only counts
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+@dataclass(slots=True, frozen=True)
+class TensorEntry:
+    """One tensor of a safetensors file, unread. dtype is the format's own name, such as BF16."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str
+    convert: Callable[[Tensor], Tensor] | None = None  # to Hugging Face's order of rows
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A readable folder: its config, its generation config ({} where absent) and its tensors."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Every tensor by its Hugging Face name, read from the files' headers.
+
+        Raises CheckpointError: no safetensors, a shard missing, a file cut short or not
+        safetensors.
+        """
+        found: dict[str, TensorEntry] = {}
+        for file in _tensor_files(self.folder):
+            found.update(_read_header(file))
+        if mistral_names.is_consolidated(found):
+            return _from_consolidated(found, self.config)
+        return found
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Ids under a key of generation_config.json, else of config.json; those outside the
+        vocabulary are dropped.
+
+        Raises CheckpointError: neither a whole number from 0, nor a list of them.
+        """
+        sources = {
+            "generation_config.json": self.generation_config,
+            "config.json": self.config,
+            "config.json's text_config": text_part(self.config),
+        }
+        for name, source in sources.items():
+            value = source.get(key)
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+                raise CheckpointError(
+                    f"{name} of {str(self.folder)!r}: {key} is {shown(value)}; expected a token "
+                    "id or a list of them, whole numbers from 0: mend the file"
+                )
+            return tuple(i for i in ids if i < vocab_size)
+        return ()
+
+
+def resolve_folder(checkpoint: str) -> Path:
+    """The folder of "zoo:<name>", "shape:<name>", a path, or a hub id (downloaded: safetensors,
+    json and tokenizer files only).
+
+    Raises CheckpointError with the remedy.
+    """
+    if checkpoint.startswith("zoo:"):
+        return _packaged_folder("zoo", ZOO, checkpoint.removeprefix("zoo:"))
+    if checkpoint.startswith("shape:"):
+        return _packaged_folder("shape", SHAPES, checkpoint.removeprefix("shape:"))
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise CheckpointError(
+            f"checkpoint {checkpoint!r} is a file; expected a folder with config.json and "
+            f"safetensors: give its folder, {str(folder.parent)!r}"
+        )
+    parts = checkpoint.split("/")
+    looks_like_path = checkpoint.startswith((".", "/", "~", "\\")) or len(parts) != 2 or "" in parts
+    if looks_like_path or folder.parent.is_dir():
+        raise CheckpointError(
+            f"checkpoint folder {checkpoint!r} does not exist; expected a folder with config.json "
+            "and safetensors files, zoo:<name>, or a hub id <owner>/<name>: check the spelling"
+        )
+    return download(checkpoint)
+
+
+def _packaged_folder(kind: str, root: Path, name: str) -> Path:
+    if any((root / name / config).is_file() for config in ("config.json", "params.json")):
+        return root / name
+    known = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    where = "in the zoo; it holds" if kind == "zoo" else "in the package; its shapes are"
+    raise CheckpointError(
+        f"checkpoint '{kind}:{name}' is not {where} {', '.join(known) or 'nothing yet'}"
+    )
+
+
+def open_checkpoint(checkpoint: str) -> Checkpoint:
+    """Resolve and read the json files. Tensors stay unread. Raises CheckpointError."""
+    folder = resolve_folder(checkpoint)
+    if (folder / "config.json").is_file():
+        config = _read_config(folder / "config.json")
+    elif (folder / "params.json").is_file():
+        config = mistral_names.config_of_params(_read_config(folder / "params.json"), str(folder))
+    else:
+        raise CheckpointError(
+            f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
+            "save_pretrained or a Hugging Face download wrote (or Mistral's, with params.json)"
+        )
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            kind = part["quantization_config"]
+            method = kind.get("quant_method") if isinstance(kind, dict) else kind
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r} is quantised (quantization_config, method "
+                f"{method!r}); expected float weights: use the unquantised release"
+            )
+    generation = folder / "generation_config.json"
+    return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """read_json, of which every number is finite: json has no NaN or infinity, Python reads both,
+    and 1e400 as infinity."""
+    config = read_json(file)
+    found = number_that_is_not_finite(config)
+    if found is not None:
+        key, value = found
+        raise CheckpointError(
+            f"{file.name} of {str(file.parent)!r}: {key} is {value}; expected a finite number: "
+            "mend the file or download it again"
+        )
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a json file, with or without a byte order mark.
+
+    Raises CheckpointError if the file cannot be read or holds something else.
+    """
+    try:
+        value = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise cannot_read(file, error) from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{str(file)!r} is not readable json ({error}): fetch it again"
+        ) from None
+    except RecursionError:
+        raise CheckpointError(
+            f"{str(file)!r} is nested too deeply to be read; expected a few levels: fetch it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{str(file)!r} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def cannot_read(file: Path, error: OSError) -> CheckpointError:
+    """The refusal of a file that is there and that the system does not let us read."""
+    reason = error.strerror or type(error).__name__
+    return CheckpointError(
+        f"{str(file)!r} cannot be read: {reason}; expected a file that this user may read: check "
+        "its permissions and its disk"
+    )
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(index)
+    files = sorted(folder.glob("*.safetensors"))
+    # Some releases hold the same weights twice, in Hugging Face's and in Mistral's own format.
+    ours = [file for file in files if not file.name.startswith("consolidated")]
+    if ours:
+        return ours
+    index = folder / "consolidated.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(index)
+    if files:
+        return files
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} has only pickle files ({listed(pickles)}); expected "
+            "safetensors, since loading a pickle runs code: convert it with save_pretrained"
+        )
+    raise CheckpointError(
+        f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards "
+        "with model.safetensors.index.json: download it again"
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{str(index)!r} has no weight_map: fetch it again")
+    for tensor, name in weight_map.items():
+        if not _stays_inside(name):
+            raise CheckpointError(
+                f"{str(index)!r}: weight_map of {shown(tensor)} is {shown(name)}; expected the "
+                "name of a safetensors file in its folder: fetch it again"
+            )
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    absent = [shown(file.name).strip("'") for file in files if not _is_file(file)]
+    if absent:
+        raise CheckpointError(
+            f"checkpoint {str(index.parent)!r} lacks {listed(absent)}, which its index lists "
+            f"({len(files)} files): download it again"
+        )
+    return files
+
+
+def _stays_inside(name: object) -> bool:
+    """Whether a file's name, as written, leads nowhere else. Links in the folder are followed: the
+    hub's own cache consists of them.
+    """
+    if not isinstance(name, str) or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        return False
+
+
+def _from_consolidated(
+    entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
+) -> dict[str, TensorEntry]:
+    """Mistral's own names to Hugging Face's, and what turns the rows of wq and wk."""
+    found = {}
+    for name, entry in entries.items():
+        heads = mistral_names.rotary_heads(name, text_part(config))
+        convert = None if heads is None else partial(mistral_names.half_split, heads=heads)
+        found[mistral_names.hugging_face_name(name)] = replace(entry, convert=convert)
+    return found
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    try:
+        with file.open("rb") as readable:
+            readable.read(8)  # the library does not tell what it may not read from what is broken
+    except OSError as error:
+        raise cannot_read(file, error) from None
+    try:
+        with safe_open(file, framework="pt") as opened:
+            entries = {}
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                part = opened.get_slice(name)
+                entries[name] = TensorEntry(file, name, tuple(part.get_shape()), part.get_dtype())
+            return entries
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} is cut short or not a safetensors file ({error}): download it again"
+        ) from None
+
+
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def load_tensors(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Tensor],
+    canonical: Callable[[str], str | None],
+    ignored: Callable[[str], bool],
+) -> None:
+    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape) from the
+    files.
+
+    canonical maps a file's name to ours (None: not part of this model); ignored tells which of
+    ours may be left over. Files are read one after the other, each opened once; one tensor is held
+    at a time. Raises CheckpointError listing what is missing, surplus or misshapen before anything
+    is read, and NaN and infinities once all is.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for name, entry in checkpoint.entries().items():
+        ours = canonical(name)
+        if ours is not None:
+            entries[ours] = entry
+    _check_entries(checkpoint.folder, entries, wanted, ignored)
+    by_file: dict[Path, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(entries[name].file, []).append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                entry = entries[name]
+                tensor = opened.get_tensor(entry.name)
+                wanted[name].copy_(tensor if entry.convert is None else entry.convert(tensor))
+                del tensor
+    _check_finite(checkpoint.folder, wanted)
+
+
+def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One pass over the weights where they are, without copies, and one wait for the device."""
+    floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
+    flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
+    if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
+        return
+    broken = [name for name, flag in zip(floats, flags, strict=True) if not flag]
+    in_half = floats[broken[0]].dtype is torch.float16  # which holds no more than 65504
+    raise CheckpointError(
+        f"checkpoint {str(folder)!r} holds NaN or infinity: {listed(broken)}; expected finite "
+        "weights: convert or download it again"
+        + (", or run it with target.dtype=bfloat16 or float32" if in_half else "")
+    )
+
+
+def _check_entries(
+    folder: Path,
+    entries: Mapping[str, TensorEntry],
+    wanted: Mapping[str, Tensor],
+    ignored: Callable[[str], bool],
+) -> None:
+    missing = sorted(wanted.keys() - entries.keys())
+    surplus = sorted(name for name in entries.keys() - wanted.keys() if not ignored(name))
+    misshapen = []
+    quantised = []
+    for name in sorted(wanted.keys() & entries.keys()):
+        entry, shape = entries[name], tuple(wanted[name].shape)
+        allowed = _FLOATS if wanted[name].is_floating_point() else _INTEGERS
+        if entry.dtype not in allowed:
+            quantised.append(f"{name} ({entry.dtype})")
+        elif entry.shape != shape:
+            misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
+    if quantised:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; expected float weights "
+            "(F64, F32, BF16 or F16): use the unquantised release"
+        )
+    problems = [
+        f"{kind} tensors: {listed(names)}"
+        for kind, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} does not fit its config.json: {'; '.join(problems)}. "
+            "Download it again, or mend config.json"
+        )

@@ -1,0 +1,186 @@
+"""config.json of Llama-like dense decoders (Llama, Mistral, Qwen2, Qwen3, MiMo), read raw.
+
+A family is a row of FAMILIES: what its modelling code fixes, and the defaults of keys that its
+files leave out (transformers' configuration classes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hydraspec_kernels.linear import Activation
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
+from hydraspec.models.gemma4.config import FULL, SLIDING
+from hydraspec.models.rope_scaling import Rope, read_rope
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Family:
+    """What differs between families beyond their files' values."""
+
+    bias: Literal["none", "keys", "qkv"] = "none"  # keys: attention_bias and mlp_bias decide
+    qk_norm: bool = False
+    window: Literal["never", "if_asked", "given"] = "never"  # if_asked: by use_sliding_window
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(bias="keys", defaults={"max_position_embeddings": 2048}),
+    "mistral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
+    "ministral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
+    "qwen2": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
+    "mimo": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
+    "qwen3": Family(
+        bias="keys", qk_norm=True, window="if_asked", defaults=_QWEN_DEFAULTS | {"head_dim": 128}
+    ),
+}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+MISTRAL_WINDOW = 4096  # of a Mistral config without the key; null means none
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DenseConfig:
+    """A dense decoder's shape; also that of a draft head's decoder layers."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    kinds: tuple[str, ...]  # SLIDING or FULL, a layer each
+    sliding_window: int | None
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    activation: Activation  # of the MLP's gate
+    tied: bool
+    rope: Rope
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies attention scores."""
+        return float(self.head_dim**-0.5 * self.rope.gain**2)
+
+
+def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
+    """The shape in a raw config.json, top level or under text_config; `where` names the folder.
+
+    Raises CheckpointError for a model_type that is not in FAMILIES, and for keys that are absent,
+    out of range or ask for what we do not compute.
+    """
+    values = text_part(config)
+    model_type = values.get("model_type")
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"config.json of {where!r}: model_type is {model_type!r}; expected a dense decoder, "
+            f"one of {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    reader = ConfigReader(values, where, family.defaults)
+    _refuse_uncomputed(reader)
+    heads, head_dim = _heads(reader)
+    kinds, window = _windows(reader, family)
+    max_positions = reader.count("max_position_embeddings")
+    by_keys = family.bias == "keys"
+    bias = by_keys and bool(reader.get("attention_bias", False))
+    return DenseConfig(
+        model_type=str(model_type),
+        vocab_size=reader.count("vocab_size"),
+        hidden_size=reader.count("hidden_size"),
+        intermediate_size=reader.count("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=_kv_heads(reader, heads),
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=reader.eps("rms_norm_eps", 1e-6),
+        kinds=kinds,
+        sliding_window=window,
+        qk_norm=family.qk_norm,
+        qkv_bias=bias or family.bias == "qkv",
+        out_bias=bias,
+        mlp_bias=by_keys and bool(reader.get("mlp_bias", False)),
+        activation=_activation(reader),
+        tied=bool(config.get("tie_word_embeddings", reader.get("tie_word_embeddings", False))),
+        rope=read_rope(reader, head_dim, max_positions),
+    )
+
+
+def _activation(reader: ConfigReader) -> Activation:
+    """What hidden_act means; gelu_pytorch_tanh comes in draft heads made for Gemma targets."""
+    name = reader.get("hidden_act", "silu")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise reader.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+    if reader.get("hidden_activation") not in (None, name):  # Gemma's name for the same
+        raise reader.fail("hidden_activation", f"{name} or nothing, since hidden_act says {name}")
+    return ACTIVATIONS[name]
+
+
+def _refuse_uncomputed(reader: ConfigReader) -> None:
+    """Keys of neighbouring families, which would change the computation. Raises CheckpointError."""
+    for key in ("partial_rotary_factor", "residual_multiplier"):
+        if reader.get(key, 1) != 1:
+            raise reader.fail(key, "1 or nothing; no other value is computed: use another model")
+    if reader.get("attn_logit_softcapping") is not None:
+        raise reader.fail("attn_logit_softcapping", "nothing: attention scores have no soft cap")
+    without = reader.get("no_rope_layers")
+    if without and (not isinstance(without, list) or any(flag != 1 for flag in without)):
+        raise reader.fail("no_rope_layers", "1 for every layer: all layers rotate")
+    for key in ("rope_parameters", "rope_scaling"):
+        values = reader.get(key)
+        if isinstance(values, Mapping) and values.get("llama_4_scaling_beta"):
+            part = ConfigReader(
+                {f"{key}.llama_4_scaling_beta": values["llama_4_scaling_beta"]}, reader.where
+            )
+            raise part.fail(f"{key}.llama_4_scaling_beta", "0 or nothing: queries are not scaled")
+
+
+def _heads(reader: ConfigReader) -> tuple[int, int]:
+    """Query heads and head_dim."""
+    heads, width = reader.count("num_attention_heads"), reader.count("hidden_size")
+    head_dim = reader.count("head_dim", width // heads if width % heads == 0 else None)
+    if head_dim % 2:
+        raise reader.fail("head_dim", "an even number: rotary positions turn pairs")
+    return heads, head_dim
+
+
+def _kv_heads(reader: ConfigReader, heads: int) -> int:
+    kv_heads = reader.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise reader.fail("num_attention_heads", f"a multiple of the {kv_heads} KV heads")
+    return kv_heads
+
+
+def _windows(reader: ConfigReader, family: Family) -> tuple[tuple[str, ...], int | None]:
+    """Layer kinds and the sliding layers' window."""
+    num_layers = reader.count("num_hidden_layers")
+    kinds, window = reader.get("layer_types"), None
+    if family.window == "given":
+        window = reader.values.get("sliding_window", MISTRAL_WINDOW)
+        first = 0
+    elif family.window == "if_asked" and reader.get("use_sliding_window", False):
+        window = reader.get("sliding_window")
+        first = reader.count("max_window_layers", least=0)
+    if kinds is None:
+        kinds = [FULL] * num_layers
+        if window is not None:
+            kinds = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {SLIDING, FULL}:
+        raise reader.fail(
+            "layer_types", f"{num_layers} names (num_hidden_layers), each {SLIDING} or {FULL}"
+        )
+    if SLIDING not in kinds:
+        return tuple(kinds), None
+    if window is None:
+        raise reader.fail("layer_types", f"no {SLIDING}: this config turns windows off")
+    return tuple(kinds), reader.count("sliding_window", MISTRAL_WINDOW)

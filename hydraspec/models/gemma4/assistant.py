@@ -1,0 +1,320 @@
+"""Gemma 4's assistant: a small Q-only decoder that reads the target's KV and drafts one token a
+step.
+
+Position convention: all steps of a round use position p, the last one with target KV and hidden
+state, and see KV 0..p (sliding layers the last `window` entries of it). transformers' own loop
+uses p + 1; the weights are the same, and the target's cache at p is what both read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hydraspec_kernels.attention.paged import (
+    GroupShape,
+    Tile,
+    TiledPlan,
+    attend,
+    gather_kv,
+    plan_attention,
+)
+from hydraspec_kernels.embedding.centroid_head import centroid_greedy, centroid_head
+from hydraspec_kernels.linear import linear
+from hydraspec_kernels.rope import rope_table
+from hydraspec_kernels.sampling.token_choice import greedy_tokens
+from torch import Tensor
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.attention import GroupPass
+from hydraspec.models.base import TargetModel
+from hydraspec.models.detect import check_method, open_draft
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.gemma4.assistant_config import AssistantConfig, read_assistant
+from hydraspec.models.gemma4.config import GROUP_NAMES
+from hydraspec.models.gemma4.layer import DecoderLayer
+from hydraspec.models.gemma4.model import rope_thetas
+from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.types import KVGroupSpec, RowSegment
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The target's keys and values that the steps of a round see: gathered once, on a CPU."""
+
+    shape: GroupShape
+    tile: Tile
+    keys: Tensor  # [B * Hkv, H, L]
+    values: Tensor  # [B * Hkv, L, H]
+
+
+@dataclass(slots=True)
+class KindContext:
+    """What the draft layers of one type share over the steps of a round."""
+
+    shared: GroupPass
+    cache: Tensor  # of the target layer they read
+    gathered: Gathered | None  # None: the kernels read the cache where it lies
+
+
+@dataclass(slots=True)
+class DraftContext:
+    """Positions and KV of a round: constant over its steps."""
+
+    kinds: dict[str, KindContext]
+
+
+class Gemma4Assistant:
+    """The draft head. It owns no KV and writes none; its logits have no soft cap (as in
+    transformers).
+    """
+
+    spec: DraftSpec
+
+    def __init__(self, config: AssistantConfig, target: TargetModel, place: Place) -> None:
+        text = config.text
+        width, backbone = text.hidden_size, config.backbone_hidden_size
+        self.config, self.target = config, target
+        self.head = place.empty(text.vocab_size, width)
+        self.pre = place.matrix(2 * backbone, width)
+        self.post = place.matrix(width, backbone)
+        self.layers = [DecoderLayer(text, layer, place) for layer in text.layers]
+        self.norm = Norm(width, text.rms_norm_eps, place)
+        self.theta = rope_thetas(text, place)
+        self.place, self.folded = place, place.folded
+        self.centroids: Tensor | None = None
+        self.ordering: Tensor | None = None
+        if config.num_centroids:
+            self.centroids = place.matrix(width, config.num_centroids)
+            self.ordering = place.empty(text.vocab_size, dtype=torch.int64)
+        self.clusters = self.ordering
+        self.sources: dict[str, tuple[int, KVGroupSpec]] = {}  # type -> KV group's place, its spec
+        self._banned_ids: Tensor | None = None
+        self._banned: Tensor | None = None
+
+    def tensors(self) -> Tensors:
+        """Every weight by its checkpoint name; a tied head is stored under the embedding's name."""
+        head = "model.embed_tokens.weight" if self.config.text.tied else "lm_head.weight"
+        found = {
+            head: self.head,
+            "pre_projection.weight": self.pre.t(),
+            "post_projection.weight": self.post.t(),
+            "model.norm.weight": self.norm.weight,
+        }
+        if self.centroids is not None and self.ordering is not None:
+            found["masked_embedding.centroids.weight"] = self.centroids.t()
+            found["masked_embedding.token_ordering"] = self.ordering
+        for i, layer in enumerate(self.layers):
+            found |= {f"model.layers.{i}.{name}": part for name, part in layer.tensors().items()}
+        return found
+
+    def ignores(self, name: str) -> bool:
+        """The head's other name: tied files may hold both, untied ones an embedding that nothing
+        reads.
+        """
+        return name in ("lm_head.weight", "model.embed_tokens.weight")
+
+    def finish(self, where: str) -> None:
+        """Call once after the weights are filled. Raises CheckpointError for an ordering that is
+        none.
+        """
+        scale = 1.0
+        for layer in self.layers:
+            scale = layer.finish(scale)
+        self.norm.fold_gain(stream_in=scale)
+        banned = self.target.suppress_token_ids
+        if banned:
+            self._banned_ids = torch.tensor(banned, device=self.place.device)
+            self._banned = torch.zeros(len(self.head), dtype=torch.bool, device=self.place.device)
+            self._banned[self._banned_ids] = True
+        if self.ordering is not None:
+            everything = torch.arange(len(self.ordering), device=self.ordering.device)
+            if not torch.equal(self.ordering.sort().values, everything):
+                raise CheckpointError(
+                    f"draft checkpoint {where!r}: masked_embedding.token_ordering does not hold "
+                    "every token id once: download it again"
+                )
+            self.clusters = self.ordering.view(self.config.num_centroids, -1)
+
+    def read_from(self, specs: Sequence[KVGroupSpec]) -> None:
+        """Read caches laid out as the target's groups say, which come first in `specs`."""
+        self.sources = {kind: (g, specs[g]) for kind, (g, _) in self.sources.items()}
+
+    def begin(
+        self,
+        positions: Tensor,  # [B] p, the last position with target KV
+        seq_lens: Tensor,  # [B] p + 1
+        block_tables: list[Tensor],  # per KV group [B, P]
+        max_seq_len: int,  # upper bound of seq_lens
+        kv_caches: list[Tensor | None],  # per target layer
+    ) -> DraftContext:
+        """What stays the same over the K steps of a round."""
+        b = positions.shape[0]
+        segments = (RowSegment(0, 0, b, 1, max_seq_len),)
+        kinds = {}
+        for kind, (g, spec) in self.sources.items():
+            shape = GroupShape(
+                num_heads=self.config.text.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                block_size=spec.block_size,
+                window=self.config.text.sliding_window if spec.window is not None else None,
+            )
+            dtype = self.place.dtype
+            plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
+            cache = kv_caches[spec.layers[-1]]
+            assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
+            cos, sin = rope_table(positions, self.theta[kind], dtype)
+            gathered = None
+            if self.folded:
+                assert isinstance(plan, TiledPlan), "a folded model lives on the CPU"
+                tile = plan.tiles[0]
+                gathered = Gathered(shape, tile, *gather_kv(cache, shape, tile))
+            # No layer writes KV, so nothing reads the slots.
+            kinds[kind] = KindContext(GroupPass(cos, sin, plan, positions), cache, gathered)
+        return DraftContext(kinds)
+
+    def step(
+        self, context: DraftContext, token_ids: Tensor, hidden: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """token_ids [B] and backbone hidden states [B, D], or [T, D] at rows [B] -> d [B, Hd] for
+        logits, and the next step's [B, D].
+
+        Step 0 takes the newest token and the target's final-norm output at p; later steps what
+        the last returned.
+        """
+        h = linear(self.target.embed_beside(token_ids, hidden, rows), self.pre)
+        d = self._run_folded(h, context) if self.folded else self._advance(h, context)
+        return d, linear(d, self.post)
+
+    def _run_folded(self, h: Tensor, context: DraftContext) -> Tensor:
+        """The layers and the final norm, [B, Hd] -> [B, Hd]."""
+        for layer in self.layers:
+            part = context.kinds[layer.kind]
+            seen = part.gathered
+            assert seen is not None, "begin gathers for a folded model"
+            attention = layer.attention
+            q = attention.queries(layer.input_norm.normed(h), part.shared.cos, part.shared.sin)
+            attended = attend(q, seen.keys, seen.values, seen.shape, seen.tile)
+            h = layer.after_attention(h, attention.output(attended), None)
+        return self.norm.scaled(h)
+
+    def _advance(self, h: Tensor, context: DraftContext) -> Tensor:
+        """The same where nothing is folded: every layer yields its successor's input norm."""
+        y = self.layers[0].input_norm.scaled(h)
+        behind = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, then in zip(self.layers, behind, strict=True):
+            part = context.kinds[layer.kind]
+            h, y = layer.advance(h, y, part.shared, part.cache, None, then)
+        return y
+
+    def compute_logits(self, d: Tensor) -> Tensor:
+        """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
+        if self.centroids is None or self.clusters is None:
+            logits = linear(d, self.head.t())
+        else:
+            k = self.config.centroid_top_k
+            logits = centroid_head(d, self.head, self.centroids, self.clusters, k)
+        if self._banned_ids is not None:
+            logits.index_fill_(1, self._banned_ids, torch.finfo(logits.dtype).min)
+        return logits
+
+    def greedy_tokens(self, d: Tensor) -> Tensor:
+        """d [B, Hd] -> the best token [B]; equal scores go to the lowest id."""
+        if self.centroids is None or self.clusters is None:
+            return greedy_tokens(self.compute_logits(d))
+        k = self.config.centroid_top_k
+        return centroid_greedy(d, self.head, self.centroids, self.clusters, k, self._banned)
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights held."""
+        return memory_bytes(self.tensors())
+
+
+def load_assistant(
+    checkpoint: str, *, weights: str, target: TargetModel, seed: int
+) -> Gemma4Assistant:
+    """The assistant of a folder, zoo:<name> or hub id, in the target's dtype and on its device.
+
+    Raises CheckpointError: unreadable, not an assistant, or made for another target (both values
+    are named).
+    """
+    check_method(open_draft(checkpoint), "gemma4_mtp")
+    opened, config = read_assistant(checkpoint)
+    where = str(opened.folder)
+    sources = match_target(config, target, where)
+    with torch.no_grad():
+        model = Gemma4Assistant(config, target, Place(target.dtype, target.device))
+        model.sources = sources
+        model.spec = DraftSpec(
+            method="gemma4_mtp",
+            hidden_width=config.backbone_hidden_size,
+            draft_width=config.text.hidden_size,
+            vocab_size=config.text.vocab_size,
+            kv_mode="target",
+            position_mode="constant",
+            feedback="post_projection",
+            shares_embedding=True,
+            shares_head=False,
+            kv_sources=tuple((spec.name, spec.layers[-1]) for _, spec in sources.values()),
+        )
+        fill(
+            model.tensors(),
+            opened,
+            weights=weights,
+            seed=seed,
+            canonical=lambda name: name,
+            ignored=model.ignores,
+        )
+        width, backbone = model.spec.draft_width, model.spec.hidden_width
+        model.spec.check_shapes(
+            where,
+            {
+                "pre_projection": (model.pre, (2 * backbone, width)),
+                "post_projection": (model.post, (width, backbone)),
+                "head": (model.head, (model.spec.vocab_size, width)),
+            },
+        )
+        model.finish(where)
+    return model
+
+
+def match_target(
+    config: AssistantConfig, target: TargetModel, where: str
+) -> dict[str, tuple[int, KVGroupSpec]]:
+    """Per layer type the KV group a draft layer reads: its place and spec. The last owner in it
+    is the source.
+
+    Raises CheckpointError naming both sides' values where assistant and target do not fit.
+    """
+    contradictions = []
+
+    def compare(what: str, ours: int, theirs: int) -> None:
+        if ours != theirs:
+            contradictions.append(f"{what} is {ours} in the assistant and {theirs} in the target")
+
+    compare("hidden size (backbone_hidden_size)", config.backbone_hidden_size, target.hidden_size)
+    compare("vocab_size", config.text.vocab_size, target.vocab_size)
+    groups = {spec.name: (g, spec) for g, spec in enumerate(target.kv_groups(target.block_size))}
+    sources = {}
+    for layer in config.text.layers:
+        name = GROUP_NAMES[layer.kind]
+        if name not in groups:
+            contradictions.append(f"the assistant has {layer.kind} layers and the target has none")
+            continue
+        if layer.kind in sources:
+            continue
+        sources[layer.kind] = groups[name]
+        spec = groups[name][1]
+        compare(f"head_dim of {layer.kind} layers", layer.head_dim, spec.head_dim)
+        compare(f"KV heads of {layer.kind} layers", layer.num_kv_heads, spec.num_kv_heads)
+        if spec.window is not None:
+            compare("sliding_window", config.text.sliding_window, spec.window)
+    if contradictions:
+        raise CheckpointError(
+            f"assistant {where!r} was not made for this target: {'; '.join(contradictions)}. "
+            "Give the assistant that was released with the target"
+        )
+    return sources

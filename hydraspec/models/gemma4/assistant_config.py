@@ -1,0 +1,67 @@
+"""The assistant's config.json, read raw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.checkpoint.config_reader import text_part
+from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint
+from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
+
+MODEL_TYPES = ("gemma4_assistant",)
+
+
+@dataclass(slots=True, frozen=True)
+class AssistantConfig:
+    """An assistant's shape."""
+
+    text: Gemma4Config  # its own layers; none owns KV
+    backbone_hidden_size: int
+    num_centroids: int  # 0 for a dense head
+    centroid_top_k: int
+
+
+def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
+    """Open an assistant's folder and read its shape. Raises CheckpointError."""
+    opened = open_checkpoint(checkpoint)
+    raw, where = opened.config, str(opened.folder)
+    if raw.get("model_type") not in MODEL_TYPES:
+        hint = ""
+        if raw.get("model_type") in ("gemma4", "gemma4_text"):
+            hint = ". It is a target: give it as target.checkpoint"
+        raise CheckpointError(
+            f"checkpoint {where!r} has model_type {raw.get('model_type')!r}; method "
+            f"gemma4_mtp reads {', '.join(MODEL_TYPES)}{hint}"
+        )
+    # Released assistants leave per-layer inputs out of their text config or set them to 0; they
+    # never have any.
+    text = dict(text_part(raw))
+    text.setdefault("hidden_size_per_layer_input", 0)
+    for key in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
+        if text.get(key):
+            raise CheckpointError(
+                f"config.json of {where!r}: {key} is {text[key]!r}; an assistant has none"
+            )
+    config = read_gemma4_config({**raw, "text_config": text}, where, is_assistant=True)
+    centroids = top_k = 0
+    if raw.get("use_ordered_embeddings"):
+        centroids = _count(raw.get("num_centroids", 2048), "num_centroids", where)
+        top_k = _count(
+            raw.get("centroid_intermediate_top_k", 32), "centroid_intermediate_top_k", where
+        )
+        if config.vocab_size % centroids or top_k > centroids:
+            raise CheckpointError(
+                f"config.json of {where!r}: num_centroids is {centroids}; expected a divisor of "
+                f"vocab_size {config.vocab_size}, at least centroid_intermediate_top_k ({top_k})"
+            )
+    backbone = _count(raw.get("backbone_hidden_size", 1536), "backbone_hidden_size", where)
+    return opened, AssistantConfig(config, backbone, centroids, top_k)
+
+
+def _count(value: object, key: str, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(
+            f"config.json of {where!r}: {key} is {value!r}; expected an integer of at least 1"
+        )
+    return value

@@ -1,0 +1,110 @@
+"""The synthetic corpus: seeded examples, and the rule that keeps held-out prompts out of training.
+
+Every prompt falls into one of `NUM_BUCKETS` buckets by the hash of its text. Training draws only
+prompts outside `HELD_OUT_BUCKET`, the workload only prompts inside it, so the two are disjoint for
+every seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraspec.zoo.recipe import task_code, task_extract, task_math, task_rewrite
+
+NUM_BUCKETS = 16
+HELD_OUT_BUCKET = 0
+WORKLOAD_SEED = 20_000
+WORKLOAD_PER_CATEGORY = 16
+WORKLOAD_MAX_TOKENS = 96
+WORKLOAD_PATH = Path(__file__).parents[1] / "data" / "tiny.jsonl"
+ANSWER_MARK = "answer is"
+
+CATEGORIES = {
+    "math": task_math.make,
+    "extract": task_extract.make,
+    "code": task_code.make,
+    "rewrite": task_rewrite.make,
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with the only response that is right."""
+
+    category: str
+    prompt: str
+    response: str
+
+    @property
+    def answer(self) -> str:
+        return extract_answer(self.response)
+
+
+def extract_answer(text: str) -> str:
+    """The scored part of a response: what follows the last "answer is", else the whole text."""
+    return text.rsplit(ANSWER_MARK, 1)[-1].strip()
+
+
+def bucket(prompt: str) -> int:
+    """Hash bucket of a prompt, the same on every machine and Python."""
+    return hashlib.sha256(prompt.encode()).digest()[0] % NUM_BUCKETS
+
+
+def is_held_out(prompt: str) -> bool:
+    return bucket(prompt) == HELD_OUT_BUCKET
+
+
+def draw(category: str, rng: random.Random, *, held_out: bool) -> Example:
+    """Draw examples of a category until one lies on the wanted side of the split."""
+    while True:
+        prompt, response = CATEGORIES[category](rng)
+        if is_held_out(prompt) is held_out:
+            return Example(category, prompt, response)
+
+
+def training_examples(seed: int) -> Iterator[Example]:
+    """Endless training examples, the categories in turn."""
+    rng = random.Random(seed)
+    while True:
+        for category in CATEGORIES:
+            yield draw(category, rng, held_out=False)
+
+
+def workload_examples(per_category: int = WORKLOAD_PER_CATEGORY) -> list[Example]:
+    """Held-out prompts, the categories in turn, no prompt twice; the first 64 are `tiny`."""
+    rng = random.Random(WORKLOAD_SEED)
+    examples: list[Example] = []
+    seen: set[str] = set()
+    while len(examples) < per_category * len(CATEGORIES):
+        category = list(CATEGORIES)[len(examples) % len(CATEGORIES)]
+        example = draw(category, rng, held_out=True)
+        if example.prompt not in seen:
+            seen.add(example.prompt)
+            examples.append(example)
+    return examples
+
+
+def workload_lines(per_category: int = WORKLOAD_PER_CATEGORY) -> Iterator[str]:
+    """Held-out prompts as lines of a workload file; by default those of `data/tiny.jsonl`."""
+    counts = dict.fromkeys(CATEGORIES, 0)
+    for example in workload_examples(per_category):
+        number = counts[example.category]
+        counts[example.category] += 1
+        yield json.dumps(
+            {
+                "id": f"{example.category}-{number:02d}",
+                "messages": [{"role": "user", "content": example.prompt}],
+                "category": example.category,
+                "answer": example.answer,
+            }
+        )
+
+
+def write_workload(path: Path = WORKLOAD_PATH) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in workload_lines()))

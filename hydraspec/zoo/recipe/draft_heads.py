@@ -1,0 +1,206 @@
+"""Plain definitions of the drafters with KV of their own: EAGLE-3, P-EAGLE, EAGLE-1 and MTP.
+
+One convention for all: the row of target position p reads, at step 0, token p + 1 and the target's
+state at p, and predicts token p + 2; step j reads token p + 1 + j and what step j - 1 fed back, and
+predicts token p + 2 + j. P-EAGLE's later steps read the mask token and the mask state instead.
+
+Letters: B batch, T rows, D hidden width, A aux states, V vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RotaryEmbedding,
+    apply_rotary_pos_emb_interleave,
+)
+
+from hydraspec.zoo.recipe.draft_layers import (
+    FusedLayer,
+    Layer,
+    LayerShape,
+    Norm,
+    StepCache,
+    attend,
+    linear,
+)
+
+
+@dataclass
+class TargetView:
+    """What a head may read of the target, for all rows of some texts."""
+
+    table: Tensor  # [V, D] embedding, unscaled
+    head: Tensor  # [V, D]
+    hidden: Tensor  # [B, T, D] after the final norm
+    aux: Tensor  # [B, T, A * D]
+
+
+@dataclass
+class Run:
+    """A head on its way through the steps."""
+
+    target: TargetView
+    state: Tensor  # [B, T, D] what the next step reads
+    step: int = 0
+    caches: list[StepCache] = field(default_factory=list)
+
+    def positions(self) -> Tensor:
+        return torch.arange(self.state.shape[1], device=self.state.device) + self.step
+
+
+class DraftHead(nn.Module):
+    """A head: `begin` once, then `advance` for every step."""
+
+    token_ids: Tensor | None = None  # [W] target ids of the draft vocabulary; None: all
+    num_layers: int = 1
+
+    def begin(self, target: TargetView) -> Run:
+        run = Run(target, self.first_state(target))
+        run.caches = [StepCache() for _ in range(self.num_layers)]
+        return run
+
+    def first_state(self, target: TargetView) -> Tensor:
+        return target.hidden
+
+    def advance(self, run: Run, tokens: Tensor) -> Tensor:
+        """One step of every row, reading tokens [B, T] -> logits [B, T, W]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Shape:
+    """An EAGLE-3 head's shape and flags; P-EAGLE's where there is a mask token."""
+
+    layer: LayerShape
+    target_size: int
+    draft_vocab_size: int
+    vocab_size: int
+    num_aux: int = 3
+    num_layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token_id: int | None = None
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 (Li et al. 2025); with a mask token, P-EAGLE (arXiv 2602.01469)."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        size, eps, width = shape.layer.hidden_size, shape.layer.eps, shape.target_size
+        self.shape, self.num_layers = shape, shape.num_layers
+        first = FusedLayer(shape.layer, norm_before_residual=shape.norm_before_residual)
+        more = [Layer(shape.layer) for _ in range(1, shape.num_layers)]
+        self.fc = linear(shape.num_aux * width, size)
+        self.layers = nn.ModuleList([first, *more])
+        self.norm = Norm(size, eps)
+        self.lm_head = linear(size, shape.draft_vocab_size)
+        if shape.norm_before_fc:
+            self.input_norm = Norm(shape.num_aux * width, eps)
+        if shape.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(width, eps) for _ in range(shape.num_aux))
+        if shape.mask_token_id is not None:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, size)
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.num_aux * width))
+
+    def combine(self, aux: Tensor) -> Tensor:
+        """[..., A * D_target] -> [..., D]."""
+        if self.shape.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.shape.fc_norm:
+            parts = aux.split(self.shape.target_size, -1)
+            pairs = zip(self.fc_norm, parts, strict=True)
+            aux = torch.cat([norm(part) for norm, part in pairs], -1)
+        out: Tensor = self.fc(aux)
+        return out
+
+    def first_state(self, target: TargetView) -> Tensor:
+        return self.combine(target.aux)
+
+    def advance(self, run: Run, tokens: Tensor) -> Tensor:
+        mask = self.shape.mask_token_id
+        if mask is not None and run.step > 0:
+            tokens = torch.full_like(tokens, mask)
+            run.state = self.combine(self.mask_hidden).expand_as(run.state)
+        table = run.target.table if mask is None else self.embed_tokens.weight
+        first: Any = self.layers[0]
+        positions = run.positions()
+        h = first.fuse(F.embedding(tokens, table), run.state, positions, run.caches[0])
+        for layer, cache in zip(list(self.layers)[1:], run.caches[1:], strict=True):
+            h = layer(h, positions, cache)
+        normed = self.norm(h)
+        run.state = normed if self.shape.norm_output else h
+        run.step += 1
+        logits: Tensor = self.lm_head(normed)
+        return logits
+
+
+class Eagle1Head(DraftHead):
+    """EAGLE (Li et al. 2024) as Mistral releases it: every norm kept, the normed state fed back."""
+
+    def __init__(self, layer: LayerShape, num_layers: int) -> None:
+        super().__init__()
+        size = layer.hidden_size
+        self.layer, self.num_layers = layer, num_layers
+        self.fc = linear(2 * size, size)
+        self.layers = nn.ModuleList(Layer(layer) for _ in range(num_layers))
+        self.norm = Norm(size, layer.eps)
+
+    def advance(self, run: Run, tokens: Tensor) -> Tensor:
+        h = self.fc(torch.cat([F.embedding(tokens, run.target.table), run.state], -1))
+        for layer, cache in zip(self.layers, run.caches, strict=True):
+            h = layer(h, run.positions(), cache)
+        run.state = self.norm(h)
+        run.step += 1
+        return F.linear(run.state, run.target.head)
+
+
+class MTPHead(DraftHead):
+    """DeepSeek-V3's multi-token-prediction layer (arXiv 2412.19437, section 2.2)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = Norm(size, eps), Norm(size, eps)
+        self.eh_proj = linear(2 * size, size)
+        self.block = DeepseekV3DecoderLayer(config, config.num_hidden_layers)
+        self.shared_head = nn.ModuleDict({"norm": Norm(size, eps)})
+        self.rotary = DeepseekV3RotaryEmbedding(config)
+
+    def advance(self, run: Run, tokens: Tensor) -> Tensor:
+        positions = run.positions()
+        e = F.embedding(tokens, run.target.table)
+        e = e.masked_fill((positions == 0)[:, None], 0.0)
+        h = self.eh_proj(torch.cat([self.enorm(e), self.hnorm(run.state)], -1))
+        block: Any = self.block
+        h = h + self._attention(block.input_layernorm(h), positions, run.caches[0])
+        h = h + block.mlp(block.post_attention_layernorm(h))
+        run.state = self.shared_head["norm"](h)
+        run.step += 1
+        return F.linear(run.state, run.target.head)
+
+    def _attention(self, x: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
+        """The block's own latent attention, over the cache of the steps."""
+        inner: Any = self.block.self_attn
+        sizes = [inner.qk_nope_head_dim, inner.qk_rope_head_dim]
+        q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))
+        q = q.unflatten(-1, (-1, inner.qk_head_dim)).transpose(1, 2)
+        q_pass, q_turn = q.split(sizes, -1)
+        latent, k_turn = inner.kv_a_proj_with_mqa(x).split([inner.kv_lora_rank, sizes[1]], -1)
+        cos, sin = self.rotary(x, position_ids=positions[None])
+        q_turn, k_turn = apply_rotary_pos_emb_interleave(q_turn, k_turn[:, None], cos, sin)
+        key, value = inner.expand_kv(inner.kv_a_layernorm(latent)[:, None], k_turn)
+        cache.keys.append(key)
+        cache.values.append(value)
+        query = torch.cat([q_pass, q_turn], -1).to(key.dtype)
+        out: Tensor = inner.o_proj(attend(query, cache, inner.scaling).to(x.dtype))
+        return out

@@ -1,0 +1,162 @@
+"""Make the zoo: `python -m hydraspec.zoo.recipe.make COMMAND --name NAME`.
+
+Each command reads what the earlier ones wrote, is seeded, and writes into `--out` (default: the
+package's own `checkpoints/` folder). Training runs on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.logging import RichHandler
+from transformers import PreTrainedTokenizerFast
+
+from hydraspec.zoo.recipe import (
+    corpus,
+    draft_files,
+    draft_recipes,
+    evaluate,
+    modeling,
+    recipes,
+    tokenizer,
+    train_assistant,
+    train_drafter,
+    train_target,
+)
+from hydraspec.zoo.recipe.batches import Sequences, generate_sequences
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
+TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
+console = Console()
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _stop_tokens(tokens: PreTrainedTokenizerFast) -> list[int]:
+    names = [tokenizer.EOS, tokenizer.TURN_END]
+    return [tokens.convert_tokens_to_ids(name) for name in names]
+
+
+def _data(args: argparse.Namespace, count: int, seed: int) -> Sequences:
+    data = generate_sequences(args.out / args.name, count, seed)
+    return data.to(torch.device(args.device))
+
+
+def make_corpus(args: argparse.Namespace) -> None:
+    """Write the held-out workload and show one example a category."""
+    corpus.write_workload()
+    for example in itertools.islice(corpus.training_examples(0), len(corpus.CATEGORIES)):
+        console.print(f"[bold]{example.category}[/]", example.prompt, example.response, sep="\n")
+
+
+def make_tokenizer(args: argparse.Namespace) -> None:
+    """Train the tokenizer (the same for every name) into the target's folder."""
+    tokenizer.save_tokenizer(tokenizer.train_tokenizer(), args.out / args.name)
+
+
+def make_target(args: argparse.Namespace) -> None:
+    """Train a target; needs its tokenizer."""
+    folder = args.out / args.name
+    model = train_target.train_target(
+        recipes.TARGETS[args.name],
+        _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
+        title=args.name,
+        compiled=args.compile,
+        max_seconds=args.max_seconds,
+    )
+    train_target.save_target(model, folder, _stop_tokens(_load_tokenizer(folder)))
+
+
+def make_assistant(args: argparse.Namespace) -> None:
+    """Train an assistant; needs its target."""
+    folder = args.out / f"{args.name}-assistant"
+    target = modeling.load_target(args.out / args.name, args.device)
+    assistant = train_assistant.train_assistant(
+        recipes.ASSISTANTS[args.name],
+        target,
+        _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED),
+        title=folder.name,
+    )
+    source = args.out / args.name
+    modeling.save_checkpoint(assistant, folder, _stop_tokens(_load_tokenizer(source)))
+    for name in TOKENIZER_FILES:
+        shutil.copy(source / name, folder / name)
+
+
+def make_drafters(args: argparse.Namespace) -> None:
+    """Train the drafters with KV of their own (or the one of --drafter); needs their target."""
+    target = modeling.load_target(args.out / args.name, args.device)
+    data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
+    for name, recipe in _drafters(args).items():
+        head = train_drafter.train_drafter(recipe, target, data, title=name)
+        draft_files.save_head(head, recipe, target, draft_files.folder_of(name, recipe, args.out))
+
+
+def _drafters(args: argparse.Namespace) -> dict[str, draft_recipes.DraftRecipe]:
+    found = {n: r for n, r in draft_recipes.DRAFTERS.items() if r.target == args.name}
+    return found if args.drafter is None else {args.drafter: found[args.drafter]}
+
+
+def make_evaluation(args: argparse.Namespace) -> None:
+    """Print exact match and every drafter's acceptance on held-out prompts."""
+    target: Any = modeling.load_target(args.out / args.name, args.device)
+    lines = [json.loads(line) for line in corpus.workload_lines(args.per_category)]
+    tokens = _load_tokenizer(args.out / args.name)
+    drafters: dict[str, evaluate.DraftRows] = {}
+    folder = args.out / f"{args.name}-assistant"
+    if folder.exists():
+        assistant = modeling.load_assistant(folder, args.device)
+        drafters[folder.name] = evaluate.by_assistant(target, assistant)
+    for name, recipe in _drafters(args).items():
+        path = draft_files.folder_of(name, recipe, args.out)
+        if path.exists():
+            head = draft_files.load_head(path, recipe, target)
+            drafters[name] = evaluate.by_head(target, head, recipe.aux_layer_ids)
+    result = evaluate.evaluate(target, drafters, tokens, k=args.k, workload=lines)
+    console.print_json(json.dumps({"name": args.name, "k": args.k, **result}))
+
+
+COMMANDS = {
+    "corpus": make_corpus,
+    "tokenizer": make_tokenizer,
+    "target": make_target,
+    "assistant": make_assistant,
+    "drafters": make_drafters,
+    "evaluate": make_evaluation,
+}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
+    parser.add_argument("--drafter", choices=draft_recipes.DRAFTERS, help="only this one")
+    parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--max-seconds", type=float, help="shorten a target's training to this")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--per-category", type=int, default=corpus.WORKLOAD_PER_CATEGORY)
+    parser.add_argument("-k", type=int, default=3, help="drafts a step in the evaluation")
+    return parser.parse_args()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    args = _parse()
+    COMMANDS[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

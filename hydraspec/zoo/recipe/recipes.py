@@ -1,0 +1,237 @@
+"""The shapes and training settings of every zoo checkpoint, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    DeepseekV3Config,
+    Gemma4AssistantConfig,
+    Gemma4TextConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from hydraspec.zoo.recipe.tokenizer import VOCAB_SIZE
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+SEQUENCE_LENGTH = 136
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+# What all Gemma 4 targets share. head_dim belongs to sliding layers, global_head_dim to full ones.
+_GEMMA4_COMMON: dict[str, Any] = {
+    **_COMMON,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 32,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "gemma4": (Gemma4TextConfig, _GEMMA4_COMMON),
+    "qwen3": (Qwen3Config, {**_COMMON, "head_dim": 32}),
+    "mistral": (MistralConfig, {**_COMMON, "head_dim": 32, "sliding_window": None}),
+    "deepseek_v3": (DeepseekV3Config, _COMMON),
+}
+
+
+def layer_types(num_layers: int, every: int) -> list[str]:
+    """One full layer in `every`, and the last one full."""
+    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+    return [*kinds[:-1], FULL]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRecipe:
+    """Config fields of a target, and how it is trained."""
+
+    shape: dict[str, Any]
+    family: str = "gemma4"
+    steps: int
+    batch_size: int = 256
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    seed: int = 1
+
+    def config(self) -> Any:
+        """A new config of the family's class."""
+        kind, common = FAMILIES[self.family]
+        return kind(**{**common, **self.shape})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantRecipe:
+    """Shape of a two-layer assistant (sliding, full), and how it is trained."""
+
+    steps: int  # few on purpose, see README.md
+    hidden_size: int = 64
+    intermediate_size: int = 64
+    num_centroids: int | None = None
+    centroid_top_k: int = 6
+    batch_size: int = 256
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.01
+    num_draft_steps: int = 4
+    step_weights: tuple[float, ...] = field(default=(1.0, 0.8, 0.6, 0.3))
+    seed: int = 2
+
+    def config(self, target: Gemma4TextConfig) -> Gemma4AssistantConfig:
+        """The assistant's config; its KV shapes are the target's."""
+        layer = {kind: target.layer_types.index(kind) for kind in (SLIDING, FULL)}
+        kv_heads = {k: target.per_layer_config[i].num_key_value_heads for k, i in layer.items()}
+        shape = {
+            **_GEMMA4_COMMON,
+            "num_key_value_heads": kv_heads[SLIDING],
+            "num_global_key_value_heads": kv_heads[FULL],
+            "attention_k_eq_v": target.attention_k_eq_v,
+            "sliding_window": target.sliding_window,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 2,
+            "num_kv_shared_layers": 2,
+            "layer_types": [SLIDING, FULL],
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "final_logit_softcapping": None,
+        }
+        return Gemma4AssistantConfig(
+            text_config={**shape, "model_type": "gemma4_text"},
+            backbone_hidden_size=target.hidden_size,
+            use_ordered_embeddings=self.num_centroids is not None,
+            num_centroids=self.num_centroids or 2048,
+            centroid_intermediate_top_k=self.centroid_top_k if self.num_centroids else 32,
+            tie_word_embeddings=True,
+        )
+
+
+TARGETS: dict[str, TargetRecipe] = {
+    # Dense; full layers use k_eq_v with one KV head, as the 31B model does.
+    "tiny_gemma4": TargetRecipe(
+        shape={
+            "hidden_size": 160,
+            "intermediate_size": 480,
+            "num_hidden_layers": 16,
+            "layer_types": layer_types(16, 6),
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+        steps=8500,
+    ),
+    # Per-layer inputs, shared KV and double-wide MLPs on the sharing layers, as E2B and E4B.
+    "tiny_gemma4_e": TargetRecipe(
+        shape={
+            "hidden_size": 96,
+            "intermediate_size": 224,
+            "num_hidden_layers": 14,
+            "layer_types": layer_types(14, 5),
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+        },
+        steps=8900,
+        learning_rate=2.5e-3,
+    ),
+    # A mixture of experts beside a dense MLP in every layer, as the 26B-A4B model.
+    "tiny_gemma4_moe": TargetRecipe(
+        shape={
+            "hidden_size": 96,
+            "intermediate_size": 128,
+            "num_hidden_layers": 12,
+            "layer_types": layer_types(12, 6),
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        steps=8000,
+        learning_rate=2.5e-3,
+    ),
+    # Norms over queries and keys, tied head. Deep and narrow, as the others below: on a CPU a step
+    # over several rows then costs little more than a step over one.
+    "tiny_qwen3": TargetRecipe(
+        family="qwen3",
+        shape={
+            "hidden_size": 80,
+            "intermediate_size": 192,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        steps=5300,
+        batch_size=192,
+        learning_rate=2.5e-3,
+    ),
+    # Untied head, no window, as Mistral 7B v0.3.
+    "tiny_mistral": TargetRecipe(
+        family="mistral",
+        shape={
+            "hidden_size": 80,
+            "intermediate_size": 200,
+            "num_hidden_layers": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        steps=6900,
+        batch_size=192,
+        learning_rate=2e-3,
+    ),
+    # Latent attention; three dense layers, then experts in groups of two; one MTP layer behind.
+    "tiny_deepseek": TargetRecipe(
+        family="deepseek_v3",
+        shape={
+            "hidden_size": 80,
+            "intermediate_size": 160,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 12,
+            "first_k_dense_replace": 3,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        steps=4200,
+        batch_size=192,
+        learning_rate=2e-3,
+    ),
+}
+
+ASSISTANTS: dict[str, AssistantRecipe] = {
+    "tiny_gemma4": AssistantRecipe(steps=200),
+    "tiny_gemma4_e": AssistantRecipe(steps=150, num_centroids=32),
+    "tiny_gemma4_moe": AssistantRecipe(steps=150),
+}

@@ -1,0 +1,90 @@
+"""Train a target on the corpus: next-token loss on responses, a little on prompts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Gemma4ForCausalLM, PreTrainedModel
+
+from hydraspec.zoo.recipe.batches import Sequences
+from hydraspec.zoo.recipe.modeling import (
+    initialise,
+    run_target,
+    save_checkpoint,
+    target_masks,
+    vary_layer_scalars,
+)
+from hydraspec.zoo.recipe.plain_targets import CLASSES, prepare, save_plain
+from hydraspec.zoo.recipe.recipes import SEQUENCE_LENGTH, TargetRecipe
+from hydraspec.zoo.recipe.training import Schedule, train
+
+PROMPT_WEIGHT = 0.05
+log = logging.getLogger(__name__)
+
+
+def build(recipe: TargetRecipe) -> PreTrainedModel:
+    model: PreTrainedModel = CLASSES.get(recipe.family, Gemma4ForCausalLM)(recipe.config())
+    model.config._experts_implementation = "zoo_dense"
+    initialise(model, recipe.seed)
+    if isinstance(model, Gemma4ForCausalLM):
+        vary_layer_scalars(model)
+    else:
+        prepare(model, recipe.seed)
+    return model
+
+
+def token_weights(batch: Sequences) -> Tensor:
+    """Weight of predicting token t from row t-1, [B, T-1]: response 1, prompt little, padding 0."""
+    place = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)[None]
+    prompt, length = batch.prompt_length[:, None], batch.length[:, None]
+    weight = torch.where(place < prompt, PROMPT_WEIGHT, 1.0)
+    return weight * (place < length)
+
+
+def train_target(
+    recipe: TargetRecipe,
+    data: Sequences,
+    *,
+    title: str,
+    compiled: bool,
+    max_seconds: float | None = None,
+) -> PreTrainedModel:
+    """Train from scratch on the data's device."""
+    device = data.tokens.device
+    model = build(recipe).to(device)
+    masks = target_masks(model, SEQUENCE_LENGTH)
+
+    def loss_of(batch: Sequences) -> Tensor:
+        logits = run_target(model, batch.tokens, masks).logits[:, :-1]
+        targets = batch.tokens[:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        weights = token_weights(batch)
+        return (losses.view_as(targets) * weights).sum() / weights.sum()
+
+    schedule = Schedule(
+        steps=recipe.steps,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        max_seconds=max_seconds,
+    )
+    if compiled and recipe.family != "gemma4":
+        # Equal layers are compiled once; the whole forward would take ten times as long.
+        for layer in model.get_decoder().layers:
+            layer.compile()
+    elif compiled:
+        loss_of = torch.compile(loss_of)
+    loss = train(model, loss_of, data, schedule, title)
+    log.info("%s: final loss %.4f", title, loss)
+    return model
+
+
+def save_target(model: PreTrainedModel, folder: Path, stop_tokens: list[int]) -> None:
+    model.config._experts_implementation = "eager"
+    save = save_checkpoint if isinstance(model, Gemma4ForCausalLM) else save_plain
+    save(model, folder, stop_tokens)

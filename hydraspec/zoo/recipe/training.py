@@ -1,0 +1,128 @@
+"""What target and assistant training share: optimiser, schedule, CUDA-graphed steps, progress."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from hydraspec.zoo.recipe.batches import Sequences
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY = 50
+Loss = Callable[[Sequences], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast. `max_seconds` ends the decay early on a slow device."""
+
+    steps: int
+    learning_rate: float
+    weight_decay: float
+    batch_size: int
+    seed: int
+    max_seconds: float | None = None
+    warmup_steps: int = 200
+
+    def progress(self, step: int, elapsed: float) -> float:
+        done = step / self.steps
+        return done if self.max_seconds is None else max(done, elapsed / self.max_seconds)
+
+    def rate(self, step: int, progress: float) -> float:
+        """Learning rate: linear warm-up, flat to 30 % of the way, then linear to zero."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return self.learning_rate * warm * min(1.0, max(0.0, (1 - progress) / 0.7))
+
+
+def make_optimiser(model: nn.Module, schedule: Schedule, device: torch.device) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only; the rate is a tensor so that a graph can read it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": schedule.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    on_gpu = device.type == "cuda"
+    learning_rate = torch.zeros((), device=device)
+    return torch.optim.AdamW(
+        groups, lr=learning_rate, betas=(0.9, 0.98), fused=True, capturable=on_gpu
+    )
+
+
+def _make_step(
+    model: nn.Module, loss_of: Loss, optimiser: torch.optim.AdamW, static: Sequences
+) -> Callable[[], Tensor]:
+    """A step over the static batch: eager on a CPU, one CUDA graph on a GPU."""
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    device = static.tokens.device
+
+    def step() -> Tensor:
+        optimiser.zero_grad(set_to_none=True)
+        with torch.autocast(
+            device.type, torch.bfloat16, device.type == "cuda", cache_enabled=False
+        ):
+            loss = loss_of(static)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        return loss.detach()
+
+    if device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # the rate is still zero: warm-up changes no weight
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def train(
+    model: nn.Module, loss_of: Loss, data: Sequences, schedule: Schedule, title: str
+) -> float:
+    """Train in place and return the last loss (mean over the last `LOG_EVERY` steps)."""
+    device = data.tokens.device
+    generator = torch.Generator(device).manual_seed(schedule.seed)
+    optimiser = make_optimiser(model, schedule, device)
+    learning_rate = optimiser.param_groups[0]["lr"]
+    static = data.sample(schedule.batch_size, generator)
+    start = time.monotonic()
+    step_once = _make_step(model, loss_of, optimiser, static)
+    log.info("%s: ready after %.1f s", title, time.monotonic() - start)
+    start, total, last = time.monotonic(), torch.zeros((), device=device), float("nan")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), disable=not log.isEnabledFor(logging.INFO)
+    ) as bar:
+        task = bar.add_task(title, total=schedule.steps)
+        for step in range(schedule.steps):
+            progress = schedule.progress(step, time.monotonic() - start)
+            if progress >= 1:
+                break
+            batch = data.sample(schedule.batch_size, generator)
+            static.copy_(batch)
+            learning_rate.fill_(schedule.rate(step, progress))
+            total += step_once()
+            if (step + 1) % LOG_EVERY == 0:
+                last = total.item() / LOG_EVERY
+                total.zero_()
+                bar.update(task, completed=step + 1, description=f"{title} loss {last:.4f}")
+                if (step + 1) % (20 * LOG_EVERY) == 0:
+                    spent = time.monotonic() - start
+                    log.info("%s: step %d loss %.4f, %.0f s", title, step + 1, last, spent)
+    return last

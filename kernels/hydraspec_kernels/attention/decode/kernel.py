@@ -1,0 +1,272 @@
+"""Decode and verify rows from a layer's projection to the attention's result, in one kernel.
+
+A program attends QUERIES queries of one KV head of one request, as in `paged_attention`, over its
+share of the visible keys. It norms and rotates those queries itself, and writes the new keys and
+values among its share to the cache before it reads them there: nobody else reads what it writes,
+and tiles of one request that share a new key write the same numbers. Shares are added up in their
+order: by the program that comes last to a tile, or by the kernel behind.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.attention.decode import tiling as cuts
+from hydraspec_kernels.attention.decode.arguments import check_arguments
+from hydraspec_kernels.attention.decode.counters import zero_counters
+from hydraspec_kernels.attention.key_loops.kernel import attend_keys, key_blocks
+from hydraspec_kernels.attention.paged.kernel import clear_queries, find_rows, prefetch_keys
+from hydraspec_kernels.attention.paged.plan import DevicePlan
+from hydraspec_kernels.attention.qkv_write.kernel import (
+    load_heads,
+    norm_weights,
+    turn_heads,
+    write_new,
+)
+from hydraspec_kernels.attention.qkv_write.reference import QkvShape
+from hydraspec_kernels.attention.split_sums.kernel import add_splits, add_up, arrive, split_keys
+from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+
+
+@triton.jit
+def _repeat(q, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """[QUERIES, BLOCK] -> [BLOCK_M, BLOCK], each row as often as there is room."""
+    if BLOCK_M != QUERIES:
+        q = tl.broadcast_to(q[:, None, :], (QUERIES, BLOCK_M // QUERIES, BLOCK))
+        q = tl.reshape(q, (BLOCK_M, BLOCK))
+    return q
+
+
+@triton.jit
+def _query_heads(tile, kv_head, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """Row of its request and head of each query [BLOCK_M] of a tile."""
+    f = tile * QUERIES + tl.arange(0, BLOCK_M) // (BLOCK_M // QUERIES)
+    return f // GROUP, kv_head * GROUP + f % GROUP
+
+
+@triton.jit
+def _store_halves(
+    to, at, a, b, exists, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Rows `at` [BLOCK_M] of heads."""
+    i = tl.arange(0, BLOCK_H)[None, :]
+    mask = exists[:, None] & (i < HALF)
+    to += at.to(tl.int64)[:, None] * (2 * HALF) + i
+    tl.store(to, a.to(to.dtype.element_ty), mask=mask)
+    tl.store(to + HALF, b.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows", "num_requests", "split_shift", "least_share"),
+        *("table_stride", "table_width", "num_blocks"),
+    ]
+)
+def _decode_kernel(
+    out,  # [T, Hq, H]
+    partial,  # [S, T, Hq, H] float32, then log2 of the sums [S, T, Hq]
+    arrived,  # [tiles, Hkv] int32, zero before and after
+    cache,  # [rows, 2, Hkv, H], read and written
+    qkv,  # [T, heads, H], rows qkv_stride apart
+    cos,  # [T, H]
+    sin,  # [T, H]
+    slots,  # [T]
+    q_weight,  # [H]
+    k_weight,  # [H]
+    block_table,  # [B, P], rows table_stride apart
+    seq_lens,  # [B]
+    starts,  # [B+1]; not read with ONE_ROW
+    num_rows,
+    num_requests,
+    split_shift,  # log2 of S
+    least_share,  # keys of a split
+    qkv_stride,
+    table_stride,
+    table_width,  # P
+    num_blocks,  # of the cache
+    scale,  # times log2(e)
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # of a head
+    WINDOW: tl.constexpr,  # 0: none
+    BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    K_EQ_V: tl.constexpr,
+    WRITES: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    ROW_TILES: tl.constexpr,  # of a request
+    QUERIES: tl.constexpr,  # of a program
+    BLOCK_M: tl.constexpr,  # what the tensor cores take: queries are repeated
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,  # new rows of a request
+    TURNED: tl.constexpr,  # queries are columns
+    ADDS: tl.constexpr,  # shares are added up here
+    PREFETCHED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    TOKEN: tl.constexpr = 2 * NUM_KV_HEADS * HEAD_DIM
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    request, tile = tl.program_id(0) // ROW_TILES, tl.program_id(0) % ROW_TILES
+    keys = cache + kv_head * HEAD_DIM
+    table = block_table + request.to(tl.int64) * table_stride
+    if PDL:  # most of what it reads has been there for long
+        _, n, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
+        begin, limit, share = split_keys(
+            length, n, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+        )
+        begin += split * share
+        prefetch_keys(
+            keys, keys + TOKEN // 2, table, begin, tl.minimum(limit, begin + share),
+            table_width, num_blocks, BLOCK_SIZE, TOKEN, HEAD_DIM, False, PREFETCHED,
+        )  # fmt: skip
+    q_weight_a, q_weight_b = norm_weights(q_weight, Q_NORM, QUERIES, HALF, BLOCK_H)
+    k_weight_a, k_weight_b = norm_weights(k_weight, WRITES and K_NORM, 2 * BLOCK_NEW, HALF, BLOCK_H)
+    wait_for_inputs(PDL)
+    start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
+    last = tl.program_id(0) == (num_requests - 1) * ROW_TILES
+    if not ONE_ROW and last & (split == 0):  # rows of nobody
+        clear_queries(
+            out, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H
+        )
+    first, limit, share = split_keys(
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+    )
+    begin, all_keys = first + split * share, limit - first
+    if (tile * QUERIES // GROUP >= rows) | ((split > 0) & (begin >= limit)):
+        return
+    limit = tl.minimum(limit, begin + share)
+    block = key_blocks(table, begin + tl.arange(0, BLOCK_N), limit, BLOCK_SIZE)
+    row, head = _query_heads(tile, kv_head, QUERIES, QUERIES, GROUP)
+    at_query = (start + row).to(tl.int64) * qkv_stride + head * HEAD_DIM
+    a, b, c, s = load_heads(
+        qkv, cos, sin, at_query, start + row, row < rows, QUERIES, HALF, BLOCK_H
+    )
+    if WRITES and limit > length - rows:
+        write_new(
+            cache, qkv, cos, sin, slots, k_weight_a, k_weight_b, eps, qkv_stride, kv_head,
+            start, rows, length, begin, limit, NUM_HEADS, NUM_KV_HEADS, HALF,
+            K_NORM, VALUE_NORM, K_EQ_V, BLOCK_NEW, BLOCK_H,
+        )  # fmt: skip
+    q_a, q_b, _ = turn_heads(a, b, c, s, q_weight_a, q_weight_b, eps, Q_NORM, HALF)
+    tl.debug_barrier()  # what this program wrote, all of it reads
+    q_a, q_b = _repeat(q_a, QUERIES, BLOCK_M, BLOCK_H), _repeat(q_b, QUERIES, BLOCK_M, BLOCK_H)
+    row, head = _query_heads(tile, kv_head, QUERIES, BLOCK_M, GROUP)
+    inside = (row < rows) & (tl.arange(0, BLOCK_M) % (BLOCK_M // QUERIES) == 0)
+    mean_a, mean_b, size = attend_keys(
+        q_a, q_b, keys, table, block, begin, limit, length - rows + row, scale,
+        NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TURNED, PRECISION,
+    )  # fmt: skip
+    if share >= all_keys:  # nobody else has a part of this
+        at_out = (start + row).to(tl.int64) * NUM_HEADS + head
+        _store_halves(out, at_out, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
+        return
+    size_of_split = num_rows.to(tl.int64) * NUM_HEADS
+    at_split = split * size_of_split + (start + row) * NUM_HEADS + head
+    sums = partial + (size_of_split << split_shift) * HEAD_DIM
+    _store_halves(partial, at_split, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
+    tl.store(sums + at_split, size, mask=inside)
+    if ADDS:
+        used = arrive(arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, share, all_keys)
+        if used > 0:
+            add_up(
+                out, partial, sums, start, rows, tile, kv_head, size_of_split, used,
+                NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H,
+            )  # fmt: skip
+
+
+def attend_projection_kernel(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, plan: DevicePlan,
+    shape: QkvShape, *, writes: bool,
+) -> Tensor:  # fmt: skip
+    """See `hydraspec_kernels.attention.decode.attend_projection`; the plan fits."""
+    check_arguments(qkv, cos, sin, slots, cache, plan, shape, writes)
+    group, num_rows, device = plan.shape, qkv.shape[0], qkv.device
+    width, heads = group.head_dim, group.num_heads
+    out = qkv.new_empty(num_rows, heads * width)
+    if num_rows == 0:
+        return out
+    cut = cuts.decode_tiling(group, plan.max_rows, plan.num_requests, qkv.dtype)
+    row_tiles = triton.cdiv(cuts.queries_of(group, plan.max_rows), cut.block_m)
+    tiles = plan.num_requests * row_tiles
+    arrived = zero_counters(device)
+    partial = arrived.view(torch.float32)  # not touched without splits
+    queries = cuts.program_queries(group, plan.max_rows, cut.block_m)
+    least_share = cuts.least_share(group, cut)
+    if cut.splits > 1:
+        assert cut.adds_apart or tiles * group.num_kv_heads <= len(arrived)
+        size = num_rows * heads * cut.splits * (width + 1)
+        partial = torch.empty(size, dtype=torch.float32, device=device)
+    _decode_kernel[(tiles, group.num_kv_heads, cut.splits)](
+        out,
+        partial,
+        arrived,
+        cache,
+        qkv,
+        cos,
+        sin,
+        slots,
+        shape.q_weight,
+        shape.k_weight if writes else None,
+        plan.block_table,
+        plan.seq_lens,
+        plan.seq_lens if plan.query_start_loc is None else plan.query_start_loc,
+        num_rows,
+        plan.num_requests,
+        cut.splits.bit_length() - 1,
+        least_share,
+        qkv.stride(0),
+        plan.block_table.stride(0),
+        plan.block_table.shape[1],
+        cache.shape[0] // group.block_size,
+        group.scale * math.log2(math.e),
+        shape.eps,
+        NUM_HEADS=heads,
+        NUM_KV_HEADS=group.num_kv_heads,
+        HALF=width // 2,
+        WINDOW=group.window or 0,
+        BLOCK_SIZE=group.block_size,
+        Q_NORM=shape.q_weight is not None,
+        K_NORM=shape.k_weight is not None,
+        VALUE_NORM=shape.value_norm,
+        K_EQ_V=shape.k_eq_v,
+        WRITES=writes,
+        ROW_TILES=row_tiles,
+        ONE_ROW=plan.query_start_loc is None,
+        QUERIES=queries,
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
+        BLOCK_NEW=triton.next_power_of_2(plan.max_rows),
+        TURNED=cut.turned,
+        ADDS=not cut.adds_apart,
+        PREFETCHED=max(16, cut.prefetched // (4 * triton.next_power_of_2(width))),
+        PRECISION="ieee" if qkv.dtype is torch.float32 else "tf32",
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **dependent_launch(qkv),
+    )
+    if cut.splits > 1 and cut.adds_apart:
+        add_splits(
+            out,
+            partial,
+            plan,
+            splits=cut.splits,
+            least_share=least_share,
+            row_tiles=row_tiles,
+            queries=queries,
+            block_n=cut.block_n,
+        )
+    return out

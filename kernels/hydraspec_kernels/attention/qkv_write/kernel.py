@@ -1,0 +1,253 @@
+"""A few heads of one row a program: norm, rotation, and the store to queries or to the cache.
+
+A head is held as its two halves, which the rotation swaps, so nothing moves between threads but
+the norm's sum. What a padded half leaves over is zero and adds nothing to it. `load_heads` to
+`write_new` do the same inside other kernels, bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.attention.qkv_write.reference import QkvShape
+from hydraspec_kernels.rope.kernel import rotate_halves
+from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+
+TILE = 1024  # numbers of a program: two warps with 16 bytes a thread and half
+
+
+@triton.jit
+def inverse_norm(a, b, eps, HALF: tl.constexpr):
+    """[N, 1] of heads in halves a and b [N, ...]: one over the root of their mean square.
+
+    Summed in float64, which rounds so little that the order of the sum, another in every layout,
+    does not show.
+    """
+    squares = tl.sum((a * a + b * b).to(tl.float64), axis=1, keep_dims=True).to(tl.float32)
+    return tl.rsqrt(squares / (2 * HALF) + eps)
+
+
+@triton.jit
+def _whole(N: tl.constexpr, BLOCK: tl.constexpr):
+    """[N, BLOCK]: the column, whole even where rows share it: broadcasting would move numbers."""
+    return tl.zeros((N, BLOCK), tl.int32) + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def norm_weights(weight, HAS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr):
+    """[N, B] twice: the halves of a head norm's weight; ones where there is none."""
+    first, second = tl.full((N, B), 1.0, tl.float32), tl.full((N, B), 1.0, tl.float32)
+    if HAS:
+        i = _whole(N, B)
+        first = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)
+        second = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def load_heads(
+    qkv, cos, sin, at, row, exists, N: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Halves of heads at `at` [N], cosines, and sines of the second half; the first's are their
+    negatives.
+    """
+    i = _whole(N, BLOCK)
+    mask = exists[:, None] & (i < HALF)
+    at_head, at_table = at[:, None] + i, row.to(tl.int64)[:, None] * (2 * HALF) + i
+    a = tl.load(qkv + at_head, mask=mask, other=0.0)
+    b = tl.load(qkv + at_head + HALF, mask=mask, other=0.0)
+    c = tl.load(cos + at_table, mask=mask, other=0.0)
+    s = tl.load(sin + at_table + HALF, mask=mask, other=0.0)
+    return a, b, c, s
+
+
+@triton.jit
+def turn_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: tl.constexpr):
+    """Loaded heads -> rotated halves, and one over the norm; rounded as `write_qkv` does."""
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    inverse = inverse_norm(a, b, eps, HALF)
+    if NORM:
+        a = (a * inverse * weight_a).to(dtype).to(tl.float32)
+        b = (b * inverse * weight_b).to(dtype).to(tl.float32)
+    c, s = c.to(tl.float32), s.to(tl.float32)
+    turned_a, turned_b = rotate_halves(a, b, c, c, -s, s, dtype)
+    return turned_a, turned_b, inverse
+
+
+@triton.jit
+def write_new(
+    cache, qkv, cos, sin, slots, weight_a, weight_b, eps, qkv_stride, kv_head, start, rows, length,
+    begin, limit,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    K_NORM: tl.constexpr, VALUE_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A request's new keys and values of one KV head, those of positions begin..limit."""
+    r = tl.arange(0, 2 * BLOCK_NEW)  # a row's key, then its value
+    position = length - rows + r // 2
+    is_value = r % 2
+    mine = (r // 2 < rows) & (position >= begin) & (position < limit)
+    row = start + r // 2
+    slot = tl.load(slots + row, mask=mine, other=-1).to(tl.int64)
+    head = NUM_HEADS + kv_head + (0 if K_EQ_V else is_value * NUM_KV_HEADS)
+    at = row.to(tl.int64) * qkv_stride + head * (2 * HALF)
+    a, b, c, s = load_heads(qkv, cos, sin, at, row, mine, 2 * BLOCK_NEW, HALF, BLOCK_H)
+    turned_a, turned_b, inverse = turn_heads(a, b, c, s, weight_a, weight_b, eps, K_NORM, HALF)
+    if VALUE_NORM:
+        a = (a.to(tl.float32) * inverse).to(a.dtype)
+        b = (b.to(tl.float32) * inverse).to(b.dtype)
+    i = _whole(2 * BLOCK_NEW, BLOCK_H)
+    kept = (mine & (slot >= 0))[:, None] & (i < HALF)
+    to = cache + (((slot * 2 + is_value) * NUM_KV_HEADS + kv_head) * (2 * HALF))[:, None] + i
+    tl.store(to, tl.where(is_value[:, None] != 0, a, turned_a), mask=kept)
+    tl.store(to + HALF, tl.where(is_value[:, None] != 0, b, turned_b), mask=kept)
+
+
+@triton.jit
+def write_qkv_kernel(
+    # [T, num_heads, 2 * HALF]
+    q_ptr,
+    # [rows, 2, num_kv_heads, 2 * HALF]
+    cache_ptr,
+    # [T, heads * 2 * HALF] in rows of qkv_stride
+    qkv_ptr,
+    # [T, 2 * HALF]
+    cos_ptr,
+    # [T, 2 * HALF]
+    sin_ptr,
+    # [T]
+    slots_ptr,
+    # [2 * HALF]
+    q_weight_ptr,
+    # [2 * HALF]
+    k_weight_ptr,
+    num_heads,
+    num_kv_heads,
+    heads,
+    qkv_stride,
+    eps,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    K_EQ_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    # Whole tiles even of what all heads share: broadcasting later would move it between threads.
+    i = tl.zeros((HEADS, PADDED_HALF), tl.int32) + tl.arange(0, PADDED_HALF)[None, :]
+    within = i < HALF
+    is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
+    is_key = (head >= num_heads) & (head < num_heads + num_kv_heads)
+    weight_a = tl.full((HEADS, PADDED_HALF), 1.0, tl.float32)
+    weight_b = tl.full((HEADS, PADDED_HALF), 1.0, tl.float32)
+    if HAS_Q_NORM:
+        q_a = tl.load(q_weight_ptr + i, mask=within, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + HALF + i, mask=within, other=0.0).to(tl.float32)
+        weight_a = tl.where(is_query, q_a, weight_a)
+        weight_b = tl.where(is_query, q_b, weight_b)
+    if HAS_K_NORM:
+        k_a = tl.load(k_weight_ptr + i, mask=within, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + HALF + i, mask=within, other=0.0).to(tl.float32)
+        weight_a = tl.where(is_key, k_a, weight_a)
+        weight_b = tl.where(is_key, k_b, weight_b)
+    wait_for_inputs(PDL)
+    dtype = q_ptr.dtype.element_ty
+    inside = within & (head < heads)
+    at = row * qkv_stride + head * (2 * HALF) + i
+    a = tl.load(qkv_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    table = row * (2 * HALF) + i
+    cos_a = tl.load(cos_ptr + table, mask=within, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + table + HALF, mask=within, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + table, mask=within, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + table + HALF, mask=within, other=0.0).to(tl.float32)
+    if HAS_CACHE:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    tl.debug_barrier()  # or else ptxas moves loads behind the sum, and their latency with them
+    inverse = inverse_norm(a, b, eps, HALF)
+    normed = (is_query & HAS_Q_NORM) | (is_key & HAS_K_NORM)
+    head_a = tl.where(normed, (a * inverse * weight_a).to(dtype).to(tl.float32), a)
+    head_b = tl.where(normed, (b * inverse * weight_b).to(dtype).to(tl.float32), b)
+    turned_a, turned_b = rotate_halves(head_a, head_b, cos_a, cos_b, sin_a, sin_b, dtype)
+    q_at = q_ptr + (row * num_heads + head) * (2 * HALF) + i
+    tl.store(q_at, turned_a, mask=within & is_query)
+    tl.store(q_at + HALF, turned_b, mask=within & is_query)
+    if HAS_CACHE:
+        if VALUE_NORM:
+            a, b = a * inverse, b * inverse
+        value_a, value_b = a.to(dtype), b.to(dtype)
+        kept = slot >= 0
+        # A cache row is keys, then values: the order of the heads behind the queries.
+        kv_at = cache_ptr + (slot * 2 * num_kv_heads + head - num_heads) * (2 * HALF) + i
+        if K_EQ_V:
+            tl.store(kv_at, turned_a, mask=within & is_key & kept)
+            tl.store(kv_at + HALF, turned_b, mask=within & is_key & kept)
+            kv_at += num_kv_heads * (2 * HALF)
+            tl.store(kv_at, value_a, mask=within & is_key & kept)
+            tl.store(kv_at + HALF, value_b, mask=within & is_key & kept)
+        else:
+            cached = inside & (head >= num_heads) & kept
+            tl.store(kv_at, tl.where(is_value, value_a, turned_a), mask=cached)
+            tl.store(kv_at + HALF, tl.where(is_value, value_b, turned_b), mask=cached)
+
+
+def write_qkv_cuda(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor | None, shape: QkvShape
+) -> Tensor:
+    """See `hydraspec_kernels.attention.qkv_write.write_qkv`."""
+    rows, n, kv, size = qkv.shape[0], shape.num_heads, shape.num_kv_heads, shape.head_dim
+    heads = n if cache is None else n + kv if shape.k_eq_v else n + 2 * kv
+    assert qkv.shape[1] == heads * size, f"{qkv.shape[1]} columns for {heads} heads of {size}"
+    assert qkv.stride(1) == 1
+    assert cos.shape == sin.shape == (rows, 1, size)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    if cache is not None:
+        assert cache.shape[1:] == (2, kv, size)
+        assert cache.is_contiguous()
+        assert cache.dtype == qkv.dtype
+        assert slots.shape == (rows,)
+        slots = slots.contiguous()
+    for weight in (shape.q_weight, shape.k_weight):
+        assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
+    q = torch.empty(rows, n, size, dtype=qkv.dtype, device=qkv.device)
+    if not rows:
+        return q
+    half = triton.next_power_of_2(size // 2)
+    tile = max(1, TILE // (2 * half))
+    write_qkv_kernel[(rows, triton.cdiv(heads, tile))](
+        q,
+        cache,
+        qkv,
+        cos,
+        sin,
+        slots,
+        shape.q_weight,
+        shape.k_weight,
+        n,
+        kv if cache is not None else 0,
+        heads,
+        qkv.stride(0),
+        shape.eps,
+        HAS_Q_NORM=shape.q_weight is not None,
+        HAS_K_NORM=shape.k_weight is not None,
+        HAS_CACHE=cache is not None,
+        VALUE_NORM=shape.value_norm,
+        K_EQ_V=shape.k_eq_v,
+        HEADS=tile,
+        HALF=size // 2,
+        PADDED_HALF=half,
+        num_warps=2,
+        **dependent_launch(qkv),
+    )
+    return q

@@ -1,0 +1,136 @@
+"""One program a row: the row stays in registers from the partial sums to the next norm."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.norms.add_norm.reference import AddNorm
+from hydraspec_kernels.norms.rms_norm import MAX_WIDTH
+from hydraspec_kernels.norms.rms_norm.kernel import inverse_rms
+from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+
+REGISTERS = 65536  # of an SM
+FEW_ROWS = 512
+
+
+@triton.jit
+def add_norm_kernel(
+    # [T, width] in rows of h_stride, read and written
+    h_ptr,
+    # [T, width]
+    y_ptr,
+    # [PARTS, T, width]
+    x_ptr,
+    # [width]
+    post_weight_ptr,
+    # [width]
+    next_weight_ptr,
+    width,
+    h_stride,
+    x_part_stride,
+    x_row_stride,
+    eps,
+    scale,
+    PARTS: tl.constexpr,
+    HAS_POST_NORM: tl.constexpr,
+    HAS_POST_WEIGHT: tl.constexpr,
+    HAS_NEXT_NORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    dtype = h_ptr.dtype.element_ty
+    if HAS_POST_WEIGHT:
+        post_weight = tl.load(post_weight_ptr + column, mask=inside, other=0.0)
+    if HAS_NEXT_NORM:
+        next_weight = tl.load(next_weight_ptr + column, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    h_at = h_ptr + row * h_stride + column
+    h = tl.load(h_at, mask=inside, other=0.0)
+    tl.debug_barrier()  # or else ptxas moves this load behind the sums, and its latency with it
+    x_at = x_ptr + row * x_row_stride + column
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        x_at += x_part_stride
+        x += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(dtype).to(tl.float32)
+    if HAS_POST_NORM:
+        x *= inverse_rms(x, width, eps)
+        if HAS_POST_WEIGHT:
+            x *= post_weight.to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+    h = (h.to(tl.float32) + x).to(dtype)
+    h = (h.to(tl.float32) * scale).to(dtype)  # by 1 it is exact
+    tl.store(h_at, h, mask=inside)
+    if HAS_NEXT_NORM:
+        wide = h.to(tl.float32)
+        y = wide * inverse_rms(wide, width, eps) * next_weight.to(tl.float32)
+        tl.store(y_ptr + row * width + column, y.to(dtype), mask=inside)
+
+
+def add_norm_cuda(
+    h: Tensor,
+    x: Tensor,
+    *,
+    post_weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    scale: float | None = None,
+    has_post_norm: bool = True,
+) -> AddNorm:
+    """See `hydraspec_kernels.norms.add_norm.add_norm`; D is at most MAX_WIDTH."""
+    rows, width = h.shape
+    parts = x.shape[0] if x.dim() == 3 else 1
+    assert width <= MAX_WIDTH, f"rows of {width} numbers"
+    assert x.shape[-2:] == h.shape, f"{tuple(x.shape)} added to {tuple(h.shape)}"
+    assert h.stride(1) == 1
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    y = None
+    if next_weight is not None:
+        assert next_weight.is_contiguous()
+        y = torch.empty(rows, width, dtype=h.dtype, device=h.device)
+    has_post_weight = has_post_norm and post_weight is not None
+    if has_post_weight:
+        assert post_weight is not None
+        assert post_weight.is_contiguous()
+    if not rows:
+        return AddNorm(h, y)
+    padded = triton.next_power_of_2(width)
+    warps = warps_for(padded, rows)
+    add_norm_kernel[(rows,)](
+        h,
+        y,
+        x,
+        post_weight if has_post_weight else None,
+        next_weight,
+        width,
+        h.stride(0),
+        x.stride(0) if x.dim() == 3 else 0,
+        x.stride(-2),
+        eps,
+        1.0 if scale is None else scale,
+        PARTS=parts,
+        HAS_POST_NORM=has_post_norm,
+        HAS_POST_WEIGHT=has_post_weight,
+        HAS_NEXT_NORM=next_weight is not None,
+        WIDTH=padded,
+        num_warps=warps,
+        # Without a bound ptxas aims at many programs an SM and loads the parts one by one.
+        maxnreg=min(128, REGISTERS // (32 * warps)),
+        **dependent_launch(h),
+    )
+    return AddNorm(h, y)
+
+
+def warps_for(width: int, rows: int) -> int:
+    """Few rows: 16 bytes of h a thread (8 narrow numbers), so that each is short of latency. Many:
+    twice that, so that more rows share an SM.
+    """
+    return min(32, max(1, width // (256 if rows <= FEW_ROWS else 512)))

@@ -1,0 +1,399 @@
+"""Verification by distributions in four launches: peaks and masses of chunks of the rows, the same
+of rows with p and q of each draft, acceptance, and the draw of each request's next token with the
+verdict. Drafts that were sampled take a fifth, the residuals' mass in chunks: before acceptance if
+that is by blocks, else behind it and of one row.
+
+Rows that no request needs (behind its drafts, or of a request that does not sample) are skipped,
+and what would have been stored for them is never read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hydraspec_kernels.runtime.launch.kernel import start_next, wait_for_inputs
+from hydraspec_kernels.sampling.random_streams.kernel import (
+    ACCEPT,
+    BONUS,
+    INDEX_STEP,
+    RESIDUAL,
+    stream_key,
+    unit_interval,
+)
+from hydraspec_kernels.sampling.rejection import Rule
+from hydraspec_kernels.sampling.token_choice.kernel import (
+    NO_TOKEN,
+    finite,
+    first_best,
+    is_finite_peak,
+    race,
+    softmax_weights,
+    store_statistics,
+)
+
+BLOCK_RULE: tl.constexpr = tl.constexpr(int(Rule.BLOCK))
+RATE_RULE: tl.constexpr = tl.constexpr(int(Rule.AT_RATE))
+
+
+@triton.jit
+def _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K: tl.constexpr):
+    """The logits row that verifies draft j or follows the last one, and whether it is needed."""
+    is_needed = (j <= tl.load(num_drafts_ptr + request)) & (tl.load(samples_ptr + request) != 0)
+    return tl.load(verify_rows_ptr + request * (K + 1) + j), is_needed
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def chunk_statistics(
+    peaks_ptr,  # [B, K+1, C] float32 largest logit
+    masses_ptr,  # [B, K+1, C] float32 sum of exp((x - peak) / temperature); not of greedy rows
+    ids_ptr,  # [B, K+1, C] int32 lowest id of the largest; of greedy rows only
+    logits_ptr,  # [N, V]
+    verify_rows_ptr,  # [B, K+1]
+    num_drafts_ptr,  # [B]
+    samples_ptr,  # [B]
+    slots_ptr,  # [B]
+    temperature_ptr,  # [S]
+    row_stride,
+    vocab_size,
+    num_chunks,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of one program
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    place = tl.program_id(1).to(tl.int64)
+    request, j = place // (K + 1), place % (K + 1)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    at, is_chunk = place * num_chunks + chunk, chunk < num_chunks
+    wait_for_inputs(PDL)
+    row, is_needed = _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K)
+    if is_needed:
+        temperature = tl.load(temperature_ptr + tl.load(slots_ptr + request))
+        x_ptrs = logits_ptr + row * row_stride + token
+        x = finite(tl.load(x_ptrs, mask=token < vocab_size, other=-float("inf")))
+        store_statistics(peaks_ptr, masses_ptr, ids_ptr, at, x, token, temperature, is_chunk)
+
+
+@triton.jit
+def _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width):
+    """q of target tokens; the drafter proposes what its vocabulary lacks with probability 0."""
+    if draft_index_ptr is not None:
+        token = tl.load(draft_index_ptr + token, mask=is_token, other=-1)
+        is_token = token >= 0
+    return tl.load(draft_probs_ptr + place * draft_width + token, mask=is_token, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def row_statistics(
+    peak_ptr,  # [B, K+1] float32
+    mass_ptr,  # [B, K+1] float32, of rows that are not greedy
+    best_ptr,  # [B, K+1] int32, of greedy rows
+    target_ptr,  # [B, K] float32 p of the draft
+    draft_ptr,  # [B, K] float32 q of the draft
+    peaks_ptr,  # [B, K+1, C]
+    masses_ptr,  # [B, K+1, C]
+    ids_ptr,  # [B, K+1, C]
+    logits_ptr,  # [N, V]
+    draft_probs_ptr,  # [S, K, V'] or None
+    draft_index_ptr,  # [V] places in V', -1 where there is none; None: V' is V
+    drafts_ptr,  # [B, K]
+    verify_rows_ptr,  # [B, K+1]
+    num_drafts_ptr,  # [B]
+    samples_ptr,  # [B]
+    slots_ptr,  # [B]
+    temperature_ptr,  # [S]
+    row_stride,
+    vocab_size,
+    draft_width,  # V'
+    num_chunks,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    request, j = place // (K + 1), place % (K + 1)
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk = chunk < num_chunks
+    wait_for_inputs(PDL)
+    row, is_needed = _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K)
+    if is_needed:
+        slot = tl.load(slots_ptr + request)
+        temperature = tl.load(temperature_ptr + slot)
+        at = place * num_chunks + chunk
+        peaks = tl.load(peaks_ptr + at, mask=is_chunk, other=-float("inf"))
+        draft = place * 0
+        if j < K:
+            draft = tl.maximum(tl.load(drafts_ptr + request * K + j), 0)
+        p, q = 0.0, 1.0
+        peak = tl.max(peaks, 0)
+        tl.store(peak_ptr + place, peak)
+        if temperature > 0:
+            masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
+            mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
+            mass = tl.where(mass > 0, mass, 1.0)  # 0 where nothing is allowed
+            tl.store(mass_ptr + place, mass)
+            x = finite(tl.load(logits_ptr + row * row_stride + draft))
+            p = softmax_weights(x, peak, temperature) / mass
+            if draft_probs_ptr is not None:
+                drawn_at = slot * K + j
+                q = _q_of(draft, j < K, draft_probs_ptr, draft_index_ptr, drawn_at, draft_width)
+        else:
+            ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
+            best = first_best(peaks, ids)[1]
+            tl.store(best_ptr + place, best)
+            p = (draft == best).to(tl.float32)
+        if j < K:
+            tl.store(target_ptr + request * K + j, p)
+            if draft_probs_ptr is not None:
+                tl.store(draft_ptr + request * K + j, q)
+
+
+@triton.jit
+def _num_offered(drafts_ptr, samples_ptr, request, K: tl.constexpr):
+    """Drafts before the first missing one; none of a request that does not sample."""
+    is_offered = tl.load(samples_ptr + request) != 0
+    count = is_offered.to(tl.int32) * 0
+    for j in tl.static_range(K):
+        is_offered = is_offered & (tl.load(drafts_ptr + request * K + j) >= 0)
+        count += is_offered.to(tl.int32)
+    return count
+
+
+@triton.jit
+def _advance(running, target_ptr, draft_ptr, at):
+    """min(p_{i-1} * p(x_i) / q(x_i), 1), and 0 where q(x_i) is."""
+    p, q = tl.load(target_ptr + at), 1.0
+    if draft_ptr is not None:
+        q = tl.load(draft_ptr + at)
+    ratio = tl.where(q > 0, p / tl.where(q > 0, q, 1.0), 0.0)
+    return tl.minimum(running * ratio, 1.0)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def residual_of_chunks(
+    residuals_ptr,  # [B, K, C] float32 sum of max(p_j p - q, 0) at row j, where it is needed
+    num_accepted_ptr,  # [B] row j of who recovers, and p_j = 1; None: all rows, and a p_j each
+    is_recovery_ptr,  # [B]
+    target_ptr,  # [B, K]
+    draft_ptr,  # [B, K]
+    peak_ptr,  # [B, K+1]
+    mass_ptr,  # [B, K+1]
+    logits_ptr,  # [N, V]
+    draft_probs_ptr,  # [S, K, V']
+    draft_index_ptr,  # [V] or None
+    drafts_ptr,  # [B, K]
+    verify_rows_ptr,  # [B, K+1]
+    samples_ptr,  # [B]
+    slots_ptr,  # [B]
+    temperature_ptr,  # [S]
+    row_stride,
+    vocab_size,
+    draft_width,  # V'
+    num_chunks,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of one program
+    CHUNK: tl.constexpr,
+    TRUNCATED: tl.constexpr,  # most chunks may be without mass
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    request = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    is_token, scale = token < vocab_size, 1.0
+    wait_for_inputs(PDL)
+    if num_accepted_ptr is None:
+        j, request = request % K, request // K
+        is_needed = j < _num_offered(drafts_ptr, samples_ptr, request, K)
+    else:
+        j = tl.load(num_accepted_ptr + request)
+        is_needed = tl.load(is_recovery_ptr + request) != 0
+    slot = tl.load(slots_ptr + request)
+    temperature = tl.load(temperature_ptr + slot)
+    residuals = tl.zeros([CHUNKS], tl.float32)
+    if is_needed & (temperature > 0):  # a greedy prefix passes by its ratio alone
+        if num_accepted_ptr is None:
+            for i in tl.static_range(K - 1):
+                if i < j:
+                    scale = _advance(scale, target_ptr, draft_ptr, request * K + i)
+        at = request * (K + 1) + j
+        peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
+        row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
+        x = finite(tl.load(row_ptr + token, mask=is_token, other=-float("inf")))
+        p = softmax_weights(x, peak, temperature) / mass
+        if not TRUNCATED or tl.max(tl.max(p, 1), 0) > 0:
+            at = slot * K + j
+            q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, at, draft_width)
+            residual = p * scale - q
+            residuals = tl.sum(tl.where(residual > 0, residual, 0.0), 1)
+    out = (request * K + tl.minimum(j, K - 1)) * num_chunks + chunk
+    tl.store(residuals_ptr + out, residuals, mask=chunk < num_chunks)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def accept(
+    num_accepted_ptr,  # [B] int32
+    is_recovery_ptr,  # [B] int32
+    scale_ptr,  # [B] float32 factor of the target in the residual
+    target_ptr,  # [B, K]
+    draft_ptr,  # [B, K] or None
+    peak_ptr,  # [B, K+1]
+    residuals_ptr,  # [B, K, C]; block verification of sampled drafts only
+    drafts_ptr,  # [B, K]
+    num_drafts_ptr,  # [B]
+    samples_ptr,  # [B]
+    seq_lens_ptr,  # [B]
+    slots_ptr,  # [B]
+    seed_ptr,  # [S]
+    num_chunks,
+    RULE: tl.constexpr,
+    MEAN_ACCEPTED: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    wait_for_inputs(PDL)
+    seed = tl.load(seed_ptr + tl.load(slots_ptr + request))
+    first = tl.load(seq_lens_ptr + request) - tl.load(num_drafts_ptr + request)
+    offered = _num_offered(drafts_ptr, samples_ptr, request, K)
+    accepted, running, scale, is_alive = offered * 0, 1.0, 1.0, offered >= 0
+    for j in tl.static_range(K):
+        if j < offered:
+            at, row = request * K + j, request * (K + 1) + j
+            is_alive = is_alive & is_finite_peak(tl.load(peak_ptr + row))  # else no basis
+            draw = unit_interval(stream_key(seed, first + j, j * INDEX_STEP + ACCEPT))
+            if RULE == BLOCK_RULE:
+                running = _advance(running, target_ptr, draft_ptr, at)
+                passes = running.to(tl.float64)
+                if j + 1 < offered:  # behind this prefix stands one more draft
+                    if draft_ptr is None:
+                        surplus = running * (1 - tl.load(target_ptr + at + 1))
+                    else:
+                        parts = residuals_ptr + (at + 1) * num_chunks + chunk
+                        surplus = tl.sum(tl.load(parts, mask=chunk < num_chunks, other=0.0), 0)
+                    total = surplus + (1 - running)
+                    # 0 / 0: a longer prefix is then certain to pass, so this one may.
+                    inside = tl.where(total > 0, surplus / tl.where(total > 0, total, 1.0), 1.0)
+                    is_known = is_finite_peak(tl.load(peak_ptr + row + 1))
+                    passes = tl.where(is_known, inside, 1.0).to(tl.float64)
+                if (draw < passes) & is_alive:
+                    accepted, scale = offered * 0 + (j + 1), running
+            else:
+                if RULE == RATE_RULE:
+                    is_accepted = draw < MEAN_ACCEPTED - j
+                else:
+                    p, q = tl.load(target_ptr + at), 1.0
+                    if draft_ptr is not None:
+                        q = tl.load(draft_ptr + at)
+                    is_accepted = (draw * q < p) & (q > 0)
+                is_alive = is_alive & is_accepted
+                accepted += is_alive.to(tl.int32)
+    is_recovery = (accepted < offered) & (RULE != RATE_RULE)
+    tl.store(num_accepted_ptr + request, accepted)
+    tl.store(is_recovery_ptr + request, is_recovery.to(tl.int32))
+    tl.store(scale_ptr + request, scale)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def emit(
+    tokens_ptr,  # [B, K+1]
+    num_sampled_ptr,  # [B]
+    num_rejected_ptr,  # [B]
+    not_finite_ptr,  # [B]
+    residuals_ptr,  # [B, K, C]; of sampled drafts only
+    peaks_ptr,  # [B, K+1, C]
+    masses_ptr,  # [B, K+1, C]
+    num_accepted_ptr,  # [B]
+    is_recovery_ptr,  # [B]
+    scale_ptr,  # [B]
+    peak_ptr,  # [B, K+1]
+    mass_ptr,  # [B, K+1]
+    best_ptr,  # [B, K+1]
+    logits_ptr,  # [N, V]
+    draft_probs_ptr,  # [S, K, V'] or None
+    draft_index_ptr,  # [V] or None
+    drafts_ptr,  # [B, K]
+    verify_rows_ptr,  # [B, K+1]
+    num_drafts_ptr,  # [B]
+    samples_ptr,  # [B]
+    seq_lens_ptr,  # [B]
+    slots_ptr,  # [B]
+    temperature_ptr,  # [S]
+    seed_ptr,  # [S]
+    row_stride,
+    vocab_size,
+    draft_width,  # V'
+    num_chunks,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two from K + 1 on
+    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    CHUNK: tl.constexpr,
+    FIRST_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    chunk, in_chunk = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
+    is_chunk = chunk < num_chunks
+    wait_for_inputs(PDL)
+    samples, accepted = tl.load(samples_ptr + request) != 0, tl.load(num_accepted_ptr + request)
+    num_drafts = tl.load(num_drafts_ptr + request)
+    drawn, is_finite = accepted * 0 - 1, accepted >= 0
+    if samples:
+        slot, at = tl.load(slots_ptr + request), request * (K + 1) + accepted
+        is_finite = is_finite_peak(tl.load(peak_ptr + at))
+        temperature = tl.load(temperature_ptr + slot)
+        if temperature > 0:
+            is_recovery = tl.load(is_recovery_ptr + request) != 0
+            code = accepted * INDEX_STEP + tl.where(is_recovery, RESIDUAL, BONUS)
+            position = tl.load(seq_lens_ptr + request) - num_drafts + accepted
+            key = stream_key(tl.load(seed_ptr + slot), position, code)
+            row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
+            peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
+            peaks = tl.load(peaks_ptr + at * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
+            masses = tl.load(masses_ptr + at * num_chunks + chunk, mask=is_chunk, other=0.0)
+            masses *= softmax_weights(peaks, peak, temperature)
+            rejected = accepted * 0 - 1
+            if is_recovery:
+                if draft_probs_ptr is None:
+                    rejected = tl.load(drafts_ptr + request * K + accepted).to(tl.int32)
+                    token = rejected // CHUNK * CHUNK + in_chunk
+                    x = tl.load(row_ptr + token, mask=token < vocab_size, other=-float("inf"))
+                    rest = softmax_weights(finite(x), peak, temperature)
+                    rest = tl.sum(tl.where(token == rejected, 0.0, rest), 0)
+                    residuals = tl.where(chunk == rejected // CHUNK, rest, masses)
+                else:
+                    residuals_ptr += (request * K + accepted) * num_chunks
+                    residuals = tl.load(residuals_ptr + chunk, mask=is_chunk, other=0.0)
+                # Empty: p = q up to rounding, where exact numbers would never reject.
+                is_recovery = tl.max(residuals, 0) > 0
+                masses = tl.where(is_recovery, residuals, masses)
+            _, found = race(masses, key, chunk, FIRST_CHUNK)
+            token = found * CHUNK + in_chunk
+            is_token = token < vocab_size
+            x = finite(tl.load(row_ptr + token, mask=is_token, other=-float("inf")))
+            p = softmax_weights(x, peak, temperature) / mass
+            if is_recovery:
+                if draft_probs_ptr is None:
+                    p = tl.where(token == rejected, 0.0, p)
+                else:
+                    at = slot * K + accepted
+                    q = _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, at, draft_width)
+                    p = p * tl.load(scale_ptr + request) - q
+            _, drawn = race(p, key, token)
+        else:
+            drawn = tl.load(best_ptr + at)
+    j = tl.arange(0, WIDTH)
+    drafts = tl.load(drafts_ptr + request * K + j, mask=samples & (j < accepted), other=-1)
+    emitted = tl.where(j == accepted, drawn.to(tl.int64), drafts)
+    tl.store(tokens_ptr + request * (K + 1) + j, emitted, mask=j <= K)
+    tl.store(num_sampled_ptr + request, tl.where(samples, accepted.to(tl.int64) + 1, 0))
+    tl.store(num_rejected_ptr + request, tl.where(samples, num_drafts - accepted, 0))
+    tl.store(not_finite_ptr + request, 1 - is_finite.to(tl.int64))

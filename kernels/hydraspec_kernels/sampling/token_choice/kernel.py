@@ -1,0 +1,379 @@
+"""One token per row in two launches: the best of every chunk of a row, then the best of those; or
+the mass of every chunk, then a draw of a chunk and of a token of it.
+
+The order in which chunks are compared is fixed by the shape, so equal rows give equal tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.random_streams.kernel import exponential, stream_key
+from hydraspec_kernels.sampling.token_choice.reference import CHUNK, FIRST_CHUNK
+
+BLOCK = 2048  # numbers that a program holds at once
+CHUNKS_EACH = 2  # chunks that one program of a draw sums
+LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
+
+
+@triton.jit
+def first_best(values, ids):
+    """The largest of `values` and the lowest of the ids that have it."""
+    best = tl.max(values, 0)
+    return best, tl.min(tl.where(values == best, ids, NO_TOKEN), 0)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _best_of_chunks(
+    best_ptr,  # [N, C] float32
+    ids_ptr,  # [N, C] int32
+    logits_ptr,  # [N, V]
+    row_stride,
+    vocab_size,
+    num_chunks,
+    BLOCKS_EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    token = chunk * (BLOCKS_EACH * BLOCK) + tl.arange(0, BLOCK)
+    logits_ptr += row * row_stride
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    ids = token
+    wait_for_inputs(PDL)
+    for _ in range(BLOCKS_EACH):
+        x = tl.load(logits_ptr + token, mask=token < vocab_size, other=-float("inf"))
+        x = x.to(tl.float32)
+        x = tl.where(x != x, float("inf"), x)
+        is_better = x > best  # and not >=: the lower id stays
+        best = tl.where(is_better, x, best)
+        ids = tl.where(is_better, token, ids)
+        token += BLOCK
+    value, found = first_best(best, ids)
+    tl.store(best_ptr + row * num_chunks + chunk, value)
+    tl.store(ids_ptr + row * num_chunks + chunk, found)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _best_of_rows(
+    tokens_ptr,  # [N]
+    best_ptr,  # [N, C]
+    ids_ptr,  # [N, C]
+    num_chunks,
+    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    MARK: tl.constexpr,  # ~token where the best is infinite (which NaN counts as)
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk = chunk < num_chunks
+    wait_for_inputs(PDL)
+    best = tl.load(best_ptr + row * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
+    ids = tl.load(ids_ptr + row * num_chunks + chunk, mask=is_chunk, other=NO_TOKEN)
+    value, token = first_best(best, ids)
+    token = token.to(tl.int64)
+    if MARK:
+        token = tl.where(tl.abs(value) == float("inf"), -1 - token, token)
+    tl.store(tokens_ptr + row, token)
+
+
+def best_of_rows(best: Tensor, ids: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """The id [N] int64 of the best of each row, the lowest of equals: best and ids [N, C]."""
+    n, chunks = best.shape
+    tokens = torch.empty(n, dtype=torch.int64, device=best.device)
+    _best_of_rows[(n,)](
+        tokens, best, ids, chunks,
+        CHUNKS=triton.next_power_of_2(chunks), MARK=marks_not_finite, num_warps=1,
+        **dependent_launch(best),
+    )  # fmt: skip
+    return tokens
+
+
+def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
+    """Blocks that one program reads: two where rows fill the device."""
+    return 2 if num_rows * triton.cdiv(vocab_size, BLOCK) >= 4096 else 1
+
+
+def greedy_tokens_kernel(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """See `token_choice.greedy_tokens`."""
+    n, vocab_size = logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    if n == 0:
+        return torch.empty(n, dtype=torch.int64, device=logits.device)
+    each = blocks_per_chunk(n, vocab_size)
+    chunks = triton.cdiv(vocab_size, each * BLOCK)
+    best = torch.empty(n, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
+    _best_of_chunks[(chunks, n)](
+        best, ids, logits, logits.stride(0), vocab_size, chunks,
+        BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits),
+    )  # fmt: skip
+    return best_of_rows(best, ids, marks_not_finite=marks_not_finite)
+
+
+@triton.jit
+def race(weights, key, ids, FIRST: tl.constexpr = 0):
+    """argmax over ids of weight / exponential draw, in float64: (the ratio, the lowest id)."""
+    weights = tl.where(weights > 0, weights, 0.0).to(tl.float64)  # NaN never wins
+    return first_best(weights / exponential(key, ids.to(tl.int64) + FIRST), ids)
+
+
+@triton.jit
+def finite(x):
+    """float32 without NaN and infinity, which count as the largest number; -inf stays."""
+    x = x.to(tl.float32)
+    return tl.where(x < LARGEST, x, LARGEST)
+
+
+@triton.jit
+def is_finite_peak(peak):
+    """Whether the largest of numbers that `finite` gave stands for a finite largest number."""
+    return (peak > -float("inf")) & (peak < LARGEST)
+
+
+@triton.jit
+def softmax_weights(x, peak, temperature):
+    """exp((x - peak) / temperature) of finite x up to peak; 1 at the peak however small the
+    temperature.
+    """
+    sharpness = tl.minimum(LOG2_E / temperature, LARGEST)
+    return tl.exp2((x - tl.where(peak == -float("inf"), 0.0, peak)) * sharpness)
+
+
+@triton.jit
+def store_statistics(
+    peaks_ptr,  # largest logit
+    masses_ptr,  # sum of exp((x - peak) / temperature), if the temperature is positive
+    ids_ptr,  # lowest id of the largest, if it is not
+    at,  # [n] where to, of the chunks
+    x,  # [n, CHUNK]
+    token,  # [n, CHUNK]
+    temperature,
+    is_chunk,  # [n]
+):
+    """What is to be known of chunks of a row."""
+    peak = tl.max(x, 1)
+    tl.store(peaks_ptr + at, peak, mask=is_chunk)
+    if temperature > 0:
+        mass = tl.sum(softmax_weights(x, peak[:, None], temperature), 1)
+        tl.store(masses_ptr + at, mass, mask=is_chunk)
+    else:
+        best = tl.min(tl.where(x == peak[:, None], token, NO_TOKEN), 1)
+        tl.store(ids_ptr + at, best, mask=is_chunk)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _masses_of_chunks(
+    peaks_ptr,  # [N, C] float32; this and the next but one for logits only
+    masses_ptr,  # [N, C] relative to the peak
+    ids_ptr,  # [N, C] int32
+    values_ptr,  # [N, V] weights, or logits with a temperature
+    temperature_ptr,  # [N] or None
+    row_stride,
+    vocab_size,
+    num_chunks,
+    CHUNKS: tl.constexpr,  # that one program sums
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    is_token, is_chunk = token < vocab_size, chunk < num_chunks
+    at = row * num_chunks + chunk
+    values_ptr += row * row_stride
+    wait_for_inputs(PDL)
+    if temperature_ptr is None:
+        weights = tl.load(values_ptr + token, mask=is_token, other=0.0)
+        weights = tl.where(weights > 0, weights, 0.0).to(masses_ptr.dtype.element_ty)
+        tl.store(masses_ptr + at, tl.sum(weights, 1), mask=is_chunk)
+    else:
+        temperature = tl.load(temperature_ptr + row)
+        x = finite(tl.load(values_ptr + token, mask=is_token, other=-float("inf")))
+        store_statistics(peaks_ptr, masses_ptr, ids_ptr, at, x, token, temperature, is_chunk)
+
+
+@triton.jit(do_not_specialize=["code", "num_chunks"])
+def _draw_of_rows(
+    tokens_ptr,  # [N]
+    peak_ptr,  # [N] float32; this and the next for logits only
+    mass_ptr,  # [N] float32
+    peaks_ptr,  # [N, C]
+    masses_ptr,  # [N, C]
+    ids_ptr,  # [N, C]
+    values_ptr,  # [N, V]
+    temperature_ptr,  # [N] or None
+    seed_ptr,  # [N]
+    position_ptr,  # [N]
+    codes_ptr,  # [N] or None
+    code,
+    row_stride,
+    vocab_size,
+    num_chunks,
+    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    CHUNK: tl.constexpr,
+    FIRST_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk, at = chunk < num_chunks, row * num_chunks + chunk
+    values_ptr += row * row_stride
+    wait_for_inputs(PDL)
+    if codes_ptr is not None:
+        code = tl.load(codes_ptr + row)
+    key = stream_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), code)
+    if temperature_ptr is None:
+        masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
+        _, found = race(masses, key, chunk, FIRST_CHUNK)
+        token = found * CHUNK + tl.arange(0, CHUNK)
+        weights = tl.load(values_ptr + token, mask=token < vocab_size, other=0.0)
+        _, drawn = race(weights, key, token)
+    else:
+        temperature = tl.load(temperature_ptr + row)
+        peaks = tl.load(peaks_ptr + at, mask=is_chunk, other=-float("inf"))
+        peak = tl.max(peaks, 0)
+        if temperature > 0:
+            masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
+            masses *= softmax_weights(peaks, peak, temperature)
+            mass = tl.sum(masses, 0)
+            tl.store(peak_ptr + row, peak)
+            tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0: nothing is allowed
+            _, found = race(masses, key, chunk, FIRST_CHUNK)
+            token = found * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(values_ptr + token, mask=token < vocab_size, other=-float("inf"))
+            x = finite(x)
+            _, drawn = race(softmax_weights(x, tl.max(x, 0), temperature), key, token)
+        else:
+            ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
+            drawn = first_best(peaks, ids)[1]
+    tl.store(tokens_ptr + row, drawn.to(tl.int64))
+
+
+@triton.jit
+def _probabilities(
+    probs_ptr,  # [N, V] float32
+    tokens_ptr,  # [N]
+    peak_ptr,  # [N]
+    mass_ptr,  # [N]
+    logits_ptr,  # [N, V]
+    temperature_ptr,  # [N]
+    row_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """softmax(logits / temperature), one-hot at the token of a greedy row."""
+    start_next(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocab_size
+    wait_for_inputs(PDL)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        x_ptrs = logits_ptr + row * row_stride + token
+        x = finite(tl.load(x_ptrs, mask=is_token, other=-float("inf")))
+        weights = softmax_weights(x, tl.load(peak_ptr + row), temperature)
+        p = weights / tl.load(mass_ptr + row)
+    else:
+        p = (token == tl.load(tokens_ptr + row)).to(tl.float32)
+    tl.store(probs_ptr + row * vocab_size + token, p, mask=is_token)
+
+
+def draw_tokens_kernel(
+    weights: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> Tensor:
+    """See `token_choice.draw_tokens`."""
+    rows = weights.reshape(-1, weights.shape[-1])
+    keys = _spread(weights.shape[:-1], seed, position, purpose, index)
+    return _race(rows, None, *keys)[0].view(weights.shape[:-1])
+
+
+def sample_with_probs_kernel(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `token_choice.sample_with_probs`."""
+    (n, vocab_size), temperature = logits.shape, temperature.contiguous()
+    keys = _spread(logits.shape[:1], seed, position, purpose, index)
+    tokens, peak, mass = _race(logits, temperature, *keys)
+    probs = torch.empty(n, vocab_size, dtype=torch.float32, device=logits.device)
+    if n == 0:
+        return tokens, probs
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    _probabilities[(triton.cdiv(vocab_size, block), n)](
+        probs, tokens, peak, mass, logits, temperature, logits.stride(0), vocab_size,
+        BLOCK=block, num_warps=4, **dependent_launch(logits),
+    )  # fmt: skip
+    return tokens, probs
+
+
+def _spread(
+    shape: torch.Size,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """seed and position [N], and purpose and index as one code, [N] or a number."""
+    code = index * 4 + purpose
+    seed, position = (x.expand(shape).contiguous().view(-1) for x in (seed, position))
+    if isinstance(code, Tensor):
+        return seed, position, code.expand(shape).contiguous().view(-1)
+    return seed, position, int(code)
+
+
+def _race(
+    values: Tensor,
+    temperature: Tensor | None,
+    seed: Tensor,
+    position: Tensor,
+    code: int | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [N], and of rows of logits their peak and mass [N]."""
+    n, vocab_size = values.shape
+    assert values.stride(1) == 1, values.stride()
+    chunks, dtype = triton.cdiv(vocab_size, CHUNK), torch.float32
+    if temperature is None:
+        dtype = torch.promote_types(values.dtype, dtype)
+    tokens = torch.empty(n, dtype=torch.int64, device=values.device)
+    peak, mass = (values.new_empty(n, dtype=torch.float32) for _ in range(2))
+    peaks = values.new_empty(n, chunks, dtype=torch.float32)
+    masses, ids = (
+        values.new_empty(n, chunks, dtype=dtype),
+        values.new_empty(n, chunks, dtype=torch.int32),
+    )
+    if n == 0:
+        return tokens, peak, mass
+    launch = dependent_launch(values)
+    codes, number = (code, 0) if isinstance(code, Tensor) else (None, code)
+    _masses_of_chunks[(triton.cdiv(chunks, CHUNKS_EACH), n)](
+        peaks, masses, ids, values, temperature, values.stride(0), vocab_size, chunks,
+        CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=4 if temperature is None else 2, **launch,
+    )  # fmt: skip
+    _draw_of_rows[(n,)](
+        tokens, peak, mass, peaks, masses, ids, values, temperature, seed, position, codes, number,
+        values.stride(0), vocab_size, chunks,
+        CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, FIRST_CHUNK=FIRST_CHUNK, num_warps=8,
+        **launch,
+    )  # fmt: skip
+    return tokens, peak, mass

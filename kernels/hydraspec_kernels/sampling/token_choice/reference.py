@@ -1,0 +1,76 @@
+"""One token per row in plain torch: the argmax, and two exponential races.
+
+Letters: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hydraspec_kernels.sampling.random_streams import Purpose, exponential_race
+
+CHUNK = 1024  # tokens; part of what defines a draw
+FIRST_CHUNK = 1 << 31  # the chunks' numbers in the streams: behind all token ids
+
+
+def greedy_tokens_reference(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """See `token_choice.greedy_tokens`."""
+    tokens = logits.argmax(-1)
+    if not marks_not_finite:
+        return tokens
+    best = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.where(best.isfinite(), tokens, ~tokens)
+
+
+def draw_tokens_reference(
+    weights: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+) -> Tensor:
+    """See `token_choice.draw_tokens`: a chunk by the mass of its tokens, then a token of it, each
+    as argmax_i w_i / E_i with standard exponential E.
+
+    A row of one chunk has no race of chunks.
+    """
+    key, vocab_size = (seed, position, purpose, index), weights.shape[-1]
+    ids = torch.arange(min(vocab_size, CHUNK), device=weights.device)
+    if vocab_size <= CHUNK:
+        return _race(weights, exponential_race(*key, ids))
+    chunks = pad(weights, (0, -vocab_size % CHUNK)).unflatten(-1, (-1, CHUNK))
+    numbers = torch.arange(chunks.shape[-2], device=weights.device) + FIRST_CHUNK
+    chunk = _race(chunks.sum(-1), exponential_race(*key, numbers)).unsqueeze(-1)
+    at = chunk.unsqueeze(-1).expand(*chunk.shape, CHUNK)
+    tokens, ids = chunks.gather(-2, at).squeeze(-2), chunk * CHUNK + ids
+    token = _race(tokens, exponential_race(*key, ids))
+    return ids.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
+def _race(weights: Tensor, draws: Tensor) -> Tensor:
+    return torch.div(weights, draws, out=draws).argmax(-1)
+
+
+def sample_with_probs_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: Purpose | Tensor,
+    index: int | Tensor,
+    *,
+    any_greedy: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `token_choice.sample_with_probs`."""
+    greedy = temperature <= 0
+    logits = logits.to(torch.float32)
+    peak = logits.amax(-1, keepdim=True)
+    divisor = torch.where(greedy, 1.0, temperature).unsqueeze(-1)
+    probs = (logits - peak).div_(divisor).softmax(-1)
+    if any_greedy:
+        best = logits.argmax(-1, keepdim=True)
+        one_hot = torch.zeros_like(probs).scatter_(-1, best, 1.0)
+        probs = torch.where(greedy.unsqueeze(-1), one_hot, probs)
+    return draw_tokens_reference(probs, seed, position, purpose, index), probs

@@ -1,0 +1,64 @@
+"""The launches of `kernel.py` in their order, and the numbers they pass on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.runtime.launch.kernel import check_contiguous, dependent_launch
+from hydraspec_kernels.sampling.truncation.kernel import cut_rows, find_cuts, group_statistics
+
+GROUP = 64  # tokens that share one largest logit
+GROUPS = 64  # groups that one program reads or writes
+BLOCK = 512  # listed tokens that one program holds at once
+WIDE = 8192  # the same of groups that are listed
+MAX_LISTED = 8192  # tokens of a row that are listed one by one; of more, their groups are
+# Bits at the end of a float32 that are 0 in every number of the type.
+UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+def truncate_launches(
+    logits: Tensor,
+    verify_rows: Tensor,
+    num_drafts: Tensor,
+    samples: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> None:
+    """See `truncation.truncate_`."""
+    about = (
+        verify_rows, num_drafts, samples.view(torch.int8), slots, temperature, top_k, top_p, min_p
+    )  # fmt: skip
+    check_contiguous(*about)
+    assert logits.stride(1) == 1, logits.stride()
+    (b, width), vocab_size = verify_rows.shape, logits.shape[1]
+    groups = -(-vocab_size // GROUP)
+
+    def ints(size: int) -> Tensor:
+        return torch.empty(b, width, size, dtype=torch.int32, device=logits.device)
+
+    least, greatest, last = ints(1), ints(1), ints(1)
+    keys, listed = ints(groups), ints(groups + MAX_LISTED)
+    masses = torch.empty(b, width, groups, dtype=torch.float32, device=logits.device)
+    sizes = (logits.stride(0), vocab_size, groups)
+    launch = {"SHIFT": UNUSED_BITS[logits.dtype], **dependent_launch(logits)}
+    grid = (-(-groups // GROUPS), b * width)
+    group_statistics[grid](
+        keys, masses, logits, *about, *sizes,
+        K=width - 1, GROUPS=GROUPS, GROUP=GROUP, num_warps=8, **launch,
+    )  # fmt: skip
+    # A sum of products over a few groups is `own + another thread's`: fused, each thread rounds the
+    # other's only, so that they differ by a bit and part in the searches.
+    find_cuts[(b * width,)](
+        least, greatest, last, listed, keys, masses, logits, *about, *sizes,
+        K=width - 1, LISTED=MAX_LISTED, GROUP=GROUP,
+        ALL_GROUPS=1 << (groups - 1).bit_length(), BLOCK=BLOCK, WIDE=WIDE, num_warps=8,
+        enable_fp_fusion=False, **launch,
+    )  # fmt: skip
+    cut_rows[grid](
+        logits, least, greatest, last, keys, verify_rows, *sizes,
+        GROUPS=GROUPS, GROUP=GROUP, num_warps=4, **launch,
+    )  # fmt: skip
