@@ -137,7 +137,7 @@ def assert_same(run: Run, wanted: Run) -> None:
 
 def attention_as_on_devices(patch: pytest.MonkeyPatch) -> None:
     """Targets and heads plan attention as for kernels: mixed steps have no other static plan."""
-    for module in ("gemma4", "dense_layer", "deepseek_attention"):
+    for module in ("gemma4.model", "dense.layer", "deepseek.attention"):
 
         def plan(shape: Any, segments: Any, table: Any, lens: Any, *rest: Any, **named: Any) -> Any:
             starts = named.get("query_start_loc", rest[2] if len(rest) > 2 else None)
