@@ -10,25 +10,37 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS if chr(code) not in "\n
 
 
 class UserError(ValueError):
-    """A mistake the user can mend; the message names key, value, what is allowed and the remedy."""
+    """A mistake that the user can mend.
+
+    The message names key, value given, what is allowed and the remedy. `key` is the configuration
+    key it is about and `request_id` the workload's request, where it is about one: callers read
+    these fields, never the text.
+    """
 
     exit_code = 1
+
+    def __init__(
+        self, message: str, *, key: str | None = None, request_id: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.key, self.request_id = key, request_id
 
 
 class NotFiniteError(UserError):
     """The target's logits are NaN or infinite: no token of this run can be trusted (exit status
     1)."""
 
-    def __init__(self, request: str, position: int, dtype: str) -> None:
-        """request: id; position: the output token, counted from 0, that these logits gave."""
-        self.request, self.position = request, position
+    def __init__(self, request_id: str, position: int, dtype: str) -> None:
+        """position: the output token, counted from 0, that these logits gave."""
+        self.position = position
         self.finding = (
-            f"the target's logits for output token {position} of request {request!r} are not "
+            f"the target's logits for output token {position} of request {request_id!r} are not "
             "finite (NaN, +inf, or no token above -inf)"
         )
         super().__init__(
             f"{self.finding}: the run has failed\n  to do: check the checkpoint's weights and its "
-            f"config.json; if {dtype} overflows, try another target.dtype"
+            f"config.json; if {dtype} overflows, try another target.dtype",
+            request_id=request_id,
         )
 
 
@@ -45,15 +57,9 @@ class CheckpointError(UserError):
 
 
 class WorkloadError(UserError):
-    """A workload cannot be used (exit status 3). `request_id` is that of the request it is about,
-    where the message does not say yet in which line it stands.
-    """
+    """A workload, or the request that `request_id` names, cannot be used (exit status 3)."""
 
     exit_code = 3
-
-    def __init__(self, message: str, *, request_id: str | None = None) -> None:
-        super().__init__(message)
-        self.request_id = request_id
 
 
 class CannotWriteError(OSError):

@@ -15,7 +15,8 @@ def refusal(
 ) -> ConfigurationError:
     """An error to raise. `value` is shown as it would be typed."""
     return ConfigurationError(
-        f"{key}={show(value)} {problem}\n  allowed: {allowed}\n  to do: {remedy or REMEDY}"
+        f"{key}={show(value)} {problem}\n  allowed: {allowed}\n  to do: {remedy or REMEDY}",
+        key=key,
     )
 
 

@@ -208,7 +208,7 @@ class _Run:
             f"{type(error).__name__}: {error}",
         )
         if isinstance(error, NotFiniteError):
-            lossless, reason = replace(lossless, not_finite_in=error.request), error.finding
+            lossless, reason = replace(lossless, not_finite_in=error.request_id), error.finding
         try:
             self._save("failed", lossless, warnings=[f"the run ended early: {reason}"])
         except OSError as other:

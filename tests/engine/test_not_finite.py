@@ -23,7 +23,7 @@ from hydraspec.models.gemma4.model import Gemma4Target
 from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload
 
-ZOO = Path(cli.__file__).parent / "zoo" / "checkpoints"
+ZOO = Path(cli.__file__).parents[1] / "zoo" / "checkpoints"
 PROMPTS = [line["messages"] for line in read_workload()[:6]]
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -117,12 +117,12 @@ def test_the_first_token_of_broken_logits_fails_its_request_and_the_run(
     plant.value.fill_(value)
     ended, error = decode(engine, requests(**WAYS[way]))
     assert isinstance(error, NotFiniteError)
-    index = int(error.request[1:])
+    index = int(error.request_id[1:])
     tokens, failed = outputs[index], ended[index]
     assert error.position == tokens.index(trigger) + 1
     assert failed.finish_reason == "error"
     assert failed.output_token_ids == tokens[: error.position]
-    assert f"output token {error.position} of request '{error.request}'" in str(error)
+    assert f"output token {error.position} of request '{error.request_id}'" in str(error)
     assert failed.error is not None
     assert failed.error in str(error)
     for other in ended.values():

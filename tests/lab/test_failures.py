@@ -91,7 +91,7 @@ def test_a_run_of_broken_logits_fails(
         run_config()
     differs = baseline and bool(wrong_from)
     place = ("task-2", 1) if differs else ("task-0", 8)
-    assert (caught.value.request, caught.value.position) == place
+    assert (caught.value.request_id, caught.value.position) == place
     assert caught.value.exit_code == 1
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
