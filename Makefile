@@ -44,8 +44,8 @@ wheel: $(VENV)/.stamp-dev ## Build the wheel, then compose a run from it where t
 bench: $(VENV)/.stamp-test ## Time the native engine against transformers on this CPU
 	$(BIN)/python tests/bench/transformers_on_cpu.py $(ARGS)
 
-bench-gpu: $(VENV)/.stamp-test ## Time tokens on this GPU, native against vLLM: ARGS="experiment=bench_gemma4_31b"
-	$(BIN)/python -m hydraspec $(if $(findstring experiment=,$(ARGS)),,experiment=bench_gemma4_e4b) $(ARGS)
+bench-gpu: $(VENV)/.stamp-test ## Time tokens on this GPU, native against vLLM: ARGS="target=gemma4_31b"
+	$(BIN)/python -m hydraspec $(if $(findstring experiment=,$(ARGS)),,experiment=bench_gemma4) $(ARGS)
 
 bench-kernels: $(VENV)/.stamp-test ## Time every kernel on this GPU against its floor
 	for bench in kernels/benchmarks/bench_*.py; do $(BIN)/python $$bench; done

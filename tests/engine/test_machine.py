@@ -23,7 +23,7 @@ def test_cuda_is_refused_where_there_is_none(
     """Also a benchmark's preset, whose target would be drawn for the CPU otherwise."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert callable(refuse)
-    for typed in ("engine.device=cuda", "experiment=bench_gemma4_e2b"):
+    for typed in ("engine.device=cuda", "experiment=bench_gemma4"):
         with pytest.raises(ConfigurationError) as caught:
             refuse(composed(typed))
         told = str(caught.value).splitlines()
@@ -32,7 +32,7 @@ def test_cuda_is_refused_where_there_is_none(
             "  allowed: auto, cpu",
             "  to do: add engine.device=cpu, or run where there is one",
         ]
-    refuse(composed("experiment=bench_gemma4_e2b", "engine.device=cpu"))
+    refuse(composed("experiment=bench_gemma4", "engine.device=cpu"))
 
 
 def test_a_cache_beyond_the_machine_is_refused() -> None:

@@ -16,7 +16,7 @@ from setting import NOT_RUN, PartResult, Result, Setting
 REPEATS = 5
 RUN_LIMIT_S = 120.0
 BENCH_LIMIT_S = 240.0
-BENCHES = ("bench_gemma4_e4b", "bench_gemma4_31b")
+TARGETS = {"bench_gemma4_e4b": "gemma4_e4b", "bench_gemma4_31b": "gemma4_31b"}  # by result name
 CUT_SHORT = "the part's time was up"
 
 
@@ -27,7 +27,7 @@ def run(setting: Setting) -> PartResult:
     if setting.chosen(["default"]):
         runs = [_default(setting, number) for number in range(1, REPEATS + 1)]
         results += [*runs, spread(runs)]
-    for name in setting.chosen(BENCHES):
+    for name in setting.chosen(TARGETS):
         results += _bench(setting, name)
     seconds = time.monotonic() - started
     return PartResult(results=results, seconds=seconds, is_partial=bool(setting.only))
@@ -108,9 +108,9 @@ def _bench(setting: Setting, name: str) -> list[Result]:
     limit_s = setting.limit_s(BENCH_LIMIT_S)
     if not limit_s:
         return [Result(name=name, status=NOT_RUN, notes=[CUT_SHORT])]
-    typed = [f"experiment={name}", "bench.engines=[native]", f"hydra.run.dir={folder}"]
+    typed = ["experiment=bench_gemma4", f"target={TARGETS[name]}", "bench.engines=[native]"]
     ended = processes.run(
-        [setting.python, "-m", "hydraspec", *typed],
+        [setting.python, "-m", "hydraspec", *typed, f"hydra.run.dir={folder}"],
         log=folder.with_suffix(".txt"),
         limit_s=limit_s,
         interrupt_s=10.0,

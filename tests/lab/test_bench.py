@@ -25,24 +25,26 @@ from hydraspec.config.schema import Device, RunConfig, Weights
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab import run as run_module
 
-# what follows bench_ -> shape, method, drafter's shape, tokens a step
+DEEPSEEK = "bench_mtp target=custom target.checkpoint=shape:deepseek_v3_6_layers"
+# what follows experiment= -> shape, method, drafter's shape, tokens a step
 PRESETS = {
+    "bench_gemma4": ("gemma4_e4b", "gemma4_mtp", "gemma4_e4b-assistant", 2.5),
     **{
-        f"gemma4_{size}": (f"gemma4_{size}", "gemma4_mtp", f"gemma4_{size}-assistant", 2.5)
-        for size in ("e2b", "e4b", "26b_a4b", "31b")
+        f"bench_gemma4 target={name}": (name, "gemma4_mtp", f"{name}-assistant", 2.5)
+        for name in ("gemma4_e2b", "gemma4_e4b", "gemma4_26b_a4b", "gemma4_31b")
     },
-    "gemma4_31b_eagle3": ("gemma4_31b", "eagle3", "gemma4_31b-eagle3", 2.5),
-    "qwen3_8b_eagle3": ("qwen3_8b", "eagle3", "qwen3_8b-eagle3", 2.5),
-    "qwen3_8b_peagle": ("qwen3_8b", "peagle", "qwen3_8b-peagle", 2.5),
-    "mistral_7b_eagle": ("mistral_7b", "eagle", "mistral_7b-eagle", 2.5),
-    "deepseek_mtp": ("deepseek_v3_6_layers", "mtp", "deepseek_v3_6_layers", 1.75),
-    "mimo_7b_mtp": ("mimo_7b", "mtp", "mimo_7b", 1.75),
+    "bench_heads target=gemma4_31b": ("gemma4_31b", "eagle3", "gemma4_31b-eagle3", 2.5),
+    "bench_heads": ("qwen3_8b", "eagle3", "qwen3_8b-eagle3", 2.5),
+    "bench_heads method=peagle": ("qwen3_8b", "peagle", "qwen3_8b-peagle", 2.5),
+    "bench_heads target=mistral_7b method=eagle": ("mistral_7b", "eagle", "mistral_7b-eagle", 2.5),
+    DEEPSEEK: ("deepseek_v3_6_layers", "mtp", "deepseek_v3_6_layers", 1.75),
+    "bench_mtp": ("mimo_7b", "mtp", "mimo_7b", 1.75),
 }
 
 
 def test_every_preset_is_listed() -> None:
     presets = {name for name in choices_of("experiment") if name.startswith("bench_")}
-    assert presets == {f"bench_{name}" for name in PRESETS}
+    assert presets == {name.split()[0] for name in PRESETS}
 
 
 # ------------------------------------------------------------------ what is asked for
@@ -50,7 +52,7 @@ def test_every_preset_is_listed() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
-    config = plan([f"experiment=bench_{preset}"]).jobs[0]
+    config = plan(f"experiment={preset}".split()).jobs[0]
     target, method, drafter, length = PRESETS[preset]
     assert (config.target.name, config.target.checkpoint) == (target, f"shape:{target}")
     assert (config.method.name, config.method.checkpoint) == (method, f"shape:{drafter}")
@@ -61,7 +63,7 @@ def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
     assert (config.bench.batches, config.bench.engines) == ([1, 8, 32], ["native", "vllm"])
 
 
-@pytest.mark.parametrize("preset", ["gemma4_e4b", "qwen3_8b_peagle", "deepseek_mtp"])
+@pytest.mark.parametrize("preset", ["bench_gemma4", "bench_heads method=peagle", DEEPSEEK])
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["none", "drafts"])
 def test_every_process_is_told_a_run_that_composes(
@@ -69,7 +71,7 @@ def test_every_process_is_told_a_run_that_composes(
 ) -> None:
     target, method, *_ = PRESETS[preset]
     method = method if drafts else "none"
-    typed = [f"experiment=bench_{preset}", "bench.batches=[1,8]", "hydra.run.dir=x"]
+    typed = [*f"experiment={preset}".split(), "bench.batches=[1,8]", "hydra.run.dir=x"]
     typed += ["engine=native", "tracker=wandb", "tracker.project=mine"]  # which no part has
     command = bench.command_of(engine, method, tmp_path / "it's here", typed)
     assert command[:3] == [sys.executable, "-m", "hydraspec"]
