@@ -89,14 +89,15 @@ class RequestStep:
     output_token_ids: list[int]  # what was emitted after stop and limit cut
 
 
+PHASES = ("schedule", "prepare", "forward", "verify", "propose")  # of a step, in order
+
+
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
     """The plain-number shadow of a step: all that metrics ever see."""
 
     step: int
-    phase_ms: dict[
-        str, float | None
-    ]  # schedule, prepare, forward, verify, propose; null where not measured
+    phase_ms: dict[str, float | None]  # by name in PHASES; null where not measured
     total_ms: float
     requests: list[RequestStep]
     num_preempted: int = 0

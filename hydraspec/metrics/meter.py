@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_rates, ratio_of_sums
-from hydraspec.types import Completion, Request, RequestStep, StepRecord
-
-PHASES = ("schedule", "prepare", "forward", "verify", "propose")
+from hydraspec.types import PHASES, Completion, Request, RequestStep, StepRecord
 
 
 @dataclass(slots=True, kw_only=True)

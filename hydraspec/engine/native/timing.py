@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar
 
-PHASES = ("schedule", "prepare", "forward", "verify", "propose")
+from hydraspec.types import PHASES as PHASES
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,11 +14,9 @@ from transformers import LogitsProcessor, StoppingCriteria
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
 from hydraspec.sampling.sampler import process_logits, sample
 from hydraspec.sampling.streams import Purpose
-from hydraspec.types import RequestStep, SamplingFlags, StepRecord
+from hydraspec.types import PHASES, RequestStep, SamplingFlags, StepRecord
 
-NOT_MEASURED: dict[str, float | None] = dict.fromkeys(
-    ("schedule", "prepare", "forward", "verify", "propose")
-)
+NOT_MEASURED: dict[str, float | None] = dict.fromkeys(PHASES)
 
 
 class StepWatch(StoppingCriteria):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.vllm.loading import VllmParts, load_parts
 from hydraspec.engine.vllm.steps import Part, StepStats, drafts_of, share_out
 from hydraspec.types import (
+    PHASES,
     Completion,
     ConfigurationError,
     Request,
@@ -34,7 +35,6 @@ from hydraspec.types import (
 
 log = logging.getLogger(__name__)
 
-PHASES = ("schedule", "prepare", "forward", "verify", "propose")
 ONE_ENGINE = (
     "engine=vllm takes the device for one engine\n  allowed: baseline=false\n"
     "  to do: compare with a sweep: -m method=none,<method>"
