@@ -32,7 +32,7 @@ MAY_IMPORT = {
         *("speculators", "factory"),  # the factory knows speculators by string only
     },
     "metrics": {"types"},
-    "report": {"types", "metrics", "lab.folder", "lab.summary"},
+    "report": {"types", "metrics"},
     "lab": {"root", "types", "config", "metrics", "engine.base", "factory", "report"},
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "report"),
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     },
     "factory": {"config", "types"},
     "zoo": {"types", "config", "models"},
-    "cli": {"config", "lab", "bench", "report"},
+    "cli": {"config", "lab", "bench", "report", "metrics.run_files"},
     "root": {"cli", "lab.surroundings"},  # hydraspec/__init__.py and __main__.py
 }
 ROOMS_OF_FILES = {

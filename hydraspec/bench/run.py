@@ -22,9 +22,10 @@ from hydraspec.bench import table as bench_table
 from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config.benches import methods_of
 from hydraspec.config.schema import RunConfig
-from hydraspec.lab.folder import BENCH, BENCH_REPORT, RunFolder
+from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.run_files import BENCH, BENCH_REPORT
 from hydraspec.report.console import table_console
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
+from hydraspec.metrics.run_files import read_summary
 
 log = logging.getLogger(__name__)
 
@@ -181,11 +182,7 @@ def _retyped(warnings: Sequence[str], before: Sequence[str], now: Sequence[str])
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except ValueError:  # cut off while being written
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return {**(read_summary(folder) or {})}
 
 
 def _job_number(summary: Path) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The run folder: the names of its files, and how each is written."""
+"""The run folder: how each of its files is written. metrics.run_files names them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from hydraspec.metrics.files import (
     write_json_lines,
     write_whole,
 )
+from hydraspec.metrics.run_files import (
+    BENCH,
+    BENCH_REPORT,
+    CONFIG,
+    ENVIRONMENT,
+    OVERRIDES,
+    REPORT,
+    REQUESTS,
+    STEPS,
+    SUMMARY,
+    TRACE,
+    TRACKER,
+)
 
 log = logging.getLogger(__name__)
 
-SUMMARY = "summary.json"
-REQUESTS = "requests.jsonl"
-STEPS = "steps.jsonl"
-TRACE = "trace.jsonl"
-ENVIRONMENT = "env.json"
-REPORT = "report.html"
-CONFIG = "config.yaml"
-OVERRIDES = "overrides.yaml"
-BENCH = "bench.json"
-BENCH_REPORT = "bench.html"
-TRACKER = "wandb"
 OF_A_RUN = (
     *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, TRACKER),
     *(BENCH, ENVIRONMENT),  # the marks go last

@@ -19,12 +19,13 @@ from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, summary, verdict, workloads
 from hydraspec.lab.cautions import accuracy_caution, cautions
-from hydraspec.lab.folder import STEPS, TRACE, RunFolder
+from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.lab.verdict import Lossless
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
 from hydraspec.report import page as report
@@ -235,7 +236,7 @@ class _Run:
         finally:
             if result is not None:
                 self.progress.on_summary(result)
-        self.console.print(f"Report: {self.folder.path / 'report.html'}", soft_wrap=True)
+        self.console.print(f"Report: {self.folder.path / REPORT}", soft_wrap=True)
         return result
 
     def _summarise(self, status: str, lossless: Lossless, warnings: Sequence[str]) -> Json:

@@ -1,4 +1,4 @@
-"""summary.json: puts the meter's metrics under the names of schema version 1.
+"""The summary of a run: the meter's metrics under the keys of metrics.summary.
 
 Defines no metric itself.
 """
@@ -7,21 +7,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from typing import cast
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import Built, EngineInfo
+from hydraspec.engine.base import Built, EngineInfo, StepProfile
 from hydraspec.lab.rounds import Observed
 from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.lab.verdict import Lossless
+from hydraspec.metrics import summary as summary_schema
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter, speedup
 from hydraspec.metrics.sinks import Side, request_row
+from hydraspec.metrics.summary import (
+    ALL_STEPS,
+    PROFILE,
+    SCHEMA_VERSION,
+    Acceptance,
+    Baseline,
+    Interval,
+    RunFacts,
+    Settings,
+    Speed,
+    Summary,
+)
 from hydraspec.types import Completion, Request
 
-SCHEMA_VERSION = 1
-STEPS = "all steps"
-PROFILE = "decode steps of a profiling run: eager, without graphs, not part of the measured rounds"
 MAX_FAILURES = 3  # kinds of error that are spelt out
 
 
@@ -35,42 +45,38 @@ def build(
     observed: Mapping[Side, Observed],
     lossless: Lossless,
     status: str,
-    facts: Json,
+    facts: RunFacts,
     warnings: Sequence[str],
-) -> Json:
-    """The summary.
-
-    `facts` are further keys, known to the run only; every number is finite or null.
-    """
-    return plain(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "status": status,
-            "engine": info.engine,
-            "target": info.target,
-            "target_checkpoint": config.target.checkpoint,
-            "method": info.method,
-            "drafter": config.method.checkpoint,
-            "num_speculative_tokens": info.num_speculative_tokens,
-            "num_requests": len(meter.completed),
-            "num_errors": _num_errors(meter),
-            "num_output_tokens": meter.num_output_tokens(),
-            **_acceptance(meter),
-            **_speed(meter, requests, observed[Side.method]),
-            "baseline": None
-            if baseline is None
-            else _baseline(baseline, requests, observed[Side.baseline]),
-            "speedup": None if baseline is None else _speedup(meter, baseline),
-            "lossless": lossless.to_json(),
-            "cudagraph": info.cudagraph,
-            "warnings": list(dict.fromkeys(warnings)),
-            **_settings(config, info, requests),
-            "num_steps": meter.num_steps,
-            "num_preemptions": meter.num_preemptions,
-            "peak_kv_usage": meter.peak_kv_usage,
-            **facts,
-        }
-    )
+) -> Summary:
+    """The summary; every number is finite or null."""
+    summary = {
+        "schema_version": SCHEMA_VERSION,
+        "status": status,
+        "engine": info.engine,
+        "target": info.target,
+        "target_checkpoint": config.target.checkpoint,
+        "method": info.method,
+        "drafter": config.method.checkpoint,
+        "num_speculative_tokens": info.num_speculative_tokens,
+        "num_requests": len(meter.completed),
+        "num_errors": _num_errors(meter),
+        "num_output_tokens": meter.num_output_tokens(),
+        **_acceptance(meter),
+        **_speed(meter, requests, observed[Side.method]),
+        "baseline": None
+        if baseline is None
+        else _baseline(baseline, requests, observed[Side.baseline]),
+        "speedup": None if baseline is None else _speedup(meter, baseline),
+        "lossless": lossless.to_json(),
+        "cudagraph": info.cudagraph,
+        "warnings": list(dict.fromkeys(warnings)),
+        **_settings(config, info, requests),
+        "num_steps": meter.num_steps,
+        "num_preemptions": meter.num_preemptions,
+        "peak_kv_usage": meter.peak_kv_usage,
+        **facts,
+    }
+    return cast(Summary, plain(summary))
 
 
 def failure_warnings(
@@ -134,14 +140,16 @@ def request_rows(requests: Sequence[Request], meter: Meter) -> list[Json]:
     return rows
 
 
-def _acceptance(meter: Meter) -> Json:
+def _acceptance(meter: Meter) -> Acceptance:
     conditional = meter.conditional_acceptance_rate_per_position()
+    length = meter.acceptance_length()
     return {
         "num_drafts": meter.num_drafts(),
         "num_draft_tokens": meter.num_draft_tokens(),
         "num_accepted_tokens": meter.num_accepted_tokens(),
         "acceptance_length": {
-            **meter.acceptance_length().to_json(),
+            "mean": length.mean,
+            "ci95": length.ci95,
             "mean_over_requests": meter.acceptance_length_over_requests(),
         },
         "acceptance_rate": meter.acceptance_rate(),
@@ -153,7 +161,7 @@ def _acceptance(meter: Meter) -> Json:
     }
 
 
-def _speed(meter: Meter, requests: Sequence[Request], observed: Observed) -> Json:
+def _speed(meter: Meter, requests: Sequence[Request], observed: Observed) -> Speed:
     """Speed and accuracy: the fields that a baseline has too. A profile gives the phases' times
     where no step did.
     """
@@ -171,15 +179,24 @@ def _speed(meter: Meter, requests: Sequence[Request], observed: Observed) -> Jso
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "time_breakdown_ms": breakdown,
-        "time_breakdown_from": STEPS if measured else None if profile is None else PROFILE,
+        "time_breakdown_from": ALL_STEPS if measured else None if profile is None else PROFILE,
         "total_step_time_s": meter.total_step_time_s(),
-        "step_profile_ms": None if observed.step is None else asdict(observed.step),
-        "built_in_rounds": asdict(observed.built),
+        "step_profile_ms": None if observed.step is None else _step_profile(observed.step),
+        "built_in_rounds": {"kernels": observed.built.kernels, "graphs": observed.built.graphs},
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
     }
 
 
-def _baseline(meter: Meter, requests: Sequence[Request], observed: Observed) -> Json:
+def _step_profile(found: StepProfile) -> summary_schema.StepProfile:
+    return {
+        "step_ms": found.step_ms,
+        "device_ms": found.device_ms,
+        "schedule_ms": found.schedule_ms,
+        "launch_ms": found.launch_ms,
+    }
+
+
+def _baseline(meter: Meter, requests: Sequence[Request], observed: Observed) -> Baseline:
     return {
         **_speed(meter, requests, observed),
         "num_requests": len(meter.completed),
@@ -190,20 +207,20 @@ def _baseline(meter: Meter, requests: Sequence[Request], observed: Observed) -> 
     }
 
 
-def _speedup(meter: Meter, baseline: Meter) -> Json:
+def _speedup(meter: Meter, baseline: Meter) -> Interval | None:
     estimate = speedup(meter, baseline)
-    return None if estimate.mean is None else estimate.to_json()
+    return None if estimate.mean is None else {"mean": estimate.mean, "ci95": estimate.ci95}
 
 
-def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) -> Json:
+def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) -> Settings:
     """What a reader needs to place the figures, without opening config.yaml."""
     return {
         "workload": config.workload.name,
         "num_requests_in_workload": len(requests),
         "concurrency": config.workload.concurrency,
         "temperature": config.sampling.temperature,
-        "verification": config.method.verification,
-        "draft_sampling": config.method.draft_sampling,
+        "verification": config.method.verification.value,
+        "draft_sampling": config.method.draft_sampling.value,
         "device": info.device,
         "dtype": info.dtype,
         "async_scheduling": info.async_scheduling,

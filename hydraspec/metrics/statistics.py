@@ -24,9 +24,6 @@ class Estimate:
     mean: float | None
     ci95: tuple[float, float] | None
 
-    def to_json(self) -> dict[str, float | list[float] | None]:
-        return {"mean": self.mean, "ci95": list(self.ci95) if self.ci95 else None}
-
 
 def ratio(numerator: float, denominator: float) -> float | None:
     """numerator / denominator, null where that is not a finite number."""

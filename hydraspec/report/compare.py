@@ -5,7 +5,6 @@ Reads summaries, runs nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,8 +18,8 @@ from rich.markup import escape as plain_markup
 from rich.table import Table
 
 from hydraspec.errors import printable
-from hydraspec.lab.folder import OVERRIDES, REPORT, SUMMARY
 from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.run_files import OVERRIDES, REPORT, read_summary
 from hydraspec.report.charts import Bar, horizontal_bars
 from hydraspec.report.console import number, table_console
 from hydraspec.report.style import card, page, table
@@ -104,7 +103,7 @@ def read(sweep_dir: Path) -> Comparison:
     folders = sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=_job_number)
     rows, unfinished = [], []
     for folder in folders:
-        summary = _read_summary(folder / SUMMARY)
+        summary = read_summary(folder)
         if summary is None:
             unfinished += [folder.name] if folder.name.isdigit() else []
         elif "reused_from" not in summary:
@@ -117,14 +116,6 @@ def read(sweep_dir: Path) -> Comparison:
         columns=columns or list(ALWAYS),
         unfinished=unfinished,
     )
-
-
-def _read_summary(path: Path) -> Json | None:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
 
 
 def _typed(path: Path) -> dict[str, str]:

@@ -10,8 +10,8 @@ from html import escape
 
 import yaml  # type: ignore[import-untyped]
 
-from hydraspec.lab.summary import PROFILE
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.summary import PROFILE
 from hydraspec.report.charts import (
     Bar,
     Series,

@@ -1,16 +1,30 @@
-"""docs/outputs.md against what real runs write: every key is in it."""
+"""docs/outputs.md against what real runs write, and against the schema of summary.json."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import pytest
 
 import hydraspec
-from hydraspec.lab import folder
+from hydraspec.engine.base import Built, StepProfile
+from hydraspec.lab.verdict import Divergence, Lossless
+from hydraspec.metrics import run_files
+from hydraspec.metrics import summary as schema
 from hydraspec.report.compare import compare
 
 TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")
@@ -63,16 +77,112 @@ def test_every_file_and_key_of_a_run_is_documented(sweep: Path) -> None:
 
 
 def test_names_of_files_and_verdicts_are_documented() -> None:
-    names = {name for key, name in vars(folder).items() if key.isupper() and isinstance(name, str)}
+    constants = vars(run_files).items()
+    names = {name for key, name in constants if key.isupper() and isinstance(name, str)}
     assert {"summary.json", "bench.html"} < names
     assert {name.replace("wandb", "wandb/") for name in names} <= WORDS
     assert {"identical", "numerical", "diverged", "not_checked"} <= WORDS
 
 
-def test_every_key_of_a_divergence_is_documented() -> None:
-    from hydraspec.lab.verdict import Divergence
+# ---------------------------------------------------------------- the schema of summary.json
 
-    assert set(Divergence.__dataclass_fields__) <= WORDS
+
+def in_words(annotation: Any) -> str:
+    """A type as docs/outputs.md writes it: "float or null", "list of str", "object"."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is NotRequired:
+        return in_words(inner[0])
+    if origin in (types.UnionType, Union):
+        return " or ".join(in_words(part) for part in inner)
+    if origin is Literal:
+        return "str"
+    if origin is list:
+        return f"list of {in_words(inner[0])}"
+    if origin is Sequence:
+        return f"pair of {in_words(inner[0])}"
+    if origin in (dict, Mapping):
+        return f"→ {in_words(inner[1])}"
+    if is_typeddict(annotation):
+        return "object"
+    return {type(None): "null", object: "value"}.get(annotation, annotation.__name__)
+
+
+def nested(annotation: Any) -> list[Any]:
+    """The TypedDicts that a value of this type holds."""
+    if is_typeddict(annotation):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in nested(part)]
+
+
+def in_schema(record: Any, name: str = "summary") -> dict[str, dict[str, str]]:
+    """Key → type of every object of the schema, by the key that holds it."""
+    hints = get_type_hints(record, include_extras=True)
+    found = {name: {key: in_words(annotation) for key, annotation in hints.items()}}
+    for key, annotation in hints.items():
+        if key not in ("baseline", "by_category") or name == "summary":
+            for inner in nested(annotation):
+                found |= in_schema(inner, key)
+    return found
+
+
+def in_docs(text: str) -> dict[str, dict[str, str]]:
+    """The same, from the tables "key | type | meaning" and "key of `x` | type | meaning"."""
+    found: dict[str, dict[str, str]] = {}
+    names: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("|"):
+            names = []
+        elif cells[0].startswith("key"):
+            names = re.findall(r"`(\w+)`", cells[0]) or ["summary"]
+        elif names and "---" not in line:
+            keys = re.findall(r"`(\w+)`", cells[0])
+            words = [re.sub(r"^\w+ →", "→", word) for word in cells[1].split(", ")]
+            for name in names:
+                pairs = zip(keys, words * (len(keys) // len(words)), strict=True)
+                found.setdefault(name, {}).update(pairs)
+    return found
+
+
+def test_the_schema_and_the_docs_are_equal() -> None:
+    """Keys and types, both ways: catches a key added, dropped or made nullable in one of them."""
+    section = TEXT.partition("## summary.json")[2].partition("## requests.jsonl")[0]
+    assert in_docs(section) == in_schema(schema.Summary)
+
+
+def keys_like(schema_of: Any, value: Any) -> None:
+    """`value` has exactly the keys of its TypedDict, and so have the objects in it."""
+    hints = get_type_hints(schema_of)
+    assert set(value) == set(hints) - {"reused_from"}
+    for key, annotation in hints.items():
+        for inner in nested(annotation):
+            held = value[key] if key != "by_category" else next(iter(value[key].values()))
+            if held is not None:
+                keys_like(inner, held)
+
+
+def test_a_real_summary_has_exactly_the_keys_of_the_schema(sweep: Path) -> None:
+    found = run_files.read_summary(sweep / "0")
+    assert found is not None
+    assert found["baseline"]
+    assert found["accuracy"]
+    keys_like(schema.Summary, found)
+
+
+@pytest.mark.parametrize(
+    ("record", "schema_of"),
+    [
+        (Divergence, schema.Divergence),
+        (Lossless, schema.Lossless),
+        (StepProfile, schema.StepProfile),
+        (Built, schema.BuiltInRounds),
+    ],
+)
+def test_records_that_few_runs_write_have_the_keys_of_the_schema(
+    record: Any, schema_of: Any
+) -> None:
+    """Catches a field of a divergence or of a device's profile: no run of this file has either."""
+    assert set(record.__dataclass_fields__) == set(schema_of.__annotations__)
 
 
 def test_every_key_of_a_benchmark_is_documented(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -140,7 +142,7 @@ def test_a_cut_last_step_counts_what_the_verifier_accepted() -> None:
 def test_nothing_drafted_gives_nulls() -> None:
     """Catches NaN, and a mean of 1 that would claim drafts were tried."""
     meter = metered(step(part(0)), drafts=2)
-    assert meter.acceptance_length().to_json() == {"mean": None, "ci95": None}
+    assert asdict(meter.acceptance_length()) == {"mean": None, "ci95": None}
     assert meter.acceptance_rate() is None
     assert meter.acceptance_rate_per_position() == [None, None]
     assert meter.conditional_acceptance_rate_per_position() == [None, None]

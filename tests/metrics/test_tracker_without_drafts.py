@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,7 @@ def test_nothing_drafted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         sink.on_step(Side.method, record, meter)
     rates = meter.acceptance_rate_per_position()
     told = {
-        "acceptance_length": meter.acceptance_length().to_json(),
+        "acceptance_length": asdict(meter.acceptance_length()),
         "acceptance_rate": meter.acceptance_rate(),
         "acceptance_rate_per_position": rates,
         "conditional_acceptance_rate_per_position": rates,

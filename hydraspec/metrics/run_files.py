@@ -1,0 +1,34 @@
+"""The names of the files in a run folder, and how a summary is read back.
+
+docs/outputs.md explains the files; lab/folder.py writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hydraspec.metrics.summary import Summary
+
+SUMMARY = "summary.json"
+REQUESTS = "requests.jsonl"
+STEPS = "steps.jsonl"
+TRACE = "trace.jsonl"
+ENVIRONMENT = "env.json"
+REPORT = "report.html"
+CONFIG = "config.yaml"
+OVERRIDES = "overrides.yaml"
+BENCH = "bench.json"
+BENCH_REPORT = "bench.html"
+COMPARISON = "compare.json"
+COMPARISON_REPORT = "compare.html"
+TRACKER = "wandb"
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """The summary of a run folder; None where there is none, or where it was cut off."""
+    try:
+        summary: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None

@@ -1,0 +1,184 @@
+"""The schema of summary.json, version 1: its keys and their types.
+
+docs/outputs.md explains every key; tests compare both, and what a run writes. Keys are added,
+never renamed. Computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NotRequired, TypedDict
+
+SCHEMA_VERSION = 1
+# What `time_breakdown_from` says.
+ALL_STEPS = "all steps"
+PROFILE = "decode steps of a profiling run: eager, without graphs, not part of the measured rounds"
+
+
+class Interval(TypedDict):
+    """An estimate with its 95 % interval [low, high]: a bootstrap over requests."""
+
+    mean: float
+    ci95: Sequence[float] | None
+
+
+class AcceptanceLength(TypedDict):
+    """Tokens per verification, pooled and as a mean over requests."""
+
+    mean: float | None
+    ci95: Sequence[float] | None
+    mean_over_requests: float | None
+
+
+class CategoryAccuracy(TypedDict):
+    """Exact match over the scored requests of one category."""
+
+    exact_match: float
+    num_scored: int
+
+
+class Accuracy(CategoryAccuracy):
+    """Exact match over all scored requests, and by category."""
+
+    by_category: dict[str, CategoryAccuracy]
+
+
+class StepProfile(TypedDict):
+    """Where the wall time of a decode step goes on a device."""
+
+    step_ms: float
+    device_ms: float
+    schedule_ms: float
+    launch_ms: float
+
+
+class BuiltInRounds(TypedDict):
+    """What was built inside the measured rounds."""
+
+    kernels: int
+    graphs: int
+
+
+class Divergence(TypedDict):
+    """Where two outputs of one request first differ."""
+
+    request: str
+    index: int
+    position: int
+    target_margin: float | None
+    allowed_margin: float | None
+    method_token: int | None
+    baseline_token: int | None
+
+
+class Lossless(TypedDict):
+    """The verdict on the outputs, and what it rests on."""
+
+    verdict: Literal["identical", "numerical", "diverged", "not_checked"]
+    reason: str | None
+    num_requests_checked: int
+    num_requests_diverged: int
+    num_requests_sampled: int
+    first_divergence: Divergence | None
+    first_beyond_margin: Divergence | None
+    num_failed_with_method_only: int
+    num_failed_with_baseline_only: int
+    not_finite_in: str | None
+
+
+class Cudagraph(TypedDict):
+    """The graph mode requested, and what target and drafter got."""
+
+    requested: str
+    target: str
+    draft: str
+    reason: str | None
+
+
+class Acceptance(TypedDict):
+    """What the verifier accepted."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_length: AcceptanceLength
+    acceptance_rate: float | None
+    acceptance_rate_per_position: list[float | None]
+    conditional_acceptance_rate_per_position: list[float | None]
+    acceptance_length_by_category: dict[str, float | None]
+    num_reached_per_position: list[int]
+    num_drafts_by_category: dict[str, int]
+
+
+class Speed(TypedDict):
+    """Speed and accuracy of one side: the method, or the baseline."""
+
+    output_tokens_per_second: float | None
+    output_tokens_per_second_ci95: Sequence[float] | None
+    time_per_output_token_ms: float | None
+    time_to_first_token_ms: float | None
+    time_breakdown_ms: Mapping[str, float | None]
+    time_breakdown_from: str | None
+    total_step_time_s: float
+    step_profile_ms: StepProfile | None
+    built_in_rounds: BuiltInRounds
+    accuracy: Accuracy | None
+
+
+class Counts(TypedDict):
+    """Counts of one side: the method, or the baseline."""
+
+    num_requests: int
+    num_errors: int
+    num_output_tokens: int
+    num_steps: int
+    num_preemptions: int
+
+
+class Baseline(Speed, Counts):
+    """method=none on the same prompts, in the same process."""
+
+
+class Settings(TypedDict):
+    """The settings that figures depend on."""
+
+    workload: str
+    num_requests_in_workload: int
+    concurrency: int | None
+    temperature: float
+    verification: str
+    draft_sampling: str
+    device: str
+    dtype: str
+    async_scheduling: bool | None
+    seed: int
+    draft_spec: dict[str, object] | None
+
+
+class RunFacts(TypedDict):
+    """What is known to the run, but to no meter and no configuration."""
+
+    num_threads: int
+    memory_bytes: dict[str, int]
+    load_s: float
+    run_s: float
+
+
+class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
+    """summary.json."""
+
+    schema_version: int
+    status: Literal["ok", "interrupted", "failed"]
+    engine: str
+    target: str
+    target_checkpoint: str
+    method: str
+    drafter: str | None
+    num_speculative_tokens: int
+    peak_kv_usage: float
+    baseline: Baseline | None
+    speedup: Interval | None
+    lossless: Lossless
+    cudagraph: Cudagraph
+    warnings: list[str]
+    reused_from: NotRequired[str]  # a sweep's job that took an equal job's results over
