@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.runtime.launch import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 from hydraspec_kernels.sampling.random_streams import Purpose
 from hydraspec_kernels.sampling.token_choice import kernel as choice
 from hydraspec_kernels.sampling.token_choice.reference import (

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-from hydraspec_kernels.runtime.launch import ahead, can_compile_ahead, compiled_ahead
-from hydraspec_kernels.runtime.launch import kernel as launch
-from hydraspec_kernels.runtime.launch.kernel import _kind
+from hydraspec_kernels.runtime import ahead
+from hydraspec_kernels.runtime import compilation as launch
+from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.runtime.compilation import _kind
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

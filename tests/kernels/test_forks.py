@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hydraspec_kernels.runtime.launch import forks
+from hydraspec_kernels.runtime import forks
 
 
 def touch_in_turn(folder: Path, number: int) -> None:
@@ -38,7 +38,7 @@ def test_a_fork_that_hangs_is_ended(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import atexit, subprocess, sys
-from hydraspec_kernels.runtime.launch.forks import run_in_forks
+from hydraspec_kernels.runtime.forks import run_in_forks
 
 atexit.register(print, "ended")
 sys.stdout.write("buffered ")

@@ -7,7 +7,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import hydraspec_kernels.runtime.launch.kernel as launch
+import hydraspec_kernels.runtime.compilation as launch
 import pytest
 from triton import knobs
 from triton.runtime import build
@@ -27,6 +27,14 @@ PyMODINIT_FUNC PyInit_NAME(void) { return PyModule_Create(&definition); }
 """
 
 HEADER = Path(sysconfig.get_paths()["include"]) / "Python.h"
+
+
+@pytest.fixture(autouse=True)
+def _set_up_as_by_a_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.build, "impl", None)
+    launch.build_launchers_without_optimisation()
+
+
 needs_a_compiler = pytest.mark.skipif(
     not (shutil.which("gcc") or shutil.which("clang")) or not HEADER.is_file(),
     reason="no C compiler, or no header of Python's, here",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels.runtime.launch import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 from odd_rows import BROKEN, DTYPES, VOCABULARIES, odd_rows, truncations
 
 from hydraspec.sampling import verifier

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels.runtime.launch.ahead import Rehearsing
+from hydraspec_kernels.runtime.ahead import Rehearsing
 from torch import Tensor
 
 from hydraspec.engine.native import loading

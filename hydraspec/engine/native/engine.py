@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
-from hydraspec_kernels.runtime.launch import num_compiled
+from hydraspec_kernels.runtime.ahead import num_compiled
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile

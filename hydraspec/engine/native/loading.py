@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from hydraspec_kernels.runtime.launch import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.linear.plan import GATED, Broad, Tiling
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 
 @triton.jit

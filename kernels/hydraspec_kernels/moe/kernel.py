@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.activation.kernel import gelu_tanh, silu
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 FILL = 128  # entries that group_pairs_kernel writes at once
 MIN_BINS = 128  # of the histogram, a bin a thread

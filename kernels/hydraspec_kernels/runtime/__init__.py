@@ -1,0 +1,1 @@
+"""What kernels of all rooms share: how they launch and compile, and where a capture is cut."""

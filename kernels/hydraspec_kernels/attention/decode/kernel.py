@@ -30,7 +30,7 @@ from hydraspec_kernels.attention.qkv_write.kernel import (
 )
 from hydraspec_kernels.attention.qkv_write.reference import QkvShape
 from hydraspec_kernels.attention.split_sums.kernel import add_splits, add_up, arrive, split_keys
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from hydraspec_kernels.attention.latent import TILE, num_splits
 from hydraspec_kernels.attention.paged.kernel import check_arguments, combine_kernel
 from hydraspec_kernels.attention.paged.plan import DevicePlan
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
 NO_KEY = gl.constexpr(-1.0e38)  # as in `paged_attention`
 TILE_ROWS = gl.constexpr(TILE)

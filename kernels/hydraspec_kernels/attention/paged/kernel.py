@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hydraspec_kernels.attention.paged import tiling as cuts
 from hydraspec_kernels.attention.paged.plan import DevicePlan
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 # The maximum of a query that has seen no key. Finite, so that no difference of two is NaN.
 NO_KEY = tl.constexpr(-1.0e38)

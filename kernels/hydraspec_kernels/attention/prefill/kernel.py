@@ -34,7 +34,7 @@ from hydraspec_kernels.attention.decode.counters import zero_counters
 from hydraspec_kernels.attention.paged.kernel import check_arguments
 from hydraspec_kernels.attention.paged.plan import DevicePlan
 from hydraspec_kernels.attention.prefill import FULL_DEVICE, QUERIES, tiling
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
 RUN = gl.constexpr(4)  # numbers of a row that a thread stores at once
 NO_KEY = gl.constexpr(-1.0e38)  # the maximum of a query that has seen no key

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydraspec_kernels.attention.qkv_write.reference import QkvShape
 from hydraspec_kernels.rope.kernel import rotate_halves
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 TILE = 1024  # numbers of a program: two warps with 16 bytes a thread and half
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydraspec_kernels.attention.paged.kernel import NO_KEY, find_keys, find_rows
 from hydraspec_kernels.attention.paged.plan import DevicePlan
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 # Splits, and fours of results, that a program adds up at once: one that has attended, and one of
 # the kernel behind.

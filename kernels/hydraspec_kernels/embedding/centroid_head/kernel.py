@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 from hydraspec_kernels.sampling.token_choice.kernel import NO_TOKEN, best_of_rows, first_best
 
 BLOCK_ROWS = 16  # the least that tl.dot takes

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hydraspec_kernels.linear.plan import Broad
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
 COPY_REGISTERS = gl.constexpr(40)  # of a thread of the copying warp
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 from hydraspec_kernels.norms.add_norm.reference import AddNorm
 from hydraspec_kernels.norms.rms_norm import MAX_WIDTH
 from hydraspec_kernels.norms.rms_norm.kernel import inverse_rms
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 REGISTERS = 65536  # of an SM
 FEW_ROWS = 512

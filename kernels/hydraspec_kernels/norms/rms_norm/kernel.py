@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.norms.rms_norm import MAX_WIDTH
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 MIN_TILE = 1024  # numbers a program works on at least: 16 bytes a thread and two warps
 

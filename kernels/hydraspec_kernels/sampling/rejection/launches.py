@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 from hydraspec_kernels.sampling.rejection import Rule
 from hydraspec_kernels.sampling.rejection.kernel import (
     accept,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch.kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 from hydraspec_kernels.sampling.random_streams import Purpose
 from hydraspec_kernels.sampling.random_streams.kernel import exponential, stream_key
 from hydraspec_kernels.sampling.token_choice.reference import CHUNK, FIRST_CHUNK

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hydraspec_kernels.runtime.launch.kernel import start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch_kernel import start_next, wait_for_inputs
 from hydraspec_kernels.sampling.sort_keys.kernel import (
     INFINITY_BITS,
     NO_KEY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch.kernel import check_contiguous, dependent_launch
+from hydraspec_kernels.runtime.launch_kernel import check_contiguous, dependent_launch
 from hydraspec_kernels.sampling.truncation.kernel import cut_rows, find_cuts, group_statistics
 
 GROUP = 64  # tokens that share one largest logit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch.kernel import (
+from hydraspec_kernels.runtime.launch_kernel import (
     check_contiguous,
     dependent_launch,
     start_next,

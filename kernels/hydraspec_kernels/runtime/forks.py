@@ -1,4 +1,4 @@
-"""Calls in forked processes, for what they leave on the disk."""
+"""Runs calls in forked processes for their effects on the disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 MOST_PROCESSES = 32
-WORD = 4  # bytes of a call's number
-SECONDS_BETWEEN_LOOKS = 0.01
-GRACE_S = 1.0  # from an interrupt to the end
+WORD = 4  # bytes of a call's index in the pipe
+POLL_S = 0.01
+GRACE_S = 1.0  # from SIGINT to SIGKILL
 
 
 def num_processes() -> int:
@@ -24,10 +24,10 @@ def num_processes() -> int:
 
 
 def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: float) -> None:
-    """Make every call in one of `count` forked processes, for what it leaves on the disk.
+    """Make every call in one of `count` forked processes.
 
-    Their errors are dropped, and after `timeout_s` seconds so is what is not done. The calls must
-    not use the device, which a fork cannot.
+    Errors are dropped, and so are calls that have not ended after `timeout_s` seconds. The calls
+    must not use the device: CUDA does not work in a forked process.
     """
     if not hasattr(os, "fork"):
         return
@@ -36,7 +36,7 @@ def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: f
         numbers.write(b"".join(number.to_bytes(WORD, "little") for number in range(len(calls))))
     children = set[int]()
     try:
-        with suppress(OSError):  # as many as there may be
+        with suppress(OSError):  # fewer processes where the system allows no more
             for _ in range(min(count, len(calls))):
                 children.add(_fork(calls, take))
         _await(children, timeout_s)
@@ -46,15 +46,15 @@ def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: f
 
 
 def _await(children: set[int], timeout_s: float) -> None:
-    """Takes out of the set who has ended."""
+    """Wait for the children and remove those that have ended from the set."""
     deadline = time.monotonic() + timeout_s
     while children and time.monotonic() < deadline:
         children -= {child for child in children if _has_ended(child, os.WNOHANG)}
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLL_S)
 
 
 def _end(children: set[int]) -> None:
-    """An interrupt first: at it they end the compilers that they run, and remove their files."""
+    """SIGINT first: on it the children end the compilers they run and remove temporary files."""
     try:
         _kill(children, signal.SIGINT)
         _await(children, GRACE_S)
@@ -71,20 +71,20 @@ def _kill(children: set[int], number: int) -> None:
 
 
 def _fork(calls: Sequence[Callable[[], object]], take: int) -> int:
-    """A process that makes those calls whose numbers it gets hold of."""
+    """Fork a process that makes the calls whose indices it reads from the pipe."""
     parent = os.getpid()
-    # Interrupted before its `try`, a child would go on as another parent.
+    # A child interrupted before its `try` would return into the parent's code.
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with warnings.catch_warnings():
-            # Of locks that other threads hold: a child that waits for one is ended in time.
+            # About locks of other threads: the timeout ends a child that waits for one.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child:
             return child
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            gc.disable()  # it would free memory of the device
+            gc.disable()  # collecting would free device memory
             while os.getppid() == parent and (word := os.read(take, WORD)):
                 with suppress(Exception):
                     calls[int.from_bytes(word, "little")]()
@@ -97,5 +97,5 @@ def _fork(calls: Sequence[Callable[[], object]], take: int) -> int:
 def _has_ended(child: int, options: int) -> bool:
     try:
         return os.waitpid(child, options)[0] == child
-    except ChildProcessError:  # somebody else has asked
+    except ChildProcessError:  # waited for elsewhere
         return True

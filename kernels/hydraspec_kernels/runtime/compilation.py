@@ -1,11 +1,4 @@
-"""Programmatic dependent launch: a kernel may start while the one in front of it still runs.
-
-Every kernel of ours is launched with `**dependent_launch(x)` and does the following with its
-constexpr PDL: `start_next` first of all (the kernel behind may be brought up as soon as this one
-is resident), then what needs constants only (prefetching weights), then `wait_for_inputs`, and
-only behind that any load of an input and any store. A kernel that waits ends after all kernels in
-front of it have ended, so waiting for one's neighbour is waiting for everybody.
-"""
+"""How Triton compiles our kernels: launchers built fast, many kernels at once, and counted."""
 
 from __future__ import annotations
 
@@ -26,16 +19,14 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
-from hydraspec_kernels.runtime.launch import supports_dependent_launch
-from hydraspec_kernels.runtime.launch.forks import run_in_forks
+from hydraspec_kernels.runtime.forks import run_in_forks
 
-FORKS_TIMEOUT_S = 120.0  # then threads go on alone
+FORKS_TIMEOUT_S = 120.0  # afterwards threads compile what is left
 
 
 def build_unoptimised(
@@ -49,7 +40,7 @@ def build_unoptimised(
 ) -> str:
     """Triton's own build of a kernel's host-side launcher, but with -O0.
 
-    Every signature gets a launcher, and a cold start some forty: optimising them takes the compiler
+    Every signature has a launcher, and a cold start builds some forty: with optimisation that takes
     four times as long, and a launcher only unpacks its arguments.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -70,27 +61,29 @@ def build_unoptimised(
     return library
 
 
-# Somebody may have chosen another build; and Tritons that build other languages, too, compile no
-# launchers.
-_own_build = getattr(build, "_build", None)
-if (
-    knobs.build.impl is None
-    and _own_build is not None
-    and hasattr(build, "_library_flag")
-    and "language" not in signature(_own_build).parameters
-):
-    knobs.build.impl = build_unoptimised
+def build_launchers_without_optimisation() -> None:
+    """Make `build_unoptimised` Triton's build, unless another build was chosen already, or this
+    Triton builds other languages too and compiles no launchers.
+    """
+    own_build = getattr(build, "_build", None)
+    if (
+        knobs.build.impl is None
+        and own_build is not None
+        and hasattr(build, "_library_flag")
+        and "language" not in signature(own_build).parameters
+    ):
+        knobs.build.impl = build_unoptimised
 
 
 class _Loading(Executor):
-    """Threads that compile kernels and do what a first launch does: build a launcher, and load.
+    """Threads that do what a first launch does: compile a kernel, build its launcher, and load it.
 
-    They hold the interpreter a third of the time, so forked processes compile into Triton's cache
-    first, and the threads find it there.
+    Threads hold the interpreter a third of the time, so forked processes compile into Triton's
+    cache first, and the threads read it from there.
 
-    Kernels are loaded one at a time. All launchers are extension modules of one name: where kernels
-    share a launcher, its second import updates whatever module has that name in sys.modules, and a
-    thread that has just imported another launcher would take its function from there.
+    Kernels are loaded one at a time. All launchers are extension modules of the same name: where
+    kernels share a launcher, its second import updates the module of that name in sys.modules, and
+    a thread that has just imported another launcher would take its function from there.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -101,7 +94,7 @@ class _Loading(Executor):
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def compile_and_load() -> Any:
-            self._may_start.wait()  # or they would hold up the steps
+            self._may_start.wait()  # compiling now would slow the recorded steps down
             if self._is_given_up:
                 raise RuntimeError("given up")
             kernel = compile_kernel()
@@ -114,7 +107,7 @@ class _Loading(Executor):
         return self._futures[-1]
 
     def start(self, num_processes: int) -> int:
-        """Compile everything; returns how many kernels that is."""
+        """Compile everything submitted; returns the number of kernels."""
 
         def built(compile_kernel: Callable[[], Any]) -> None:
             kernel = compile_kernel()
@@ -126,17 +119,17 @@ class _Loading(Executor):
         return len(calls)
 
     def finish(self) -> None:
-        """Wait for the threads."""
+        """Wait until all kernels are loaded."""
         wait(self._futures)
 
     def give_up(self) -> None:
-        """What no thread has begun is left out."""
+        """Skip the kernels that no thread has started on."""
         self._is_given_up = True
         self._may_start.set()
 
 
 class _Compilations:
-    """Triton's listener of compilations, which counts them; an earlier listener is told too."""
+    """A listener that counts Triton's compilations and calls the listener that was set before."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -156,42 +149,42 @@ def _compilations() -> _Compilations:
 
 
 def count_compiled() -> int:
-    """See `hydraspec_kernels.runtime.launch.num_compiled`."""
+    """See `hydraspec_kernels.runtime.ahead.num_compiled`."""
     return _compilations().count
 
 
 def has_async_compilation() -> bool:
-    """Not in older Tritons, nor where kernels are interpreted."""
+    """Whether Triton can compile in the background: not older versions, nor the interpreter."""
     return hasattr(triton, "AsyncCompileMode") and not knobs.runtime.interpret
 
 
 @dataclass(slots=True)
 class Compiled:
-    """What compiling ahead did; known once it has ended."""
+    """What compiling ahead did; filled in when it ends."""
 
     num_kernels: int = 0
-    stepping_s: float = 0.0  # the calls
+    stepping_s: float = 0.0  # recording the calls
     compiling_s: float = 0.0
     loading_s: float = 0.0
 
 
 @contextmanager
 def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compiled]:
-    """Launches have their kernels compiled by `num_processes` processes, and launch nothing."""
+    """Record launches instead of running them; at the end `num_processes` processes compile."""
     compiled, clock = Compiled(), time.perf_counter
     started, launch, seen = clock(), JITFunction.run, set[Hashable]()
 
     def compile_once(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         named = ((name, _kind(value)) for name, value in kwargs.items())
         call = (id(self), *map(_kind, args), *named)
-        if call not in seen:  # asking Triton takes ten times as long
+        if call not in seen:  # Triton's own lookup takes ten times as long
             seen.add(call)
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     in_thread = (torch.cuda.set_device, (device,)) if device.index is not None else (None, ())
     with ThreadPoolExecutor(num_processes, "compile", *in_thread) as pool:
         loading = _Loading(pool)
-        # Its end waits for all; what failed is compiled again by its first launch, and fails there.
+        # Its end waits for all; a failed kernel is compiled again at its first launch, and raises.
         with triton.AsyncCompileMode(loading, ignore_errors=True):
             try:
                 JITFunction.run = compile_once
@@ -202,7 +195,7 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
                 stepped = clock()
                 compiled.num_kernels = loading.start(num_processes)
                 forked = clock()
-                loading.finish()  # here an interrupt is heeded; Triton's own wait goes on
+                loading.finish()  # which an interrupt ends; Triton's own wait does not
             except BaseException:
                 loading.give_up()
                 raise
@@ -211,7 +204,7 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
 
 
 def _kind(argument: Any) -> Hashable:
-    """What a kernel may be specialised for."""
+    """The properties of an argument that Triton specialises kernels on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if isinstance(argument, tuple | list):
@@ -220,30 +213,3 @@ def _kind(argument: Any) -> Hashable:
         layout = repr(getattr(argument, "layout", None))
         return type(argument), _kind(argument.base), tuple(argument.block_shape), layout
     return type(argument), argument
-
-
-@triton.jit
-def start_next(PDL: tl.constexpr):
-    """Let the kernel behind this one start."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Return once all kernels in front have ended and their writes can be read."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
-
-def check_contiguous(*tensors: Tensor) -> None:
-    """For kernels that index a whole tensor by one stride."""
-    for tensor in tensors:
-        assert tensor.is_contiguous(), tensor.stride()
-
-
-def dependent_launch(x: Tensor) -> dict[str, bool]:
-    """Launch options for a kernel over `x`: its constexpr PDL, and Triton's launch attribute."""
-    if supports_dependent_launch(x.device):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}

@@ -1,7 +1,7 @@
-"""Where a forward pass may be cut when it is captured in pieces: calls that then stay eager.
+"""Calls that stay eager when a forward pass is captured in pieces (piecewise CUDA graphs).
 
-`run(f, *args)` is `f(*args)`, unless somebody records pieces: then the recorder decides, and keeps
-the call for later replays. Knows nothing of graphs.
+`run(f, *args)` is `f(*args)`, except while a recorder is set: then the recorder runs the call and
+keeps it for later replays. Independent of how graphs are captured.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class PieceRecorder(Protocol):
-    """Cuts a capture in two around a call."""
+    """Ends a captured piece before a call and starts the next one after it."""
 
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        """Run `function(*args)` outside any capture; what it returns has the same place in memory
-        in every replay.
+        """Run `function(*args)` outside any capture; its result has the same address in every
+        replay.
         """
         ...
 
@@ -29,9 +29,9 @@ _recorder: PieceRecorder | None = None
 
 
 def run(function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)`, a call that is never a part of a captured piece.
+    """`function(*args)`, a call that is never part of a captured piece.
 
-    It returns a tensor, None, or a tuple or dataclass of those, and keeps no state on the host.
+    The function returns a tensor, None, or a tuple or dataclass of those, and keeps no host state.
     """
     if _recorder is None:
         return function(*args)
@@ -40,7 +40,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
 
 @contextmanager
 def recording(recorder: PieceRecorder) -> Iterator[None]:
-    """Hand calls of `run` to `recorder`; inside one of them, calls are plain again."""
+    """Pass calls of `run` to `recorder`."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:
@@ -51,7 +51,7 @@ def recording(recorder: PieceRecorder) -> Iterator[None]:
 
 @contextmanager
 def uncut() -> Iterator[None]:
-    """Calls of `run` are plain ones."""
+    """Calls of `run` bypass the recorder."""
     global _recorder
     before, _recorder = _recorder, None
     try:

@@ -1,8 +1,7 @@
-"""Compiling ahead: a step runs once without its kernels, which are then compiled, all at once.
+"""Compiling ahead: a step runs once without launching its kernels, which are then all compiled.
 
-Between kernels stand operators of torch. Products are left out, too, and writes where indices say;
-the others run, on memory that nobody has written: harmless but where it would be indices, which are
-zeros instead.
+torch's operators between the kernels see memory that no kernel has written. Matrix products and
+indexed writes are skipped; indices of reads are replaced by zeros; other operators run as they are.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hydraspec_kernels.runtime.launch.forks import num_processes
+from hydraspec_kernels.runtime.forks import num_processes
 
 if TYPE_CHECKING:
-    from hydraspec_kernels.runtime.launch.kernel import Compiled
+    from hydraspec_kernels.runtime.compilation import Compiled
 
-PRODUCTS = {"mm", "addmm"}  # their last two arguments are what is multiplied
-# Operators that read where indices say, or write into something new.
+PRODUCTS = {"mm", "addmm"}  # their last two arguments are the factors
+# Operators that read by index, or write by index into a new tensor.
 READING = {
     *("__getitem__", "index_select", "gather", "take", "take_along_dim", "embedding"),
     *("embedding_bag", "index_put", "index_copy", "index_add", "index_fill", "index_reduce"),
     *("scatter", "scatter_add", "scatter_reduce"),
 }
-# Those that write into what is there: a cache, say, which would keep it.
+# Operators that write by index into an existing tensor, such as a cache.
 WRITING = {
     *("__setitem__", "index_put_", "index_copy_", "index_add_", "index_fill_", "index_reduce_"),
     *("scatter_", "scatter_add_", "scatter_reduce_"),
@@ -35,9 +34,7 @@ WRITING = {
 
 
 class Rehearsing(TorchFunctionMode):
-    """Products are left out, and so are writes where indices say. Whole numbers that say where an
-    operator reads are zeros.
-    """
+    """Skips matrix products and indexed writes, and replaces the indices of reads by zeros."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,24 +58,35 @@ def _zeroed(argument: Any) -> Any:
     return torch.zeros_like(argument) if is_index else argument
 
 
+def num_compiled(device: torch.device) -> int:
+    """Kernels that this process has compiled, or read from Triton's cache on the disk, since the
+    first call.
+    """
+    if device.type != "cuda":
+        return 0
+    from hydraspec_kernels.runtime.compilation import count_compiled  # Triton
+
+    return count_compiled()
+
+
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether there is anything to compile, and a Triton that can do it without launching."""
+    """Whether the device has kernels to compile, and Triton can compile them without launching."""
     if device.type != "cuda":
         return False
-    from hydraspec_kernels.runtime.launch.kernel import has_async_compilation
+    from hydraspec_kernels.runtime.compilation import has_async_compilation
 
     return has_async_compilation()
 
 
 @contextmanager
 def compiled_ahead(device: torch.device) -> Iterator[Compiled]:
-    """For calls that run for the sake of their kernels: these are compiled and loaded, all at once
-    when it ends, and launched nowhere. Results are of no use. Only where `can_compile_ahead`.
+    """Launches inside the context are recorded instead of run; when it ends, their kernels are
+    compiled and loaded in parallel. Results of the calls are undefined. Needs `can_compile_ahead`.
 
-    A kernel that cannot be compiled is left to its first launch, which tells why. The process must
-    not launch kernels from another thread meanwhile.
+    A kernel that fails to compile raises at its first real launch. No other thread of the process
+    may launch kernels meanwhile.
     """
-    from hydraspec_kernels.runtime.launch.kernel import launches_compile
+    from hydraspec_kernels.runtime.compilation import launches_compile
 
     with launches_compile(device, num_processes()) as compiled, Rehearsing():
         yield compiled

@@ -1,0 +1,29 @@
+"""What the kernels rely on of a device. Imports no Triton: it may be missing where none can run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# Streaming multiprocessors of an H100 or H200. A constant even on other devices, so that work is
+# divided, and sums are ordered, alike everywhere.
+NUM_SMS = 132
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether `x` is on a device that runs the Triton kernels; elsewhere the reference runs."""
+    return x.is_cuda
+
+
+@cache
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before the previous one has ended (sm_90 and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the Gluon kernels run: later devices have no wgmma."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
