@@ -1,6 +1,6 @@
 """Engines on a CPU that rehearse as they do on a device, and what a rehearsal may have left behind.
 
-A rehearsal reads zeros for every index and leaves products out (launch/ahead.py): whatever is made
+A rehearsal reads zeros for every index and leaves products out (runtime/ahead.py): whatever is made
 in it and kept is wrong.
 """
 
