@@ -9,16 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydraspec.metrics.lossless import what_diverged
+
 OK, FAILED, DIVERGED, INTERRUPTED = 0, 1, 4, 130
-IN_FLOAT32 = (
-    "repeat the run with target.dtype=float32: if it diverges there too, rounding is not the cause"
-)
-WITHOUT_GRAPHS = (
-    "repeat the run with cudagraph=none engine.async_scheduling=false, and report both runs"
-)
-WITH_A_TRACE = "repeat the run with metrics.trace=true, and report its folder"
-OTHER_DTYPE = "the target's logits there are NaN or infinite: check the weights and target.dtype"
-SEE_ERRORS = 'see "error" in requests.jsonl'
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -43,7 +36,7 @@ def outcome(summary: Mapping[str, Any], job: str = "") -> Outcome:
         return Outcome(status=status, job=job)
     if summary.get("lossless", {}).get("verdict") != "diverged":
         return Outcome(status=OK, job=job)
-    return Outcome(status=DIVERGED, diverged=_what_diverged(summary), job=job)
+    return Outcome(status=DIVERGED, diverged=what_diverged(summary), job=job)
 
 
 def exit_status(outcomes: Sequence[Outcome]) -> int:
@@ -66,35 +59,3 @@ def last_line(outcomes: Sequence[Outcome]) -> str | None:
         f"{len(wrong)} of {len(outcomes)} jobs diverged ({jobs}); "
         f"the first, job {first.job}: {first.diverged}"
     )
-
-
-def _what_diverged(summary: Mapping[str, Any]) -> str:
-    lossless = summary["lossless"]
-    found = lossless["first_beyond_margin"]
-    if found is None:
-        lost = lossless["num_failed_with_method_only"]
-        requests = "1 request" if lost == 1 else f"{lost} requests"
-        return f"{requests} ended with an error where the baseline finished: {SEE_ERRORS}"
-    num_wrong, num_checked = lossless["num_requests_diverged"], lossless["num_requests_checked"]
-    if found["target_margin"] is None:
-        margin = "target margin not known"
-    else:
-        margin = (
-            f"target margin {found['target_margin']:.3g}, rounding allows "
-            f"{found['allowed_margin']:.3g}"
-        )
-    return (
-        f"request {found['request']} differs from the baseline at output token "
-        f"{found['position']} ({num_wrong} of {num_checked} requests differ; {margin}): "
-        f"{_what_to_do(summary)}"
-    )
-
-
-def _what_to_do(summary: Mapping[str, Any]) -> str:
-    if summary["lossless"]["not_finite_in"] is not None:
-        return OTHER_DTYPE
-    if summary["dtype"] in ("bfloat16", "float16"):
-        return IN_FLOAT32
-    if summary["engine"] == "native" and summary["cudagraph"]["target"] != "none":
-        return WITHOUT_GRAPHS
-    return WITH_A_TRACE

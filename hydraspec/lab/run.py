@@ -22,9 +22,9 @@ from hydraspec.lab.cautions import accuracy_caution, cautions
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.surroundings import interrupts_held_back
-from hydraspec.lab.verdict import Lossless
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.lossless import Lossless
 from hydraspec.metrics.run_files import REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink

@@ -13,9 +13,9 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, EngineInfo, StepProfile
 from hydraspec.lab.rounds import Observed
 from hydraspec.lab.scoring import accuracy, score_completion
-from hydraspec.lab.verdict import Lossless
 from hydraspec.metrics import summary as summary_schema
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.lossless import Lossless
 from hydraspec.metrics.meter import Meter, speedup
 from hydraspec.metrics.sinks import Side, request_row
 from hydraspec.metrics.summary import (

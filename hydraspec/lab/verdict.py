@@ -5,56 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.metrics.lossless import LOW_PRECISION, Divergence, Lossless
 from hydraspec.types import DTYPES, Completion, Request
 
 ROUNDING_FACTOR = 8  # of eps(dtype) · max|logit|: what another order of summation may move a logit
-
-LOW_PRECISION = ("bfloat16", "float16")
-Verdict = Literal["identical", "numerical", "diverged", "not_checked"]
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Divergence:
-    """Where a request's two outputs first differ."""
-
-    request: str  # id
-    index: int  # place in the workload
-    position: int  # output tokens before it are equal
-    # The target's best logit minus its second best, after the common prefix; NaN (null in files)
-    # if its best is not finite, which is beyond rounding; None if the engine gives no logits.
-    target_margin: float | None
-    allowed_margin: float | None  # 8 · eps(dtype) · max|logit| there
-    method_token: int | None  # null: the output had ended
-    baseline_token: int | None
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Lossless:
-    """The verdict over all requests that were checked."""
-
-    verdict: Verdict
-    num_requests_checked: int = 0
-    num_requests_diverged: int = 0
-    first_divergence: Divergence | None = None  # lowest request index
-    first_beyond_margin: Divergence | None = None  # the one that decided "diverged"
-    num_failed_with_method_only: int = 0  # requests, greedy or not, that the baseline finished
-    num_failed_with_baseline_only: int = 0
-    not_finite_in: str | None = None  # id of a request in which the target's logits are NaN
-    num_requests_sampled: int = 0  # finished at a temperature above 0: not compared
-    reason: str | None = None  # why the verdict is "not_checked"; null with any other
-
-    def to_json(self) -> dict[str, object]:
-        """As summary.json holds it."""
-        return dataclasses.asdict(self)
-
-
 SAMPLED = "sampled"
 SYNTHETIC = "synthetic verification"
 NOT_FINISHED = "no greedy request was finished with the method and with the baseline"

@@ -15,8 +15,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from hydraspec.errors import CannotWriteError
 
 # what json.dumps takes: dicts with string keys, lists, strings, finite numbers, booleans, None
@@ -33,7 +31,7 @@ def plain(value: object) -> Json:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Enum):
         return plain(value.value)
-    if isinstance(value, np.generic | np.ndarray):
+    if hasattr(value, "tolist"):  # a NumPy scalar or array
         return plain(value.tolist())
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]

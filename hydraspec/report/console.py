@@ -15,6 +15,7 @@ from rich.table import Table
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.statistics import MIN_REQUESTS
@@ -117,39 +118,6 @@ def interval(estimate: Mapping[str, Any] | None, unit: str = "") -> str:
     return f"{text} ({low:.2f} to {high:.2f})"
 
 
-def verdict_words(summary: Mapping[str, Any]) -> str:
-    """The lossless verdict as a sentence."""
-    lossless = summary["lossless"]
-    num_checked = lossless["num_requests_checked"]
-    first = lossless["first_beyond_margin"] or lossless["first_divergence"]
-    place = f"request {first['request']} at output token {first['position']}" if first else ""
-    diverged = f"an output differs beyond rounding (first: {place})"
-    count = lossless["num_failed_with_method_only"]
-    if count and lossless["first_beyond_margin"] is None:
-        diverged = f"an error in {count} of the requests that the baseline finished"
-    outputs = "greedy output" if lossless["num_requests_sampled"] else "output"
-    equal = f"all {num_checked} {outputs}s equal"
-    if num_checked == 1:
-        equal = f"the one {outputs} equals"
-    words = {
-        "identical": f"identical: {equal} the baseline's, token for token",
-        "numerical": "numerical: outputs differ only where the target's two best logits tie "
-        f"within rounding (first: {place})",
-        "diverged": f"DIVERGED: {diverged}",
-        "not_checked": f"not checked ({lossless['reason']})",
-    }[lossless["verdict"]]
-    return words + _unchecked_words(lossless)
-
-
-def _unchecked_words(lossless: Mapping[str, Any]) -> str:
-    """How many sampled requests stand beside the greedy ones that were compared."""
-    count = lossless["num_requests_sampled"]
-    if not count or not lossless["num_requests_checked"]:
-        return ""
-    requests = "1 sampled request is" if count == 1 else f"{count} sampled requests are"
-    return f"; {requests} not checked (drafts keep the distribution, not the tokens)"
-
-
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     """The final table, the verdict and the warnings."""
     baseline = summary["baseline"]
@@ -166,7 +134,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     if summary["status"] != "ok":
         console.print(f"[bold]status: {summary['status']}[/]")
     style = "bold red" if summary["lossless"]["verdict"] == "diverged" else ""
-    words = escape(printable(verdict_words(summary)))
+    words = escape(printable(verdict_words(summary["lossless"])))
     console.print(f"Lossless: {words}", style=style, soft_wrap=True)
     for warning in summary["warnings"]:
         console.print(f"Warning: {escape(printable(warning))}", style="yellow", soft_wrap=True)

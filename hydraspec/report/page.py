@@ -11,6 +11,7 @@ from html import escape
 import yaml  # type: ignore[import-untyped]
 
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.lossless import HEADLINES
 from hydraspec.metrics.summary import PROFILE
 from hydraspec.report.charts import (
     Bar,
@@ -25,12 +26,6 @@ from hydraspec.report.style import card, facts, legend, page, table
 
 FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
 METHOD, SECOND, BASELINE = "var(--method)", "var(--second)", "var(--baseline)"
-VERDICTS = {
-    "identical": ("good", "Identical", "every greedy output equals the baseline's, token by token"),
-    "numerical": ("good", "Numerical", "outputs differ only where the target's two best tie"),
-    "diverged": ("bad", "Diverged", "an output differs beyond rounding, or was lost"),
-    "not_checked": ("", "Not checked", ""),  # the summary says why
-}
 
 
 def render(summary: Json, *, resolved: Mapping[str, object], samples: str, made: str) -> str:
@@ -79,7 +74,7 @@ def _headline(summary: Json) -> str:
         note = f"{summary['num_requests']} of {summary['num_requests_in_workload']} requests ended"
         cards.append(_figure("Status", escape(summary["status"]), note, "bad"))
     if summary["lossless"]["num_requests_checked"] or summary["num_drafts"]:
-        kind, word, note = VERDICTS[summary["lossless"]["verdict"]]
+        kind, word, note = HEADLINES[summary["lossless"]["verdict"]]
         note = note or summary["lossless"]["reason"]
         if count := summary["lossless"]["num_requests_checked"]:
             note += f" ({count} checked)"
@@ -314,7 +309,7 @@ def _lossless(summary: Json) -> str:
                 [f"{title}: request, output token", f"{found['request']}, {found['position']}"]
             )
             rows.append([f"{title}: margin of the target's two best", margins])
-    return card("Lossless", facts(rows), note=VERDICTS[lossless["verdict"]][2])
+    return card("Lossless", facts(rows), note=HEADLINES[lossless["verdict"]][2])
 
 
 def _digits(margin: float | None) -> str:

@@ -22,9 +22,9 @@ import pytest
 
 import hydraspec
 from hydraspec.engine.base import Built, StepProfile
-from hydraspec.lab.verdict import Divergence, Lossless
 from hydraspec.metrics import run_files
 from hydraspec.metrics import summary as schema
+from hydraspec.metrics.lossless import Divergence, Lossless
 from hydraspec.report.compare import compare
 
 TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
-from hydraspec.report.console import ConsoleSink, interval, number, verdict_words
+from hydraspec.report.console import ConsoleSink, interval, number
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 SUMMARY: dict[str, Any] = {
@@ -102,9 +103,9 @@ def test_figures() -> None:
         "first_beyond_margin": first,
         "num_failed_with_method_only": 2,
     }
-    assert "request r1 at output token 7" in verdict_words({"lossless": lossless})
+    assert "request r1 at output token 7" in verdict_words(lossless)
     lossless["first_beyond_margin"] = None
-    assert "an error in 2 of the requests" in verdict_words({"lossless": lossless})
+    assert "an error in 2 of the requests" in verdict_words(lossless)
 
 
 def test_sampled_requests_beside_compared_ones_are_counted() -> None:
@@ -118,12 +119,12 @@ def test_sampled_requests_beside_compared_ones_are_counted() -> None:
         "first_beyond_margin": None,
         "num_failed_with_method_only": 0,
     }
-    words = verdict_words({"lossless": lossless})
+    words = verdict_words(lossless)
     assert words.startswith("identical: all 2 greedy outputs equal")
     assert "; 3 sampled requests are not checked (" in words
     one = {**lossless, "num_requests_checked": 1, "num_requests_sampled": 0}
-    assert verdict_words({"lossless": one}) == (
+    assert verdict_words(one) == (
         "identical: the one output equals the baseline's, token for token"
     )
     alone = {**lossless, "verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
-    assert verdict_words({"lossless": alone}) == "not checked (sampled)"
+    assert verdict_words(alone) == "not checked (sampled)"

@@ -1,0 +1,134 @@
+"""The lossless verdict: its record, which is `lossless` in summary.json, and its words.
+
+Light to import: the command line reads the verdict of a run that it may not have run itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hydraspec.metrics.files import Json
+
+Verdict = Literal["identical", "numerical", "diverged", "not_checked"]
+
+# Verdict → kind (good, bad or neither), headline, what it means.
+HEADLINES = {
+    "identical": ("good", "Identical", "every greedy output equals the baseline's, token by token"),
+    "numerical": ("good", "Numerical", "outputs differ only where the target's two best tie"),
+    "diverged": ("bad", "Diverged", "an output differs beyond rounding, or was lost"),
+    "not_checked": ("", "Not checked", ""),  # `reason` says why
+}
+LOW_PRECISION = ("bfloat16", "float16")
+
+IN_FLOAT32 = (
+    "repeat the run with target.dtype=float32: if it diverges there too, rounding is not the cause"
+)
+WITHOUT_GRAPHS = (
+    "repeat the run with cudagraph=none engine.async_scheduling=false, and report both runs"
+)
+WITH_A_TRACE = "repeat the run with metrics.trace=true, and report its folder"
+OTHER_DTYPE = "the target's logits there are NaN or infinite: check the weights and target.dtype"
+SEE_ERRORS = 'see "error" in requests.jsonl'
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Divergence:
+    """Where a request's two outputs first differ."""
+
+    request: str  # id
+    index: int  # place in the workload
+    position: int  # output tokens before it are equal
+    # The target's best logit minus its second best, after the common prefix; NaN (null in files)
+    # if its best is not finite, which is beyond rounding; None if the engine gives no logits.
+    target_margin: float | None
+    allowed_margin: float | None  # 8 · eps(dtype) · max|logit| there
+    method_token: int | None  # null: the output had ended
+    baseline_token: int | None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Lossless:
+    """The verdict over all requests that were checked."""
+
+    verdict: Verdict
+    num_requests_checked: int = 0
+    num_requests_diverged: int = 0
+    first_divergence: Divergence | None = None  # lowest request index
+    first_beyond_margin: Divergence | None = None  # the one that decided "diverged"
+    num_failed_with_method_only: int = 0  # requests, greedy or not, that the baseline finished
+    num_failed_with_baseline_only: int = 0
+    not_finite_in: str | None = None  # id of a request in which the target's logits are NaN
+    num_requests_sampled: int = 0  # finished at a temperature above 0: not compared
+    reason: str | None = None  # why the verdict is "not_checked"; null with any other
+
+    def to_json(self) -> dict[str, object]:
+        """As summary.json holds it."""
+        return dataclasses.asdict(self)
+
+
+def verdict_words(lossless: Mapping[str, Any]) -> str:
+    """The verdict in a sentence."""
+    num_checked = lossless["num_requests_checked"]
+    first = lossless["first_beyond_margin"] or lossless["first_divergence"]
+    place = f"request {first['request']} at output token {first['position']}" if first else ""
+    diverged = f"an output differs beyond rounding (first: {place})"
+    count = lossless["num_failed_with_method_only"]
+    if count and lossless["first_beyond_margin"] is None:
+        diverged = f"an error in {count} of the requests that the baseline finished"
+    outputs = "greedy output" if lossless["num_requests_sampled"] else "output"
+    equal = f"all {num_checked} {outputs}s equal"
+    if num_checked == 1:
+        equal = f"the one {outputs} equals"
+    words = {
+        "identical": f"identical: {equal} the baseline's, token for token",
+        "numerical": "numerical: outputs differ only where the target's two best logits tie "
+        f"within rounding (first: {place})",
+        "diverged": f"DIVERGED: {diverged}",
+        "not_checked": f"not checked ({lossless['reason']})",
+    }[lossless["verdict"]]
+    return words + _unchecked_words(lossless)
+
+
+def _unchecked_words(lossless: Mapping[str, Any]) -> str:
+    """The number of sampled requests, which are never compared, beside the greedy ones."""
+    count = lossless["num_requests_sampled"]
+    if not count or not lossless["num_requests_checked"]:
+        return ""
+    requests = "1 sampled request is" if count == 1 else f"{count} sampled requests are"
+    return f"; {requests} not checked (drafts keep the distribution, not the tokens)"
+
+
+def what_diverged(summary: Json) -> str:
+    """What differs in a run with the verdict "diverged", where, and what to do."""
+    lossless = summary["lossless"]
+    found = lossless["first_beyond_margin"]
+    if found is None:
+        lost = lossless["num_failed_with_method_only"]
+        requests = "1 request" if lost == 1 else f"{lost} requests"
+        return f"{requests} ended with an error where the baseline finished: {SEE_ERRORS}"
+    num_wrong, num_checked = lossless["num_requests_diverged"], lossless["num_requests_checked"]
+    if found["target_margin"] is None:
+        margin = "target margin not known"
+    else:
+        margin = (
+            f"target margin {found['target_margin']:.3g}, rounding allows "
+            f"{found['allowed_margin']:.3g}"
+        )
+    return (
+        f"request {found['request']} differs from the baseline at output token "
+        f"{found['position']} ({num_wrong} of {num_checked} requests differ; {margin}): "
+        f"{_what_to_do(summary)}"
+    )
+
+
+def _what_to_do(summary: Json) -> str:
+    if summary["lossless"]["not_finite_in"] is not None:
+        return OTHER_DTYPE
+    if summary["dtype"] in LOW_PRECISION:
+        return IN_FLOAT32
+    if summary["engine"] == "native" and summary["cudagraph"]["target"] != "none":
+        return WITHOUT_GRAPHS
+    return WITH_A_TRACE
