@@ -5,12 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hydraspec import plugins
 from hydraspec.config.checks import check_method
 from hydraspec.config.derive import named_drafter, no_drafter, take_over
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.schema import AUTO, Device, RunConfig
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from hydraspec.engine.base import Engine
     from hydraspec.speculators.base import BaseSpeculator
 
@@ -20,6 +23,7 @@ ENGINES = {
     "vllm": "hydraspec.engine.vllm.engine:VllmEngine",
 }
 DETECTION = "hydraspec.models.detect:resolve"
+BASE_SPECULATOR = "hydraspec.speculators.base:BaseSpeculator"
 DEVICE = "hydraspec.engine.machine:pick_device"
 SPECULATORS = {
     "none": "hydraspec.speculators.none:NoSpeculator",
@@ -37,14 +41,35 @@ def build_engine(config: RunConfig) -> Engine:
     Raises:
         UserError: whatever the engine refuses while loading.
     """
-    engine: Engine = _load("engine.name", config.engine.name, ENGINES)(config)
+    name = config.engine.name
+    if name not in ENGINES:
+        raise refusal("engine.name", name, "is unknown", allowed=listing(ENGINES))
+    engine: Engine = _attribute(ENGINES[name])(config)
     return engine
 
 
 def build_speculator(config: RunConfig) -> BaseSpeculator:
-    """The speculator that `method.name` names, not loaded yet."""
-    speculator: BaseSpeculator = _load("method.name", config.method.name, SPECULATORS)(config)
+    """The speculator that `method.name` names, not loaded yet.
+
+    Raises:
+        ConfigurationError: another package names a class that is no speculator.
+    """
+    point = _speculator(config.method.name)
+    found = plugins.load(point)
+    if not (isinstance(found, type) and issubclass(found, _attribute(BASE_SPECULATOR))):
+        raise plugins.broken(point, f"{found!r} is no subclass of BaseSpeculator")
+    speculator: BaseSpeculator = found(config)
     return speculator
+
+
+def check_speculator(config: RunConfig) -> None:
+    """Refuse a method that only a YAML file knows. Imports no speculator.
+
+    Raises:
+        ConfigurationError: naming the methods that have a class.
+    """
+    if config.method.name != AUTO:
+        _speculator(config.method.name)
 
 
 def check_device(config: RunConfig) -> None:
@@ -54,8 +79,7 @@ def check_device(config: RunConfig) -> None:
         ConfigurationError: from the engine's room.
     """
     if config.engine.device is Device.cuda:
-        module, _, attribute = DEVICE.partition(":")
-        getattr(import_module(module), attribute)(config)
+        _attribute(DEVICE)(config)
 
 
 def resolve_drafter(config: RunConfig) -> None:
@@ -74,8 +98,7 @@ def resolve_drafter(config: RunConfig) -> None:
     asks = method.name != "none" and method.needs_checkpoint and drafter in (None, target)
     if chosen and not asks:
         return
-    module, _, attribute = DETECTION.partition(":")
-    found = getattr(import_module(module), attribute)(target, None if chosen else drafter)
+    found = _attribute(DETECTION)(target, None if chosen else drafter)
     is_target = found is None or (chosen and found.target == target)
     if is_target and drafter is None:
         method.checkpoint = named_drafter(config)
@@ -90,9 +113,19 @@ def resolve_drafter(config: RunConfig) -> None:
     check_method(config)
 
 
-def _load(key: str, name: str, table: dict[str, str]) -> type[Any]:
-    if name not in table:
-        raise refusal(key, name, "is unknown", allowed=listing(table))
-    module, _, attribute = table[name].partition(":")
-    found: type[Any] = getattr(import_module(module), attribute)
-    return found
+def _speculator(name: str) -> EntryPoint:
+    points = plugins.offered(plugins.SPECULATORS, SPECULATORS)
+    if name not in points:
+        raise refusal(
+            "method.name",
+            name,
+            "has no speculator",
+            allowed=listing(points),
+            remedy=f'install the package with the entry point {name} of "{plugins.SPECULATORS}"',
+        )
+    return points[name]
+
+
+def _attribute(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)

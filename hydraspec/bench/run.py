@@ -21,6 +21,7 @@ from rich.console import Console
 from hydraspec.bench import table as bench_table
 from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config.benches import methods_of
+from hydraspec.config.choices import SEARCH_PATH
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.surroundings import interrupts_held_back
@@ -161,6 +162,8 @@ def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str])
 
 
 def _is_kept(key: str) -> bool:
+    if key == SEARCH_PATH:  # further choices may be of the method or the target
+        return True
     return key not in OWN_KEYS | {"hydra"} and not key.startswith(("hydra.", "hydra/", "tracker."))
 
 

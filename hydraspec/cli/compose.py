@@ -24,7 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 from hydraspec.cli.hydra_keys import check_hydra_key, check_output_subdir
 from hydraspec.config import RunConfig, to_run_config
 from hydraspec.config.build import NAME, check_key
-from hydraspec.config.choices import choices_of, choices_with, packaged_drafters
+from hydraspec.config.choices import (
+    SEARCH_PATH,
+    choices_of,
+    choices_with,
+    packaged_drafters,
+    search,
+)
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
@@ -51,6 +57,7 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
     Raises:
         ConfigurationError: for the first job that cannot work.
     """
+    search_places(overrides)
     overrides = with_method(overrides)
     parsed = parse(overrides)
     with _messages(), initialize_config_module(CONFIG_MODULE, version_base="1.3"):
@@ -69,6 +76,36 @@ def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
             for job in itertools.product(*(_values_of(override) for override in swept + parsed))
         ]
         return Plan(jobs=jobs, folder=Path(hydra.sweep.dir), is_sweep=True)
+
+
+def search_places(overrides: Sequence[str]) -> None:
+    """Take choices from the folders that hydra.searchpath names, and from no earlier command's.
+
+    Raises:
+        ConfigurationError: as `choices.search`.
+    """
+    typed = [override for override in parse(overrides) if override.key_or_group == SEARCH_PATH]
+    if len(typed) > 1:
+        raise ConfigurationError(
+            f"{SEARCH_PATH}: given twice (--config-dir is its short form)\n"
+            f"  allowed: one list of folders\n  to do: write '{SEARCH_PATH}=[…, …]'"
+        )
+    places = typed[0].value() if typed and not typed[0].is_sweep_override() else None
+    search([str(place) for place in places] if isinstance(places, list) else [])
+
+
+def search_override(places: Sequence[str]) -> str:
+    """Places with further choices as an override, which every composition of the run then reads."""
+    escaped = (place.replace("\\", "\\\\").replace("'", "\\'") for place in places)
+    quoted = ",".join(f"'{place}'" for place in escaped)
+    return f"{SEARCH_PATH}=[{quoted}]"
+
+
+def with_config_dir(folder: str | None, overrides: Sequence[str]) -> list[str]:
+    """`overrides`, after `--config-dir FOLDER` as an override."""
+    if folder is None:
+        return list(overrides)
+    return [search_override([f"file://{Path(folder).expanduser().absolute()}"]), *overrides]
 
 
 def _job(overrides: Sequence[str]) -> RunConfig:

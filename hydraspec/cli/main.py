@@ -32,7 +32,10 @@ from hydraspec.cli.compose import (
     check_keys,
     parse,
     plan,
+    search_override,
+    search_places,
     translate,
+    with_config_dir,
     with_method,
 )
 from hydraspec.cli.folders import (
@@ -48,6 +51,7 @@ from hydraspec.cli.folders import (
 )
 from hydraspec.config import RunConfig, to_dict, to_run_config
 from hydraspec.config.benches import is_bench
+from hydraspec.config.choices import search_path
 from hydraspec.config.messages import nearest
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
 from hydraspec.lab.outcome import INTERRUPTED, Outcome, exit_status, last_line, outcome
@@ -88,7 +92,9 @@ def _status_of(argv: Sequence[str]) -> int:
         return _complain(folder_message(error), 1)
 
 
-def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
+def run(
+    overrides: Sequence[str] = (), *, config_dir: str | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """One run from Python, with the overrides one would type; see `hydraspec.run`."""
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(typed, str) for typed in overrides):
@@ -97,6 +103,7 @@ def run(overrides: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]
             '  to do: write run(["method=none", "seed=1"])'
         )
     refuse_no_folder(overrides)
+    overrides = with_config_dir(config_dir, overrides)
     planned = plan(overrides)
     if planned.is_sweep:
         raise ConfigurationError(
@@ -177,7 +184,9 @@ def _end(outcomes: Sequence[Outcome]) -> int:
 def _job(cfg: DictConfig, planned: Plan) -> Outcome:
     settings = HydraConfig.get()
     run_dir = Path(settings.runtime.output_dir)
-    overrides = [str(override) for override in settings.overrides.task]
+    places = search_path()
+    overrides = [search_override(places)] if places else []
+    overrides += [str(override) for override in settings.overrides.task]
     config = to_run_config(cfg)
     if not planned.is_sweep:
         return outcome(_run_job(config, run_dir, overrides))
@@ -272,7 +281,9 @@ def _read_flags(argv: Sequence[str]) -> tuple[list[str], bool, bool]:
     rest = list(argv)
     for override in args.overrides:
         rest.remove(override)
-    overrides = with_method(args.overrides)
+    overrides = with_config_dir(args.config_dir, args.overrides)
+    search_places(overrides)
+    overrides = with_method(overrides)
     sys.argv[1:] = rest + overrides  # Hydra's own parser wants flags first
     shows = (args.help, args.hydra_help, args.cfg, args.info, args.shell_completion)
     return overrides, bool(args.multirun), not any(shows)

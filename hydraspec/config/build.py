@@ -20,11 +20,14 @@ from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
+from hydraspec.config.options import NoOptions, check_options, options_of
 from hydraspec.config.schema import RunConfig
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import ConfigurationError, UserError
 
 MISSING = "???"
+OPTIONS = "options"  # of a method; left out where it has none
 NAME = "name"  # of every group: the choice's own, chosen with <group>=<choice>
+HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
 MEANINGS = {  # what text stands for, where "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
@@ -73,6 +76,8 @@ def check_key(path: str, value: object) -> None:
     schema: Any = RunConfig
     seen: list[str] = []
     for part in path.split("."):
+        if schema is Any:  # options: their keys are known once the method is
+            return
         if not dataclasses.is_dataclass(schema):
             if typing.get_origin(schema) is dict:
                 return
@@ -94,7 +99,8 @@ def _of_choices(schema: type, name: str) -> bool:
 def _unknown_key(
     path: str, part: str, value: object, parent: str, schema: type
 ) -> ConfigurationError:
-    names = [name for name in keys_of(schema) if name != NAME and not _of_choices(schema, name)]
+    hidden = {f.name for f in dataclasses.fields(schema) if f.metadata.keys() & HIDDEN} | {NAME}
+    names = [name for name in keys_of(schema) if name not in hidden]
     names += [] if parent else ["experiment"]
     meant = None if part in keys_of(schema) else nearest(part, names)
     full = f"{parent}.{meant}" if parent else meant
@@ -102,7 +108,8 @@ def _unknown_key(
     if part == "_target_":
         remedy = "remove it: classes are chosen by name, never by _target_"
     where = f"keys of {parent}" if parent else "top-level keys"
-    return refusal(path, value, "is no key", allowed=f"{where} are {listing(names)}", remedy=remedy)
+    allowed = f"{where} are {listing(names)}" if names else f"{parent} has no keys"
+    return refusal(path, value, "is no key", allowed=allowed, remedy=remedy)
 
 
 def _build(schema: type, values: object, path: str) -> Any:
@@ -123,7 +130,9 @@ def _build(schema: type, values: object, path: str) -> Any:
     for name, kind in known.items():
         key = _join(path, name)
         value = values.get(name, MISSING)
-        if name in values and value != MISSING:
+        if fields[name].metadata.get("of_method"):
+            built[name] = _build_options(values.get(NAME), values.get(name), key)
+        elif name in values and value != MISSING:
             built[name] = _convert(kind, value, key)
         elif name in values or _required(fields[name]):
             allowed = _values_of(key, kind)
@@ -131,6 +140,21 @@ def _build(schema: type, values: object, path: str) -> Any:
                 f"{key} has no value\n  allowed: {allowed}\n  to do: add {key}=<one of these>"
             )
     return schema(**built)
+
+
+def _build_options(method: object, values: object, path: str) -> Any:
+    schema = options_of(method)
+    if schema is NoOptions and not values:
+        return None
+    try:
+        options = _build(schema, {} if values is None else values, path)
+    except UserError:
+        raise
+    except ValueError as error:  # the dataclass's own __post_init__
+        allowed = f"keys of {path} are {listing(keys_of(schema))}"
+        raise refusal(path, values, f"cannot be used: {error}", allowed=allowed) from error
+    check_options(options)
+    return options
 
 
 def _values_of(key: str, kind: Any) -> str:
@@ -219,7 +243,8 @@ def _name_of(value: object) -> str:
 
 def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in keys_of(type(value))}
+        given = {name: getattr(value, name) for name in keys_of(type(value))}
+        return {name: _plain(v) for name, v in given.items() if (name, v) != (OPTIONS, None)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, list):
@@ -238,5 +263,5 @@ def schema_keys(schema: type = RunConfig, path: str = "") -> Iterator[str]:
     for name, kind in keys_of(schema).items():
         if dataclasses.is_dataclass(kind):
             yield from schema_keys(typing.cast(type, kind), _join(path, name))
-        else:
+        elif kind is not Any:
             yield _join(path, name)

@@ -9,7 +9,7 @@ import math
 import os
 
 from hydraspec.config.benches import check_bench, is_bench
-from hydraspec.config.choices import choices_of, shipped_shapes
+from hydraspec.config.choices import added_workload, choices_of, shipped_shapes
 from hydraspec.config.derive import SHAPE
 from hydraspec.config.engines import NATIVE, VLLM, check_offer, check_vllm
 from hydraspec.config.messages import listing, nearest, refusal
@@ -311,7 +311,7 @@ def _check_workload(workload: WorkloadConfig) -> None:
                 remedy="choose workload=jsonl",
             )
         return
-    if not workload.path:
+    if not workload.path and added_workload(workload.name) is None:
         raise refusal(
             "workload.path",
             workload.path,

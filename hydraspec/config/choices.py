@@ -1,25 +1,78 @@
-"""The config tree that ships with the package: the choices of a group, and a value of one."""
+"""The config tree: the choices of a group, and a value of one.
+
+It ships with the package; --config-dir or hydra.searchpath add further places.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import EntryPoint
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from hydraspec import plugins
+from hydraspec.config.messages import refusal
+
+SEARCH_PATH = "hydra.searchpath"  # Hydra's key; --config-dir is its short form
 SHAPES = Path(__file__).resolve().parent.parent / "models" / "shapes"
+
+_places: tuple[str, ...] = ()  # beside the package's own
+
+
+def search(places: Sequence[str]) -> None:
+    """Take choices from these folders or "pkg://" packages too; replaces those of an earlier call.
+
+    Raises:
+        ConfigurationError: a place that there is not, or a YAML file that is in two of them.
+    """
+    global _places
+    roots = {place: _root(place) for place in places}
+    taken: dict[str, str] = dict.fromkeys(_yaml_files(_own_root()), "the package")
+    for place, root in roots.items():
+        for file in _yaml_files(root):
+            if file in taken:
+                raise refusal(
+                    SEARCH_PATH,
+                    place,
+                    f"holds {file}, which {taken[file]} has too",
+                    allowed="YAML files with names of their own",
+                    remedy=f"rename {place}/{file}",
+                )
+            taken[file] = place
+    _places = tuple(roots)
+    choices_of.cache_clear()
+    packaged.cache_clear()
+
+
+def search_path() -> list[str]:
+    """The places of the last `search`."""
+    return list(_places)
 
 
 @cache
 def choices_of(group: str) -> tuple[str, ...]:
     """Names that `group=<name>` takes, sorted; empty for a group that does not exist."""
-    folder = files("hydraspec.conf").joinpath(group)
-    if not folder.is_dir():
-        return ()
-    names = (entry.name for entry in folder.iterdir())
+    folders = (root.joinpath(group) for root in _roots())
+    names = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir()]
     return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
+
+
+def added_workload(name: str) -> EntryPoint | None:
+    """The function of another package that yields the lines of a workload; None for our own.
+
+    Raises:
+        ConfigurationError: a package takes the name of one of ours.
+    """
+    own = [place.name for place in _own_root().joinpath("workload").iterdir()]
+    ours = {file.removesuffix(".yaml"): "hydraspec.lab.workloads:read" for file in own}
+    point = plugins.offered(plugins.WORKLOADS, ours).get(name)
+    return None if point is None or point.dist is None else point
 
 
 def packaged_value(group: str, choice: str, key: str) -> str | None:
@@ -59,6 +112,47 @@ def packaged(group: str, choice: str) -> dict[Any, Any]:
     """What a choice's YAML holds, to be read only; empty without the choice."""
     if choice not in choices_of(group):
         return {}
-    text = files("hydraspec.conf").joinpath(group, f"{choice}.yaml").read_text(encoding="utf-8")
+    places = (root.joinpath(group, f"{choice}.yaml") for root in _roots())
+    text = next(place for place in places if place.is_file()).read_text(encoding="utf-8")
     loaded = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     return loaded if isinstance(loaded, dict) else {}
+
+
+def _roots() -> tuple[Traversable, ...]:
+    return (_own_root(), *map(_root, _places))
+
+
+def _own_root() -> Traversable:
+    return files("hydraspec.conf")
+
+
+def _root(place: str) -> Traversable:
+    """A folder or a package, written as Hydra has it in hydra.searchpath."""
+    scheme, _, rest = place.rpartition("://")
+    with suppress(ImportError, TypeError, ValueError):  # no such package
+        root = files(rest) if scheme == "pkg" else Path(rest).expanduser()
+        if scheme in ("", "file", "pkg") and root.is_dir():
+            return root
+    raise refusal(
+        SEARCH_PATH,
+        place,
+        "is no folder",
+        allowed="a folder with conf's layout (target/, method/, …), or pkg://<package>",
+        remedy=f"give one that exists, or leave --config-dir out (seen from {Path.cwd()})",
+    )
+
+
+def _yaml_files(root: Traversable) -> Iterator[str]:
+    """The YAML files of a place, in the folders that the package's own tree has."""
+    for group in ("", *_groups(_own_root(), "")):
+        folder = root.joinpath(group)
+        if folder.is_dir():
+            found = (entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+            yield from (f"{group}{name}" for name in found)
+
+
+def _groups(folder: Traversable, path: str) -> Iterator[str]:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.name.startswith("__"):
+            yield f"{path}{entry.name}/"
+            yield from _groups(entry, f"{path}{entry.name}/")

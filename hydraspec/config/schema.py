@@ -3,16 +3,19 @@
 Types only: values live in conf/, checks in checks.py.
 
 A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration. One
-marked OF_CHOICES stands in the YAML of choices only: nobody types it.
+marked OF_CHOICES stands in the YAML of choices only. One marked OF_METHOD has the keys that the
+chosen method declares (options.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 DERIVED = {"derived": True}
 OF_CHOICES = {"of_choices": True}
+OF_METHOD = {"of_method": True}
 AUTO = "auto"  # method.name until the drafter's folder has said which method it is for
 
 
@@ -73,6 +76,8 @@ class MethodConfig:
     draft_sampling: DraftSampling = DraftSampling.greedy
     verification: Verification = Verification.standard
     synthetic_acceptance_length: float | None = None
+    # The method's own keys, an instance of the dataclass it declares; null for one without any.
+    options: Any = field(default=None, metadata=OF_METHOD)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,5 +12,6 @@ from hydraspec.config.schema import RunConfig
 
 def resolve(config: RunConfig) -> None:
     """Fill in, in place, what checkpoints decide; see `factory`."""
+    factory.check_speculator(config)
     factory.check_device(config)
     factory.resolve_drafter(config)

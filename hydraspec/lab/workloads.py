@@ -1,4 +1,4 @@
-"""Workloads: JSON lines from a file or the zoo, or random tokens.
+"""Workloads: JSON lines from a file, the zoo or another package's function, or random tokens.
 
 Every line is checked before a run starts.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
+import json
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
 
-from hydraspec.config.choices import packaged
+from hydraspec import plugins
+from hydraspec.config.choices import added_workload, packaged
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     RunConfig,
@@ -85,7 +88,7 @@ def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
 
 
 def read(config: RunConfig) -> Workload | None:
-    """Read and check a workload file. None for workload=random, which needs a vocabulary first.
+    """Read and check the lines of a workload. None for random, which needs a vocabulary first.
 
     What is set and every line overrides is noted in config.warnings.
 
@@ -94,9 +97,14 @@ def read(config: RunConfig) -> Workload | None:
     """
     if config.workload.name == "random":
         return None
-    name, text = _read_text(config.workload)
+    added = added_workload(config.workload.name)
+    if added is None:
+        name, text = _read_text(config.workload)
+        lines: Iterable[bytes] = text.split(b"\n")
+    else:
+        name, lines = f"workload={added.name}", _lines_of(added, config)
     workload = Workload(requests=[], places={})
-    for number, line in enumerate(text.split(b"\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if len(workload.requests) == config.workload.limit:
             break
         if line.strip():
@@ -107,6 +115,18 @@ def read(config: RunConfig) -> Workload | None:
     return workload
 
 
+def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
+    """The lines of another package's workload: a function of the group's configuration and the
+    seed that yields JSON objects as a workload file has them.
+    """
+    function = plugins.load(added)
+    for line in function(config.workload, config.seed):
+        try:
+            yield json.dumps(line).encode()
+        except (TypeError, ValueError) as error:
+            raise plugins.broken(added, f"it yields no JSON object: {error}") from error
+
+
 def depends_on_seed(config: RunConfig) -> bool:
     """Whether another `seed` changes any output: random prompts, random weights, synthetic
     acceptance, or a request that samples and has no seed of its own.
@@ -115,6 +135,7 @@ def depends_on_seed(config: RunConfig) -> bool:
         WorkloadError: as `read`.
     """
     drawn = Weights.random in (config.target.weights, config.method.weights)
+    drawn |= added_workload(config.workload.name) is not None  # its function is given the seed
     if drawn or config.method.verification is Verification.synthetic:
         return True
     workload = read(copy.deepcopy(config))  # its notes are for the run

@@ -1,13 +1,16 @@
-"""Which module computes which model_type. Modules are imported when a checkpoint asks for them."""
+"""model_type → the function that loads its target.
+
+A family is imported when a checkpoint needs it.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hydraspec import plugins
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import open_checkpoint
@@ -43,13 +46,13 @@ def load_target(
     """
     opened = open_checkpoint(checkpoint)
     model_type = opened.config.get("model_type")
-    if model_type not in TARGETS:
+    families = plugins.offered(plugins.TARGETS, TARGETS)
+    if model_type not in families:
         raise CheckpointError(
             f"checkpoint {str(opened.folder)!r} has model_type {model_type!r}; targets are "
-            f"{', '.join(sorted(TARGETS))}" + _drafter_hint(opened.config)
+            f"{', '.join(sorted(families))}" + _drafter_hint(opened.config)
         )
-    module, function = TARGETS[model_type].split(":")
-    load = getattr(importlib.import_module(module), function)
+    load = plugins.load(families[model_type])
     model: TargetModel = load(opened, weights=weights, dtype=dtype, device=device, seed=seed)
     check_length(max_model_len, model.max_position_embeddings)
     return model

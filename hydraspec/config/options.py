@@ -1,0 +1,52 @@
+"""Options of a method: the keys under method.options, which the method declares in a dataclass.
+
+A built-in method names its dataclass in OPTIONS, a method of another package in an entry point. A
+field's type is checked as that of any key; `between` gives it a range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hydraspec import plugins
+from hydraspec.config.messages import refusal
+
+OPTIONS: dict[str, str] = {}  # method -> "module:dataclass"; no built-in method has any yet
+KEY = "method.options"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class NoOptions:
+    """The options of a method that has none."""
+
+
+def between(least: float, most: float) -> dict[str, Any]:
+    """Metadata of a number's field: `field(metadata=between(1, 8))`, both ends allowed."""
+    return {"range": (least, most)}
+
+
+def options_of(method: object) -> type:
+    """The dataclass of a method's options.
+
+    Raises:
+        ConfigurationError: an entry point that names no dataclass.
+    """
+    points = plugins.offered(plugins.OPTIONS, OPTIONS)
+    if method not in points:
+        return NoOptions
+    point = points[str(method)]
+    schema = plugins.load(point)
+    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
+        raise plugins.broken(point, f"{schema!r} is no dataclass")
+    return schema
+
+
+def check_options(options: Any) -> None:
+    """Refuse the first number outside its range."""
+    for field in dataclasses.fields(options):
+        least, most = field.metadata.get("range", (None, None))
+        value = getattr(options, field.name)
+        if least is not None and value is not None and not least <= value <= most:
+            key = f"{KEY}.{field.name}"
+            raise refusal(key, value, "is out of range", allowed=f"{least:g} to {most:g}")

@@ -1,0 +1,119 @@
+"""Keys that a method declares itself, under method.options: checked and recorded like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from installed import install, on_path
+from omegaconf import OmegaConf
+
+from hydraspec import plugins
+from hydraspec.cli.compose import plan
+from hydraspec.config import to_dict, to_run_config
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+
+SOURCE = """
+from dataclasses import dataclass, field
+from enum import Enum
+from hydraspec.config.options import between
+
+class Order(Enum):
+    newest = "newest"
+    oldest = "oldest"
+
+@dataclass(kw_only=True)
+class Options:
+    length: int = field(metadata=between(1, 4))
+    share: float = field(metadata=between(0, 1))
+    order: Order
+    stop: int | None = field(default=None, metadata=between(0, 9))
+
+    def __post_init__(self) -> None:
+        if self.length == 3:
+            raise ValueError("three is unlucky")
+"""
+YAML = """name: ngram
+num_speculative_tokens: 2
+needs_checkpoint: false
+options:
+  length: 2  # of the pattern
+  share: 0.5
+  order: newest
+"""
+KEYS = "allowed: keys of method.options are length, order, share"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[str]:
+    points = {plugins.OPTIONS: {"ngram": "acme_options:Options"}}
+    install(tmp_path, "acme-ngram", modules={"acme_options.py": SOURCE}, points=points)
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "ngram.yaml").write_text(YAML)
+    with on_path(tmp_path):
+        yield f"hydra.searchpath=['file://{tmp_path}']"
+
+
+def composed(*overrides: str) -> RunConfig:
+    (config,) = plan(overrides).jobs
+    return config
+
+
+def test_options_have_the_types_that_the_method_declares(place: str) -> None:
+    options = composed(place, "method=ngram", "method.options.share=1").method.options
+    assert (options.length, options.share, options.order.value) == (2, 1.0, "newest")
+    assert options.stop is None
+
+
+def test_options_are_swept_and_recorded(place: str) -> None:
+    swept = plan([place, "method=ngram", "method.options.length=1,2"], multirun=True)
+    assert [to_dict(job)["method"]["options"]["length"] for job in swept.jobs] == [1, 2]
+    for config in swept.jobs:
+        assert to_run_config(OmegaConf.create(OmegaConf.to_yaml(to_dict(config)))) == config
+    assert "options" not in to_dict(composed())["method"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "parts"),
+    [
+        ("method.options.length=5", ["method.options.length=5 is out of range", "allowed: 1 to 4"]),
+        ("method.options.length=x", ["method.options.length=x is text", "a whole number"]),
+        ("method.options.order=both", ["method.options.order=both is no choice", "newest, oldest"]),
+        ("method.options.length=3", ["cannot be used: three is unlucky", "keys of method.options"]),
+        ("method.options.lenght=1", ["method.options.lenght=1", KEYS, "did you mean"]),
+        ("+method.options.lenght=1", ["=1 is no key", KEYS, "did you mean method.options.length"]),
+        ("+method.options.stop=10", ["method.options.stop=10 is out of range", "0 to 9"]),
+        ("~method.options.length", ["method.options.length has no value", "a whole number"]),
+        ("method.options=3", ["method.options=3 is not a group", "length, order, share"]),
+    ],
+)
+def test_an_option_is_refused_with_key_value_range_and_remedy(
+    place: str, typed: str, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        composed(place, "method=ngram", typed)
+    message = str(refused.value)
+    assert [part for part in parts if part not in message] == []
+    assert len(message.splitlines()) == 3
+
+
+def test_a_method_without_options_takes_none(place: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"method\.options\.length=1 is no key of method=g"
+    ):
+        composed(place, "method.options.length=1")
+    with pytest.raises(
+        ConfigurationError, match=r"length=1 is no key\n.*method.options has no key"
+    ):
+        composed(place, "+method.options.length=1")
+
+
+def test_options_that_are_no_dataclass_name_their_package(tmp_path: Path) -> None:
+    points = {plugins.OPTIONS: {"ngram": "acme_odd:Options"}}
+    install(tmp_path, "acme-odd", modules={"acme_odd.py": "Options = dict"}, points=points)
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "ngram.yaml").write_text(YAML)
+    with on_path(tmp_path), pytest.raises(ConfigurationError, match=r"acme-odd 1\.0: .*dataclass"):
+        composed(f"hydra.searchpath=['file://{tmp_path}']", "method=ngram")
