@@ -1,7 +1,6 @@
 """Scheduling a step ahead of the results changes nothing that a user sees: tokens, acceptance and
-reasons are those of the engine that waits.
-
-The device of these tests does nothing until somebody waits for it, and freed cache is poison.
+reasons are those of the engine that waits. The device of these tests does nothing until its results
+are read, and freed cache is poison.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from tiny_targets import assistant_config, gemma4_config, run_config, write_fold
 
 from hydraspec.config.engines import check_offer
 from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig, Weights
-from hydraspec.engine.native.collect import Collector, Flight
+from hydraspec.engine.native.collect import Collected, Collector, Flight
 from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.launch import LaunchedStep
+from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
-from hydraspec.engine.native.timing import PhaseClock
+from hydraspec.engine.native.timing import StepClock
 from hydraspec.factory import build_speculator
 from hydraspec.graphs import no_graphs
 from hydraspec.speculators.base import BaseSpeculator
@@ -198,7 +197,7 @@ def test_without_drafts_only_a_stop_is_overrun(
 def test_the_device_is_given_a_step_before_the_last_is_in(
     dense: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise all of this is for nothing. Ends, where a result decides, are the exception."""
+    """Ends, where a result decides, are the exception."""
     engine = ahead_engine(dense)
     events: list[str] = []
     launch = engine.parts.runner.launch
@@ -304,7 +303,7 @@ def test_a_slow_launch_is_charged_to_its_own_step(
     """The bug: the step before a prompt, not collected yet, paid for the launch of the prompt, and
     decodes looked slow wherever requests came and went."""
     engine = ahead_engine(dense)
-    launch, num_slow = engine._start, 0
+    launch, num_slow = engine.parts.runner.launch, 0
 
     def slow_with_prompts(plan: StepPlan) -> LaunchedStep:
         nonlocal num_slow
@@ -313,7 +312,7 @@ def test_a_slow_launch_is_charged_to_its_own_step(
             time.sleep(0.3)
         return launch(plan)
 
-    monkeypatch.setattr(engine, "_start", slow_with_prompts)
+    monkeypatch.setattr(engine.parts.runner, "launch", slow_with_prompts)
     requests = requests_of(dense, SamplingParams(max_tokens=12, ignore_eos=True))[:3]
     events = engine.run(requests, concurrency=1)
     slow = [e for e in events if isinstance(e, StepRecord) and e.total_ms > 300]
@@ -361,11 +360,12 @@ def keep_the_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in flight counts though its request has ended."""
     true_collect = Collector.collect
 
-    def collect(self: Collector, flight: Flight, clock: PhaseClock):  # type: ignore[no-untyped-def]
+    def collect(self: Collector, flight: Flight, clock: StepClock) -> Collected:
         ended = [i.sequence for i in flight.scheduled if i.sequence.finish_reason is not None]
-        record, completions = true_collect(self, flight, clock)
+        collected = true_collect(self, flight, clock)
+        assert collected.record is not None
         for sequence in ended:
-            record.requests.append(
+            collected.record.requests.append(
                 RequestStep(
                     index=sequence.request.index,
                     num_rows=1,
@@ -376,7 +376,7 @@ def keep_the_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
                     output_token_ids=[],
                 )
             )
-        return record, completions
+        return collected
 
     monkeypatch.setattr(Collector, "collect", collect)
 

@@ -69,8 +69,9 @@ def make_fake(engine, mode: FakeTensorMode) -> None:  # type: ignore[no-untyped-
 
 def step_and_pretend(engine) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
     """Run the next step on fake tensors, then let the host think every draft was rejected."""
-    scheduled, plan = engine._next_plan()
-    _, target_step, verdict = engine.parts.runner.step(plan)
+    scheduled, plan = engine._schedule()
+    step = engine.parts.runner.run_eagerly(plan)
+    target_step, verdict = step.target_step, step.verdict
     k = engine.info.num_speculative_tokens
     assert isinstance(verdict.tokens, FakeTensor)
     assert isinstance(target_step.logits, FakeTensor)

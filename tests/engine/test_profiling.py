@@ -24,11 +24,11 @@ from hydraspec.engine.native.profiling import (
     MAX_STEPS,
     EventClock,
     milliseconds,
-    profile,
-    profile_steps,
+    profile_phases,
+    profile_step,
 )
 from hydraspec.engine.native.sequence import Sequence
-from hydraspec.engine.native.timing import PHASES
+from hydraspec.types import PHASES
 
 VERB_MS = {"place": 1.0, "prepare": 2.0, "forward": 30.0, "verify": 4.0, "commit": 5.0}
 PROPOSE_MS = 6.0
@@ -92,7 +92,7 @@ def test_a_device_profile_sums_verbs_by_phase(monkeypatch: pytest.MonkeyPatch) -
     with pytest.MonkeyPatch.context() as patch:
         give_work(engine, device, patch)
         num_replays = backend.num_replays
-        found = profile(engine, requests, device.event)
+        found = profile_phases(engine, requests, device.event)
         assert backend.num_replays == num_replays, "a graph ran in a profile"
     assert found is not None
     assert list(found) == list(PHASES)
@@ -114,18 +114,18 @@ def test_no_step_waits_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     step = engine.step
 
     def watched():  # type: ignore[no-untyped-def]
-        record, completions = step()
+        collected = step()
         waits.append(device.num_waits)
-        assert record is not None
-        steps.append(any(part.is_prefill for part in record.requests))
-        return record, completions
+        assert collected.record is not None
+        steps.append(any(part.is_prefill for part in collected.record.requests))
+        return collected
 
     monkeypatch.setattr(engine, "step", watched)
     requests = zoo_requests(5, longest=60)
     for request in requests:
         request.sampling.max_tokens, request.sampling.ignore_eos = 100, True
     engine.tokenize(requests)
-    assert profile(engine, requests, device.event) is not None
+    assert profile_phases(engine, requests, device.event) is not None
     assert not any(waits)
     assert steps.count(False) == MAX_STEPS
     assert steps[0]
@@ -148,7 +148,7 @@ def test_prompts_may_take_more_steps_than_a_profile_has() -> None:
         add(sequence)
 
     engine._scheduler.add = watched  # type: ignore[method-assign]
-    assert profile(engine, requests, FakeDevice().event) is not None
+    assert profile_phases(engine, requests, FakeDevice().event) is not None
     assert taken == [0, 1, 2, 3, 4]
 
 
@@ -162,14 +162,14 @@ def test_a_step_profile_is_of_steps_as_they_run(monkeypatch: pytest.MonkeyPatch)
     requests = zoo_requests(3)
     engine.tokenize(requests)
     device = FakeDevice()
-    num_replays, start = backend.num_replays, engine._start
-    found = profile_steps(engine, requests, device.event)
+    num_replays, clock = backend.num_replays, engine.parts.runner.clock
+    found = profile_step(engine, requests, device.event)
     assert found is not None
     assert backend.num_replays > num_replays
     assert found.step_ms > found.launch_ms > 0
     assert found.schedule_ms > 0
     assert found.device_ms == 0, "this device does nothing"
-    assert engine._start == start
+    assert engine.parts.runner.clock is clock
     assert not engine.parts.scheduler.running
 
 
@@ -179,23 +179,21 @@ def test_only_prompts_give_no_profile() -> None:
     for request in requests:
         request.sampling.max_tokens = 1
     engine.tokenize(requests)
-    assert profile(engine, requests, FakeDevice().event) is None
-    assert profile_steps(engine, requests, FakeDevice().event) is None
+    assert profile_phases(engine, requests, FakeDevice().event) is None
+    assert profile_step(engine, requests, FakeDevice().event) is None
     assert engine.profile_phases(requests) is None, "a CPU measures phases in every step"
     assert engine.profile_step(requests) is None
 
 
 def test_spans_of_a_phase_are_added() -> None:
     device = FakeDevice()
-    clock = EventClock(device.event)
-
-    def work(cost: float) -> float:
-        device.now += cost
-        return cost
-
-    verify, forward = clock.timed("verify", work), clock.timed("forward", work)
-    assert [verify(1.0), forward(2.0), verify(4.0)] == [1.0, 2.0, 4.0]
+    clock = EventClock(device.event, PHASES)
+    for phase, cost in (("verify", 1.0), ("forward", 2.0), ("verify", 4.0)):
+        with clock(phase):
+            device.now += cost
+    with clock("device"):  # is not one of these phases
+        device.now += 8.0
     spans = clock.take()
     assert milliseconds(spans) == dict.fromkeys(PHASES, 0.0) | {"verify": 5.0, "forward": 2.0}
-    assert all(a[2].at == b[1].at for a, b in pairwise(spans))  # type: ignore[attr-defined]
+    assert all(a.end.at == b.begin.at for a, b in pairwise(spans))  # type: ignore[attr-defined]
     assert clock.take() == []

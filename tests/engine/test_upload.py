@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.launch import RESULT_RING, ResultRing
+from hydraspec.engine.native.results import RESULT_RING, ResultRing
 from hydraspec.engine.native.runner import split_plan
 from hydraspec.engine.native.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
 from hydraspec.graphs import Descriptor

@@ -1,21 +1,21 @@
-"""From a step's results to host state, records and completions: the one place where the host waits
+"""From a step's results to host state, record and completions: the one place where the host waits
 for the device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydraspec.engine.finish import FinishCheck
-from hydraspec.engine.native.launch import LaunchedStep
+from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
-from hydraspec.engine.native.timing import PhaseClock
+from hydraspec.engine.native.timing import StepClock
 from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Flight:
     """A launched step whose results are not in the sequences yet."""
 
@@ -23,7 +23,16 @@ class Flight:
     step: LaunchedStep
     num_preempted: int  # while it was scheduled
     kv_usage: float  # with its blocks
-    launch_s: float  # what the host took to schedule and launch it
+    launch_ms: dict[str, float]  # of the host, for "schedule" and "launch"
+
+
+@dataclass(slots=True, frozen=True)
+class Collected:
+    """What a step brought."""
+
+    record: StepRecord | None  # None: no step has ended
+    completions: list[Completion] = field(default_factory=list)
+    error: NotFiniteError | None = None  # the first of its requests to have no finite logits
 
 
 class Collector:
@@ -32,15 +41,14 @@ class Collector:
     def __init__(self, scheduler: Scheduler, finish: FinishCheck, dtype: str) -> None:
         self._scheduler = scheduler
         self._finish = finish
-        self._dtype = dtype  # of the target, as messages name it
+        self._dtype = dtype  # of the target, for messages
         self._num_steps = 0
-        self._not_finite: NotFiniteError | None = None  # the first that was met
 
-    def collect(self, flight: Flight, clock: PhaseClock) -> tuple[StepRecord, list[Completion]]:
-        """Record and completions of a step; finished sequences give back slot and blocks.
+    def collect(self, flight: Flight, clock: StepClock) -> Collected:
+        """Finished sequences give back slot and blocks.
 
         What a request did in a step launched before it was known to have ended is dropped. One
-        whose logits are not finite ends with an error; `check` then fails the run.
+        whose logits are not finite ends with an error, which is that of the run.
         """
         result = flight.step.result()
         now = time.perf_counter()
@@ -48,6 +56,7 @@ class Collector:
         num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
         requests: list[RequestStep] = []
         completions = self.failed()
+        error: NotFiniteError | None = None
         for place, item in enumerate(flight.scheduled):
             sequence = item.sequence
             if sequence.finish_reason is not None:
@@ -56,7 +65,9 @@ class Collector:
             valid = emitted[:-1] if not_finite[place] else emitted
             requests.append(self._apply(item, drafts[place], emitted, valid, now))
             if len(valid) < len(emitted) and sequence.finish_reason is None:
-                self._fail(sequence)
+                found = self._not_finite(sequence)
+                sequence.fail(found.finding)
+                error = error or found
             self._scheduler.arrived(item)
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
@@ -64,7 +75,7 @@ class Collector:
         record = StepRecord(
             step=self._num_steps,
             phase_ms=clock.phase_ms(),
-            total_ms=clock.total_ms(flight.launch_s),
+            total_ms=clock.total_ms(flight.launch_ms),
             requests=requests,
             num_preempted=flight.num_preempted,
             num_running=len(self._scheduler.running),
@@ -72,7 +83,7 @@ class Collector:
             kv_usage=flight.kv_usage,
         )
         self._num_steps += 1
-        return record, completions
+        return Collected(record, completions, error)
 
     def failed(self) -> list[Completion]:
         """Completions of requests that can never be served."""
@@ -80,17 +91,9 @@ class Collector:
         self._scheduler.failed.clear()
         return completions
 
-    def check(self) -> None:
-        """Raise the NotFiniteError that a collected step met, once."""
-        error, self._not_finite = self._not_finite, None
-        if error is not None:
-            raise error
-
-    def _fail(self, sequence: Sequence) -> None:
+    def _not_finite(self, sequence: Sequence) -> NotFiniteError:
         position = len(sequence.output_token_ids)
-        error = NotFiniteError(sequence.request.id, position, self._dtype)
-        self._not_finite = self._not_finite or error
-        sequence.fail(error.finding)
+        return NotFiniteError(sequence.request.id, position, self._dtype)
 
     def _apply(
         self,

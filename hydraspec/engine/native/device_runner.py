@@ -19,13 +19,14 @@ from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.launch import (
+from hydraspec.engine.native.rehearsal import rehearsals
+from hydraspec.engine.native.results import (
+    DeviceStep,
     LaunchedStep,
     ResultRing,
     StepOutputs,
     packed_results,
 )
-from hydraspec.engine.native.rehearsal import rehearsals
 from hydraspec.engine.native.runner import Runner, split_plan
 from hydraspec.engine.native.upload import PlanUpload, UploadShape
 from hydraspec.engine.native.variants import GREEDY, GREEDY_VARIANT, SamplingVariants
@@ -263,13 +264,16 @@ class DeviceRunner(Runner):
         return (whole, RowSegment(t, 1, b - 1, 0, longest)) if b > 1 else (whole,)
 
     def _captured_step(self, inputs: PlanTensors) -> StepOutputs:
-        batch, target_step, verdict = self.decide(inputs)
-        outputs = StepOutputs(packed_results(batch, verdict))
-        if self.modes.holds_propose:
-            self.propose(batch, target_step, verdict)
-        else:
-            outputs.batch, outputs.target_step, outputs.verdict = batch, target_step, verdict
-        return outputs
+        step = self.run(inputs, proposes=False)
+        packed = packed_results(step)
+        if not self.modes.holds_propose:
+            return StepOutputs(packed, undrafted=step)
+        self._propose_late(step)
+        return StepOutputs(packed)
+
+    def _propose_late(self, step: DeviceStep) -> None:
+        with self.clock("propose"):
+            self.propose(step.batch, step.target_step, step.verdict)
 
     def _draft_batch(self, num_requests: int) -> Batch:
         """A greedy batch of padding, over the tables and slots that every batch stands in."""
@@ -321,14 +325,11 @@ class DeviceRunner(Runner):
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Packed results, padding behind those of the plan's requests."""
         if captured is None:
-            batch, _, verdict = self.run(self.place(plan))
-            return packed_results(batch, verdict)
+            return packed_results(self.run_eagerly(plan))
         self.upload.write(captured.descriptor, plan)
         outputs = captured.replay()
-        if outputs.batch is not None:
-            assert outputs.target_step is not None
-            assert outputs.verdict is not None
-            self.propose(outputs.batch, outputs.target_step, outputs.verdict)
+        if outputs.undrafted is not None:
+            self._propose_late(outputs.undrafted)
         return outputs.packed
 
     def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
@@ -15,13 +14,13 @@ from hydraspec_kernels.runtime.ahead import num_compiled
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
-from hydraspec.engine.native.collect import Collector, Flight
-from hydraspec.engine.native.launch import LaunchedStep
+from hydraspec.engine.native.collect import Collected, Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
-from hydraspec.engine.native.profiling import profile, profile_steps
+from hydraspec.engine.native.profiling import profile_phases, profile_step
+from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
-from hydraspec.engine.native.timing import Clock, PhaseClock
+from hydraspec.engine.native.timing import Clock, StepClock
 from hydraspec.engine.native.variants import flags_of
 from hydraspec.engine.prompts import tokenize
 from hydraspec.types import (
@@ -52,50 +51,54 @@ class NativeEngine(Engine):
         self._runs_ahead = bool(self.info.async_scheduling)
         self._in_flight: Flight | None = None  # launched, not collected
         on_cpu = self.parts.target.device.type == "cpu"
-        self._clock = PhaseClock(enabled=on_cpu and not self._runs_ahead)
-        self._schedule = self._clock.timed("schedule", self._next_plan)
-        self._start = self._start_step
-        self.parts.runner.time_with(self._clock)
+        self.clock = StepClock(has_phases=on_cpu and not self._runs_ahead)
+        if on_cpu and not self._runs_ahead:
+            self.parts.runner.clock = self.clock
+
+    def run(
+        self, requests: Seq[Request], *, concurrency: int | None
+    ) -> Generator[StepRecord | Completion]:
+        pending, limit, num_offered = deque(requests), concurrency or len(requests), 0
+        with self.parts.runner.kv.lease.taken():
+            try:
+                while pending or num_offered:
+                    while pending and num_offered < limit:
+                        self._scheduler.add(_new_sequence(pending.popleft()))
+                        num_offered += 1
+                    collected = self.step()
+                    num_offered -= len(collected.completions)
+                    if collected.record is not None:
+                        yield collected.record
+                    yield from collected.completions
+                    if collected.error is not None:
+                        raise collected.error
+            finally:
+                self._drop_requests()
 
     @torch.inference_mode()
-    def step(self) -> tuple[StepRecord | None, list[Completion]]:
-        """Launch the next step and collect one: the same, or where the host runs ahead the one
-        before. The record is None when there was none to collect."""
+    def step(self) -> Collected:
+        """Schedule and launch the next step, then collect one: the same or, where the host runs
+        ahead, the one launched before it."""
+        clock, runner = self.clock, self.parts.runner
         if self._in_flight is None:
-            self._clock.start()
-        launched = self._launch()
+            clock.start()
+        with clock("schedule"):
+            scheduled, plan = self._schedule()
+        flight = None
+        if plan is not None:
+            with clock("launch"), runner.clock("device"):
+                launched = runner.launch(plan)
+            flight = self._flight(scheduled, launched)
         if self._runs_ahead:
-            launched, self._in_flight = self._in_flight, launched
-        if launched is None:
-            return None, self._collector.failed()
-        collected = self._collector.collect(launched, self._clock)
-        self._clock.start()  # with a step in flight, the next one's time counts from here
+            flight, self._in_flight = self._in_flight, flight
+        if flight is None:
+            return Collected(None, self._collector.failed())
+        collected = self._collector.collect(flight, clock)
+        clock.start(flight.launch_ms)  # with a step in flight, the next one's time counts from here
         return collected
 
-    def _launch(self) -> Flight | None:
-        """Give the device its next step; None when nobody can run."""
-        begin = time.perf_counter()
-        scheduled, plan = self._schedule()
-        if plan is None:
-            return None
-        scheduler = self._scheduler
-        flight = Flight(
-            scheduled,
-            self._start(plan),
-            num_preempted=scheduler.take_num_preempted(),
-            kv_usage=scheduler.kv.usage,
-            launch_s=0.0,
-        )
-        if self._runs_ahead:
-            scheduler.launched(scheduled)
-        flight.launch_s = time.perf_counter() - begin
-        self._clock.launched(flight.launch_s)
-        return flight
-
-    def _start_step(self, plan: StepPlan) -> LaunchedStep:
-        return self.parts.runner.launch(plan)
-
-    def _next_plan(self) -> tuple[list[Scheduled], StepPlan | None]:
+    def _schedule(self) -> tuple[list[Scheduled], StepPlan | None]:
+        """The rows of the next step; requests that were admitted get their slot's state."""
         scheduled = self._scheduler.schedule()
         for sequence in self._scheduler.admitted:
             if sequence.slot >= 0:
@@ -107,31 +110,21 @@ class NativeEngine(Engine):
                 )
         return scheduled, self._scheduler.plan(scheduled) if scheduled else None
 
-    def run(
-        self, requests: Seq[Request], *, concurrency: int | None
-    ) -> Generator[StepRecord | Completion]:
-        with self.parts.runner.kv.lease.taken():
-            try:
-                yield from self._run(deque(requests), concurrency or len(requests))
-            finally:
-                self._drop_everything()
+    def _flight(self, scheduled: list[Scheduled], launched: LaunchedStep) -> Flight:
+        scheduler = self._scheduler
+        if self._runs_ahead:
+            scheduler.launched(scheduled)
+        return Flight(
+            scheduled,
+            launched,
+            num_preempted=scheduler.take_num_preempted(),
+            kv_usage=scheduler.kv.usage,
+            launch_ms=self.clock.launch_ms(),
+        )
 
-    def _run(self, pending: deque[Request], concurrency: int) -> Generator[StepRecord | Completion]:
-        num_offered = 0
-        while pending or num_offered:
-            while pending and num_offered < concurrency:
-                self._scheduler.add(_new_sequence(pending.popleft()))
-                num_offered += 1
-            record, completions = self.step()
-            num_offered -= len(completions)
-            if record is not None:
-                yield record
-            yield from completions
-            self._collector.check()
-
-    def _drop_everything(self) -> None:
-        """Forget every request, and wait until the device has too: the cache may have another
-        engine next (`baseline`)."""
+    def _drop_requests(self) -> None:
+        """Forget unfinished requests, and wait until the device has done the step in flight: the
+        cache may serve another engine next (`baseline`)."""
         flight, self._in_flight = self._in_flight, None
         self._scheduler.clear()
         if flight is not None:
@@ -158,35 +151,25 @@ class NativeEngine(Engine):
     def profile_step(self, requests: Seq[Request]) -> StepProfile | None:
         if self.parts.target.device.type == "cpu":
             return None
-        return profile_steps(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+        return profile_step(self, requests, lambda: torch.cuda.Event(enable_timing=True))
 
     def profile_phases(self, requests: Seq[Request]) -> dict[str, float] | None:
         """None on a CPU, where phases are measured in every step."""
         if self.parts.target.device.type == "cpu":
             return None
-        return profile(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+        return profile_phases(self, requests, lambda: torch.cuda.Event(enable_timing=True))
 
     @contextmanager
-    def scheduling_timed_by(self, clock: Clock) -> Iterator[None]:
-        """For a while: no step ahead of results, and `clock` takes the time of scheduling."""
-        before = self._schedule, self._runs_ahead
-        self._schedule, self._runs_ahead = clock.timed("schedule", self._next_plan), False
+    def timed_by(self, clock: Clock, *, ahead: bool) -> Iterator[None]:
+        """While it lasts, `clock` times what the device does, and no step runs ahead of results
+        unless `ahead` is true."""
+        runner = self.parts.runner
+        before = runner.clock, self._runs_ahead
+        runner.clock, self._runs_ahead = clock, self._runs_ahead and ahead
         try:
             yield
         finally:
-            self._schedule, self._runs_ahead = before
-
-    @contextmanager
-    def launches_timed_by(self, clock: Clock, device: Clock) -> Iterator[None]:
-        """For a while: `clock` takes the host's time of scheduling and launching, and `device` the
-        device's of a launched step."""
-        before = self._schedule, self._start
-        self._schedule = clock.timed("schedule", self._next_plan)
-        self._start = clock.timed("launch", device.timed("device", self._start_step))
-        try:
-            yield
-        finally:
-            self._schedule, self._start = before
+            runner.clock, self._runs_ahead = before
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
@@ -199,12 +182,13 @@ class NativeEngine(Engine):
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
         )
-        # Logits that are not finite are an answer here.
-        with self.parts.runner.keep_logits() as kept, suppress(NotFiniteError):
-            for _ in self.run([request], concurrency=1):
-                pass
-        assert kept, "a prompt that does not fit samples nothing"
-        return kept[0][-1].double().cpu().numpy()
+        runner = self.parts.runner
+        with runner.keeping_logits():
+            with suppress(NotFiniteError):  # they are an answer here
+                for _ in self.run([request], concurrency=1):
+                    pass
+            assert runner.kept_logits is not None, "a prompt that does not fit samples nothing"
+            return runner.kept_logits[-1].double().cpu().numpy()
 
 
 def _new_sequence(request: Request) -> Sequence:

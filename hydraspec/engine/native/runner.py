@@ -1,7 +1,7 @@
-"""The device's share of a step: prepare → forward → verify → commit → propose, over persistent
+"""The device's part of a step: prepare → forward → verify → commit → propose, over persistent
 state.
 
-Nothing in here reads the device from the host: results travel by themselves (`LaunchedStep`).
+Nothing here reads the device from the host: results travel by themselves (`LaunchedStep`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.launch import LaunchedStep, launched_on_cpu
+from hydraspec.engine.native.results import DeviceStep, LaunchedStep, launched_on_cpu
 from hydraspec.engine.native.state import commit, store_draft
-from hydraspec.engine.native.timing import Clock
+from hydraspec.engine.native.timing import Clock, no_clock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
@@ -31,13 +31,9 @@ from hydraspec.types import (
     Verdict,
 )
 
-VERBS = ("place", "prepare", "forward", "verify", "commit", "propose")
-PHASES = {"place": "prepare", "commit": "verify"}  # verbs that are a part of another's phase
-
 
 class Runner:
-    """Runs the verbs of a step. Each is a method so that the engine can time it and a graph can
-    hold it."""
+    """Runs the verbs of a step, which a graph may hold."""
 
     def __init__(
         self,
@@ -53,7 +49,9 @@ class Runner:
         self.kv = kv
         self.state = state
         self._placer = PlanPlacer(target.device)
-        self._kept_logits: list[Tensor] | None = None  # somebody asks for them, see `keep_logits`
+        self.clock: Clock = no_clock
+        self._keeps_logits = False
+        self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
         speculator.bind_kv_caches(kv.specs, kv.caches)
 
     def place(self, plan: StepPlan) -> PlanTensors:
@@ -68,14 +66,15 @@ class Runner:
         hidden, aux = self.target.forward(
             batch, self.kv.caches, self.speculator.aux_layer_ids, needed
         )
-        return TargetStep(
-            hidden_states=hidden, logits=self._logits(batch, hidden), aux_hidden_states=aux
-        )
+        logits = self._logits(batch, hidden)
+        if self._keeps_logits and logits.shape[0]:
+            self.kept_logits = logits
+        return TargetStep(hidden_states=hidden, logits=logits, aux_hidden_states=aux)
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         if batch.logits_rows is None:
             return self.target.compute_logits(hidden)
-        if batch.logits_rows.shape[0] == 0:  # nobody samples: no kernel runs on no rows
+        if batch.logits_rows.shape[0] == 0:  # no request samples, and no kernel takes zero rows
             return hidden.new_empty(0, self.target.vocab_size)
         return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
 
@@ -90,23 +89,6 @@ class Runner:
         if draft is not None:
             store_draft(self.state, batch, draft)
 
-    def time_with(self, clock: Clock) -> None:
-        """Have `clock` take the time of every verb."""
-        for verb in VERBS:
-            phase = PHASES.get(verb, verb)
-            setattr(self, verb, clock.timed(phase, getattr(self, verb)))
-
-    @contextmanager
-    def timed_with(self, clock: Clock) -> Iterator[None]:
-        """The same for a while."""
-        before = {verb: getattr(self, verb) for verb in VERBS}
-        self.time_with(clock)
-        try:
-            yield
-        finally:
-            for verb, call in before.items():
-                setattr(self, verb, call)
-
     def capture_variant(self, flags: SamplingFlags) -> None:
         """Capture graphs of a way of sampling ahead of the requests that need them."""
         return None
@@ -120,43 +102,42 @@ class Runner:
         return nullcontext()
 
     @contextmanager
-    def keep_logits(self) -> Iterator[list[Tensor]]:
-        """While it lasts, steps run eagerly and the list has the logits [N, V] of the newest that
-        sampled. Nothing keeps them otherwise: they are large, and graphs write over theirs."""
-        kept: list[Tensor] = []
-        self._kept_logits = kept
+    def keeping_logits(self) -> Iterator[None]:
+        """While it lasts, steps run eagerly, and `kept_logits` are those of the newest step that
+        sampled. They are dropped otherwise: they are large, and graphs write over theirs."""
+        self._keeps_logits = True
         try:
             with self.eagerly():
-                yield kept
+                yield
         finally:
-            self._kept_logits = None
+            self._keeps_logits, self.kept_logits = False, None
 
-    @torch.inference_mode()
-    def step(self, plan: StepPlan) -> tuple[Batch, TargetStep, Verdict]:
-        """The device's verbs, in order."""
-        return self.run(self.place(plan))
+    def run(self, inputs: PlanTensors, *, proposes: bool = True) -> DeviceStep:
+        """The device's verbs, in order, over a plan in place; drafting may be left for later."""
+        clock = self.clock
+        with clock("prepare"):
+            batch = self.prepare(inputs)
+        with clock("forward"):
+            target_step = self.forward(batch)
+        with clock("verify"):
+            verdict = self.verify(batch, target_step)
+        with clock("verify"):
+            self.commit(batch, verdict)
+        if proposes:
+            with clock("propose"):
+                self.propose(batch, target_step, verdict)
+        return DeviceStep(batch, target_step, verdict)
 
-    def run(self, inputs: PlanTensors) -> tuple[Batch, TargetStep, Verdict]:
-        """The same over a plan that is in place: what a graph of a whole step holds."""
-        batch, target_step, verdict = self.decide(inputs)
-        self.propose(batch, target_step, verdict)
-        return batch, target_step, verdict
-
-    def decide(self, inputs: PlanTensors) -> tuple[Batch, TargetStep, Verdict]:
-        """A step but for its last verb."""
-        batch = self.prepare(inputs)
-        target_step = self.forward(batch)
-        if self._kept_logits is not None and target_step.logits.shape[0]:
-            self._kept_logits[:] = [target_step.logits]
-        verdict = self.verify(batch, target_step)
-        self.commit(batch, verdict)
-        return batch, target_step, verdict
+    def run_eagerly(self, plan: StepPlan) -> DeviceStep:
+        """Place a plan and run its verbs."""
+        with self.clock("prepare"):
+            inputs = self.place(plan)
+        return self.run(inputs)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step; its results come when they are asked for."""
-        batch, _, verdict = self.step(plan)
-        return launched_on_cpu(batch, verdict)
+        """Start a step; its results come when they are read."""
+        return launched_on_cpu(self.run_eagerly(plan))
 
 
 def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:

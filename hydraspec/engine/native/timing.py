@@ -1,89 +1,84 @@
-"""Wall time of a step, and of its phases where the host runs it: on CUDA a launch returns before
-the work is done, and a host that runs ahead does two steps' work at once."""
+"""Clocks of the engine's loop, used as `with clock("forward"):`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-from hydraspec.types import PHASES as PHASES
+from hydraspec.types import PHASES
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_NOTHING = nullcontext()
+NO_LAUNCH = {"schedule": 0.0, "launch": 0.0}
 
 
 class Clock(Protocol):
-    """Takes the time of calls."""
+    """Times the body of `with clock(phase):`."""
 
-    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, with what it takes added to `phase`."""
-        ...
+    def __call__(self, phase: str) -> AbstractContextManager[object]: ...
 
 
-class HostClock:
-    """Wall milliseconds of calls by name, since the last `take`."""
+def no_clock(phase: str) -> AbstractContextManager[object]:
+    """The clock of what is not timed."""
+    return _NOTHING
+
+
+class _Span:
+    """Wall milliseconds spent inside: added up, and the last time."""
+
+    __slots__ = ("_began", "last_ms", "ms")
 
     def __init__(self) -> None:
-        self._ms: dict[str, float] = {}
+        self.ms = self.last_ms = 0.0
 
-    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, with its wall time added to `phase`."""
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                taken = (time.perf_counter() - begin) * 1e3
-                self._ms[phase] = self._ms.get(phase, 0.0) + taken
-
-        return call
-
-    def take(self) -> dict[str, float]:
-        """What was taken since the last call."""
-        taken, self._ms = self._ms, {}
-        return taken
+    def __exit__(self, *exception: object) -> None:
+        self.last_ms = (time.perf_counter() - self._began) * 1e3
+        self.ms += self.last_ms
 
 
-class PhaseClock:
-    """Accumulates seconds per phase since `start`. Disabled, phases read null and only the total is
-    taken.
+class StepClock:
+    """Wall time of a step on the host, and of its phases since `start`.
 
-    A launch counts for the step that is launched: where the host runs a step ahead, the time to
-    launch a prompt is no part of the decode step whose results it has not collected yet.
+    The phases are those of the device's work only where the host itself does that work, one step at
+    a time: on CUDA a launch returns before the work is done.
+
+    Scheduling and launching count for the step that is launched: where the host runs a step ahead,
+    the time to launch a prompt is no part of the decode step whose results it collects next.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._started = self._launching = 0.0
+    def __init__(self, *, has_phases: bool) -> None:
+        """has_phases: every phase of a step is timed with this clock."""
+        self._has_phases = has_phases
+        self._spans = defaultdict[str, _Span](_Span)
+        self._started = 0.0
+        self.last_launch_ms: dict[str, float] = {}  # of the step that ended last
 
-    def start(self) -> None:
-        self._started, self._launching = time.perf_counter(), 0.0
-        for phase in PHASES:
-            self._seconds[phase] = 0.0
+    def __call__(self, phase: str) -> AbstractContextManager[object]:
+        return self._spans[phase]
 
-    def timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, with its wall time added to `phase`."""
-        if not self._enabled:
-            return function
+    def start(self, ended_launch_ms: Mapping[str, float] = NO_LAUNCH) -> None:
+        """A step begins, after one that was scheduled and launched in so many milliseconds."""
+        self.last_launch_ms = dict(ended_launch_ms)
+        for span in self._spans.values():
+            span.ms = 0.0
+        self._started = time.perf_counter()
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._seconds[phase] += time.perf_counter() - begin
-            return result
+    def launch_ms(self) -> dict[str, float]:
+        """Scheduling and launching, the last time."""
+        return {phase: self._spans[phase].last_ms for phase in NO_LAUNCH}
 
-        return call
-
-    def launched(self, seconds: float) -> None:
-        """A step was launched since `start`, which took so long."""
-        self._launching += seconds
-
-    def total_ms(self, launch_s: float) -> float:
-        """Since `start`, but of the launches only that of the step itself, whenever it was."""
-        return (time.perf_counter() - self._started - self._launching + launch_s) * 1e3
+    def total_ms(self, launch_ms: Mapping[str, float]) -> float:
+        """Since `start`, with the step's own `launch_ms` in place of all launching since then,
+        which may be other steps'."""
+        elapsed = (time.perf_counter() - self._started) * 1e3
+        launching = sum(self._spans[phase].ms for phase in NO_LAUNCH)
+        return elapsed - launching + sum(launch_ms.values())
 
     def phase_ms(self) -> dict[str, float | None]:
-        return {phase: self._seconds[phase] * 1e3 if self._enabled else None for phase in PHASES}
+        """By phase, null where phases are not timed."""
+        return {phase: self._spans[phase].ms if self._has_phases else None for phase in PHASES}

@@ -1,5 +1,5 @@
-"""Results of launched steps on their way to the host: pinned memory and an event, no waiting until
-somebody asks."""
+"""What a step computes on the device, and how its results reach the host: through pinned memory
+and an event, on which the host waits only when it reads them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from hydraspec.types import Batch, TargetStep, Verdict
 RESULT_RING = 4  # launches whose results may be under way at once
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
+class DeviceStep:
+    """What the device's verbs computed."""
+
+    batch: Batch
+    target_step: TargetStep
+    verdict: Verdict
+
+
+@dataclass(slots=True, frozen=True)
 class StepOutputs:
-    """What a captured step leaves behind: beside results, what drafting reads where it comes after
-    the graph."""
+    """Outputs of a captured step."""
 
     packed: Tensor  # [B, 2K+3], see packed_results
-    batch: Batch | None = None
-    target_step: TargetStep | None = None
-    verdict: Verdict | None = None
+    undrafted: DeviceStep | None = None  # what `propose` reads, where it runs after the graph
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,7 +43,7 @@ class StepResult:
 
 
 class LaunchedStep:
-    """A step that runs, or has run."""
+    """A step that is running or has run."""
 
     def __init__(
         self, fetch: Callable[[], StepResult], event: torch.cuda.Event | None = None
@@ -55,22 +61,24 @@ class LaunchedStep:
         return self._result
 
 
-def launched_on_cpu(batch: Batch, verdict: Verdict) -> LaunchedStep:
-    """Results that are there already."""
+def launched_on_cpu(step: DeviceStep) -> LaunchedStep:
+    """A step that has run on the CPU."""
+    verdict, drafts = step.verdict, step.batch.draft_tokens
 
     def fetch() -> StepResult:
         return StepResult(
             verdict.tokens.numpy(),
             verdict.num_sampled.numpy(),
             verdict.not_finite.numpy(),
-            batch.draft_tokens.numpy(),
+            drafts.numpy(),
         )
 
     return LaunchedStep(fetch)
 
 
-def packed_results(batch: Batch, verdict: Verdict) -> Tensor:
+def packed_results(step: DeviceStep) -> Tensor:
     """[B, 2K+3]: tokens, num_sampled, not_finite, drafts under verification, for one copy."""
+    batch, verdict = step.batch, step.verdict
     count, broken = verdict.num_sampled.unsqueeze(1), verdict.not_finite.unsqueeze(1)
     return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
 
@@ -92,7 +100,7 @@ class ResultRing:
     def launched(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
         """parts: packed results of each part of a step and how many of its requests are real.
 
-        A result nobody has fetched by the time its memory is needed again is fetched now.
+        An older result that still lies in the memory of this one is fetched first.
         """
         place, self._turn = self._turn, (self._turn + 1) % RESULT_RING
         before = self._users[place]
