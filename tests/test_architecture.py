@@ -85,9 +85,9 @@ OWNERS = {
     ],
     "yaml": ["hydraspec/lab/*", "hydraspec/report/*"],
     "datasets": ["hydraspec/lab/*"],
-    "matplotlib": ["hydraspec/report/*"],
+    "jinja2": ["hydraspec/report/html.py"],
 }
-LAZY = {"wandb", "datasets", "matplotlib", "vllm"}  # imported inside functions only
+LAZY = {"wandb", "datasets", "vllm"}  # imported inside functions only
 
 # Files of the step, and in them the functions that run outside it, while loading.
 STEP_FILES = [

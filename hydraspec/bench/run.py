@@ -71,7 +71,7 @@ def run(
     def save(status: str) -> Json:
         with interrupts_held_back():
             result = _result(config, parts, status)
-            bench_table.print_table(result, console)
+            bench_table.print_result(result, console)
             if replaces and not any(part["rows"] for part in parts):
                 log.warning("%s: nothing was measured: the older run's files stay", folder.path)
                 return result

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape as plain_markup
-from rich.table import Table
 
 from hydraspec.metrics.files import Json
-from hydraspec.report.style import card, facts, page, table
+from hydraspec.report import html
+from hydraspec.report.console import print_table
 
 OURS, THEIRS = "native", "vllm"
 GIB = 1 << 30
@@ -37,33 +34,22 @@ def ratios(result: Json) -> Json:
     return found
 
 
-def print_table(result: Json, console: Console) -> None:
+def print_result(result: Json, console: Console) -> None:
     """The table, what it was measured on, and why cells are missing."""
-    shown = Table(
-        title=title_of(result), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0
-    )
-    header, lines = header_of(result), list(cells_of(result))
-    for i, heading in enumerate(header):
-        width = max([len(line[i]) for line in lines], default=0)
-        shown.add_column(
-            plain_markup(heading), justify="left" if i < 2 else "right", min_width=min(width, 20)
-        )
-    for line in lines:
-        shown.add_row(*map(plain_markup, line))
-    console.print(shown)
+    print_table(console, title_of(result), header_of(result), list(cells_of(result)), num_left=2)
     for name, text in notes_of(result):
         console.print(f"{name}: {text}", markup=False, soft_wrap=True)
 
 
 def page_of(result: Json) -> str:
     """bench.html."""
-    lines = list(cells_of(result))
-    body = (
-        f"<h1>{escape(title_of(result))}</h1>"
-        + card("Milliseconds per output token", table(header_of(result), lines))
-        + card("Measured on", facts([list(note) for note in notes_of(result)]))
+    return html.render(
+        "bench.html",
+        title=title_of(result),
+        header=header_of(result),
+        lines=list(cells_of(result)),
+        notes=list(notes_of(result)),
     )
-    return page(title_of(result), body)
 
 
 def title_of(result: Json) -> str:

@@ -10,7 +10,7 @@ from math import comb
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.lab.scoring import score_completion
 from hydraspec.metrics.files import Json
-from hydraspec.report.console import interval
+from hydraspec.report.figures import interval
 from hydraspec.types import Completion, Request
 
 HARDLY_EVER = 0.05  # of first drafts; a drafter that fits its target has most of them accepted

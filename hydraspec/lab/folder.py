@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from hydraspec.errors import printable
 from hydraspec.metrics.files import (
     Json,
     cannot_write,
@@ -96,12 +95,12 @@ class RunFolder:
 
     def write_report(self, page: str) -> None:
         """report.html."""
-        write_whole(self.path / REPORT, printable(page))
+        write_whole(self.path / REPORT, page)
 
     def write_bench(self, result: Json, page: str) -> None:
         """bench.json and bench.html."""
         write_whole(self.path / BENCH, pretty_json(result))
-        write_whole(self.path / BENCH_REPORT, printable(page))
+        write_whole(self.path / BENCH_REPORT, page)
 
 
 def _is_of_a_run(path: Path) -> bool:

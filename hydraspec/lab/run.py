@@ -279,7 +279,7 @@ class _Run:
     def _write(self, result: Json, rows: Sequence[Json]) -> None:
         self.folder.write_summary(result)
         made = f"{self.when}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
-        samples = self.samples.render({row["id"]: row for row in rows})
+        samples = self.samples.samples({row["id"]: row for row in rows})
         page = report.render(result, resolved=self.resolved, samples=samples, made=made)
         self.folder.write_report(page)
 

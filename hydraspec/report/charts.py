@@ -1,12 +1,32 @@
-"""Charts as inline SVG, drawn from plain numbers. Colours are CSS variables of report_style."""
+"""Charts as SVG elements with their geometry; a template writes them. Colours are CSS values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 WIDTH = 480
+
+
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """An SVG element: tag, attributes, text, and the title shown on hovering."""
+
+    tag: str
+    attributes: Mapping[str, object]  # None is left out
+    text: str = ""
+    title: str = ""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Chart:
+    """A drawing of `width` x `height`; `description` is for readers who do not see it."""
+
+    height: float
+    description: str
+    marks: list[Mark]
+    legend: Sequence[tuple[str, str]] = ()  # (name, colour)
+    width: float = WIDTH
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -38,110 +58,97 @@ class Stack:
     text: str
 
 
-def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description: str) -> str:
+def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description: str) -> Chart:
     """Rates from 0 to 1 as upright bars in groups, a group per label."""
     height, left, bottom, top = 230, 38, 26, 14
     plot = height - top - bottom
-    parts = []
+    marks = []
     for percent in (0, 25, 50, 75, 100):
         y = top + plot * (1 - percent / 100)
-        parts.append(f'<line class="grid" x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{percent}%</text>'
-        )
+        marks += [_line(left, WIDTH, y, y), _text(left - 6, y + 4, f"{percent}%", "end", "axis")]
     group = (WIDTH - left) / max(1, len(labels))
     bar = min(46.0, group * 0.78 / len(series))
     for i, label in enumerate(labels):
         middle = left + group * (i + 0.5)
-        parts.append(
-            f'<text class="axis" x="{middle:.1f}" y="{height - 8}" text-anchor="middle">'
-            f"{escape(label)}</text>"
-        )
+        marks.append(_text(middle, height - 8, label, "middle", "axis"))
         for j, one in enumerate(series):
-            value = one.values[i]
-            if value is None:
+            if (value := one.values[i]) is None:
                 continue
-            x, size = middle + (j - len(series) / 2) * bar, plot * value
-            y = top + plot - size
-            parts.append(
-                f'<rect x="{x + 1.5:.1f}" y="{y:.1f}" width="{bar - 3:.1f}" height="{size:.1f}" '
-                f'rx="3" fill="{one.color}"><title>{escape(one.name)}: {value:.1%}</title></rect>'
-            )
+            x, y = middle + (j - len(series) / 2) * bar, top + plot * (1 - value)
+            title = f"{one.name}: {value:.1%}"
+            marks.append(_bar(x + 1.5, y, bar - 3, plot * value, 3, one.color, title))
             if bar >= 24:
-                parts.append(
-                    f'<text x="{x + bar / 2:.1f}" y="{y - 4:.1f}" text-anchor="middle">'
-                    f"{100 * value:.0f}</text>"
-                )
-    return _svg(height, parts, description)
+                marks.append(_text(x + bar / 2, y - 4, f"{100 * value:.0f}", "middle"))
+    legend = [(one.name, one.color) for one in series]
+    return Chart(height=height, description=description, marks=marks, legend=legend)
 
 
-def horizontal_bars(
-    bars: Sequence[Bar], *, description: str, origin: float = 0.0, mark: float | None = None
-) -> str:
-    """A bar per row from `origin`, with a whisker for its interval; `mark` is a dashed line."""
+def horizontal_bars(bars: Sequence[Bar], *, description: str, mark: float | None = None) -> Chart:
+    """A bar per row from 0, with a whisker for its interval; `mark` is a dashed line."""
     row, left, right = 34, _label_width([b.label for b in bars]), 92
-    ends = [b.value for b in bars] + [b.ci95[1] for b in bars if b.ci95] + [mark or origin]
-    span = max(ends) - origin or 1.0
-    scale = (WIDTH - left - right) / span
-    parts = []
-    for number, bar in enumerate(bars):
-        y = 6 + row * number
-        width = max(0.0, (bar.value - origin) * scale)
-        end = left + width
-        parts.append(
-            f'<text x="{left - 10}" y="{y + 16}" text-anchor="end">{escape(bar.label)}</text>'
-            f'<rect x="{left}" y="{y}" width="{width:.1f}" height="22" rx="4" fill="{bar.color}"/>'
-        )
-        if bar.ci95:
-            low, high = (left + (value - origin) * scale for value in bar.ci95)
-            end = max(end, high)
-            parts.append(_whisker(max(low, left), high, y + 11))
-        parts.append(f'<text x="{end + 9:.1f}" y="{y + 16}">{escape(bar.text)}</text>')
+    ends = [b.value for b in bars] + [b.ci95[1] for b in bars if b.ci95] + [mark or 0.0]
+    scale = (WIDTH - left - right) / (max(ends) or 1.0)
     height = 6 + row * len(bars)
+    marks = []
+    for number, bar in enumerate(bars):
+        y, width = 6 + row * number, max(0.0, bar.value * scale)
+        marks.append(_text(left - 10, y + 16, bar.label, "end"))
+        marks.append(_bar(left, y, width, 22, 4, bar.color))
+        end = left + width
+        if bar.ci95:
+            low, high = (left + value * scale for value in bar.ci95)
+            end = max(end, high)
+            marks.append(_whisker(max(low, left), high, y + 11))
+        marks.append(_text(end + 9, y + 16, bar.text))
     if mark is not None:
-        x = left + (mark - origin) * scale
-        parts.append(
-            f'<line class="grid" stroke-dasharray="4 3" x1="{x:.1f}" x2="{x:.1f}" y1="0" '
-            f'y2="{height}"/>'
-        )
-    return _svg(height, parts, description)
+        x = left + mark * scale
+        marks.append(_line(x, x, 0, height, dashes="4 3"))
+    return Chart(height=height, description=description, marks=marks)
 
 
-def stacked_bars(stacks: Sequence[Stack], *, description: str) -> str:
-    """Stacked horizontal bars on one scale."""
+def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
+    """Stacked horizontal bars on one scale, all of the same parts."""
     row, left, right = 40, _label_width([s.label for s in stacks]), 76
-    total = max((sum(value for _, value, _ in stack.parts) for stack in stacks), default=0) or 1
+    total = max(sum(value for _, value, _ in stack.parts) for stack in stacks) or 1.0
     scale = (WIDTH - left - right) / total
-    parts = []
+    marks = []
     for number, stack in enumerate(stacks):
         x, y = float(left), 6 + row * number
-        parts.append(
-            f'<text x="{left - 10}" y="{y + 19}" text-anchor="end">{escape(stack.label)}</text>'
-        )
+        marks.append(_text(left - 10, y + 19, stack.label, "end"))
         for name, value, color in stack.parts:
-            width = value * scale
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, width - 1):.1f}" height="28" rx="2" '
-                f'fill="{color}"><title>{escape(name)}: {value:.3f} ms</title></rect>'
-            )
+            width, title = value * scale, f"{name}: {value:.3f} ms"
+            marks.append(_bar(x, y, max(0.0, width - 1), 28, 2, color, title))
             x += width
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 19}">{escape(stack.text)}</text>')
-    return _svg(6 + row * len(stacks), parts, description)
+        marks.append(_text(x + 8, y + 19, stack.text))
+    height, legend = 6 + row * len(stacks), [(name, color) for name, _, color in stacks[0].parts]
+    return Chart(height=height, description=description, marks=marks, legend=legend)
 
 
 def _label_width(labels: Sequence[str]) -> int:
     return min(230, 24 + round(7.8 * max((len(label) for label in labels), default=0)))
 
 
-def _whisker(low: float, high: float, y: float) -> str:
-    return (
-        f'<path class="whisker" fill="none" d="M{low:.1f} {y - 5}V{y + 5}M{low:.1f} {y}'
-        f'H{high:.1f}M{high:.1f} {y - 5}V{y + 5}"/>'
-    )
+def _text(x: float, y: float, text: str, anchor: str = "start", kind: str | None = None) -> Mark:
+    at = {"class": kind, "x": _place(x), "y": _place(y), "text-anchor": anchor}
+    return Mark("text", at, text)
 
 
-def _svg(height: float, parts: Sequence[str], description: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(description)}">'
-        f"{''.join(parts)}</svg>"
-    )
+def _bar(
+    x: float, y: float, width: float, height: float, radius: float, color: str, title: str = ""
+) -> Mark:
+    at = {"x": _place(x), "y": _place(y), "width": _place(width), "height": _place(height)}
+    return Mark("rect", {**at, "rx": radius, "fill": color}, title=title)
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, *, dashes: str | None = None) -> Mark:
+    ends = {"x1": _place(x1), "x2": _place(x2), "y1": _place(y1), "y2": _place(y2)}
+    return Mark("line", {"class": "grid", "stroke-dasharray": dashes, **ends})
+
+
+def _whisker(low: float, high: float, y: float) -> Mark:
+    path = f"M{low:.1f} {y - 5}V{y + 5}M{low:.1f} {y}H{high:.1f}M{high:.1f} {y - 5}V{y + 5}"
+    return Mark("path", {"class": "whisker", "fill": "none", "d": path})
+
+
+def _place(value: float) -> str:
+    return f"{value:.1f}"

@@ -1,28 +1,31 @@
 """A sweep's jobs side by side: a table, compare.html and compare.json.
 
-Reads summaries, runs nothing.
+Reads summaries and runs nothing; templates/compare.html has the words of the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import yaml  # type: ignore[import-untyped]
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape as plain_markup
-from rich.table import Table
 
-from hydraspec.errors import printable
 from hydraspec.metrics.files import Json, pretty_json, write_whole
-from hydraspec.metrics.run_files import OVERRIDES, REPORT, read_summary
-from hydraspec.report.charts import Bar, horizontal_bars
-from hydraspec.report.console import number, table_console
-from hydraspec.report.style import card, page, table
+from hydraspec.metrics.run_files import (
+    COMPARISON,
+    COMPARISON_REPORT,
+    OVERRIDES,
+    REPORT,
+    read_summary,
+)
+from hydraspec.metrics.summary import Summary
+from hydraspec.report import html
+from hydraspec.report.charts import Bar, Chart, horizontal_bars
+from hydraspec.report.console import print_table, table_console
+from hydraspec.report.figures import number, plus_minus
 
 ALWAYS = ("method", "num_speculative_tokens")
 # What is typed, and the summary's key for what it came to; other keys are shown as typed.
@@ -49,6 +52,8 @@ MEASURES = (
     "speedup",
     "lossless",
     "accuracy",
+    "num_requests",
+    "warnings",
 )
 TITLES = {"num_speculative_tokens": "K", "concurrency": "at once"}
 WIDE = 400  # columns where no terminal sets a limit: figures are never cut
@@ -60,7 +65,7 @@ class Row:
     """One job that ran."""
 
     job: str  # its folder's name
-    summary: Json
+    summary: Summary
     settings: dict[str, object]  # every setting that was typed in some job, and those of ALWAYS
     is_best: bool = False
 
@@ -92,10 +97,11 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     if not comparison.rows:
         console.print(f"no job of {sweep_dir} left a summary: nothing to compare", soft_wrap=True)
         return
-    write_whole(sweep_dir / "compare.json", pretty_json(_as_json(comparison)))
-    write_whole(sweep_dir / "compare.html", printable(_as_page(comparison, sweep_dir)))
+    page = sweep_dir / COMPARISON_REPORT
+    write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(comparison)))
+    write_whole(page, _as_page(comparison, sweep_dir.name))
     _print(comparison, console)
-    console.print(f"Comparison: {sweep_dir / 'compare.html'}", soft_wrap=True, markup=False)
+    console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
 
 
 def read(sweep_dir: Path) -> Comparison:
@@ -128,7 +134,7 @@ def _typed(path: Path) -> dict[str, str]:
     return {key: value for key, _, value in pairs if not key.startswith(("hydra", "tracker"))}
 
 
-def _settings(summary: Json, typed: Mapping[str, str]) -> dict[str, object]:
+def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
     settings: dict[str, object] = {key: summary.get(key) for key in ALWAYS}
     for key, value in typed.items():
         name = RECORDED.get(key, key)
@@ -162,23 +168,13 @@ def _cells(row: Row, columns: Sequence[str]) -> list[str]:
     return [
         row.job,
         *(_shown(row.settings.get(column)) for column in columns),
-        _plus_minus(summary["acceptance_length"]),
+        plus_minus(summary["acceptance_length"]),
         number(summary["output_tokens_per_second"], 0),
         number(summary["time_per_output_token_ms"]),
-        _plus_minus(summary["speedup"]),
+        plus_minus(summary["speedup"]),
         verdict if summary["status"] == "ok" else f"{verdict} ({summary['status']})",
         number(accuracy["exact_match"], 3) if accuracy else "-",
     ]
-
-
-def _plus_minus(estimate: Mapping[str, Any] | None) -> str:
-    """The mean and half the 95 % interval, or a dash: short enough for a column."""
-    if estimate is None or estimate["mean"] is None:
-        return "-"
-    if not estimate["ci95"]:
-        return f"{number(estimate['mean'])} ±-"
-    low, high = estimate["ci95"]
-    return f"{estimate['mean']:.2f} ±{(high - low) / 2:.2f}"
 
 
 def _shown(value: object) -> str:
@@ -200,62 +196,49 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _print(comparison: Comparison, console: Console) -> None:
-    shown = Table(
-        title="Comparison",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-    )
     lines = [_cells(row, comparison.columns) for row in comparison.rows]
-    for i, heading in enumerate(_header(comparison.columns)):
-        width = max(len(cells[i]) for cells in lines)  # headings may wrap, figures may not
-        shown.add_column(plain_markup(heading), justify="right", min_width=min(width, 20))
-    for row, cells in zip(comparison.rows, lines, strict=True):
-        cells[0] = f"* {cells[0]}" if row.is_best else cells[0]
-        style = "bold green" if row.is_best else ""
-        shown.add_row(*map(plain_markup, cells), style=style)
-    console.print(shown)
+    best = {i for i, row in enumerate(comparison.rows) if row.is_best}
+    for i in best:
+        lines[i][0] = f"* {lines[i][0]}"
+    print_table(console, "Comparison", _header(comparison.columns), lines, best=best)
     for note in _notes(comparison):
         console.print(note.replace("Marked", "*"), markup=False)
 
 
 def _as_json(comparison: Comparison) -> Json:
-    rows = [
-        {
-            "job": row.job,
-            "status": row.summary["status"],
-            "is_best": row.is_best,
-            **{column: row.settings.get(column) for column in comparison.columns},
-            **{name: row.summary[name] for name in MEASURES},
-            "num_requests": row.summary["num_requests"],
-            "warnings": row.summary["warnings"],
-        }
-        for row in comparison.rows
-    ]
     return {
         "schema_version": 1,
         "columns": comparison.columns,
-        "rows": rows,
+        "rows": [_as_record(row, comparison.columns) for row in comparison.rows],
         "unfinished_jobs": comparison.unfinished,
     }
 
 
-def _as_page(comparison: Comparison, sweep_dir: Path) -> str:
-    cells = [_cells(row, comparison.columns) for row in comparison.rows]
-    best = {i for i, row in enumerate(comparison.rows) if row.is_best}
-    links = " ".join(
-        f'<a href="{escape(row.job)}/{REPORT}">{escape(row.job)}</a>' for row in comparison.rows
+def _as_record(row: Row, columns: Sequence[str]) -> Json:
+    figures: Mapping[str, object] = row.summary
+    return {
+        "job": row.job,
+        "status": row.summary["status"],
+        "is_best": row.is_best,
+        **{column: row.settings.get(column) for column in columns},
+        **{name: figures[name] for name in MEASURES},
+    }
+
+
+def _as_page(comparison: Comparison, name: str) -> str:
+    rows = comparison.rows
+    return html.render(
+        "compare.html",
+        title=f"Comparison {name}",
+        common=_common(comparison),
+        header=_header(comparison.columns),
+        lines=[(_cells(row, comparison.columns), row.is_best) for row in rows],
+        notes=_notes(comparison),
+        jobs=[row.job for row in rows],
+        report=REPORT,
+        speedups=_chart(rows, "speedup", "Speedup of each job"),
+        lengths=_chart(rows, "acceptance_length", "Acceptance length of each job"),
     )
-    body = (
-        f"<h1>Comparison of {len(comparison.rows)} runs</h1>"
-        f'<p class="muted">{escape(_common(comparison))}</p>'
-        + card("Results", table(_header(comparison.columns), cells, best=best))
-        + f'<p class="muted small">{escape(" ".join(_notes(comparison)))} Reports: {links}</p>'
-        + f'<div class="pair">{_speedups(comparison)}{_lengths(comparison)}</div>'
-    )
-    return page(f"Comparison {sweep_dir.name}", body)
 
 
 def _common(comparison: Comparison) -> str:
@@ -290,37 +273,23 @@ def _label(column: str, value: object) -> str:
     return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(value)}"
 
 
-def _speedups(comparison: Comparison) -> str:
-    rows = [row for row in comparison.rows if row.summary["speedup"]]
-    if not rows:
-        return ""
+def _chart(
+    rows: Sequence[Row], key: Literal["speedup", "acceptance_length"], description: str
+) -> Chart | None:
+    """A bar for each job that has this figure, with a line at 1."""
+    shown = [row for row in rows if (found := row.summary[key]) and found["mean"] is not None]
+    if not shown:
+        return None
+    color = "var(--method)" if key == "speedup" else "var(--second)"
     bars = [
         Bar(
             label=label,
-            value=row.summary["speedup"]["mean"],
-            text=f"{row.summary['speedup']['mean']:.2f}",
-            color="var(--good)" if row.is_best else "var(--method)",
-            ci95=row.summary["speedup"]["ci95"],
+            value=found["mean"] or 0.0,
+            text=number(found["mean"]),
+            color="var(--good)" if key == "speedup" and row.is_best else color,
+            ci95=found["ci95"],
         )
-        for row, label in zip(rows, _labels(rows), strict=True)
+        for row, label in zip(shown, _labels(shown), strict=True)
+        if (found := row.summary[key])
     ]
-    chart = horizontal_bars(bars, description="Speedup of each job", mark=1.0)
-    return card("Speedup over method=none", chart, note="Each against its own baseline; dashed: 1")
-
-
-def _lengths(comparison: Comparison) -> str:
-    rows = [row for row in comparison.rows if row.summary["num_drafts"]]
-    if not rows:
-        return ""
-    bars = [
-        Bar(
-            label=label,
-            value=row.summary["acceptance_length"]["mean"],
-            text=number(row.summary["acceptance_length"]["mean"]),
-            color="var(--second)",
-            ci95=row.summary["acceptance_length"]["ci95"],
-        )
-        for row, label in zip(rows, _labels(rows), strict=True)
-    ]
-    chart = horizontal_bars(bars, description="Acceptance length of each job", mark=1.0)
-    return card("Acceptance length", chart, note="Tokens per verification; dashed: none accepted")
+    return horizontal_bars(bars, description=description, mark=1.0)

@@ -5,9 +5,9 @@ elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -18,10 +18,10 @@ from hydraspec.metrics.files import Json
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
-from hydraspec.metrics.statistics import MIN_REQUESTS
+from hydraspec.metrics.summary import Baseline, Summary
+from hydraspec.report.figures import interval, number
 from hydraspec.types import Completion, StepRecord
 
-TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
 
 
@@ -34,6 +34,32 @@ def table_console(width: int, *, quiet: bool = False) -> Console:
     """The terminal; where there is none, `width` columns."""
     console = run_console(quiet=quiet)
     return console if console.is_terminal else Console(width=width, quiet=quiet)
+
+
+def print_table(
+    console: Console,
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    *,
+    num_left: int = 0,
+    best: Collection[int] = (),
+) -> None:
+    """Print lines of figures; headings may wrap, figures may not. The first `num_left` columns are
+    aligned left, and the lines numbered in `best` stand out.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0)
+    table.pad_edge = False
+    for i, heading in enumerate(header):
+        width = max((len(line[i]) for line in lines), default=0)
+        table.add_column(
+            escape(heading),
+            justify="left" if i < num_left else "right",
+            min_width=min(width, 20),
+        )
+    for i, line in enumerate(lines):
+        table.add_row(*map(escape, line), style="bold green" if i in best else "")
+    console.print(table)
 
 
 class ConsoleSink(Sink):
@@ -102,35 +128,27 @@ class ConsoleSink(Sink):
         self._progress.refresh()
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """A figure for people; a dash where there is none."""
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def interval(estimate: Mapping[str, Any] | None, unit: str = "") -> str:
-    """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
-    if estimate is None or estimate["mean"] is None:
-        return "-"
-    text = f"{estimate['mean']:.2f}{unit}"
-    if not estimate["ci95"]:
-        return f"{text} (n < {MIN_REQUESTS}, no interval)"
-    low, high = estimate["ci95"]
-    return f"{text} ({low:.2f} to {high:.2f})"
-
-
-def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+def print_summary(console: Console, summary: Summary) -> None:
     """The final table, the verdict and the warnings."""
-    baseline = summary["baseline"]
+    sides: list[Summary | Baseline] = [summary]
+    names = [summary["method"]]
+    if summary["baseline"]:
+        sides, names = [summary, summary["baseline"]], [summary["method"], "none (baseline)"]
     table = Table(title=_title(summary), title_justify="left", title_style="bold")
     table.add_column("")
-    table.add_column(summary["method"], justify="right")
-    if baseline:
-        table.add_column("none (baseline)", justify="right")
-    for label, *cells in _table_rows(summary, baseline):
-        table.add_row(label, *(cells if baseline else cells[:1]))
+    for name in names:
+        table.add_column(name, justify="right")
+    for label, *cells in _table_rows(summary, sides):
+        table.add_row(label, *cells[: len(sides)])
     console.print(table)
-    for step in _step_lines(summary, baseline):
-        console.print(step, soft_wrap=True)
+    for name, side in zip((summary["method"], "none"), sides, strict=False):
+        if times := side["step_profile_ms"]:
+            console.print(
+                f"Decode step of {escape(name)}: {number(times['step_ms'])} ms "
+                f"(device {number(times['device_ms'])}; host: schedule "
+                f"{number(times['schedule_ms'])}, launch {number(times['launch_ms'])})",
+                soft_wrap=True,
+            )
     if summary["status"] != "ok":
         console.print(f"[bold]status: {summary['status']}[/]")
     style = "bold red" if summary["lossless"]["verdict"] == "diverged" else ""
@@ -140,48 +158,37 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(f"Warning: {escape(printable(warning))}", style="yellow", soft_wrap=True)
 
 
-def _step_lines(summary: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> Iterator[str]:
-    """Where a decode step's wall time goes on a device, a line for each side that was profiled."""
-    for name, side in ((summary["method"], summary), ("none", baseline or {})):
-        if times := side.get("step_profile_ms"):
-            yield (
-                f"Decode step of {escape(name)}: {number(times['step_ms'])} ms "
-                f"(device {number(times['device_ms'])}; host: schedule "
-                f"{number(times['schedule_ms'])}, launch {number(times['launch_ms'])})"
-            )
-
-
-def _title(summary: Mapping[str, Any]) -> str:
+def _title(summary: Summary) -> str:
     drafts = summary["num_speculative_tokens"]
     method = f"{summary['method']}, K={drafts}" if drafts else summary["method"]
     return escape(f"{summary['target']} with {method} on {summary['engine']}")
 
 
-def _table_rows(summary: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[list[str]]:
-    other = baseline or {}
-    rows = [["requests", str(summary["num_requests"]), str(other.get("num_requests", "-"))]]
+def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
+    """A label and a cell for the method, then one for the baseline."""
+    yield ["requests", *(str(side["num_requests"]) for side in sides)]
     if summary["num_errors"]:
-        rows.append(["errors", str(summary["num_errors"]), str(other.get("num_errors", "-"))])
+        yield ["errors", *(str(side["num_errors"]) for side in sides)]
     if summary["num_drafts"]:
+        length = summary["acceptance_length"]
         rates = "  ".join(number(rate) for rate in summary["acceptance_rate_per_position"])
-        rows += [
-            ["acceptance length", interval(summary["acceptance_length"]), "-"],
-            [
-                "  mean over requests",
-                number(summary["acceptance_length"]["mean_over_requests"]),
-                "-",
-            ],
-            ["acceptance rate by position", rates, "-"],
-        ]
-    for label, key, digits in (
-        ("decode tokens per second", "output_tokens_per_second", 0),
-        ("time per output token, ms", "time_per_output_token_ms", 2),
-        ("time to first token, ms", "time_to_first_token_ms", 1),
-    ):
-        rows.append([label, number(summary[key], digits), number(other.get(key), digits)])
+        yield ["acceptance length", interval(length), "-"]
+        yield ["  mean over requests", number(length["mean_over_requests"]), "-"]
+        yield ["acceptance rate by position", rates, "-"]
+    yield [
+        "decode tokens per second",
+        *(number(side["output_tokens_per_second"], 0) for side in sides),
+    ]
+    yield [
+        "time per output token, ms",
+        *(number(side["time_per_output_token_ms"]) for side in sides),
+    ]
+    yield [
+        "time to first token, ms",
+        *(number(side["time_to_first_token_ms"], 1) for side in sides),
+    ]
     if summary["accuracy"]:
-        cells = [side["accuracy"] if side else None for side in (summary, baseline)]
-        rows.append(["exact match", *(number(c["exact_match"], 3) if c else "-" for c in cells)])
+        found = [side["accuracy"] for side in sides]
+        yield ["exact match", *(number(f["exact_match"], 3) if f else "-" for f in found)]
     if summary["speedup"]:
-        rows.append(["speedup", interval(summary["speedup"], "x"), "1"])
-    return rows
+        yield ["speedup", interval(summary["speedup"], "x"), "1"]

@@ -35,16 +35,17 @@ def test_package_list_is_what_the_folders_hold():
     assert set(SETUPTOOLS["packages"]) == held | {"hydraspec.conf"}
 
 
-def test_every_yaml_and_zoo_file_ships():
+def test_every_file_of_configuration_models_pages_and_zoo_ships():
     for package, folder in (
         ("hydraspec.conf", "conf"),
         ("hydraspec.models", "hydraspec/models"),
+        ("hydraspec.report", "hydraspec/report"),
         ("hydraspec.zoo", "hydraspec/zoo"),
     ):
         root = ROOT / folder
         shipped = {p for glob in SETUPTOOLS["package-data"][package] for p in root.glob(glob)}
         wanted = {p for p in root.rglob("*") if p.suffix in {".yaml", ".json", ".safetensors"}}
-        wanted |= {p for p in root.rglob("*") if p.suffix in {".jinja", ".jsonl"}}
+        wanted |= {p for p in root.rglob("*") if p.suffix in {".jinja", ".jsonl", ".html", ".css"}}
         assert wanted <= shipped
 
 

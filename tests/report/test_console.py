@@ -11,7 +11,8 @@ from rich.console import Console
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
-from hydraspec.report.console import ConsoleSink, interval, number
+from hydraspec.report.console import ConsoleSink
+from hydraspec.report.figures import interval, number
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 SUMMARY: dict[str, Any] = {
@@ -40,6 +41,7 @@ SUMMARY: dict[str, Any] = {
         "first_beyond_margin": None,
         "num_failed_with_method_only": 0,
     },
+    "step_profile_ms": None,
     "warnings": ["a [red] warning"],
 }
 

@@ -1,16 +1,14 @@
-"""report.html and compare.html: whole, self-contained, and safe from what users write."""
+"""The comparison of a sweep: table, compare.json and compare.html."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fake_engine import Behaviour, FakeEngine
+from checked_pages import check_page
+from fake_engine import FakeEngine
 from rich.console import Console
 
 from hydraspec.config.schema import MethodConfig, RunConfig
@@ -18,109 +16,6 @@ from hydraspec.lab import run as run_module
 from hydraspec.report.compare import compare, read
 
 Use = Callable[[FakeEngine], FakeEngine]
-Run = Callable[[], dict[str, Any]]
-VOID = {"meta", "line", "rect", "path", "br"}
-
-
-class Checker(HTMLParser):
-    """Collects text, and notes tags that are not closed in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.problems: list[str] = []
-        self.text = ""
-        self.tags: set[str] = set()
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID and (not self.open or self.open.pop() != tag):
-            self.problems.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def check_page(page: str) -> Checker:
-    checked = Checker(page)
-    assert checked.problems == []
-    assert checked.open == []
-    assert not checked.tags & {"script", "link", "img", "iframe"}
-    assert not re.search(r"https?://|@import|url\(", page)
-    assert "nan" not in re.findall(r'="([^"]*)"', page)
-    return checked
-
-
-def report(tmp_path: Path) -> Checker:
-    return check_page((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
-
-
-def test_the_report_shows_the_verdict_and_escapes_prompts(
-    use_engine: Use, run_config: Run, tmp_path: Path
-) -> None:
-    """Catches a prompt that becomes markup: the workload's prompts hold <b>."""
-    use_engine(FakeEngine(warnings=["beware of <i>this</i>"]))
-    run_config()
-    page = report(tmp_path)
-    for text in (
-        "Identical",
-        "Speedup",
-        "1.33",
-        "Acceptance length by category",
-        "Exact match",
-        "rows that verify drafts are not free",
-        "beware of <i>this</i>",
-        "2 + 3 = <b>?</b>",
-        "device is cpu",
-    ):
-        assert text in page.text
-
-
-def test_accepted_drafts_are_marked(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
-    """The fake drafter has 3, 0 and 2 of its drafts accepted in each of six requests."""
-    use_engine(FakeEngine())
-    run_config()
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert page.count("class=accepted") == 6 * (3 + 0 + 2)
-    assert page.count('<b title="token') == 6 * 9
-
-
-def test_reports_of_runs_with_little_to_show(
-    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
-) -> None:
-    use_engine(FakeEngine(Behaviour(error_indices=set(range(6)))))
-    run_config()
-    assert "failed" in report(tmp_path).text
-    config.method = MethodConfig(name="none", num_speculative_tokens=0)
-    use_engine(FakeEngine(method="none", num_speculative_tokens=0))
-    run_config()
-    assert "no speculation" in report(tmp_path).text
-    config.method = MethodConfig(name="gemma4_mtp", num_speculative_tokens=3)
-    use_engine(FakeEngine(Behaviour(raise_at_step={2: KeyboardInterrupt()})))
-    with pytest.raises(KeyboardInterrupt):
-        run_config()
-    assert "interrupted" in report(tmp_path).text
-
-
-def test_a_report_of_a_divergence(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
-    use_engine(FakeEngine(Behaviour(wrong_from={2: 1})))
-    run_config()
-    text = report(tmp_path).text
-    assert "Diverged" in text
-    assert "task-2, 1" in text
-
-
-# ---------------------------------------------------------------- sweeps
 
 
 @pytest.fixture

@@ -1,0 +1,41 @@
+"""Figures and intervals as text, for the console and for pages."""
+
+from __future__ import annotations
+
+from hydraspec.metrics.statistics import MIN_REQUESTS
+from hydraspec.metrics.summary import AcceptanceLength, Interval
+
+TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure for people; a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def interval(estimate: Interval | AcceptanceLength | None, unit: str = "") -> str:
+    """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
+    if estimate is None or estimate["mean"] is None:
+        return "-"
+    text = f"{estimate['mean']:.2f}{unit}"
+    if not estimate["ci95"]:
+        return f"{text} (n < {MIN_REQUESTS}, no interval)"
+    low, high = estimate["ci95"]
+    return f"{text} ({low:.2f} to {high:.2f})"
+
+
+def interval_note(estimate: Interval | AcceptanceLength) -> str:
+    """The 95 % interval alone, in words."""
+    if not estimate["ci95"]:
+        return f"no interval: {TOO_FEW}"
+    return "95 % interval {:.2f} to {:.2f}".format(*estimate["ci95"])
+
+
+def plus_minus(estimate: Interval | AcceptanceLength | None) -> str:
+    """ "2.67 ±0.08": the mean and half the 95 % interval, or a dash; for a narrow column."""
+    if estimate is None or estimate["mean"] is None:
+        return "-"
+    if not estimate["ci95"]:
+        return f"{number(estimate['mean'])} ±-"
+    low, high = estimate["ci95"]
+    return f"{estimate['mean']:.2f} ±{(high - low) / 2:.2f}"

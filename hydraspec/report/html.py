@@ -1,0 +1,40 @@
+"""HTML from the templates of this package: escaped, strict, and printable.
+
+What a page says is computed by the modules that call `render`; the templates hold the HTML.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from hydraspec.errors import printable
+from hydraspec.report.figures import interval_note, number
+
+
+def render(template: str, **view: object) -> str:
+    """A page. Text in `view` is escaped, a name that the view lacks is an error, and control
+    characters become visible escapes.
+    """
+    return printable(environment().get_template(template).render(view))
+
+
+@cache
+def environment() -> Environment:
+    """The templates and their filters."""
+    made = Environment(
+        loader=PackageLoader("hydraspec.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "number": number,
+        "interval_note": interval_note,
+        "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",
+        "margin": lambda margin: "-" if margin is None else f"{margin:.3g}",
+        "listed": lambda facts: ", ".join(f"{k}: {v}" for k, v in facts.items()),
+    }
+    return made

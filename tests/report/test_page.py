@@ -1,0 +1,75 @@
+"""report.html: whole, self-contained, and safe from what users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_pages import Checker, check_page
+from fake_engine import Behaviour, FakeEngine
+
+from hydraspec.config.schema import MethodConfig, RunConfig
+
+Use = Callable[[FakeEngine], FakeEngine]
+Run = Callable[[], dict[str, Any]]
+
+
+def report(tmp_path: Path) -> Checker:
+    return check_page((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_report_shows_the_verdict_and_escapes_prompts(
+    use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    """Catches a prompt that becomes markup: the workload's prompts hold <b>."""
+    use_engine(FakeEngine(warnings=["beware of <i>this</i>"]))
+    run_config()
+    page = report(tmp_path)
+    for text in (
+        "Identical",
+        "Speedup",
+        "1.33",
+        "Acceptance length by category",
+        "Exact match",
+        "rows that verify drafts are not free",
+        "beware of <i>this</i>",
+        "2 + 3 = <b>?</b>",
+        "device is cpu",
+    ):
+        assert text in page.text
+
+
+def test_accepted_drafts_are_marked(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
+    """The fake drafter has 3, 0 and 2 of its drafts accepted in each of six requests."""
+    use_engine(FakeEngine())
+    run_config()
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.count("class=accepted") == 6 * (3 + 0 + 2)
+    assert page.count('<b title="token') == 6 * 9
+
+
+def test_reports_of_runs_with_little_to_show(
+    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    use_engine(FakeEngine(Behaviour(error_indices=set(range(6)))))
+    run_config()
+    assert "failed" in report(tmp_path).text
+    config.method = MethodConfig(name="none", num_speculative_tokens=0)
+    use_engine(FakeEngine(method="none", num_speculative_tokens=0))
+    run_config()
+    assert "no speculation" in report(tmp_path).text
+    config.method = MethodConfig(name="gemma4_mtp", num_speculative_tokens=3)
+    use_engine(FakeEngine(Behaviour(raise_at_step={2: KeyboardInterrupt()})))
+    with pytest.raises(KeyboardInterrupt):
+        run_config()
+    assert "interrupted" in report(tmp_path).text
+
+
+def test_a_report_of_a_divergence(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
+    use_engine(FakeEngine(Behaviour(wrong_from={2: 1})))
+    run_config()
+    text = report(tmp_path).text
+    assert "Diverged" in text
+    assert "task-2, 1" in text
