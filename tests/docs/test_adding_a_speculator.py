@@ -1,67 +1,68 @@
-"""docs/adding_a_speculator.md, run as it is written, on a copy of the sources."""
+"""docs/adding_a_speculator.md, run as it is written, in a folder outside the sources."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+from installed import install
+
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "adding_a_speculator.md").read_text()
+TEXT = (ROOT / "docs" / "adding_a_speculator.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^`([^`]+)`:\n\n```\w+\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
+(COMMANDS,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 
 
-def code_blocks() -> dict[str, str]:
-    """File name -> the block below it."""
-    return dict(
-        re.findall(r"^`([^`]+)`[^\n]*:\n\n```\w+\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE)
-    )
+# The commands of the page, one after the other in one process, which imports torch once.
+IN_ONE_PROCESS = """
+import runpy, sys
+for line in sys.stdin.read().splitlines():
+    python, flag, module, *sys.argv[1:] = line.split()
+    assert (python, flag) == ("python", "-m"), line
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, (line, end.code)
+"""
 
 
-def copy_of_the_sources(folder: Path) -> None:
-    """What an installed package looks like: conf inside hydraspec, kernels beside it."""
-    skip = shutil.ignore_patterns("__pycache__", "checkpoints")
-    shutil.copytree(ROOT / "hydraspec", folder / "hydraspec", ignore=skip)
-    shutil.copytree(ROOT / "conf", folder / "hydraspec" / "conf", ignore=skip)
-    (folder / "hydraspec_kernels").symlink_to(ROOT / "kernels" / "hydraspec_kernels")
-    checkpoints = Path("zoo") / "checkpoints"
-    (folder / "hydraspec" / checkpoints).symlink_to(ROOT / "hydraspec" / checkpoints)
+def installed_from_the_page(folder: Path) -> Path:
+    """The files of the page, and what `pip install -e .` would write for them."""
+    project = tomllib.loads(FILES["pyproject.toml"])["project"]
+    return install(folder, project["name"], modules=FILES, points=project["entry-points"])
 
 
-def add_what_the_text_says(folder: Path) -> None:
-    blocks = code_blocks()
-    assert len(blocks) == 3
-    for name, block in blocks.items():
-        path = folder / name.replace("conf/", "hydraspec/conf/")
-        if name.endswith("factory.py"):
-            source = path.read_text()
-            head, entries = source.split("SPECULATORS = {\n")
-            path.write_text(f"{head}SPECULATORS = {{\n{block}{entries}")
-        else:
-            assert not path.exists(), f"{name} is in the tree: choose another example"
-            path.write_text(block)
-
-
-def test_the_text_works(tmp_path: Path) -> None:
-    """The new drafter runs, accepts something, and leaves the tokens as they are."""
-    assert len(TEXT.splitlines()) <= 60
-    copy_of_the_sources(tmp_path)
-    add_what_the_text_says(tmp_path)
-    command = ["method=prompt_lookup", "workload.limit=12", "tracker=none", "hydra.run.dir=run"]
+def test_the_page_works(tmp_path: Path) -> None:
+    """Its commands run and its own test passes; drafts are accepted and no token changes."""
+    folder = installed_from_the_page(tmp_path)
+    install_it, *commands = COMMANDS.splitlines()
+    assert install_it == "pip install -e ."
+    assert len(commands) == 3
+    commands[2] += " workload.limit=8 hydra.run.dir=drafted"
     done = subprocess.run(
-        [sys.executable, "-m", "hydraspec", *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-c", IN_ONE_PROCESS],
+        input="\n".join([*commands, "python -m pytest -q -p no:cacheprovider tests"]),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["method"] == "prompt_lookup"
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "1 passed" in done.stdout
+    summary = json.loads((folder / "drafted" / "summary.json").read_text())
+    assert (summary["method"], summary["num_speculative_tokens"]) == ("bigram", 3)
     assert summary["lossless"]["verdict"] == "identical"
-    assert summary["num_accepted_tokens"] > 0
-    assert summary["num_drafts"] < summary["num_output_tokens"], "steps without drafts do not count"
+    assert summary["acceptance_length"]["mean"] > 1.3
+    assert summary["draft_spec"]["hidden_width"] == 24, "method.options.rank as typed"
+
+
+def test_every_file_of_the_layout_is_on_the_page() -> None:
+    tops = {Path(file).parts[0] for file in FILES}
+    assert tops == {"pyproject.toml", "conf", "hydraspec_bigram", "tests"}
+    assert len(TEXT.splitlines()) <= 300
