@@ -62,21 +62,18 @@ def run(
         CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
         OSError: with the path, if the run folder cannot be written.
     """
-    folder, console = RunFolder(run_dir), table_console(WIDE, quiet=quiet)
-    replaces = folder.holds_older_run
-    if not replaces:
-        folder.begin(resolved, overrides)
+    folder = RunFolder(run_dir, resolved, overrides)
+    console = table_console(WIDE, quiet=quiet)
     parts: list[Json] = []
 
     def save(status: str) -> Json:
         with interrupts_held_back():
             result = _result(config, parts, status)
             bench_table.print_result(result, console)
-            if replaces and not any(part["rows"] for part in parts):
+            if folder.holds_older_run and not any(part["rows"] for part in parts):
                 log.warning("%s: nothing was measured: the older run's files stay", folder.path)
                 return result
-            if replaces:
-                folder.begin(resolved, overrides)
+            folder.replace_older_run()
             folder.write_bench(result, bench_table.page_of(result))
             page = folder.path / BENCH_REPORT
             console.print(f"Benchmark: {page}", soft_wrap=True, markup=False)

@@ -1,24 +1,111 @@
-"""What the figures of a finished run warn of, each with its likely cause and what to try. Reads the
-summary and defines no metric.
+"""The warnings of a finished run, with likely causes and what to try.
+
+Defines no metric: reads the summary and the completions.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import comb
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
+from hydraspec.engine.base import Built, EngineInfo
+from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.scoring import score_completion
-from hydraspec.metrics.files import Json
+from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.report.figures import interval
 from hydraspec.types import Completion, Request
 
 HARDLY_EVER = 0.05  # of first drafts; a drafter that fits its target has most of them accepted
 ENOUGH_DRAFTS = 50  # for a rate that low to be no accident
+MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
 
 
-def cautions(config: RunConfig, summary: Json) -> list[str]:
+def warnings_of(config: RunConfig, summary: Summary, measurement: Measurement) -> list[str]:
+    """Every warning that follows from what a run did, in the order in which they are shown."""
+    method, baseline = measurement.method, measurement.baseline
+    others = {} if baseline is None else baseline.completions
+    return [
+        *build_warnings(method.built + (Built() if baseline is None else baseline.built)),
+        *failure_warnings(method.completions, others),
+        *verdict_warnings(summary["lossless"], method.engine.info),
+        *accuracy_caution(measurement.requests, method.completions, others),
+        *cautions(config, summary),
+    ]
+
+
+def failure_warnings(
+    method: Mapping[int, Completion], baseline: Mapping[int, Completion]
+) -> list[str]:
+    """Why requests ended with an error: up to MAX_FAILURES kinds of each side, most frequent first.
+
+    Texts that differ in numbers only are a kind, shown by its first. What failed with the method
+    too is not said again for the baseline.
+    """
+    sides = {
+        "": [c for c in method.values() if c.finish_reason == "error"],
+        "baseline: ": [
+            c
+            for index, c in baseline.items()
+            if c.finish_reason == "error"
+            and (index not in method or method[index].finish_reason != "error")
+        ],
+    }
+    warnings = []
+    for side, failed in sides.items():
+        kinds: dict[str, list[str]] = {}
+        for completion in failed:
+            text = completion.error or "no reason given"
+            kinds.setdefault(re.sub(r"\d+", "0", text), []).append(text)
+        for texts in sorted(kinds.values(), key=len, reverse=True)[:MAX_FAILURES]:
+            requests = "1 request" if len(texts) == 1 else f"{len(texts)} requests"
+            such_as = "such as " if len(set(texts)) > 1 else ""
+            warnings.append(f"{side}{requests} ended with an error: {such_as}{texts[0]}")
+        if (more := len(kinds) - MAX_FAILURES) > 0:
+            word = "kind" if more == 1 else "kinds"
+            warnings.append(f"{side}and {more} more {word} of error: see requests.jsonl")
+    return warnings
+
+
+def build_warnings(built: Built) -> list[str]:
+    """A warning if speeds include time in which kernels were compiled or graphs captured."""
+    if built == Built():
+        return []
+    return [
+        f"{built.kernels} kernels were compiled and {built.graphs} graphs captured inside the "
+        "measured rounds, which the speeds include: run again, since kernels are kept on the disk, "
+        "and compare only runs without this warning"
+    ]
+
+
+def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
+    """What a reader of the verdict should know besides."""
+    found = []
+    sides = f"method={info.method}", "the baseline"
+    for count, failed, finished in (
+        (lossless["num_failed_with_method_only"], *sides),
+        (lossless["num_failed_with_baseline_only"], *reversed(sides)),
+    ):
+        if count:
+            requests = "1 request" if count == 1 else f"{count} requests"
+            found.append(f"{requests} ended with an error in {failed} but not in {finished}")
+    if (broken := lossless["not_finite_in"]) is not None:
+        found.append(
+            f"the target's logits in request {broken!r} are NaN or infinite: its "
+            "tokens, and all figures of this run, mean nothing; the weights are broken, or "
+            f"{info.dtype} overflows: try another target.dtype"
+        )
+    if lossless["verdict"] == "numerical" and info.greedy_is_exact:
+        found.append(
+            f"outputs differ within rounding, but {info.dtype} runs of engine={info.engine} are "
+            "expected to be identical: please report this run"
+        )
+    return found
+
+
+def cautions(config: RunConfig, summary: Summary) -> list[str]:
     """Warnings for a run with drafts: random text, drafts that are hardly ever accepted, no
     speedup."""
     if not summary["num_drafts"]:
@@ -51,9 +138,9 @@ def cautions(config: RunConfig, summary: Json) -> list[str]:
     return found
 
 
-def _is_hardly_accepted(summary: Json) -> bool:
-    enough = summary["num_drafts"] >= ENOUGH_DRAFTS
-    return bool(enough and summary["acceptance_rate_per_position"][0] < HARDLY_EVER)
+def _is_hardly_accepted(summary: Summary) -> bool:
+    rate = summary["acceptance_rate_per_position"][0]
+    return summary["num_drafts"] >= ENOUGH_DRAFTS and rate is not None and rate < HARDLY_EVER
 
 
 def _why_hardly(config: RunConfig, is_random_text: bool) -> str:
@@ -73,7 +160,7 @@ def _why_hardly(config: RunConfig, is_random_text: bool) -> str:
     )
 
 
-def _why_slower(summary: Json, *, hardly: bool) -> str:
+def _why_slower(summary: Summary, *, hardly: bool) -> str:
     if hardly:
         return "likely cause: drafts that are hardly ever accepted, as said above"
     fewer = "to try: a lower method.num_speculative_tokens or workload.concurrency"

@@ -44,20 +44,23 @@ OF_A_RUN = (
 
 
 class RunFolder:
-    """A folder of one run. Every file is written whole or not at all.
+    """The folder of one run. Every file is written whole or not at all.
 
-    What an older run left in it stays until `begin`, which waits until it is sure that a new run
-    takes its place: one that is refused takes nothing away. In a new folder nothing waits.
+    config.yaml and overrides.yaml are written at once, unless the folder holds an older run: its
+    files stay until `replace_older_run`, so that a run which is refused takes nothing away.
 
     Attributes:
+        resolved: the configuration as plain values.
         holds_older_run: whether config.yaml and env.json, or bench.json, show that it is used.
 
     Raises:
         CannotWriteError: with the path and a remedy, from every method, if it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, resolved: Mapping[str, object], overrides: Sequence[str]
+    ) -> None:
+        self.path, self.resolved, self._overrides = path, resolved, overrides
         self._opened = time.time()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -65,21 +68,26 @@ class RunFolder:
         except OSError as error:
             raise cannot_write(path, error) from error
         self.holds_older_run = _is_of_a_run(path)
+        if not self.holds_older_run:
+            self._write_configuration()
 
-    def begin(self, resolved: Mapping[str, object], overrides: Sequence[str]) -> None:
-        """Remove what an older run left, by name; then write config.yaml and overrides.yaml.
+    def replace_older_run(self) -> None:
+        """Remove the files that an older run left, if one did, and write the configuration."""
+        if not self.holds_older_run:
+            return
+        log.info("%s: the files of an older run are replaced", self.path)
+        try:
+            _clear(self.path)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        self._write_configuration()
+        self.holds_older_run = False
 
-        config.yaml has the time at which the folder was opened: what the run reads, it reads later.
-        """
-        if self.holds_older_run:
-            log.info("%s: the files of an older run are replaced", self.path)
-            try:
-                _clear(self.path)
-            except OSError as error:
-                raise cannot_write(self.path, error) from error
-        write_whole(self.path / CONFIG, _yaml(resolved))
+    def _write_configuration(self) -> None:
+        write_whole(self.path / CONFIG, _yaml(self.resolved))
+        # As old as the run, which reads its workload and checkpoints after that.
         os.utime(self.path / CONFIG, (self._opened, self._opened))
-        write_whole(self.path / OVERRIDES, _yaml(list(overrides)))
+        write_whole(self.path / OVERRIDES, _yaml(list(self._overrides)))
 
     def write_environment(self, environment: Json) -> None:
         """env.json."""

@@ -18,22 +18,30 @@ from hydraspec.types import Completion, Request, StepRecord
 NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
-MOST_WHOLE_RUNS = 3  # of a warm-up, where kernels are compiled when they are first met
-WHOLE_ROUNDS = 4  # times the requests that are offered at once: so many run whole
-PROFILED_REQUESTS = 32  # at most, and no more than are offered at once
+MAX_WHOLE_RUNS = 3  # of a warm-up that still compiles kernels
+WHOLE_ROUNDS = 4  # times the requests that run at once: the number of requests of a whole run
+PROFILED_REQUESTS = 32  # at most, and no more than run at once
 
 
-@dataclass(slots=True)
-class Observed:
-    """What a side shows beside its steps and completions."""
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What one side of a run did: its engine's outputs, their counts, and its profile."""
 
+    engine: Engine
+    meter: Meter
+    completions: dict[int, Completion] = field(default_factory=dict)  # by request index
     built: Built = field(default_factory=Built)  # within the measured rounds: there should be none
-    step: StepProfile | None = None
-    phases: dict[str, float] | None = None  # milliseconds a step, where steps have none
+    step_profile: StepProfile | None = None
+    phase_ms: dict[str, float] | None = None  # per step, from a profile where steps have none
 
 
 class Measurement:
-    """Both sides of a run: engines, meters, and the sinks that watch."""
+    """Both sides of a run, and the sinks that watch them.
+
+    Attributes:
+        method: the engine under study, and what it did.
+        baseline: the same target without a drafter, where it runs too.
+    """
 
     def __init__(
         self,
@@ -43,76 +51,74 @@ class Measurement:
         *,
         concurrency: int | None,
     ) -> None:
-        self.engines = engines
         self.requests = requests
-        self.sinks = sinks
-        self.concurrency = concurrency
-        self.meters = {
-            side: Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens)
+        self._sinks = sinks
+        self._concurrency = concurrency
+        self._sides = {
+            side: Measured(
+                engine=engine,
+                meter=Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens),
+            )
             for side, engine in engines.items()
         }
-
-        self.observed = {side: Observed() for side in engines}
-
-    def completions(self, side: Side) -> dict[int, Completion]:
-        """Completions of a side by request index, errors included."""
-        meter = self.meters.get(side)
-        ended = meter.completed if meter else []
-        return {c.index: c.completion for c in ended if c.completion is not None}
+        self.method = self._sides[Side.method]
+        self.baseline = self._sides.get(Side.baseline)
 
     def warm_up(self) -> None:
         """Have every engine build what the workload needs, then run a few tokens of a few requests;
         where steps run without graphs, or kernels are still compiled, some requests whole. Nothing
         is counted."""
-        count = min(self.concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
+        count = min(self._concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
         few = [
             replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
             for r in self.requests[:count]
         ]
         whole = self.requests[: WHOLE_ROUNDS * count]
-        for engine in self.engines.values():
+        for engine in (side.engine for side in self._sides.values()):
             engine.prepare(self.requests)
-            for requests in (few, *[whole] * MOST_WHOLE_RUNS):
+            for requests in (few, *[whole] * MAX_WHOLE_RUNS):
                 built_before = engine.num_built()
-                with closing_run(engine, requests, self.concurrency) as events:
+                with closing_run(engine, requests, self._concurrency) as events:
                     for _ in events:
                         pass
-                is_worth_more = requests is few and engine.has_eager_steps()
-                if engine.num_built() == built_before and not is_worth_more:
+                needs_whole = requests is few and engine.has_eager_steps()
+                if engine.num_built() == built_before and not needs_whole:
                     break
 
     def run(self) -> None:
         """Decode the workload in NUM_ROUNDS parts, each with every side in turn."""
-        with _without_collection_of_what_is_loaded():
+        with _model_kept_from_garbage_collection():
             for number, part in enumerate(_parts(self.requests), start=1):
-                for side in self.engines:
-                    for sink in self.sinks:
+                for side in self._sides:
+                    for sink in self._sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
                     self._run_part(side, part)
 
     def profile(self) -> None:
-        """Where steps spend their time, and phase times where steps have none: a few steps of the
-        first requests, once all ran."""
-        few = self.requests[: min(self.concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
-        for side, engine in self.engines.items():
-            self.observed[side].step = engine.profile_step(few)
-            self.observed[side].phases = engine.profile_phases(few)
+        """Measure where steps spend their time, and phases where steps have none: a few decode
+        steps of the first requests."""
+        few = self.requests[: min(self._concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
+        for measured in self._sides.values():
+            measured.step_profile = measured.engine.profile_step(few)
+            measured.phase_ms = measured.engine.profile_phases(few)
 
     def _run_part(self, side: Side, part: Sequence[Request]) -> None:
-        meter, engine = self.meters[side], self.engines[side]
+        measured = self._sides[side]
+        engine, meter = measured.engine, measured.meter
         built_before = engine.num_built()
-        with closing_run(engine, part, self.concurrency) as events:
+        with closing_run(engine, part, self._concurrency) as events:
             for event in events:
                 if isinstance(event, StepRecord):
                     record = replace(event, step=meter.num_steps)  # steps count on through rounds
                     meter.add_step(record)
-                    for sink in self.sinks:
+                    for sink in self._sinks:
                         sink.on_step(side, record, meter)
                 else:
+                    measured.completions[event.index] = event
                     meter.add_completion(event)
-                    for sink in self.sinks:
+                    for sink in self._sinks:
                         sink.on_completion(side, event, meter)
-        self.observed[side].built += engine.num_built() - built_before
+        measured.built += engine.num_built() - built_before
 
 
 @contextlib.contextmanager
@@ -137,7 +143,7 @@ def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
 
 
 @contextlib.contextmanager
-def _without_collection_of_what_is_loaded() -> Iterator[None]:
+def _model_kept_from_garbage_collection() -> Iterator[None]:
     """Keep full garbage collections from walking the loaded model in the middle of a step."""
     gc.collect()
     gc.freeze()

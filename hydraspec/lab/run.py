@@ -1,36 +1,29 @@
-"""One run, from configuration to verdict.
-
-Measures nothing and writes nothing itself: it puts the rooms in order.
-"""
+"""One run from configuration to summary: load, warm up, measure, judge, save."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-import hydraspec
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, summary, verdict, workloads
-from hydraspec.lab.cautions import accuracy_caution, cautions
+from hydraspec.lab.cautions import warnings_of
 from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
-from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.lossless import Lossless
-from hydraspec.metrics.run_files import REPORT, STEPS, TRACE
-from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
+from hydraspec.metrics.sinks import Side
+from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
-from hydraspec.report import page as report
-from hydraspec.report.console import ConsoleSink, run_console
-from hydraspec.report.samples import SampleSink
 from hydraspec.types import NotFiniteError, WorkloadError
 
 
@@ -54,260 +47,93 @@ def run(
         CheckpointError, ConfigurationError: from the engine.
         OSError: with the path, if the run folder cannot be written.
     """
-    folder = RunFolder(run_dir)
-    replaces = folder.holds_older_run
-    if not replaces:
-        folder.begin(resolved, overrides)
-    workload = workloads.read(config)
-    # It starts while the engine loads, but not among an older run's files.
-    tracker = None if replaces else _tracker(config, folder, resolved)
-    engine: Engine | None = None
-    try:
-        started = time.perf_counter()
-        engine = factory.build_engine(config)
-        workload = _tokenised(config, engine, workload)
-        load_s = time.perf_counter() - started
-        if replaces:
-            folder.begin(resolved, overrides)
-        folder.write_environment(environment.describe(engine.info))
-        prepared = _Prepared(
-            config=config,
-            resolved=resolved,
-            folder=folder,
-            engine=engine,
-            workload=workload,
-            tracker=(tracker := tracker or _tracker(config, folder, resolved)),
-            load_s=load_s,
-            quiet=quiet,
+    folder = RunFolder(run_dir, resolved, overrides)
+    with _load(config, folder) as loaded, closing(_recorder(loaded, folder, quiet)) as recorder:
+        measurement = Measurement(
+            loaded.engines,
+            loaded.workload.requests,
+            recorder.sinks,
+            concurrency=config.workload.concurrency,
         )
-        with closing(_Run(prepared)) as measured:
-            return measured.execute()
-    finally:
-        if tracker is not None:
-            tracker.close()
-        if engine is not None:
-            engine.close()
+        save = partial(_save, loaded, measurement, recorder)
+        try:
+            measurement.warm_up()
+            measurement.run()
+            measurement.profile()
+            lossless = _judge(loaded, measurement)
+        except KeyboardInterrupt:
+            save("interrupted", _judge_if_possible(loaded, measurement))
+            raise
+        except Exception as error:
+            _save_despite(error, loaded, measurement, recorder)
+            raise
+        if lossless["not_finite_in"] is not None:
+            save("failed", lossless)
+            raise _not_finite(lossless["not_finite_in"], lossless, measurement)
+        finished = any(c.finished for c in measurement.method.meter.completed)
+        return save("ok" if finished else "failed", lossless)
+
+
+# ------------------------------------------------------------------ load
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class _Prepared:
-    """What a run has once its engine is loaded and its workload tokenised."""
+class _Loaded:
+    """What a run has before its first step."""
 
     config: RunConfig
-    resolved: Mapping[str, object]
-    folder: RunFolder
-    engine: Engine
+    engines: Mapping[Side, Engine]
     workload: Workload
     tracker: WandbSink | None
     load_s: float
-    quiet: bool
+    loaded_at: float  # time.perf_counter()
 
 
-class _Run:
-    """Measures a prepared run and saves it, whatever happens."""
-
-    def __init__(self, prepared: _Prepared) -> None:
-        self.config, self.resolved, self.folder = (
-            prepared.config,
-            prepared.resolved,
-            prepared.folder,
+@contextmanager
+def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
+    """Read the workload, load the engine and tokenise; closes engine and tracker at the end."""
+    workload = workloads.read(config)
+    with ExitStack() as open_parts:
+        replaces = folder.holds_older_run
+        # The tracker starts while the engine loads, but not among an older run's files.
+        tracker = None if replaces else _start_tracker(config, folder, open_parts)
+        started = time.perf_counter()
+        engine = factory.build_engine(config)
+        open_parts.callback(engine.close)
+        workload = _tokenised(config, engine, workload)
+        load_s = time.perf_counter() - started
+        folder.replace_older_run()
+        folder.write_environment(environment.describe(engine.info))
+        if replaces:
+            tracker = _start_tracker(config, folder, open_parts)
+        loaded_at = time.perf_counter()
+        engines = {Side.method: engine}
+        if config.baseline and config.method.name != "none":
+            engines[Side.baseline] = engine.baseline()
+        yield _Loaded(
+            config=config,
+            engines=engines,
+            workload=workload,
+            tracker=tracker,
+            load_s=load_s,
+            loaded_at=loaded_at,
         )
-        self.engine, self.tracker, self.load_s = prepared.engine, prepared.tracker, prepared.load_s
-        self.requests = prepared.workload.requests
-        self.started, self.when = time.perf_counter(), time.strftime("%Y-%m-%d %H:%M")
-        self.console = run_console(quiet=prepared.quiet)
-        engines = {Side.method: self.engine}
-        if self.config.baseline and self.config.method.name != "none":
-            engines[Side.baseline] = self.engine.baseline()
-        self.files = self._file_sinks()
-        self.samples = SampleSink(self.requests)
-        self.progress = ConsoleSink(
-            self.console,
-            method=self.engine.info.method,
-            sizes=dict.fromkeys(engines, len(self.requests)),
-        )
-        watching: list[Sink] = [*self.files, self.samples, self.progress]
-        if self.tracker is not None:
-            watching.append(self.tracker)
-        self.measurement = Measurement(
-            engines, self.requests, watching, concurrency=self.config.workload.concurrency
-        )
-
-    def execute(self) -> Json:
-        """Measure, then save; what was measured until an interrupt or an error is saved too."""
-        if self.tracker is not None:
-            self.tracker.add_config(
-                draft_spec=self.engine.info.draft_spec, memory_bytes=self.engine.info.memory_bytes
-            )
-            self.tracker.wait_until_ready()
-        try:
-            self.measurement.warm_up()
-            self.measurement.run()
-            self.measurement.profile()
-            lossless = self._judge()
-        except KeyboardInterrupt:
-            self._save("interrupted", self._judge_what_there_is())
-            raise
-        except Exception as error:
-            self._save_despite(error)
-            raise
-        if lossless.not_finite_in is not None:
-            self._save("failed", lossless)
-            raise self._not_finite(lossless.not_finite_in, lossless)
-        finished = any(c.finished for c in self.measurement.meters[Side.method].completed)
-        return self._save("ok" if finished else "failed", lossless)
-
-    def close(self) -> None:
-        """Give the terminal back, also where saving failed."""
-        self.progress.close()
-
-    # ------------------------------------------------------------------ verdict
-
-    def _judge(self) -> Lossless:
-        if Side.baseline not in self.measurement.engines:
-            plain = self.config.method.name == "none"
-            reason = "method=none is the baseline" if plain else "baseline=false"
-            broken = verdict.look_at_logits(
-                self.requests, self.measurement.completions(Side.method), self.engine
-            )
-            return replace(self._not_checked(reason), not_finite_in=broken)
-        return verdict.judge(
-            self.requests,
-            self.measurement.completions(Side.method),
-            self.measurement.completions(Side.baseline),
-            self.engine,
-            synthetic=self.config.method.verification is Verification.synthetic,
-        )
-
-    def _judge_what_there_is(self) -> Lossless:
-        """The verdict after an interrupt; a second one, or an engine left unusable, skips it."""
-        try:
-            return self._judge()
-        except (KeyboardInterrupt, Exception):
-            return self._not_checked("interrupted before the outputs were compared")
-
-    def _not_checked(self, reason: str) -> Lossless:
-        return verdict.not_checked(reason, self.requests, self.measurement.completions(Side.method))
-
-    def _not_finite(self, name: str, lossless: Lossless) -> NotFiniteError:
-        """The error of a run whose engine did not notice: at the token that was looked at."""
-        if (found := lossless.first_beyond_margin) and found.request == name:
-            position = found.position
-        else:
-            index = next(r.index for r in self.requests if r.id == name)
-            position = len(self.measurement.completions(Side.method)[index].output_token_ids) - 1
-        return NotFiniteError(name, position, self.engine.info.dtype)
-
-    # ------------------------------------------------------------------ saving
-
-    def _save_despite(self, error: Exception) -> None:
-        """Save what had finished before an error, if the disk allows; the error itself matters
-        more.
-        """
-        lossless, reason = (
-            self._not_checked("the run ended early"),
-            f"{type(error).__name__}: {error}",
-        )
-        if isinstance(error, NotFiniteError):
-            lossless, reason = replace(lossless, not_finite_in=error.request_id), error.finding
-        try:
-            self._save("failed", lossless, warnings=[f"the run ended early: {reason}"])
-        except OSError as other:
-            error.add_note(f"and what had finished could not be saved: {other}")
-
-    def _save(self, status: str, lossless: Lossless, warnings: Sequence[str] = ()) -> Json:
-        """Write every file, then tell tracker and console; an interrupt waits until files are
-        whole. The console is told even where a file cannot be written.
-        """
-        meter = self.measurement.meters[Side.method]
-        rows = summary.request_rows(self.requests, meter)
-        result: Json = None
-        try:
-            with interrupts_held_back():
-                result = self._summarise(status, lossless, warnings)
-                for sink in self.files:
-                    sink.close()
-                self.folder.write_requests(rows)
-                self._write(result, rows)
-            if self.tracker is not None and (failures := self.tracker.on_summary(result)):
-                result["warnings"] += failures
-                with interrupts_held_back():
-                    self._write(result, rows)
-        finally:
-            if result is not None:
-                self.progress.on_summary(result)
-        self.console.print(f"Report: {self.folder.path / REPORT}", soft_wrap=True)
-        return result
-
-    def _summarise(self, status: str, lossless: Lossless, warnings: Sequence[str]) -> Json:
-        info = self.engine.info
-        failures = summary.failure_warnings(
-            self.measurement.completions(Side.method), self.measurement.completions(Side.baseline)
-        )
-        result = summary.build(
-            config=self.config,
-            info=info,
-            requests=self.requests,
-            meter=self.measurement.meters[Side.method],
-            baseline=self.measurement.meters.get(Side.baseline),
-            observed=self.measurement.observed,
-            lossless=lossless,
-            status=status,
-            facts={
-                "num_threads": torch.get_num_threads(),
-                "memory_bytes": {**info.memory_bytes, "peak_rss": environment.peak_rss_bytes()},
-                "load_s": self.load_s,
-                "run_s": time.perf_counter() - self.started,
-            },
-            warnings=[
-                *self.config.warnings,
-                *info.warnings,
-                *warnings,
-                *summary.build_warnings(self.measurement.observed),
-                *failures,
-                *verdict.remarks(lossless, info),
-                *accuracy_caution(
-                    self.requests,
-                    self.measurement.completions(Side.method),
-                    self.measurement.completions(Side.baseline),
-                ),
-            ],
-        )
-        result["warnings"] += cautions(self.config, result)
-        return result
-
-    def _write(self, result: Json, rows: Sequence[Json]) -> None:
-        self.folder.write_summary(result)
-        made = f"{self.when}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
-        samples = self.samples.samples({row["id"]: row for row in rows})
-        page = report.render(result, resolved=self.resolved, samples=samples, made=made)
-        self.folder.write_report(page)
-
-    def _file_sinks(self) -> list[Sink]:
-        sinks: list[Sink] = []
-        if self.config.metrics.steps:
-            sinks.append(StepsFile(self.folder.path / STEPS))
-        if self.config.metrics.trace:
-            ids = {r.index: r.id for r in self.requests}
-            sinks.append(TraceFile(self.folder.path / TRACE, ids))
-        return sinks
 
 
 def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> Workload:
+    vocab_size = engine.info.vocab_size
     if workload is None:
-        workload = workloads.random_requests(config, engine.info.vocab_size)
-    workloads.check_configured_stops(config, engine.info.vocab_size)
-    workload.check_vocabulary(engine.info.vocab_size)
+        workload = workloads.random_requests(config, vocab_size)
+    workloads.check_configured_stops(config, vocab_size)
+    workload.check_vocabulary(vocab_size)
     try:
         engine.tokenize(workload.requests)
     except WorkloadError as error:
-        raise workloads.explain(error, workload) from error
+        raise workload.with_place(error) from error
     return workload
 
 
-def _tracker(
-    config: RunConfig, folder: RunFolder, resolved: Mapping[str, object]
-) -> WandbSink | None:
+def _start_tracker(config: RunConfig, folder: RunFolder, open_parts: ExitStack) -> WandbSink | None:
     tracker = config.tracker
     if tracker.name == "none" or tracker.mode is TrackerMode.disabled:
         return None
@@ -318,4 +144,116 @@ def _tracker(
         mode=tracker.mode.value,
         name=f"{config.target.name}-{config.method.name}-{config.method.num_speculative_tokens}",
     )
-    return WandbSink(options, folder.path, resolved)
+    return open_parts.enter_context(closing(WandbSink(options, folder.path, folder.resolved)))
+
+
+def _recorder(loaded: _Loaded, folder: RunFolder, quiet: bool) -> Recorder:
+    """The run's recorder; its tracker knows the loaded engine, and has started."""
+    info = loaded.engines[Side.method].info
+    if loaded.tracker is not None:
+        loaded.tracker.add_config(draft_spec=info.draft_spec, memory_bytes=info.memory_bytes)
+        loaded.tracker.wait_until_ready()
+    return Recorder(
+        folder,
+        loaded.workload.requests,
+        metrics=loaded.config.metrics,
+        method=info.method,
+        sides=list(loaded.engines),
+        tracker=loaded.tracker,
+        quiet=quiet,
+    )
+
+
+# ------------------------------------------------------------------ verdict
+
+
+def _judge(loaded: _Loaded, measurement: Measurement) -> Lossless:
+    method, baseline = measurement.method, measurement.baseline
+    requests = loaded.workload.requests
+    if baseline is None:
+        plain = loaded.config.method.name == "none"
+        reason = "method=none is the baseline" if plain else "baseline=false"
+        return {
+            **verdict.not_checked(reason, requests, method.completions),
+            "not_finite_in": verdict.look_at_logits(requests, method.completions, method.engine),
+        }
+    return verdict.judge(
+        requests,
+        method.completions,
+        baseline.completions,
+        method.engine,
+        synthetic=loaded.config.method.verification is Verification.synthetic,
+    )
+
+
+def _judge_if_possible(loaded: _Loaded, measurement: Measurement) -> Lossless:
+    """The verdict after an interrupt; a second one, or an engine left unusable, skips it."""
+    try:
+        return _judge(loaded, measurement)
+    except (KeyboardInterrupt, Exception):
+        reason = "interrupted before the outputs were compared"
+        return verdict.not_checked(reason, loaded.workload.requests, measurement.method.completions)
+
+
+def _not_finite(request_id: str, lossless: Lossless, measurement: Measurement) -> NotFiniteError:
+    """The error of a run whose engine did not notice: at the token whose logits were looked at."""
+    method = measurement.method
+    if (found := lossless["first_beyond_margin"]) and found["request"] == request_id:
+        position = found["position"]
+    else:
+        index = next(r.index for r in measurement.requests if r.id == request_id)
+        position = len(method.completions[index].output_token_ids) - 1
+    return NotFiniteError(request_id, position, method.engine.info.dtype)
+
+
+# ------------------------------------------------------------------ save
+
+
+def _save(
+    loaded: _Loaded,
+    measurement: Measurement,
+    recorder: Recorder,
+    status: Status,
+    lossless: Lossless,
+    warnings: Sequence[str] = (),
+) -> Summary:
+    rows = summary.request_rows(loaded.workload.requests, measurement.method)
+    return recorder.save(partial(_summarise, loaded, measurement, status, lossless, warnings), rows)
+
+
+def _save_despite(
+    error: Exception, loaded: _Loaded, measurement: Measurement, recorder: Recorder
+) -> None:
+    """Save what had finished before an error, if the disk allows; the error itself matters more."""
+    lossless = verdict.not_checked(
+        "the run ended early", loaded.workload.requests, measurement.method.completions
+    )
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, NotFiniteError):
+        lossless["not_finite_in"], reason = error.request_id, error.finding
+    warnings = [f"the run ended early: {reason}"]
+    try:
+        _save(loaded, measurement, recorder, "failed", lossless, warnings)
+    except OSError as other:
+        error.add_note(f"and what had finished could not be saved: {other}")
+
+
+def _summarise(
+    loaded: _Loaded,
+    measurement: Measurement,
+    status: Status,
+    lossless: Lossless,
+    warnings: Sequence[str],
+) -> Summary:
+    info = measurement.method.engine.info
+    facts: RunFacts = {
+        "num_threads": torch.get_num_threads(),
+        "memory_bytes": {**info.memory_bytes, "peak_rss": environment.peak_rss_bytes()},
+        "load_s": loaded.load_s,
+        "run_s": time.perf_counter() - loaded.loaded_at,
+    }
+    result = summary.build(loaded.config, measurement, lossless, status=status, facts=facts)
+    known = (*loaded.config.warnings, *loaded.workload.warnings, *info.warnings, *warnings)
+    found = warnings_of(loaded.config, result, measurement)
+    result["warnings"] = list(dict.fromkeys((*known, *found)))
+    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 
 from hydraspec.engine.base import Engine, EngineInfo
-from hydraspec.metrics.lossless import LOW_PRECISION, Divergence, Lossless
+from hydraspec.metrics.lossless import LOW_PRECISION
+from hydraspec.metrics.summary import Divergence, Lossless
 from hydraspec.types import DTYPES, Completion, Request
 
 ROUNDING_FACTOR = 8  # of eps(dtype) · max|logit|: what another order of summation may move a logit
@@ -28,8 +28,18 @@ def not_checked(
     reason: str, requests: Sequence[Request], method: Mapping[int, Completion]
 ) -> Lossless:
     """The verdict of a run in which nothing was compared."""
-    num_sampled = sum(not _is_greedy(r) and _finished(method, r) for r in requests)
-    return Lossless(verdict="not_checked", reason=reason, num_requests_sampled=num_sampled)
+    return {
+        "verdict": "not_checked",
+        "reason": reason,
+        "num_requests_checked": 0,
+        "num_requests_diverged": 0,
+        "num_requests_sampled": sum(not _is_greedy(r) and _finished(method, r) for r in requests),
+        "first_divergence": None,
+        "first_beyond_margin": None,
+        "num_failed_with_method_only": 0,
+        "num_failed_with_baseline_only": 0,
+        "not_finite_in": None,
+    }
 
 
 def judge(
@@ -53,13 +63,11 @@ def judge(
     """
     lost = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
     won = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
-    unchecked = dataclasses.replace(
-        not_checked(SYNTHETIC, requests, method),
-        num_failed_with_method_only=len(lost),
-        num_failed_with_baseline_only=len(won),
-    )
+    found = not_checked(SYNTHETIC, requests, method)
+    found["num_failed_with_method_only"] = len(lost)
+    found["num_failed_with_baseline_only"] = len(won)
     if synthetic:
-        return unchecked
+        return found
     checked = [
         r
         for r in sorted(requests, key=lambda r: r.index)
@@ -68,67 +76,36 @@ def judge(
     differing = [
         r for r in checked if method[r.index].output_token_ids != baseline[r.index].output_token_ids
     ]
+    found["num_requests_checked"] = len(checked)
+    found["num_requests_diverged"] = len(differing)
     first, beyond = _first_and_beyond(differing, method, baseline, engine)
-    broken = None
-    if beyond and beyond.target_margin is not None and math.isnan(beyond.target_margin):
-        broken = beyond.request
-    elif not differing:
-        broken = look_at_logits(requests, method, engine)
-    found = dataclasses.replace(
-        unchecked,
-        reason=None,
-        num_requests_checked=len(checked),
-        num_requests_diverged=len(differing),
-        first_divergence=first,
-        first_beyond_margin=beyond,
-        not_finite_in=broken,
-    )
-    if beyond or any(_is_greedy(r) for r in lost):
-        return dataclasses.replace(found, verdict="diverged")
-    if reason := _why_not(found, requests, won, engine.info):
-        return dataclasses.replace(found, reason=reason)
-    return dataclasses.replace(found, verdict="numerical" if differing else "identical")
+    found["first_divergence"], found["first_beyond_margin"] = first, beyond
+    if not differing:
+        found["not_finite_in"] = look_at_logits(requests, method, engine)
+    elif beyond and math.isnan(beyond["target_margin"] or 0.0):
+        found["not_finite_in"] = beyond["request"]
+    diverged = beyond is not None or any(_is_greedy(r) for r in lost)
+    found["reason"] = None if diverged else _why_not(found, requests, won, engine.info)
+    if diverged:
+        found["verdict"] = "diverged"
+    elif found["reason"] is None:
+        found["verdict"] = "numerical" if differing else "identical"
+    return found
 
 
 def _why_not(
     found: Lossless, requests: Sequence[Request], won: Sequence[Request], info: EngineInfo
 ) -> str | None:
     """Why what was found is "not_checked"; None if outputs are equal, or differ within rounding."""
-    first = found.first_divergence
-    if first is not None:
-        return WITHOUT_MARGINS.format(info) if first.target_margin is None else None
+    if first := found["first_divergence"]:
+        return WITHOUT_MARGINS.format(info) if first["target_margin"] is None else None
     if not any(_is_greedy(r) for r in requests):
         return SAMPLED
-    if found.not_finite_in is not None:
+    if found["not_finite_in"] is not None:
         return NOT_FINITE
     if failed := sum(_is_greedy(r) for r in won):
         return f"the baseline failed {failed} greedy request{'s' * (failed > 1)}"
-    return None if found.num_requests_checked else NOT_FINISHED
-
-
-def remarks(lossless: Lossless, info: EngineInfo) -> list[str]:
-    """What a reader of the verdict should know besides, as warnings for the summary."""
-    found = []
-    sides = f"method={info.method}", "the baseline"
-    for count, failed, finished in (
-        (lossless.num_failed_with_method_only, *sides),
-        (lossless.num_failed_with_baseline_only, *reversed(sides)),
-    ):
-        if count:
-            requests = "1 request" if count == 1 else f"{count} requests"
-            found.append(f"{requests} ended with an error in {failed} but not in {finished}")
-    if lossless.not_finite_in is not None:
-        found.append(
-            f"the target's logits in request {lossless.not_finite_in!r} are NaN or infinite: its "
-            "tokens, and all figures of this run, mean nothing; the weights are broken, or "
-            f"{info.dtype} overflows: try another target.dtype"
-        )
-    if lossless.verdict == "numerical" and info.greedy_is_exact:
-        found.append(
-            f"outputs differ within rounding, but {info.dtype} runs of engine={info.engine} are "
-            "expected to be identical: please report this run"
-        )
-    return found
+    return None if found["num_requests_checked"] else NOT_FINISHED
 
 
 def _is_greedy(request: Request) -> bool:
@@ -177,9 +154,10 @@ def _first_and_beyond(
 
 
 def _is_beyond_rounding(found: Divergence, dtype: str) -> bool:
-    if found.target_margin is None or found.allowed_margin is None:
+    margin, allowed = found["target_margin"], found["allowed_margin"]
+    if margin is None or allowed is None:
         return dtype not in LOW_PRECISION
-    return not found.target_margin <= found.allowed_margin  # NaN is beyond it
+    return not margin <= allowed  # NaN is beyond it
 
 
 def _divergence(
@@ -190,15 +168,15 @@ def _divergence(
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)
     logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]])
     margin, allowed = (None, None) if logits is None else _margins(logits, engine.info.dtype)
-    return Divergence(
-        request=request.id,
-        index=request.index,
-        position=position,
-        target_margin=margin,
-        allowed_margin=allowed,
-        method_token=a[position] if position < len(a) else None,
-        baseline_token=b[position] if position < len(b) else None,
-    )
+    return {
+        "request": request.id,
+        "index": request.index,
+        "position": position,
+        "target_margin": margin,
+        "allowed_margin": allowed,
+        "method_token": a[position] if position < len(a) else None,
+        "baseline_token": b[position] if position < len(b) else None,
+    }
 
 
 def _margins(logits: np.ndarray, dtype: str) -> tuple[float, float]:

@@ -5,12 +5,11 @@ Every line is checked before a run starts.
 
 from __future__ import annotations
 
-import copy
 import importlib.resources
 import json
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -46,6 +45,14 @@ class Workload:
 
     requests: list[Request]
     places: dict[str, str]  # request id -> "file:line"
+    warnings: list[str] = field(default_factory=list)
+
+    def with_place(self, error: WorkloadError) -> WorkloadError:
+        """An error about a request, beginning with the place where that request was written."""
+        place = self.places.get(error.request_id or "")
+        if place is None:
+            return error
+        return WorkloadError(f"{place}: {error}", request_id=error.request_id)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse prompt and stop token ids that the target does not have.
@@ -90,7 +97,7 @@ def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
 def read(config: RunConfig) -> Workload | None:
     """Read and check the lines of a workload. None for random, which needs a vocabulary first.
 
-    What is set and every line overrides is noted in config.warnings.
+    Its warnings name what is set and overridden by every line.
 
     Raises:
         WorkloadError: with file and line (exit status 3).
@@ -111,7 +118,7 @@ def read(config: RunConfig) -> Workload | None:
             _add(workload, f"{name}:{number}", line, config)
     if not workload.requests:
         raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
-    config.warnings.extend(_overridden(config.sampling, workload.requests))
+    workload.warnings = _overridden(config.sampling, workload.requests)
     return workload
 
 
@@ -138,7 +145,7 @@ def depends_on_seed(config: RunConfig) -> bool:
     drawn |= added_workload(config.workload.name) is not None  # its function is given the seed
     if drawn or config.method.verification is Verification.synthetic:
         return True
-    workload = read(copy.deepcopy(config))  # its notes are for the run
+    workload = read(config)
     return workload is None or any(
         r.sampling.temperature > 0 and r.sampling.seed == request_seed(config.seed, r.index)
         for r in workload.requests
@@ -262,9 +269,3 @@ def _read_zoo(path: str) -> bytes:
         known = ", ".join(f"{ZOO_PREFIX}{n}" for n in sorted(files)) or "nothing"
         raise WorkloadError(f"workload.path={path}: the package ships {known}; choose one of them")
     return files[name].read_bytes()
-
-
-def explain(error: WorkloadError, workload: Workload) -> WorkloadError:
-    """An engine's error is about a request; say where that request was written."""
-    place = workload.places.get(error.request_id or "")
-    return WorkloadError(f"{place}: {error}") if place else error

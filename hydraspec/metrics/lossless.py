@@ -1,18 +1,14 @@
-"""The lossless verdict: its record, which is `lossless` in summary.json, and its words.
+"""The lossless verdict in words, for the console, the page and the last line of a process.
 
 Light to import: the command line reads the verdict of a run that it may not have run itself.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from hydraspec.metrics.files import Json
-
-Verdict = Literal["identical", "numerical", "diverged", "not_checked"]
+from hydraspec.metrics.summary import Lossless
 
 # Verdict → kind (good, bad or neither), headline, what it means.
 HEADLINES = {
@@ -34,42 +30,7 @@ OTHER_DTYPE = "the target's logits there are NaN or infinite: check the weights 
 SEE_ERRORS = 'see "error" in requests.jsonl'
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Divergence:
-    """Where a request's two outputs first differ."""
-
-    request: str  # id
-    index: int  # place in the workload
-    position: int  # output tokens before it are equal
-    # The target's best logit minus its second best, after the common prefix; NaN (null in files)
-    # if its best is not finite, which is beyond rounding; None if the engine gives no logits.
-    target_margin: float | None
-    allowed_margin: float | None  # 8 · eps(dtype) · max|logit| there
-    method_token: int | None  # null: the output had ended
-    baseline_token: int | None
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Lossless:
-    """The verdict over all requests that were checked."""
-
-    verdict: Verdict
-    num_requests_checked: int = 0
-    num_requests_diverged: int = 0
-    first_divergence: Divergence | None = None  # lowest request index
-    first_beyond_margin: Divergence | None = None  # the one that decided "diverged"
-    num_failed_with_method_only: int = 0  # requests, greedy or not, that the baseline finished
-    num_failed_with_baseline_only: int = 0
-    not_finite_in: str | None = None  # id of a request in which the target's logits are NaN
-    num_requests_sampled: int = 0  # finished at a temperature above 0: not compared
-    reason: str | None = None  # why the verdict is "not_checked"; null with any other
-
-    def to_json(self) -> dict[str, object]:
-        """As summary.json holds it."""
-        return dataclasses.asdict(self)
-
-
-def verdict_words(lossless: Mapping[str, Any]) -> str:
+def verdict_words(lossless: Lossless) -> str:
     """The verdict in a sentence."""
     num_checked = lossless["num_requests_checked"]
     first = lossless["first_beyond_margin"] or lossless["first_divergence"]
@@ -92,7 +53,7 @@ def verdict_words(lossless: Mapping[str, Any]) -> str:
     return words + _unchecked_words(lossless)
 
 
-def _unchecked_words(lossless: Mapping[str, Any]) -> str:
+def _unchecked_words(lossless: Lossless) -> str:
     """The number of sampled requests, which are never compared, beside the greedy ones."""
     count = lossless["num_requests_sampled"]
     if not count or not lossless["num_requests_checked"]:
@@ -101,7 +62,7 @@ def _unchecked_words(lossless: Mapping[str, Any]) -> str:
     return f"; {requests} not checked (drafts keep the distribution, not the tokens)"
 
 
-def what_diverged(summary: Json) -> str:
+def what_diverged(summary: Mapping[str, Any]) -> str:
     """What differs in a run with the verdict "diverged", where, and what to do."""
     lossless = summary["lossless"]
     found = lossless["first_beyond_margin"]
@@ -124,7 +85,7 @@ def what_diverged(summary: Json) -> str:
     )
 
 
-def _what_to_do(summary: Json) -> str:
+def _what_to_do(summary: Mapping[str, Any]) -> str:
     if summary["lossless"]["not_finite_in"] is not None:
         return OTHER_DTYPE
     if summary["dtype"] in LOW_PRECISION:

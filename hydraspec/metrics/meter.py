@@ -34,12 +34,16 @@ class RequestCounters:
     reached_per_position: list[int] = field(default_factory=list)
     decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
     decode_ms: float = 0.0  # this request's share of those steps' wall time
-    completion: Completion | None = None
+    # Of its completion.
+    finish_reason: str | None = None  # null until the request has ended
+    num_output_tokens: int = 0
+    ttft_ms: float | None = None
+    latency_ms: float = 0.0
 
     @property
     def finished(self) -> bool:
-        """Whether the request completed without an error."""
-        return self.completion is not None and self.completion.finish_reason != "error"
+        """Whether the request ended without an error."""
+        return self.finish_reason not in (None, "error")
 
     def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
         """Count one step's part, here and in the totals; ms_per_row is its wall time by rows."""
@@ -134,20 +138,23 @@ class Meter:
             self.counters[step.index].add(step, ms_per_row, self.totals)
 
     def add_completion(self, completion: Completion) -> None:
-        """Note that a request ended."""
-        self.counters[completion.index].completion = completion
+        """Count the output of a request that ended, and the times its user waited."""
+        counters = self.counters[completion.index]
+        counters.finish_reason = completion.finish_reason
+        counters.num_output_tokens = len(completion.output_token_ids)
+        counters.ttft_ms, counters.latency_ms = completion.ttft_ms, completion.latency_ms
 
     @property
     def completed(self) -> list[RequestCounters]:
         """Requests that ended, errors included, in workload order."""
-        ended = [c for c in self.counters.values() if c.completion is not None]
+        ended = [c for c in self.counters.values() if c.finish_reason is not None]
         return sorted(ended, key=lambda counters: counters.index)
 
     # ------------------------------------------------------------------ acceptance
 
     def num_output_tokens(self) -> int:
         """Tokens that users received: every output token of every completed request."""
-        return sum(len(c.completion.output_token_ids) for c in self.completed if c.completion)
+        return sum(c.num_output_tokens for c in self.completed)
 
     def num_drafts(self) -> int:
         """Verifications: (request, step) pairs that verified at least one draft token."""
@@ -240,18 +247,16 @@ class Meter:
         (tokens - 1).
         """
         streams = [
-            c.completion
+            (c.latency_ms - c.ttft_ms, max(0, c.num_output_tokens - 1))
             for c in self.completed
-            if c.completion and c.completion.ttft_ms is not None
+            if c.ttft_ms is not None
         ]
-        waited = sum(s.latency_ms - s.ttft_ms for s in streams if s.ttft_ms is not None)
-        return ratio(waited, sum(max(0, len(s.output_token_ids) - 1) for s in streams))
+        return ratio(sum(waited for waited, _ in streams), sum(tokens for _, tokens in streams))
 
     def time_to_first_token_ms(self) -> float | None:
         """Mean over requests of the time from being offered to the engine to the first token."""
-        waits = [c.completion.ttft_ms for c in self.completed if c.completion]
-        known = [w for w in waits if w is not None]
-        return ratio(sum(known), len(known))
+        waits = [c.ttft_ms for c in self.completed if c.ttft_ms is not None]
+        return ratio(sum(waits), len(waits))
 
     def total_step_time_s(self) -> float:
         """Wall time of all steps in seconds, those that read prompts included."""

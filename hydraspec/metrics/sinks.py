@@ -87,10 +87,18 @@ def trace_row(request_id: str, step: int, part: RequestStep) -> Json:
     }
 
 
-def request_row(request: Request, counters: RequestCounters, correct: bool | None) -> Json:
-    """A line of requests.jsonl: a completed request with its counts."""
-    completion = counters.completion
-    assert completion is not None, "only completed requests have a row"
+def request_row(
+    request: Request,
+    completion: Completion,
+    counters: RequestCounters,
+    correct: bool | None,
+    *,
+    num_positions: int,
+) -> Json:
+    """A line of requests.jsonl: a completed request with its counts, those by position for each of
+    K=num_positions, whatever was drafted."""
+    drafted, accepted = counters.drafted_per_position, counters.accepted_per_position
+    missing = [0] * (num_positions - len(drafted))
     return {
         "id": request.id,
         "category": request.category,
@@ -100,8 +108,8 @@ def request_row(request: Request, counters: RequestCounters, correct: bool | Non
         "finish_reason": completion.finish_reason,
         "error": completion.error,
         "num_drafts": counters.num_drafts,
-        "drafted_per_position": counters.drafted_per_position,
-        "accepted_per_position": counters.accepted_per_position,
+        "drafted_per_position": drafted + missing,
+        "accepted_per_position": accepted + missing,
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
         "correct": correct,

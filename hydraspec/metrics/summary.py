@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypedDict
 
 SCHEMA_VERSION = 1
+Status = Literal["ok", "interrupted", "failed"]
 # What `time_breakdown_from` says.
 ALL_STEPS = "all steps"
 PROFILE = "decode steps of a profiling run: eager, without graphs, not part of the measured rounds"
@@ -62,12 +63,14 @@ class BuiltInRounds(TypedDict):
 class Divergence(TypedDict):
     """Where two outputs of one request first differ."""
 
-    request: str
-    index: int
-    position: int
+    request: str  # id
+    index: int  # place in the workload
+    position: int  # output tokens before it are equal
+    # The target's best logit minus its second best, after the common prefix; NaN (null in files)
+    # if its best is not finite, which is beyond rounding; null if the engine gives no logits.
     target_margin: float | None
-    allowed_margin: float | None
-    method_token: int | None
+    allowed_margin: float | None  # 8 · eps(dtype) · max|logit| there
+    method_token: int | None  # null: the output had ended
     baseline_token: int | None
 
 
@@ -75,15 +78,15 @@ class Lossless(TypedDict):
     """The verdict on the outputs, and what it rests on."""
 
     verdict: Literal["identical", "numerical", "diverged", "not_checked"]
-    reason: str | None
+    reason: str | None  # why the verdict is "not_checked"; null with any other
     num_requests_checked: int
     num_requests_diverged: int
-    num_requests_sampled: int
-    first_divergence: Divergence | None
-    first_beyond_margin: Divergence | None
-    num_failed_with_method_only: int
+    num_requests_sampled: int  # finished at a temperature above 0: not compared
+    first_divergence: Divergence | None  # lowest request index
+    first_beyond_margin: Divergence | None  # the one that decided "diverged"
+    num_failed_with_method_only: int  # requests, greedy or not, that the baseline finished
     num_failed_with_baseline_only: int
-    not_finite_in: str | None
+    not_finite_in: str | None  # id of a request in which the target's logits are NaN
 
 
 class Cudagraph(TypedDict):
@@ -168,7 +171,7 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     """summary.json."""
 
     schema_version: int
-    status: Literal["ok", "interrupted", "failed"]
+    status: Status
     engine: str
     target: str
     target_checkpoint: str

@@ -24,7 +24,6 @@ import hydraspec
 from hydraspec.engine.base import Built, StepProfile
 from hydraspec.metrics import run_files
 from hydraspec.metrics import summary as schema
-from hydraspec.metrics.lossless import Divergence, Lossless
 from hydraspec.report.compare import compare
 
 TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")
@@ -172,8 +171,6 @@ def test_a_real_summary_has_exactly_the_keys_of_the_schema(sweep: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "schema_of"),
     [
-        (Divergence, schema.Divergence),
-        (Lossless, schema.Lossless),
         (StepProfile, schema.StepProfile),
         (Built, schema.BuiltInRounds),
     ],

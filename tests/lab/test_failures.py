@@ -12,8 +12,8 @@ import pytest
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.lab.cautions import failure_warnings
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.summary import failure_warnings
 from hydraspec.types import Completion, ConfigurationError, NotFiniteError, WorkloadError
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_run_folder_keeps_its_files(tmp_path: Path, mark: st
         (tmp_path / name).write_text("x", encoding="utf-8")
     (tmp_path / "env.json").write_text(mark, encoding="utf-8")
     (tmp_path / "wandb").mkdir()
-    RunFolder(tmp_path).begin({}, [])
+    RunFolder(tmp_path, {}, [])
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*names, "env.json", "wandb", "overrides.yaml"}
 
@@ -197,11 +197,11 @@ def test_a_linked_folder_is_not_followed_when_cleared(tmp_path: Path) -> None:
     kept, folder = tmp_path / "kept", tmp_path / "run"
     kept.mkdir()
     (kept / "file").touch()
-    RunFolder(folder).write_environment({"versions": {"hydraspec": "0"}})
+    RunFolder(folder, {}, []).write_environment({"versions": {"hydraspec": "0"}})
     (folder / "config.yaml").touch()
     (folder / "wandb").symlink_to(kept)
     (folder / "summary.json").mkdir()
-    RunFolder(folder).begin({}, [])
+    RunFolder(folder, {}, []).replace_older_run()
     left = sorted(path.name for path in folder.iterdir())
     assert left == ["config.yaml", "overrides.yaml", "summary.json"]
     assert (kept / "file").exists()

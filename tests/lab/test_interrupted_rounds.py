@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hydraspec
-from hydraspec.lab import run as run_module
+from hydraspec.lab import recorder
 from hydraspec.metrics.sinks import Side
 
 NUM_REQUESTS = 8
@@ -25,7 +25,7 @@ def test_both_sides_of_round_1_are_kept(
     engine that cannot judge because its run was closed in the middle.
     """
 
-    class Interrupting(run_module.ConsoleSink):
+    class Interrupting(recorder.ConsoleSink):
         where: tuple[Side, int] = (Side.method, 0)
         num_steps = 0
 
@@ -37,7 +37,7 @@ def test_both_sides_of_round_1_are_kept(
             if self.num_steps == STEPS_OF_ROUND_2:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "ConsoleSink", Interrupting)
+    monkeypatch.setattr(recorder, "ConsoleSink", Interrupting)
     typed = [f"workload.limit={NUM_REQUESTS}", f"engine.async_scheduling={runs_ahead}"]
     with pytest.raises(KeyboardInterrupt):
         hydraspec.run([*typed, "tracker=none", f"hydra.run.dir={tmp_path}"], quiet=True)

@@ -20,6 +20,7 @@ from hydraspec.config.schema import RunConfig, TrackerConfig
 from hydraspec.errors import CheckpointError, WorkloadError
 from hydraspec.lab import run as run_module
 from hydraspec.lab.folder import RunFolder
+from hydraspec.metrics.sinks import Sink
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
@@ -102,10 +103,17 @@ def test_a_tracker_does_not_start_among_files_that_are_to_go(
     config.tracker = TrackerConfig(name="wandb")
     started: list[list[str]] = []
 
-    def sink(*arguments: object) -> None:
-        started.append(sorted(path.name for path in (tmp_path / "run").iterdir()))
+    class Starting(Sink):
+        def __init__(self, *arguments: object) -> None:
+            started.append(sorted(path.name for path in (tmp_path / "run").iterdir()))
 
-    monkeypatch.setattr(run_module, "WandbSink", sink)
+        def add_config(self, **facts: object) -> None:
+            """As the tracker's."""
+
+        def wait_until_ready(self) -> None:
+            """As the tracker's."""
+
+    monkeypatch.setattr(run_module, "WandbSink", Starting)
     use_engine(FakeEngine())
     run_config()
     assert started == [["config.yaml", "env.json", "overrides.yaml"]]
@@ -124,9 +132,10 @@ def test_replacing_is_said_in_one_line(
 
 def test_the_configuration_is_as_old_as_the_run(tmp_path: Path) -> None:
     """What a run read is known to be older; loading took a while since."""
-    folder, opened = RunFolder(tmp_path), time.time()
+    RunFolder(tmp_path, {}, []).write_environment({"versions": {"hydraspec": "0"}})
+    folder, opened = RunFolder(tmp_path, {}, []), time.time()
     time.sleep(0.05)
-    folder.begin({}, [])
+    folder.replace_older_run()
     assert (tmp_path / "config.yaml").stat().st_mtime <= opened
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fake_engine import Behaviour, FakeEngine, make_info
 
-from hydraspec.lab.verdict import judge, remarks
+from hydraspec.lab.cautions import verdict_warnings
+from hydraspec.lab.verdict import judge
 from hydraspec.types import Completion, Request, SamplingParams
 
 EPS = float(np.finfo(np.float32).eps)
@@ -39,8 +40,8 @@ def both(*outputs: tuple[int, ...]) -> dict[int, Completion]:
 def test_identical() -> None:
     outputs = both((1, 2), (3, 4))
     result = judge([request(0), request(1)], outputs, outputs, FakeEngine(), synthetic=False)
-    assert (result.verdict, result.num_requests_checked) == ("identical", 2)
-    assert result.first_divergence is None
+    assert (result["verdict"], result["num_requests_checked"]) == ("identical", 2)
+    assert result["first_divergence"] is None
 
 
 @pytest.mark.parametrize(
@@ -50,13 +51,13 @@ def test_the_margin_decides(margin: float, verdict: str) -> None:
     engine = FakeEngine(Behaviour(margin=margin))
     ours, theirs = both((1, 2), (3, 4, 5)), both((1, 2), (3, 9, 9))
     result = judge([request(0), request(1)], ours, theirs, engine, synthetic=False)
-    first = result.first_divergence
-    assert result.verdict == verdict
+    first = result["first_divergence"]
+    assert result["verdict"] == verdict
     assert first is not None
-    assert (first.request, first.index, first.position) == ("r1", 1, 1)
-    assert (first.method_token, first.baseline_token) == (4, 9)
-    assert first.target_margin == pytest.approx(margin, rel=1e-3)
-    assert first.allowed_margin == pytest.approx(ALLOWED)
+    assert (first["request"], first["index"], first["position"]) == ("r1", 1, 1)
+    assert (first["method_token"], first["baseline_token"]) == (4, 9)
+    assert first["target_margin"] == pytest.approx(margin, rel=1e-3)
+    assert first["allowed_margin"] == pytest.approx(ALLOWED)
 
 
 def test_margin_is_taken_after_the_common_prefix() -> None:
@@ -82,19 +83,19 @@ def test_one_request_beyond_rounding_is_enough() -> None:
 
     ours, theirs = both((1, 5), (3, 5)), both((1, 6), (3, 6))
     result = judge([request(0), request(1)], ours, theirs, Mixed(), synthetic=False)
-    assert result.verdict == "diverged"
-    assert result.first_divergence is not None
-    assert result.first_divergence.index == 0
-    assert result.first_beyond_margin is not None
-    assert result.first_beyond_margin.index == 1
+    assert result["verdict"] == "diverged"
+    assert result["first_divergence"] is not None
+    assert result["first_divergence"]["index"] == 0
+    assert result["first_beyond_margin"] is not None
+    assert result["first_beyond_margin"]["index"] == 1
 
 
 def test_an_output_that_ends_earlier_diverges_where_it_ended() -> None:
     result = judge([request(0)], both((1, 2)), both((1, 2, 3)), FakeEngine(), synthetic=False)
-    assert result.verdict == "diverged"
-    assert result.first_divergence is not None
-    assert result.first_divergence.position == 2
-    assert result.first_divergence.method_token is None
+    assert result["verdict"] == "diverged"
+    assert result["first_divergence"] is not None
+    assert result["first_divergence"]["position"] == 2
+    assert result["first_divergence"]["method_token"] is None
 
 
 def test_not_checked() -> None:
@@ -109,8 +110,8 @@ def test_not_checked() -> None:
         (greedy, failed, False, "the baseline failed 1 greedy request"),
     ):
         result = judge(asked, outputs, theirs, engine, synthetic=synthetic)
-        assert result.verdict == "not_checked"
-        assert (result.reason or "").startswith(reason)
+        assert result["verdict"] == "not_checked"
+        assert (result["reason"] or "").startswith(reason)
 
 
 class WithoutLogits(FakeEngine):
@@ -132,14 +133,17 @@ def test_without_margins_low_precision_cannot_be_judged(dtype: str, verdict: str
     engine = WithoutLogits(engine="vllm", dtype=dtype)
     ours, theirs = both((1, 2), (3, 4)), both((1, 2), (3, 9))
     result = judge([request(0), request(1)], ours, theirs, engine, synthetic=False)
-    assert (result.verdict, result.num_requests_diverged) == (verdict, 1)
-    assert result.first_divergence is not None
-    assert (result.first_divergence.position, result.first_divergence.target_margin) == (1, None)
-    assert (result.reason is None) == (verdict == "diverged")
-    if result.reason is not None:
-        assert f"engine=vllm gives no logits, so that in {dtype}" in result.reason
+    assert (result["verdict"], result["num_requests_diverged"]) == (verdict, 1)
+    assert result["first_divergence"] is not None
+    assert (
+        result["first_divergence"]["position"],
+        result["first_divergence"]["target_margin"],
+    ) == (1, None)
+    assert (result["reason"] is None) == (verdict == "diverged")
+    if result["reason"] is not None:
+        assert f"engine=vllm gives no logits, so that in {dtype}" in result["reason"]
     same = judge([request(0)], ours, ours, engine, synthetic=False)
-    assert (same.verdict, same.reason) == ("identical", None)
+    assert (same["verdict"], same["reason"]) == ("identical", None)
 
 
 FAILED = {"finish_reason": "error"}
@@ -150,25 +154,25 @@ def test_a_request_that_only_the_method_failed_diverges() -> None:
     requests, theirs = [request(0), request(1)], both((1, 2), (3, 4))
     ours = {0: theirs[0], 1: completion(1, **FAILED)}
     result = judge(requests, ours, theirs, FakeEngine(), synthetic=False)
-    assert (result.verdict, result.num_requests_checked) == ("diverged", 1)
-    assert (result.num_failed_with_method_only, result.first_divergence) == (1, None)
-    assert remarks(result, make_info()) == [
+    assert (result["verdict"], result["num_requests_checked"]) == ("diverged", 1)
+    assert (result["num_failed_with_method_only"], result["first_divergence"]) == (1, None)
+    assert verdict_warnings(result, make_info()) == [
         "1 request ended with an error in method=gemma4_mtp but not in the baseline"
     ]
     only = judge([request(1)], {1: ours[1]}, {1: theirs[1]}, FakeEngine(), synthetic=False)
-    assert (only.verdict, only.num_requests_checked) == ("diverged", 0)
+    assert (only["verdict"], only["num_requests_checked"]) == ("diverged", 0)
 
 
 def test_a_request_that_only_the_baseline_failed_is_not_identical() -> None:
     requests, ours = [request(0), request(1), request(2)], both((1, 2), (3, 4), (5,))
     theirs = {0: ours[0], 1: completion(1, **FAILED), 2: completion(2, **FAILED)}
     result = judge(requests, ours, theirs, FakeEngine(), synthetic=False)
-    assert (result.verdict, result.num_failed_with_baseline_only) == ("not_checked", 2)
-    assert remarks(result, make_info()) == [
+    assert (result["verdict"], result["num_failed_with_baseline_only"]) == ("not_checked", 2)
+    assert verdict_warnings(result, make_info()) == [
         "2 requests ended with an error in the baseline but not in method=gemma4_mtp"
     ]
     wrong = judge(requests, both((1, 9), (3, 4), (5,)), theirs, FakeEngine(), synthetic=False)
-    assert wrong.verdict == "diverged"
+    assert wrong["verdict"] == "diverged"
 
 
 def test_requests_that_fail_on_both_sides_or_sample_decide_nothing() -> None:
@@ -176,18 +180,18 @@ def test_requests_that_fail_on_both_sides_or_sample_decide_nothing() -> None:
     theirs = {0: completion(0, 1), 1: completion(1, **FAILED), 2: completion(2, 7)}
     requests = [request(0), request(1), request(2, 0.5)]
     result = judge(requests, ours, theirs, FakeEngine(), synthetic=False)
-    assert (result.verdict, result.num_failed_with_method_only) == ("identical", 1)
-    assert len(remarks(result, make_info())) == 1
+    assert (result["verdict"], result["num_failed_with_method_only"]) == ("identical", 1)
+    assert len(verdict_warnings(result, make_info())) == 1
     synthetic = judge(requests, ours, theirs, FakeEngine(), synthetic=True)
-    assert (synthetic.verdict, synthetic.num_failed_with_method_only) == ("not_checked", 1)
+    assert (synthetic["verdict"], synthetic["num_failed_with_method_only"]) == ("not_checked", 1)
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_tie_where_equality_is_expected_is_pointed_out(exact: bool) -> None:
     engine = FakeEngine(Behaviour(margin=0.0), greedy_is_exact=exact)
     result = judge([request(0)], both((1, 2)), both((1, 3)), engine, synthetic=False)
-    assert result.verdict == "numerical"
-    found = remarks(result, engine.info)
+    assert result["verdict"] == "numerical"
+    found = verdict_warnings(result, engine.info)
     assert [("float32" in text, "identical" in text) for text in found] == [(True, True)] * exact
 
 
@@ -209,23 +213,23 @@ def test_equal_outputs_of_logits_that_are_not_finite_are_no_proof(value: float) 
 
     outputs = both((0, 0, 0), (0, 0))
     result = judge([request(0), request(1)], outputs, outputs, Overflowing(), synthetic=False)
-    assert (result.verdict, result.not_finite_in) == ("not_checked", "r0")
+    assert (result["verdict"], result["not_finite_in"]) == ("not_checked", "r0")
     assert asked == [[1, 2, 0, 0]]  # the last token's
-    assert result.reason == "the target's logits are NaN or infinite"
-    (remark,) = remarks(result, make_info())
+    assert result["reason"] == "the target's logits are NaN or infinite"
+    (remark,) = verdict_warnings(result, make_info())
     assert "'r0' are NaN or infinite" in remark
 
 
 def test_other_outputs_of_logits_that_are_not_finite_are_beyond_rounding() -> None:
     result = judge([request(0)], both((1, 2)), both((1, 3)), Broken(), synthetic=False)
-    assert (result.verdict, result.not_finite_in) == ("diverged", "r0")
-    assert len(remarks(result, make_info())) == 1
+    assert (result["verdict"], result["not_finite_in"]) == ("diverged", "r0")
+    assert len(verdict_warnings(result, make_info())) == 1
 
 
 def test_sampled_outputs_of_such_logits_are_remarked_upon() -> None:
     outputs = both((0, 0))
     result = judge([request(0, 0.5)], outputs, outputs, Broken(), synthetic=False)
-    assert (result.verdict, result.not_finite_in) == ("not_checked", "r0")
+    assert (result["verdict"], result["not_finite_in"]) == ("not_checked", "r0")
 
 
 def test_suppressed_tokens_do_not_widen_the_margin() -> None:
@@ -239,15 +243,15 @@ def test_suppressed_tokens_do_not_widen_the_margin() -> None:
 
     engine = Suppressing(Behaviour(margin=1.1 * ALLOWED))
     result = judge([request(0)], both((1, 2)), both((1, 3)), engine, synthetic=False)
-    assert result.verdict == "diverged"
-    assert result.first_divergence is not None
-    assert result.first_divergence.allowed_margin == pytest.approx(ALLOWED)
+    assert result["verdict"] == "diverged"
+    assert result["first_divergence"] is not None
+    assert result["first_divergence"]["allowed_margin"] == pytest.approx(ALLOWED)
     same = judge([request(0)], both((1, 2)), both((1, 2)), engine, synthetic=False)
-    assert (same.verdict, same.not_finite_in) == ("identical", None)
+    assert (same["verdict"], same["not_finite_in"]) == ("identical", None)
 
 
 def test_only_greedy_requests_of_a_mixed_workload_are_compared() -> None:
     ours, theirs = both((1,), (2,)), both((1,), (3,))
     result = judge([request(0), request(1, 0.5)], ours, theirs, FakeEngine(), synthetic=False)
-    assert (result.verdict, result.num_requests_checked) == ("identical", 1)
-    assert result.num_requests_sampled == 1
+    assert (result["verdict"], result["num_requests_checked"]) == ("identical", 1)
+    assert result["num_requests_sampled"] == 1

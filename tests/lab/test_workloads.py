@@ -169,17 +169,16 @@ def test_a_line_is_laid_over_the_defaults(config: RunConfig, path: Path) -> None
 def test_a_key_that_every_line_overrides_is_warned_about(config: RunConfig, path: Path) -> None:
     config.sampling.max_tokens, config.sampling.top_p, config.sampling.stop = 1, 0.5, ["x"]
     own = {**GOOD, "max_tokens": 9, "sampling": {"stop": ["y"]}}
-    read_lines(config, path, own, {**own, "sampling": {"top_p": 0.9, "stop": "z"}})
+    workload = read_lines(config, path, own, {**own, "sampling": {"top_p": 0.9, "stop": "z"}})
     tail = "has no effect: every line of the workload has its own"
-    assert config.warnings == [f"sampling.max_tokens=1 {tail}", f"sampling.stop=[x] {tail}"]
-    config.warnings = []
-    read_lines(config, path, own, {**own, "max_tokens": None, "sampling": None})
-    assert config.warnings == []
+    assert workload.warnings == [f"sampling.max_tokens=1 {tail}", f"sampling.stop=[x] {tail}"]
+    workload = read_lines(config, path, own, {**own, "max_tokens": None, "sampling": None})
+    assert workload.warnings == []
 
 
 def test_defaults_that_lines_override_are_no_matter(config: RunConfig, path: Path) -> None:
-    read_lines(config, path, {**GOOD, "max_tokens": 9, "sampling": {"temperature": 1}})
-    assert config.warnings == []
+    line = {**GOOD, "max_tokens": 9, "sampling": {"temperature": 1}}
+    assert read_lines(config, path, line).warnings == []
 
 
 def test_limit_reads_no_further(config: RunConfig, path: Path) -> None:
@@ -221,7 +220,7 @@ def test_the_zoo_workload_can_be_read(config: RunConfig) -> None:
     config.sampling.max_tokens = 1  # its lines leave it to the key
     workload = workloads.read(config)
     assert workload is not None
-    assert config.warnings == []
+    assert workload.warnings == []
     assert {r.sampling.max_tokens for r in workload.requests} == {1}
     assert len(workload.requests) >= 64
     assert {r.answer is not None for r in workload.requests} == {True}

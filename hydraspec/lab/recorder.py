@@ -1,0 +1,90 @@
+"""What a run writes and prints: its files, the console and the tracker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import hydraspec
+from hydraspec.config.schema import MetricsConfig
+from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.surroundings import interrupts_held_back
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import REPORT, STEPS, TRACE
+from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
+from hydraspec.metrics.summary import Summary
+from hydraspec.metrics.tracker import WandbSink
+from hydraspec.report import page as report
+from hydraspec.report.console import ConsoleSink, run_console
+from hydraspec.report.samples import SampleSink
+from hydraspec.types import Request
+
+
+class Recorder:
+    """The sinks of a run, and the writing of its results.
+
+    Attributes:
+        sinks: what watches the measured rounds.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        requests: Sequence[Request],
+        *,
+        metrics: MetricsConfig,
+        method: str,
+        sides: Sequence[Side],
+        tracker: WandbSink | None,
+        quiet: bool,
+    ) -> None:
+        self._folder, self._tracker = folder, tracker
+        self._started = time.strftime("%Y-%m-%d %H:%M")
+        self._console = run_console(quiet=quiet)
+        self._files: list[Sink] = []
+        if metrics.steps:
+            self._files.append(StepsFile(folder.path / STEPS))
+        if metrics.trace:
+            ids = {r.index: r.id for r in requests}
+            self._files.append(TraceFile(folder.path / TRACE, ids))
+        self._samples = SampleSink(requests)
+        sizes = dict.fromkeys(sides, len(requests))
+        self._progress = ConsoleSink(self._console, method=method, sizes=sizes)
+        self.sinks: list[Sink] = [*self._files, self._samples, self._progress]
+        if tracker is not None:
+            self.sinks.append(tracker)
+
+    def save(self, summarise: Callable[[], Summary], rows: Sequence[Json]) -> Summary:
+        """Write every file, then tell tracker and console; an interrupt waits until files are
+        whole. The console is told even where a file cannot be written.
+        """
+        summary: Summary | None = None
+        try:
+            with interrupts_held_back():
+                summary = summarise()
+                for file in self._files:
+                    file.close()
+                self._folder.write_requests(rows)
+                self._write(summary, rows)
+            if self._tracker is not None and (failures := self._tracker.on_summary(summary)):
+                summary["warnings"] += failures
+                with interrupts_held_back():
+                    self._write(summary, rows)
+        finally:
+            if summary is not None:
+                self._progress.on_summary(summary)
+        self._console.print(f"Report: {self._folder.path / REPORT}", soft_wrap=True)
+        return summary
+
+    def close(self) -> None:
+        """Give the terminal back, also where saving failed."""
+        self._progress.close()
+
+    def _write(self, summary: Summary, rows: Sequence[Json]) -> None:
+        self._folder.write_summary(summary)
+        made = f"{self._started}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
+        samples = self._samples.samples({row["id"]: row for row in rows})
+        page = report.render(summary, resolved=self._folder.resolved, samples=samples, made=made)
+        self._folder.write_report(page)
