@@ -57,8 +57,8 @@ test-gpu: $(VENV)/.stamp-test ## Run the tests that need a CUDA device
 verify-gpu: $(VENV)/.stamp-test ## The device gate, before a change to engine, models or kernels is done: PART=cells
 	$(BIN)/python tests/gate/verify.py $(ARGS)
 
-table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the README's table
-	$(BIN)/python tests/bench/readme_table.py $(ARGS)
+table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the table of docs/results.md
+	$(BIN)/python tests/bench/results_table.py $(ARGS)
 
 sweep: $(VENV)/.stamp-test ## Sweep K over the default target and compare with method=none
 	$(BIN)/python -m hydraspec -m experiment=k_sweep $(ARGS)

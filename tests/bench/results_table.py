@@ -1,6 +1,6 @@
-"""The README's table: every tiny target with every drafter it names, measured on this machine.
+"""The first table of docs/results.md: every tiny target with every drafter it names, measured here.
 
-    python tests/bench/readme_table.py [override ...]      # for example target=tiny_qwen3
+    python tests/bench/results_table.py [override ...]      # for example target=tiny_qwen3
 
 Prints a markdown table and where the runs are. Overrides go to every run.
 """
