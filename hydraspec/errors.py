@@ -44,6 +44,10 @@ class NotFiniteError(UserError):
         )
 
 
+class DraftError(UserError):
+    """A speculator proposed a draft that cannot be verified (exit status 1)."""
+
+
 class ConfigurationError(UserError):
     """The configuration is wrong (exit status 2)."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError as CheckpointError
 from hydraspec.errors import ConfigurationError as ConfigurationError
+from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError

@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.native.draft_check import check_draft_ids
 from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.timing import StepClock
+from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
 
 
@@ -38,10 +41,16 @@ class Collected:
 class Collector:
     """Applies results to sequences, ends those that are done, and writes the step's record."""
 
-    def __init__(self, scheduler: Scheduler, finish: FinishCheck, dtype: str) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        finish: FinishCheck,
+        info: EngineInfo,
+        speculator: BaseSpeculator,
+    ) -> None:
         self._scheduler = scheduler
         self._finish = finish
-        self._dtype = dtype  # of the target, for messages
+        self._info, self._speculator = info, speculator
         self._num_steps = 0
 
     def collect(self, flight: Flight, clock: StepClock) -> Collected:
@@ -51,6 +60,7 @@ class Collector:
         whose logits are not finite ends with an error, which is that of the run.
         """
         result = flight.step.result()
+        check_draft_ids(result.draft_tokens, self._info.vocab_size, self._speculator)
         now = time.perf_counter()
         tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
         num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
@@ -93,7 +103,7 @@ class Collector:
 
     def _not_finite(self, sequence: Sequence) -> NotFiniteError:
         position = len(sequence.output_token_ids)
-        return NotFiniteError(sequence.request.id, position, self._dtype)
+        return NotFiniteError(sequence.request.id, position, self._info.dtype)
 
     def _apply(
         self,

@@ -46,7 +46,8 @@ class NativeEngine(Engine):
         self._collector = Collector(
             self._scheduler,
             FinishCheck(self.parts.target.eos_token_ids, self.info.max_model_len, decode),
-            self.info.dtype,
+            self.info,
+            self.parts.runner.speculator,
         )
         self._runs_ahead = bool(self.info.async_scheduling)
         self._in_flight: Flight | None = None  # launched, not collected

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydraspec.types import Batch, TargetStep, Verdict
+from hydraspec.types import Batch, Draft, TargetStep, Verdict
 
 RESULT_RING = 4  # launches whose results may be under way at once
 
@@ -22,6 +22,7 @@ class DeviceStep:
     batch: Batch
     target_step: TargetStep
     verdict: Verdict
+    draft: Draft | None = None
 
 
 @dataclass(slots=True, frozen=True)

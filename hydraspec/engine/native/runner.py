@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hydraspec.engine.native.draft_check import check_draft, check_drafts_on_cpu
 from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.results import DeviceStep, LaunchedStep, launched_on_cpu
@@ -23,6 +24,7 @@ from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import (
     Batch,
+    Draft,
     RequestState,
     RowSegment,
     SamplingFlags,
@@ -84,10 +86,12 @@ class Runner:
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         commit(self.state, batch, verdict)
 
-    def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> None:
+    def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:
         draft = self.speculator.propose(target_step, verdict, batch, self.state)
         if draft is not None:
+            check_draft(draft, batch, self.state, self.speculator)
             store_draft(self.state, batch, draft)
+        return draft
 
     def capture_variant(self, flags: SamplingFlags) -> None:
         """Capture graphs of a way of sampling ahead of the requests that need them."""
@@ -123,10 +127,11 @@ class Runner:
             verdict = self.verify(batch, target_step)
         with clock("verify"):
             self.commit(batch, verdict)
+        draft = None
         if proposes:
             with clock("propose"):
-                self.propose(batch, target_step, verdict)
-        return DeviceStep(batch, target_step, verdict)
+                draft = self.propose(batch, target_step, verdict)
+        return DeviceStep(batch, target_step, verdict, draft)
 
     def run_eagerly(self, plan: StepPlan) -> DeviceStep:
         """Place a plan and run its verbs."""
@@ -137,7 +142,9 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; its results come when they are read."""
-        return launched_on_cpu(self.run_eagerly(plan))
+        step = self.run_eagerly(plan)
+        check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
+        return launched_on_cpu(step)
 
 
 def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:

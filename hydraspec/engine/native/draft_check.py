@@ -1,0 +1,76 @@
+"""What a speculator returns, checked: a draft that cannot be verified is one error that names the
+speculator's class. The checks read host facts, and token ids that are on the host anyway.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hydraspec.speculators.base import BaseSpeculator
+from hydraspec.types import Batch, Draft, DraftError, RequestState
+
+
+def check_draft(
+    draft: object, batch: Batch, state: RequestState, speculator: BaseSpeculator
+) -> None:
+    """Type, shapes, dtypes and device of what `propose` returned.
+
+    Raises:
+        DraftError: naming what is expected and what was given.
+    """
+    requests, k = batch.num_requests, speculator.num_speculative_tokens
+    device = batch.slots.device
+    wanted = [("tokens", (requests, k), torch.int64)]
+    if state.draft_probs is not None and not batch.all_greedy:
+        wanted.append(("probs", (requests, *state.draft_probs.shape[1:]), torch.float32))
+    if not isinstance(draft, Draft) or not all(
+        _fits(getattr(draft, name), shape, dtype, device) for name, shape, dtype in wanted
+    ):
+        parts = (f"{name} {_tensor(shape, dtype, device)}" for name, shape, dtype in wanted)
+        raise _error(speculator, f"Draft with {' and '.join(parts)}", _described(draft))
+
+
+def check_draft_ids(tokens: np.ndarray, vocab_size: int, speculator: BaseSpeculator) -> None:
+    """Draft tokens [B, K]: ids of the target's vocabulary, or -1 for no draft.
+
+    Raises:
+        DraftError: with the first other id.
+    """
+    if tokens.size and not (tokens.min() >= -1 and tokens.max() < vocab_size):
+        wrong = tokens[(tokens < -1) | (tokens >= vocab_size)]
+        expected = f"token ids from 0 to {vocab_size - 1}, or -1 where there is no draft"
+        raise _error(speculator, expected, f"token id {wrong[0]}")
+
+
+def check_drafts_on_cpu(draft: Draft | None, vocab_size: int, speculator: BaseSpeculator) -> None:
+    """The same for what `propose` returned on a CPU, where no step is waited for."""
+    if draft is not None:
+        check_draft_ids(draft.tokens.numpy(), vocab_size, speculator)
+
+
+def _error(speculator: BaseSpeculator, expected: str, given: str) -> DraftError:
+    name = f"{type(speculator).__module__}.{type(speculator).__qualname__}"
+    return DraftError(
+        f"{name}.propose returned a draft that cannot be verified\n  expected: {expected}\n"
+        f"  given: {given}\n  to do: mend the class; docs/adding_a_speculator.md describes a draft"
+    )
+
+
+def _fits(found: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return isinstance(found, torch.Tensor) and (found.shape, found.dtype, found.device) == (
+        *(shape, dtype, device),
+    )
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{list(shape)} of {dtype} on {device}"
+
+
+def _described(found: object) -> str:
+    if isinstance(found, Draft):
+        probs = "" if found.probs is None else f" and probs {_described(found.probs)}"
+        return f"Draft with tokens {_described(found.tokens)}{probs}"
+    if isinstance(found, torch.Tensor):
+        return _tensor(tuple(found.shape), found.dtype, found.device)
+    return type(found).__name__
