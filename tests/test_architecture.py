@@ -79,6 +79,7 @@ OWNERS = {
     "vllm": ["hydraspec/engine/vllm/*"],
     "wandb": ["hydraspec/metrics/tracker.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
+    "paged_caches": ["kernels/benchmarks/*"],
     "rich": [
         *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "report", "zoo")),
         "hydraspec/graphs/progress.py",

@@ -6,11 +6,16 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from hydraspec_kernels.attention.decode import attend_projection
-from hydraspec_kernels.attention.paged import AttentionPlan, paged_attention
-from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.attention import (
+    AttentionPlan,
+    Projection,
+    QkvShape,
+    attend_projection,
+    paged_attention,
+    write_qkv,
+)
 from hydraspec_kernels.linear import linear, linear_partials
-from hydraspec_kernels.norms.rms_norm import unit_norm
+from hydraspec_kernels.norms import unit_norm
 from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
 
@@ -50,8 +55,8 @@ def write_kv(
     first = shape.num_heads * shape.head_dim
     # The library's product: no kernel is compiled for columns that decoding never takes alone.
     kv = torch.nn.functional.linear(x, qkv[:, first:].t(), None if bias is None else bias[first:])
-    where = shared.cos, shared.sin, shared.slots, cache
-    write_qkv(kv, *where, replace(shape, num_heads=0))
+    projection = Projection(kv, shared.cos, shared.sin, shared.slots)
+    write_qkv(projection, cache, replace(shape, num_heads=0))
 
 
 class Attention:
@@ -168,8 +173,10 @@ class Attention:
     def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """The same for a model that is not folded: x [T, D] normed -> [S, T, D] to add up."""
         qkv = linear(x, self.qkv, self.qkv_bias)
-        where = shared.cos, shared.sin, shared.slots, cache, shared.plan
-        attended = attend_projection(qkv, *where, self.shape, writes=self.writes_kv)
+        projection = Projection(qkv, shared.cos, shared.sin, shared.slots)
+        attended = attend_projection(
+            projection, cache, shared.plan, self.shape, writes=self.writes_kv
+        )
         if self.out_bias is None:
             return linear_partials(attended, self.out)
         return linear(attended, self.out, self.out_bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.moe import moe, route
-from hydraspec_kernels.norms.rms_norm import rms_norm
+from hydraspec_kernels.norms import rms_norm
 from torch import Tensor
 
 from hydraspec.models.gemma4.config import Gemma4Config

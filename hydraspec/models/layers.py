@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
-from hydraspec_kernels.norms.add_norm import add_norm
-from hydraspec_kernels.norms.rms_norm import rms_norm, unit_norm
+from hydraspec_kernels.norms import add_norm, rms_norm, unit_norm
 from torch import Tensor
 
 Tensors = dict[str, Tensor]

@@ -24,7 +24,7 @@ from harness import (
     time_us,
 )
 from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
-from hydraspec_kernels.norms.add_norm import add_norm
+from hydraspec_kernels.norms import add_norm
 from torch import Tensor
 
 

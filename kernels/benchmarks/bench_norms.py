@@ -18,16 +18,14 @@ import torch
 from harness import COPY_TB_S, Measured, describe_device, print_table, rotation, time_us
 from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.activation.reference import gated_activation_reference
-from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
-from hydraspec_kernels.attention.qkv_write.reference import write_qkv_reference
+from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
+from hydraspec_kernels.attention.reference import write_qkv_reference
 from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.embedding.ple_inputs import ple_inputs
 from hydraspec_kernels.embedding.ple_inputs.reference import ple_inputs_reference
 from hydraspec_kernels.embedding.reference import embed_reference
-from hydraspec_kernels.norms.add_norm import add_norm
-from hydraspec_kernels.norms.add_norm.reference import add_norm_reference
-from hydraspec_kernels.norms.rms_norm import rms_norm
-from hydraspec_kernels.norms.rms_norm.reference import rms_norm_reference
+from hydraspec_kernels.norms import add_norm, rms_norm
+from hydraspec_kernels.norms.reference import add_norm_reference, rms_norm_reference
 from hydraspec_kernels.rope import mirrored, rope_frequencies, rope_table
 from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor
@@ -81,8 +79,8 @@ def qkv_case(rows: int, label: str, shape: QkvShape) -> Case:
     return Case(
         "write_qkv",
         f"{rows}x{label}",
-        lambda qkv: write_qkv(qkv, cos, sin, slots, cache, shape),
-        lambda qkv: write_qkv_reference(qkv, cos, sin, slots, cache, shape),
+        lambda qkv: write_qkv(Projection(qkv, cos, sin, slots), cache, shape),
+        lambda qkv: write_qkv_reference(Projection(qkv, cos, sin, slots), cache, shape),
         lambda: (normal(rows, heads * size),),
         moved,
     )

@@ -3,9 +3,9 @@
     python kernels/benchmarks/bench_paged_attention.py [--only E4B] [--context 640] [--sweep]
 
 Bytes are the keys and values that some row sees, the queries and the result; prefill's note gives
-its arithmetic speed over the visible pairs. The floor is the larger one of bytes and arithmetic.
-Calls of a graph follow one another with dependent launch, as they do behind other kernels in a
-model. --sweep times other tilings of the plain kernel, too.
+its arithmetic speed over the visible pairs. The floor is the larger of bytes and arithmetic. Calls
+of a graph follow one another with dependent launch, as they follow other kernels in a model.
+--sweep also times other tilings of the plain kernel.
 """
 
 from __future__ import annotations
@@ -13,45 +13,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from harness import READ_TB_S, Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels.attention import latent as latent_attention
-from hydraspec_kernels.attention import prefill as prefill_attention
-from hydraspec_kernels.attention.paged import DevicePlan, GroupShape, paged_attention
-from hydraspec_kernels.attention.paged import tiling as cuts
-from hydraspec_kernels.attention.paged.kernel import paged_attention_kernel
-from hydraspec_kernels.attention.paged.tiling import Tiling
+from hydraspec_kernels.attention import DevicePlan, paged_attention, tiling
+from hydraspec_kernels.attention.paged_kernel import paged_attention_kernel
+from hydraspec_kernels.attention.tiling import Tiling
+from paged_caches import DTYPE, GEMMA, Requests, group, tiled_by
 from torch import Tensor
 
-BLOCK_SIZE = 16
 BATCHES = (1, 8, 32)
 DECODE_ROWS = (1, 4)
-# Requests, rows of each, keys of each: short prompts, a long one, and a chunk behind a cache.
+# Requests, rows of each, keys of each: short prompts, a long one, and a chunk after cached keys.
 PREFILL = ((32, 512, 512), (1, 8192, 8192), (1, 2048, 10240))
 TFLOP_S = 800.0  # of large products on one H200
 Arguments = tuple[Tensor, Tensor, DevicePlan]
-SPARE = 8  # blocks of a table row behind the sequence
 
-
-def group(heads: int, kv_heads: int, dim: int, window: int | None = None) -> GroupShape:
-    return GroupShape(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        block_size=BLOCK_SIZE,
-        window=window,
-    )
-
-
-SHAPES = {
-    "E4B sliding": group(8, 2, 256, 512),
-    "E4B full": group(8, 2, 512),
-    "31B sliding": group(32, 16, 256, 1024),
-    "31B full": group(32, 4, 512),
+SHAPES = GEMMA | {
     "Llama": group(32, 8, 128),
     "latent": replace(group(128, 1, 576), latent_dim=512, scale=0.05),
     "latent, 16 heads": replace(group(16, 1, 576), latent_dim=512, scale=0.05),
@@ -68,55 +48,27 @@ SWEEP_PREFILL = [
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Equal requests: how many, rows of each, keys of each."""
-
-    name: str
-    shape: GroupShape
-    requests: int
-    rows: int
-    keys: int
-
+class Case(Requests):
     @property
-    def pairs(self) -> int:
-        """Visible pairs of a request's row and key."""
-        window = self.shape.window or self.keys
-        return sum(min(self.keys - r, window) for r in range(self.rows))
+    def width(self) -> int:
+        """Numbers of a query and its result."""
+        return self.shape.head_dim + (self.shape.latent_dim or self.shape.head_dim)
 
     @property
     def nbytes(self) -> float:
-        shape = self.shape
-        keys = min(self.keys, (shape.window or self.keys) + self.rows - 1)
-        cached = keys * shape.head_rows * shape.head_dim
-        width = shape.head_dim + (shape.latent_dim or shape.head_dim)
-        return 2.0 * self.requests * (cached + self.rows * shape.num_heads * width)
+        return self.cached_bytes + 2.0 * self.num_rows * self.shape.num_heads * self.width
 
     @property
     def tflop(self) -> float:
-        width = self.shape.head_dim + (self.shape.latent_dim or self.shape.head_dim)
-        return 2e-12 * self.requests * self.pairs * self.shape.num_heads * width
+        """Of the visible pairs of a row and a key."""
+        window = self.shape.window or self.keys
+        pairs = sum(min(self.keys - r, window) for r in range(self.rows))
+        return 2e-12 * self.requests * pairs * self.shape.num_heads * self.width
 
     def arguments(self) -> Arguments:
-        """Blocks in random order, as a cache that has been in use hands them out."""
-        shape, device = self.shape, "cuda"
-        blocks = -(-self.keys // BLOCK_SIZE)
-        num_rows = self.requests * self.rows
-        page = (1,) if shape.latent_dim else (2, shape.num_kv_heads)
-        cache_rows = (self.requests * blocks + 1) * BLOCK_SIZE
-        cache = torch.randn(cache_rows, *page, shape.head_dim, dtype=torch.bfloat16, device=device)
-        query = torch.randn(
-            num_rows, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device
-        ).mul_(shape.head_dim**-0.5)
-        table = torch.zeros(self.requests, blocks + SPARE, dtype=torch.int64, device=device)
-        order = torch.randperm(self.requests * blocks, device=device) + 1
-        table[:, :blocks] = order.view(self.requests, blocks)
-        starts = torch.arange(self.requests + 1, device=device) * self.rows
-        lens = torch.full((self.requests,), self.keys, device=device)
-        return (
-            query,
-            cache,
-            DevicePlan(shape, starts, lens, table, num_rows, self.requests, self.rows),
-        )
+        cache, plan = self.cache_and_plan()
+        query = self.randn(self.num_rows, self.shape.num_heads, self.shape.head_dim)
+        return query.mul_(self.shape.head_dim**-0.5), cache, plan
 
 
 def cases(context: int) -> Iterator[Case]:
@@ -127,44 +79,33 @@ def cases(context: int) -> Iterator[Case]:
             yield Case(f"{name} prefill", shape, requests, rows, keys)
 
 
-@contextmanager
-def cut_as(cut: Tiling) -> Iterator[None]:
-    original = cuts.tiling
-    cuts.tiling = lambda *_: cut
-    try:
-        yield
-    finally:
-        cuts.tiling = original
-
-
 def measured(case: Case, sets: list[Arguments], cut: Tiling | None = None) -> Measured:
-    """As a model calls it, or the plain kernel with a tiling."""
+    """The kernel that a model runs, or with `cut` the plain kernel."""
     query, _, plan = sets[0]
-    if cut is None and latent_attention.fits(query, plan):
+    if cut is None and tiling.fits_latent(query, plan):
         heads = case.shape.num_heads
         micros = time_us(paged_attention, sets)
-        note = f"splits {latent_attention.num_splits(heads, case.rows, case.requests)}"
-    elif cut is None and prefill_attention.fits(query, plan):
+        note = f"splits {tiling.latent_splits(heads, case.rows, case.requests)}"
+    elif cut is None and tiling.fits_prefill(query, plan):
         micros, note = time_us(paged_attention, sets), "copying warp"
     else:
-        cut = cut or cuts.tiling(case.shape, case.rows, case.requests, torch.bfloat16)
-        with cut_as(cut):
+        cut = cut or tiling.paged_tiling(case.shape, case.rows, case.requests, DTYPE)
+        with tiled_by("paged_tiling", cut):
             micros = time_us(paged_attention_kernel, sets)
         note = f"M{cut.block_m} N{cut.block_n} warps {cut.num_warps} stages {cut.num_stages}"
         note += f" splits {cut.splits}"
-    if case.rows > cuts.MOST_SPLIT_ROWS:
+    if case.rows > tiling.MOST_SPLIT_ROWS:
         note += f", {case.tflop / micros * 1e6:.0f} TFLOP/s"
-    shape = f"{case.requests}x{case.rows}x{case.keys}"
     seconds = max(case.nbytes * 1e-12 / READ_TB_S, case.tflop / TFLOP_S)
     speed = case.nbytes * 1e-12 / seconds
-    return Measured(case.name, shape, micros, case.nbytes, tb_s=speed, note=note)
+    return Measured(case.name, case.label, micros, case.nbytes, tb_s=speed, note=note)
 
 
 def swept(case: Case, sets: list[Arguments]) -> list[Measured]:
-    """The five fastest tilings. What does not fit into shared memory is left out."""
+    """The five fastest tilings, without those that exceed the shared memory."""
     tried = SWEEP_PREFILL
-    if case.rows <= cuts.MOST_SPLIT_ROWS:
-        chosen = cuts.tiling(case.shape, case.rows, case.requests, torch.bfloat16).splits
+    if case.rows <= tiling.MOST_SPLIT_ROWS:
+        chosen = tiling.paged_tiling(case.shape, case.rows, case.requests, DTYPE).splits
         splits = [s for s in SWEEP_SPLITS if chosen / 4 <= s <= chosen * 4]
         tried = [replace(cut, splits=s) for cut, s in product(SWEEP_DECODE, splits)]
     found = []
@@ -178,7 +119,7 @@ def swept(case: Case, sets: list[Arguments]) -> list[Measured]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="a part of the case's name")
+    parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--sweep", action="store_true", help="also time other tilings")
     options = parser.parse_args()
@@ -190,7 +131,9 @@ def main() -> None:
                 continue
             sets = rotation(case.arguments)
             lines.append(measured(case, sets))
-            if options.sweep and not (case.rows <= cuts.MOST_SPLIT_ROWS and case.shape.latent_dim):
+            if options.sweep and not (
+                case.rows <= tiling.MOST_SPLIT_ROWS and case.shape.latent_dim
+            ):
                 lines += swept(case, sets)
     print_table("paged attention", lines)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from graph_runs import SHARING, graph_config, make_graph_engine, run_requests, zoo_requests
-from hydraspec_kernels.attention.paged import kernel  # noqa: F401  which imports Triton
+from hydraspec_kernels.attention import paged_kernel  # noqa: F401  which imports Triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 

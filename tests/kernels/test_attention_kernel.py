@@ -8,17 +8,21 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
-from hydraspec_kernels.attention.paged import (
+from hydraspec_kernels.attention import (
     GroupShape,
-    kernel,
     paged_attention,
     plan_attention,
     tiling,
 )
-from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
-from hydraspec_kernels.attention.paged.reference import (
+from hydraspec_kernels.attention import (
+    paged_kernel as kernel,
+)
+from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.reference import (
+    latent_attention_reference,
     paged_attention_reference,
     planned_attention_reference,
+    prefill_attention_reference,
 )
 from torch import Tensor
 
@@ -132,18 +136,18 @@ def test_without_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_splits_than_keys() -> None:
     inputs = build(Case((1,), (20,)))
-    assert tiling.tiling(inputs.plan.shape, 1, 1, torch.float32).splits == tiling.MAX_SPLITS
+    assert tiling.paged_tiling(inputs.plan.shape, 1, 1, torch.float32).splits == tiling.MAX_SPLITS
     check(inputs)
 
 
 @pytest.mark.parametrize("requests", [1, 2, 7, 33, 66, 67, 200, 600])
 def test_splits_fill_the_device_once(requests: int) -> None:
     shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=256, block_size=16, window=512)
-    splits = tiling.tiling(shape, 4, requests, torch.bfloat16).splits
+    splits = tiling.paged_tiling(shape, 4, requests, torch.bfloat16).splits
     programs = 2 * requests * splits
     assert splits == 1 or programs <= tiling.FULL_DEVICE
     assert splits == tiling.MAX_SPLITS or 2 * programs > tiling.FULL_DEVICE
-    assert tiling.tiling(shape, 512, requests, torch.bfloat16).splits == 1
+    assert tiling.paged_tiling(shape, 512, requests, torch.bfloat16).splits == 1
 
 
 def test_prompts_are_looked_up() -> None:
@@ -185,6 +189,16 @@ def test_the_padded_reference_is_the_definition(name: str) -> None:
         query, cache, plan.block_table, positions, request, case.block_size, shape.window
     )
     assert (inputs.expected - expected.flatten(1)).abs().max() < FLOAT64
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_padded_reference_is_the_one_of_each_request(name: str) -> None:
+    """Prefill's specification, and the latent cache's, with windows, padding and unused rows."""
+    inputs = build(CASES[name])
+    latent = inputs.plan.shape.latent_dim is not None
+    reference = latent_attention_reference if latent else prefill_attention_reference
+    expected = reference(inputs.query.double(), inputs.cache.double(), inputs.plan)
+    assert (inputs.expected - expected).abs().max() < FLOAT64
 
 
 def test_a_request_does_not_see_its_neighbours(regime: str) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from attention_layers import Case, Inputs, assert_half_close, build, poisoned_memory
-from hydraspec_kernels.attention.decode import attend_projection, counters, kernel, tiling
-from hydraspec_kernels.attention.decode.reference import attend_projection_reference
-from hydraspec_kernels.attention.paged import GroupShape
-from hydraspec_kernels.attention.paged.plan import DevicePlan
-from hydraspec_kernels.attention.paged.reference import planned_attention_reference
-from hydraspec_kernels.attention.qkv_write.kernel import write_qkv_cuda
+from hydraspec_kernels.attention import GroupShape, attend_projection, counters, tiling
+from hydraspec_kernels.attention import decode_kernel as kernel
+from hydraspec_kernels.attention.plan import DevicePlan
+from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda
+from hydraspec_kernels.attention.reference import (
+    attend_projection_reference,
+    planned_attention_reference,
+)
 from hydraspec_kernels.runtime import breaks
 from torch import Tensor
 
@@ -40,14 +42,8 @@ def bits(x: Tensor) -> Tensor:
 
 def check(inputs: Inputs) -> None:
     raw, cache, expected_cache = inputs.qkv.clone(), inputs.cache.clone(), inputs.cache.clone()
-    q = write_qkv_cuda(
-        inputs.qkv,
-        inputs.cos,
-        inputs.sin,
-        inputs.slots,
-        expected_cache if inputs.writes else None,
-        inputs.shape,
-    )
+    projection, _, _, shape = inputs.arguments(cache)
+    q = write_qkv_cuda(projection, expected_cache if inputs.writes else None, shape)
     out = run(inputs, cache)
     assert torch.equal(inputs.qkv, raw), "the projection is only read"
     assert torch.equal(bits(cache), bits(expected_cache))
@@ -96,13 +92,13 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["few splits", "many", "many, added up apart", "none", "none, turned"])
+@pytest.fixture(params=["few splits", "many", "many, added up apart", "none", "none, transposed"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     how = request.param
     full = 8 if how == "few splits" else 64 if how.startswith("many") else 1
     monkeypatch.setattr(tiling, "FULL_DEVICE", full)
     monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
-    monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: 1e3 if how == "none, turned" else 1e-3})
+    monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: 1e3 if how == "none, transposed" else 1e-3})
     monkeypatch.setattr(tiling, "MOST_ADDED", 0 if how.endswith("apart") else 1 << 20)
     monkeypatch.setattr(tiling, "MOST_ADDED_SPLITS", tiling.MAX_SPLITS)
 
@@ -144,7 +140,7 @@ def test_a_capture_in_pieces_is_cut_here(monkeypatch: pytest.MonkeyPatch) -> Non
     with breaks.recording(Recorder()):
         attend_projection(*inputs.arguments(inputs.cache.clone()), writes=True)
     assert len(seen) == 1
-    assert seen[0][0] is inputs.qkv, "the cache is written in the same call"
+    assert seen[0][0].qkv is inputs.qkv, "the cache is written in the same call"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +151,7 @@ def test_what_is_supported(rows: int, head_dim: int, group: int, supported: bool
     shape = GroupShape(
         num_heads=group, num_kv_heads=1, head_dim=head_dim, block_size=16, window=None
     )
-    assert tiling.supports(shape, rows) is supported
+    assert tiling.supports_decode(shape, rows) is supported
 
 
 @pytest.mark.parametrize(
@@ -166,7 +162,7 @@ def test_which_plans_are_taken(requests: int, rows: int, taken: bool) -> None:
     shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=256, block_size=16, window=512)
     lens = torch.ones(requests, dtype=torch.int64)
     plan = DevicePlan(shape, lens, lens, lens[:, None], requests * rows, requests, rows)
-    assert tiling.fits(plan) is taken
+    assert tiling.fits_decode(plan) is taken
 
 
 @pytest.mark.parametrize("requests", [1, 2, 7, 33, 66, 67, 200, 600])
@@ -197,7 +193,7 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
     shape = GroupShape(num_heads=32, num_kv_heads=16, head_dim=head_dim, block_size=16, window=1024)
     cut = tiling.decode_tiling(shape, rows, requests, torch.bfloat16)
     assert cut.splits == 1
-    assert cut.turned is (at_once == 4)
+    assert cut.transposed is (at_once == 4)
     assert (cut.num_warps == 4) is (at_once > 1 or head_dim == 512)
 
 
@@ -228,7 +224,7 @@ def test_compiled(model: str, rows: str, dtype: torch.dtype) -> None:
     count, lens = ROWS[rows]
     base = replace(MODELS[model], rows=count, lens=lens, dtype=dtype, device="cuda")
     inputs = build(replace(base, block_size=16, tail=5, strided=True))
-    if tiling.supports(inputs.plan.shape, inputs.plan.max_rows):
+    if tiling.supports_decode(inputs.plan.shape, inputs.plan.max_rows):
         check(inputs)
 
 

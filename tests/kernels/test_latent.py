@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from hydraspec_kernels.activation import gated_silu
-from hydraspec_kernels.attention.paged import GroupShape, paged_attention, plan, plan_attention
-from hydraspec_kernels.attention.paged.reference import paged_attention_reference
+from hydraspec_kernels.attention import GroupShape, paged_attention, plan, plan_attention
+from hydraspec_kernels.attention.reference import paged_attention_reference
 from hydraspec_kernels.moe import moe, route_grouped
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference

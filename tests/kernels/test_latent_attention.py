@@ -14,11 +14,11 @@ import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels.attention import latent as latent_attention
-from hydraspec_kernels.attention.latent import FULL_DEVICE, TILE, fits, num_splits
-from hydraspec_kernels.attention.paged import GroupShape, paged_attention
-from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
-from hydraspec_kernels.attention.paged.reference import planned_attention_reference
+from hydraspec_kernels.attention import GroupShape, paged_attention, tiling
+from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.reference import latent_attention_reference
+from hydraspec_kernels.attention.tiling import fits_latent as fits
+from hydraspec_kernels.attention.tiling import latent_splits
 from torch import Tensor
 
 from hydraspec.types import RowSegment
@@ -30,7 +30,7 @@ import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from hydraspec_kernels.attention.latent.kernel import LAUNCH, _latent_kernel as kernel
+from hydraspec_kernels.attention.latent_kernel import LAUNCH, _latent_kernel as kernel
 
 found, names = [], kernel.arg_names
 for heads, block_size, one_row, split in json.loads(sys.argv[1]):
@@ -91,7 +91,7 @@ def build(case: Case, *, seed: int = 3, given_starts: bool = True) -> Inputs:
     segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
     lens = torch.tensor(case.lens, device=device)
     plan = device_plan(shape_of(case), segments, table, lens, starts)
-    expected = planned_attention_reference(query.double(), cache.double(), plan)
+    expected = latent_attention_reference(query.double(), cache.double(), plan)
     if not given_starts:
         plan = device_plan(plan.shape, segments, table, lens, None)
     return Inputs(query, cache, plan, expected)
@@ -118,10 +118,10 @@ def test_what_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((4, 4), (9, 17), device="cpu")
     inputs = build(case)
     assert not fits(inputs.query, inputs.plan)
-    monkeypatch.setattr(latent_attention, "has_warpgroup_products", lambda device: True)
+    monkeypatch.setattr(tiling, "is_hopper", lambda device: True)
     assert fits(inputs.query, inputs.plan)
     assert not fits(inputs.query.float(), inputs.plan)
-    wide = replace(inputs.plan, max_rows=latent_attention.MOST_ROWS + 1)
+    wide = replace(inputs.plan, max_rows=tiling.MOST_SPLIT_ROWS + 1)
     assert not fits(inputs.query, wide)
     window = replace(inputs.plan, shape=replace(inputs.plan.shape, window=8))
     assert not fits(inputs.query, window)
@@ -133,10 +133,10 @@ def test_what_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("requests", [1, 2, 7, 33, 67, 200])
 def test_splits_fill_the_device_once(requests: int, heads: int) -> None:
     for rows in (1, 2, 4):
-        splits = num_splits(heads, rows, requests)
-        programs = requests * -(-rows * heads // TILE) * splits
-        assert splits == 1 or programs <= FULL_DEVICE
-        assert splits == latent_attention.MAX_SPLITS or 2 * programs > FULL_DEVICE
+        splits = latent_splits(heads, rows, requests)
+        programs = requests * -(-rows * heads // tiling.WGMMA_ROWS) * splits
+        assert splits == 1 or programs <= tiling.FULL_DEVICE
+        assert splits == tiling.MAX_LATENT_SPLITS or 2 * programs > tiling.FULL_DEVICE
 
 
 # ------------------------------------------------------------------------------------- on a device

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from hydraspec_kernels.activation import gated_activation, gated_silu
-from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
+from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
 from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.embedding.ple_inputs import ple_inputs
 from hydraspec_kernels.moe import moe, route, route_grouped
-from hydraspec_kernels.norms.add_norm import add_norm
-from hydraspec_kernels.norms.rms_norm import rms_norm
+from hydraspec_kernels.norms import add_norm, rms_norm
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 from torch import Tensor
 
@@ -56,7 +55,8 @@ class World:
         inputs = done(ple_inputs(ids, self.ple_table, projected, self.ple_weight, **scales))
         y = done(rms_norm(h, following, EPS))
         for layer in range(LAYERS):
-            q = done(write_qkv(done(y @ self.qkv), cos, sin, slots, self.cache, SHAPE))
+            projection = Projection(done(y @ self.qkv), cos, sin, slots)
+            q = done(write_qkv(projection, self.cache, SHAPE))
             q = done(apply_rope(q, cos, sin))
             parts = torch.stack((q.flatten(1).float(), -0.5 * q.flatten(1).float()))
             h, y = done_pair(

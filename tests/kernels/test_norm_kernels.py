@@ -2,9 +2,9 @@
 compiled where there is a GPU.
 """
 
-import hydraspec_kernels.norms.rms_norm as rms_norm_module
 import pytest
 import torch
+from hydraspec_kernels import norms
 from hydraspec_kernels.activation.kernel import gated_activation_cuda
 from hydraspec_kernels.activation.reference import (
     gated_activation_reference,
@@ -14,10 +14,9 @@ from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
 from hydraspec_kernels.embedding.ple_inputs.kernel import ple_inputs_cuda
 from hydraspec_kernels.embedding.ple_inputs.reference import ple_inputs_reference
 from hydraspec_kernels.embedding.reference import embed_beside_reference, embed_reference
-from hydraspec_kernels.norms.add_norm.kernel import add_norm_cuda
-from hydraspec_kernels.norms.add_norm.reference import add_norm_reference
-from hydraspec_kernels.norms.rms_norm.kernel import rms_norm_cuda
-from hydraspec_kernels.norms.rms_norm.reference import rms_norm_reference
+from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda
+from hydraspec_kernels.norms.reference import add_norm_reference, rms_norm_reference
+from hydraspec_kernels.norms.rms_norm_kernel import rms_norm_cuda
 from kernel_places import DEVICES, PLACES, poison
 from torch import Tensor
 
@@ -154,9 +153,9 @@ def test_rms_norm_kernel_is_its_reference(monkeypatch, shape, weighted, dtype, d
 
 def test_rows_too_wide_for_a_kernel_are_normed_all_the_same(monkeypatch):
     """An EAGLE-3 head norms three states of its target side by side: 36864 numbers at 12288."""
-    monkeypatch.setattr(rms_norm_module, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(norms, "runs_kernels", lambda x: True)
     x, w = draws(5, torch.float32, "cpu", (2, 36864), (36864,))
-    assert torch.equal(rms_norm_module.rms_norm(x, w, EPS), rms_norm_reference(x, w, EPS))
+    assert torch.equal(norms.rms_norm(x, w, EPS), rms_norm_reference(x, w, EPS))
 
 
 @pytest.mark.parametrize("device", DEVICES)

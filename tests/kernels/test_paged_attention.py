@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hydraspec_kernels.attention.paged import GroupShape, paged_attention, plan, plan_attention
-from hydraspec_kernels.attention.paged.reference import paged_attention_reference
+from hydraspec_kernels.attention import GroupShape, paged_attention, plan, plan_attention
+from hydraspec_kernels.attention.reference import paged_attention_reference
 from torch import Tensor
 
 # float64 on both sides: only the order of summation differs.

@@ -14,12 +14,11 @@ import pytest
 import torch
 from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels.attention import prefill as prefill_attention
-from hydraspec_kernels.attention.decode.counters import zero_counters
-from hydraspec_kernels.attention.paged import GroupShape, paged_attention, tiling
-from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
-from hydraspec_kernels.attention.paged.reference import planned_attention_reference
-from hydraspec_kernels.attention.prefill import fits
+from hydraspec_kernels.attention import GroupShape, paged_attention, tiling
+from hydraspec_kernels.attention.counters import zero_counters
+from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.reference import prefill_attention_reference
+from hydraspec_kernels.attention.tiling import fits_prefill as fits
 from torch import Tensor
 
 from hydraspec.types import RowSegment
@@ -37,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from hydraspec_kernels.attention.prefill.kernel import LAUNCH, _prefill_kernel as kernel
+from hydraspec_kernels.attention.prefill_kernel import LAUNCH, _prefill_kernel as kernel
 
 found, names = [], kernel.arg_names
 for heads, group, dim, window, block, cut in json.loads(sys.argv[1]):
@@ -94,7 +93,7 @@ def run(inputs: Inputs) -> Tensor:
 def check(case: Requests) -> None:
     inputs = build(case)
     out = run(inputs)
-    expected = planned_attention_reference(
+    expected = prefill_attention_reference(
         inputs.query.double(), inputs.cache.double(), inputs.plan
     )
     assert_half_close(out, expected)
@@ -110,7 +109,7 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
             block_size=block,
             window=window or None,
         )
-        jobs.append([heads, group, dim, window, block, asdict(prefill_attention.tiling(shape))])
+        jobs.append([heads, group, dim, window, block, asdict(tiling.prefill_tiling(shape))])
     for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job
         assert products > 0, job
@@ -131,7 +130,7 @@ def case_of(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Request
 
 
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_attention, "_has_warpgroup_products", lambda _: True)
+    monkeypatch.setattr(tiling, "is_hopper", lambda _: True)
     few = tiling.MOST_SPLIT_ROWS
     case = case_of("128 wide", (few + 1,), (40,))
 

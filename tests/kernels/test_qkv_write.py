@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from hydraspec_kernels.attention.qkv_write import QkvShape, write_qkv
-from hydraspec_kernels.attention.qkv_write.kernel import write_qkv_cuda
-from hydraspec_kernels.attention.qkv_write.reference import write_qkv_reference
-from hydraspec_kernels.norms.rms_norm import rms_norm
+from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
+from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda
+from hydraspec_kernels.attention.reference import write_qkv_reference
+from hydraspec_kernels.norms import rms_norm
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 from hydraspec_kernels.rope.kernel import apply_rope_cuda, rope_table_cuda
 from hydraspec_kernels.rope.reference import apply_rope_reference, rope_table_reference
@@ -83,10 +83,10 @@ def check(
     qkv, cos, sin, where, cache = inputs(shape, slots, dtype, device)
     assert cache is not None
     raw, other = qkv.clone(), cache.clone()
-    expected = write_qkv_reference(qkv, cos, sin, where, other, shape)
+    expected = write_qkv_reference(Projection(qkv, cos, sin, where), other, shape)
     with monkeypatch.context() as patch:
         poison(patch)
-        found = write_qkv_cuda(qkv, cos, sin, where, cache, shape)
+        found = write_qkv_cuda(Projection(qkv, cos, sin, where), cache, shape)
     assert torch.equal(qkv, raw), "the projection is only read"
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
     torch.testing.assert_close(cache, other, equal_nan=True, **CLOSE[dtype])
@@ -105,7 +105,7 @@ def test_queries_and_cache_rows_are_the_references(monkeypatch, name, dtype, dev
 def test_the_reference_is_the_norm_the_rotation_and_the_copy():
     shape = drawn_shape("gemma", torch.float32, "cpu")
     qkv, cos, sin, slots, cache = inputs(shape, [4, 9], torch.float32, "cpu")
-    q = write_qkv(qkv, cos, sin, slots, cache, shape)
+    q = write_qkv(Projection(qkv, cos, sin, slots), cache, shape)
     heads = qkv.view(2, 8, 16)
     assert torch.equal(q, apply_rope(rms_norm(heads[:, :4], shape.q_weight, EPS), cos, sin))
     keys = apply_rope(rms_norm(heads[:, 4:6], shape.k_weight, EPS), cos, sin)
@@ -118,7 +118,7 @@ def test_the_reference_is_the_norm_the_rotation_and_the_copy():
 def test_values_that_are_keys_are_neither_weighted_nor_rotated(run, device):
     shape = drawn_shape("gemma k_eq_v", torch.float32, device)
     qkv, cos, sin, slots, cache = inputs(shape, [1, 6], torch.float32, device)
-    run(qkv, cos, sin, slots, cache, shape)
+    run(Projection(qkv, cos, sin, slots), cache, shape)
     values = rms_norm(qkv.view(2, 8, 32)[:, 5:], None, EPS)
     torch.testing.assert_close(cache[[1, 6], 1], values, **CLOSE[torch.float32])
     assert not torch.allclose(cache[[1, 6], 0], values)
@@ -129,10 +129,10 @@ def test_a_layer_that_shares_kv_has_queries_only(monkeypatch, dtype, device):
     shape = drawn_shape("gemma", dtype, device)
     qkv, cos, sin, slots, cache = inputs(shape, [5, -1, 2], dtype, device, writes=False)
     assert cache is None
-    expected = write_qkv_reference(qkv, cos, sin, slots, None, shape)
+    expected = write_qkv_reference(Projection(qkv, cos, sin, slots), None, shape)
     with monkeypatch.context() as patch:
         poison(patch)
-        found = write_qkv_cuda(qkv, cos, sin, slots, None, shape)
+        found = write_qkv_cuda(Projection(qkv, cos, sin, slots), None, shape)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
@@ -145,11 +145,11 @@ def check_against_float64(
     shape = dataclasses.replace(shape, q_weight=q, k_weight=k)
     qkv, cos, sin, where, cache = inputs(shape, slots, dtype, device)
     assert cache is not None
-    found = write_qkv_cuda(qkv, cos, sin, where, cache, shape)
+    found = write_qkv_cuda(Projection(qkv, cos, sin, where), cache, shape)
     wide = dataclasses.replace(shape, q_weight=q.double(), k_weight=k.double())
     exact_cache, bound_cache = cache.double(), cache.double()
     table = cos.double(), sin.double()
-    exact = write_qkv_reference(qkv.double(), *table, where, exact_cache, wide)
+    exact = write_qkv_reference(Projection(qkv.double(), *table, where), exact_cache, wide)
     n, kv = shape.num_heads, shape.num_kv_heads
     heads = qkv.double().view(len(slots), -1, shape.head_dim)
     normed = heads.clone()
@@ -157,7 +157,7 @@ def check_against_float64(
     normed[:, n : n + kv] = rms_norm(heads[:, n : n + kv], wide.k_weight, EPS)
     plain = dataclasses.replace(shape, q_weight=None, k_weight=None, value_norm=False)
     sizes = normed.abs().flatten(1), table[0].abs(), table[1].abs()
-    bound = write_qkv_reference(*sizes, where, bound_cache, plain)
+    bound = write_qkv_reference(Projection(*sizes, where), bound_cache, plain)
     bound_cache[:, 1] = exact_cache[:, 1].abs()  # values are not rotated
     step = STEPS[dtype] * torch.finfo(dtype).eps
     least = torch.finfo(dtype).smallest_normal  # below it steps are no smaller
@@ -206,7 +206,8 @@ def test_a_cache_of_more_than_two_gigabytes_is_addressed():
         mirrored(rope_frequencies(256, 1e4).to("cuda")),
         torch.bfloat16,
     )
-    write_qkv_cuda(qkv, *table, torch.tensor([rows - 1], device="cuda"), cache, shape)
+    slots = torch.tensor([rows - 1], device="cuda")
+    write_qkv_cuda(Projection(qkv, *table, slots), cache, shape)
     assert torch.equal(cache[-1, 1].flatten(), qkv[0, 3 * 256 :])
     assert not cache[:-1].any()
 

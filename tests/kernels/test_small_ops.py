@@ -12,7 +12,7 @@ from hydraspec_kernels.embedding.centroid_head import centroid_greedy, centroid_
 from hydraspec_kernels.moe import moe, route
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference
-from hydraspec_kernels.norms.rms_norm import rms_norm, unit_norm, unit_norm_
+from hydraspec_kernels.norms import rms_norm, unit_norm, unit_norm_
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 
 

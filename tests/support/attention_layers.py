@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hydraspec_kernels.attention.paged import GroupShape
-from hydraspec_kernels.attention.paged.plan import DevicePlan, device_plan
-from hydraspec_kernels.attention.qkv_write import QkvShape
+from hydraspec_kernels.attention import GroupShape, Projection, QkvShape
+from hydraspec_kernels.attention.plan import DevicePlan, device_plan
 from hydraspec_kernels.rope import mirrored, rope_frequencies
 from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor
@@ -128,7 +127,8 @@ class Inputs:
     writes: bool
 
     def arguments(self, cache: Tensor) -> tuple[Any, ...]:
-        return self.qkv, self.cos, self.sin, self.slots, cache, self.plan, self.shape
+        projection = Projection(self.qkv, self.cos, self.sin, self.slots)
+        return projection, cache, self.plan, self.shape
 
 
 def build(case: Case, seed: int = 7) -> Inputs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hydraspec_kernels.attention.paged.plan import device_plan
+from hydraspec_kernels.attention.plan import device_plan
 from tiny_targets import run_config
 
 from hydraspec import factory

@@ -8,7 +8,7 @@ half behind the attention ("absorption"), which is the same sum in another order
 from __future__ import annotations
 
 import torch
-from hydraspec_kernels.attention.paged import GroupShape, paged_attention, plan_attention
+from hydraspec_kernels.attention import GroupShape, paged_attention, plan_attention
 from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored, rope_table
 from torch import Tensor

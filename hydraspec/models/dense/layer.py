@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 import torch
 from hydraspec_kernels.activation import gated_activation, gated_silu
-from hydraspec_kernels.attention.decode import attend_projection
-from hydraspec_kernels.attention.paged import GroupShape, paged_attention, plan_attention
-from hydraspec_kernels.attention.qkv_write import QkvShape
+from hydraspec_kernels.attention import (
+    GroupShape,
+    Projection,
+    QkvShape,
+    attend_projection,
+    paged_attention,
+    plan_attention,
+)
 from hydraspec_kernels.linear import Activation, gated_linear, linear, linear_partials
-from hydraspec_kernels.norms.rms_norm import unit_norm_
+from hydraspec_kernels.norms import unit_norm_
 from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored
 from torch import Tensor
 
@@ -143,8 +148,8 @@ class DenseAttention:
         partial sums of it.
         """
         qkv = linear(x, self.qkv, self.qkv_bias)
-        where = shared.cos, shared.sin, shared.slots, cache, shared.plan
-        attended = attend_projection(qkv, *where, self.heads_shape, writes=True)
+        projection = Projection(qkv, shared.cos, shared.sin, shared.slots)
+        attended = attend_projection(projection, cache, shared.plan, self.heads_shape, writes=True)
         if self.out_bias is None:
             return linear_partials(attended, self.out)
         return linear(attended, self.out, self.out_bias)

@@ -7,7 +7,7 @@ scheduling or speculation.
 from __future__ import annotations
 
 import torch
-from hydraspec_kernels.attention.paged import GroupShape
+from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.rope import rope_table
 
 from hydraspec.models.attention import GroupPass

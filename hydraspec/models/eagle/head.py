@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from hydraspec_kernels.attention.paged import GroupShape
+from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table

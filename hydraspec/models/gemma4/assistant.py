@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from hydraspec_kernels.attention.paged import (
+from hydraspec_kernels.attention import (
     GroupShape,
     Tile,
     TiledPlan,

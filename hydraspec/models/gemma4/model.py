@@ -11,7 +11,7 @@ import math
 import re
 
 import torch
-from hydraspec_kernels.attention.paged import GroupShape, plan_attention
+from hydraspec_kernels.attention import GroupShape, plan_attention
 from hydraspec_kernels.embedding.ple_inputs import ple_inputs
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import Frequencies, mirrored, rope_frequencies, rope_table

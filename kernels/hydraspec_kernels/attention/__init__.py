@@ -1,0 +1,110 @@
+"""Causal attention over a paged KV cache: variable rows per request, sliding windows, GQA.
+
+A plan is made once per KV group and forward pass (`plan_attention`) and used by every layer of the
+group. `reference.py` specifies every operation; each kernel has a file:
+
+| kernel | attends |
+|---|---|
+| decode | few rows per request, from the layer's projection on (norm, RoPE, cache write) |
+| latent | few rows per request over a latent cache (DeepSeek), on Hopper |
+| prefill | many rows per request, on Hopper |
+| paged | everything else |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.attention.cpu import attend, gather_kv, paged_attention_cpu
+from hydraspec_kernels.attention.plan import (
+    AttentionPlan,
+    DevicePlan,
+    GroupShape,
+    Projection,
+    QkvShape,
+    Tile,
+    TiledPlan,
+    plan_attention,
+)
+from hydraspec_kernels.attention.reference import planned_attention_reference, write_qkv_reference
+from hydraspec_kernels.attention.tiling import fits_decode, fits_latent, fits_prefill
+from hydraspec_kernels.runtime import breaks
+from hydraspec_kernels.runtime.launch import runs_kernels
+
+__all__ = [
+    "AttentionPlan",
+    "DevicePlan",
+    "GroupShape",
+    "Projection",
+    "QkvShape",
+    "Tile",
+    "TiledPlan",
+    "attend",
+    "attend_projection",
+    "gather_kv",
+    "paged_attention",
+    "plan_attention",
+    "write_qkv",
+]
+
+
+def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+    """query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
+
+    A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim]. A piecewise capture
+    leaves this call eager.
+    """
+    return breaks.run(_attend, query, cache, plan)
+
+
+def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+    if isinstance(plan, TiledPlan):
+        return paged_attention_cpu(query, cache, plan)
+    if query.dtype is torch.float64:  # the kernels add up in float32
+        return planned_attention_reference(query, cache, plan)
+    if fits_latent(query, plan):
+        from hydraspec_kernels.attention.latent_kernel import latent_attention_kernel as run
+    elif fits_prefill(query, plan):
+        from hydraspec_kernels.attention.prefill_kernel import prefill_attention_kernel as run
+    else:
+        from hydraspec_kernels.attention.paged_kernel import paged_attention_kernel as run
+    return run(query, cache, plan)
+
+
+def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
+    """Norm and rotate the heads of a projection, and write keys and values into the cache.
+
+    Returns queries [T, Hq, H]. cache [rows, 2, Hkv, H] takes the key and value of token t at
+    slots[t]; slot -1 (a padding row) writes nothing. cache None: a layer that shares KV, whose
+    projection holds query heads only and whose slots are not read.
+    """
+    if runs_kernels(projection.qkv) and projection.qkv.dtype is not torch.float64:
+        from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda  # Triton
+
+        return write_qkv_cuda(projection, cache, shape)
+    return write_qkv_reference(projection, cache, shape)
+
+
+def attend_projection(
+    projection: Projection, cache: Tensor, plan: AttentionPlan, shape: QkvShape, *, writes: bool
+) -> Tensor:
+    """`write_qkv`, then `paged_attention`, in one kernel where it is faster -> [T, Hq * H].
+
+    cache is [rows, 2, Hkv, H]. writes false: a layer that shares KV, which only reads the cache.
+    A slot is -1 or the place of its row's position in the plan's block table. A piecewise capture
+    leaves the attention eager.
+    """
+    narrow = projection.qkv.element_size() < 8
+    if isinstance(plan, DevicePlan) and narrow and fits_decode(plan):
+        return breaks.run(_attend_fused, projection, cache, plan, shape, writes)
+    query = write_qkv(projection, cache if writes else None, shape)
+    return paged_attention(query, cache, plan)
+
+
+def _attend_fused(
+    projection: Projection, cache: Tensor, plan: DevicePlan, shape: QkvShape, writes: bool
+) -> Tensor:
+    from hydraspec_kernels.attention.decode_kernel import attend_projection_kernel  # Triton
+
+    return attend_projection_kernel(projection, cache, plan, shape, writes=writes)

@@ -1,0 +1,59 @@
+"""RMSNorm: alone, as a division whose factors are folded elsewhere, and with a residual sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.norms.cpu import unit_norm, unit_norm_
+from hydraspec_kernels.norms.reference import AddNorm, add_norm_reference, rms_norm_reference
+from hydraspec_kernels.runtime.launch import runs_kernels
+
+__all__ = ["MAX_WIDTH", "AddNorm", "add_norm", "rms_norm", "unit_norm", "unit_norm_"]
+
+MAX_WIDTH = 16384  # a longer row does not fit the registers of one program
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of x [..., H] with weight [H] (None: no weight), rounded once to x's dtype.
+
+    Without a kernel everywhere: a weight per head [.., H], and an H above MAX_WIDTH (the states of
+    several layers side by side).
+    """
+    has_kernel = x.dtype is not torch.float64 and x.shape[-1] <= MAX_WIDTH
+    if runs_kernels(x) and has_kernel and (weight is None or weight.dim() == 1):
+        from hydraspec_kernels.norms.rms_norm_kernel import rms_norm_cuda  # Triton
+
+        return rms_norm_cuda(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_norm(
+    h: Tensor,
+    x: Tensor,
+    *,
+    post_weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    scale: float | None = None,
+    has_post_norm: bool = True,
+) -> AddNorm:
+    """h' = (h + norm(x)) * scale, written into h [T, D], and y = norm(h'): a decoder layer's
+    residual sum with the norms around it, in one kernel.
+
+    x [T, D], or [S, T, D] partial sums to add up first (`linear_partials`). Without has_post_norm
+    x is added as it is (pre-norm decoders). post_weight [D] None: a norm without weight.
+    next_weight [D] None: no y. Both norms take eps.
+    """
+    run = add_norm_reference
+    if runs_kernels(h) and h.dtype is not torch.float64:
+        from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda as run  # Triton
+    return run(
+        h,
+        x,
+        post_weight=post_weight,
+        next_weight=next_weight,
+        eps=eps,
+        scale=scale,
+        has_post_norm=has_post_norm,
+    )

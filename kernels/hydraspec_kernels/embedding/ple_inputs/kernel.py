@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.norms.rms_norm.kernel import inverse_rms
+from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 TILE = 1024  # numbers of a program

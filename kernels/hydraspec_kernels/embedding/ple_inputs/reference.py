@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydraspec_kernels.norms.rms_norm.reference import rms_norm_reference
+from hydraspec_kernels.norms.reference import rms_norm_reference
 
 
 def ple_inputs_reference(

@@ -1,6 +1,6 @@
-"""Attention of a tile of queries over the keys of a paged cache, once through.
+"""The fused decode kernel's loop over the keys of a paged cache.
 
-The tensor cores take rows by sixteens and columns by eights. With eight queries as columns a
+The tensor cores take at least sixteen rows or eight columns. With eight queries as columns a
 program needs so few registers that four share a multiprocessor.
 """
 
@@ -9,22 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hydraspec_kernels.attention.paged.kernel import NO_KEY, load_rows
+from hydraspec_kernels.attention.tiles_kernel import NO_KEY, load_rows
 
 
 @triton.jit
 def key_blocks(table, j, limit, BLOCK_SIZE: tl.constexpr):
-    """Blocks of keys j >= 0. Divided without a sign, of which the compiler does not know."""
+    """Blocks of keys j >= 0. Divided unsigned, which is cheaper: the compiler knows no sign."""
     return tl.load(table + (j.to(tl.uint32) // BLOCK_SIZE).to(tl.int32), mask=j < limit, other=0)
 
 
 @triton.jit
 def _load_values(
     base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """[N, BLOCK], as `load_rows` loads them; turned, each row a column."""
-    if not TURNED:
+    """[N, BLOCK] as from `load_rows`, or transposed."""
+    if not TRANSPOSED:
         return load_rows(base, at, exists, FIRST, WIDTH, BLOCK)
     else:
         d = tl.arange(0, BLOCK)
@@ -35,9 +35,9 @@ def _load_values(
 
 
 @triton.jit
-def _dot(queries, keys, acc, TURNED: tl.constexpr, PRECISION: tl.constexpr):
-    """acc and queries @ keys, or where all three are turned keys @ queries."""
-    if TURNED:
+def _dot(queries, keys, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + queries @ keys, or, where all three are transposed, acc + keys @ queries."""
+    if TRANSPOSED:
         return tl.dot(keys, queries, acc, input_precision=PRECISION)
     else:
         return tl.dot(queries, keys, acc, input_precision=PRECISION)
@@ -47,23 +47,22 @@ def _dot(queries, keys, acc, TURNED: tl.constexpr, PRECISION: tl.constexpr):
 def attend_keys(
     q_a, q_b, keys, table, block, begin, limit, position, scale,
     NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Mean values [BLOCK_M, BLOCK_H] in halves over keys begin..limit, log2 of the weights' sum.
+    """Halves of the mean values [BLOCK_M, BLOCK_H] over keys begin..limit, and log2 of the
+    weights' sum.
 
-    block [BLOCK_N] is of the first keys: the table is read a step ahead, so that no key waits.
-
-    Keys and values come in halves, all in one layout: a thread computes few addresses.
-
-    TURNED: queries are columns, of scores and of sums.
+    block [BLOCK_N] holds the blocks of the first keys: the block table is read a step ahead, so
+    that loads of keys do not wait for it. Keys and values are loaded in halves, all in one layout,
+    so that a thread computes few addresses. TRANSPOSED: queries are columns of scores and sums.
     """
-    VALUES: tl.constexpr = 2 * NUM_KV_HEADS * HALF  # behind the keys
-    BY_KEY: tl.constexpr = 0 if TURNED else 1  # the axis of scores along which keys are
+    VALUES: tl.constexpr = 2 * NUM_KV_HEADS * HALF  # stored after the keys
+    BY_KEY: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of the scores that runs over keys
     BY_QUERY: tl.constexpr = 1 - BY_KEY
     newest = tl.minimum(position, limit - 1)
     top = tl.full([BLOCK_M], NO_KEY, tl.float32)
-    if TURNED:
+    if TRANSPOSED:
         q_a, q_b = tl.trans(q_a), tl.trans(q_b)
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_a = tl.zeros([BLOCK_H, BLOCK_M], tl.float32)
@@ -80,12 +79,12 @@ def attend_keys(
         block = key_blocks(table, j + BLOCK_N, limit, BLOCK_SIZE)
         k_a = load_rows(keys, at_key, seen, 0, HALF, BLOCK_H)
         k_b = load_rows(keys, at_key, seen, HALF, HALF, BLOCK_H)
-        v_a = _load_values(keys, at_key, seen, VALUES, HALF, BLOCK_H, TURNED)
-        v_b = _load_values(keys, at_key, seen, VALUES + HALF, HALF, BLOCK_H, TURNED)
-        if not TURNED:
+        v_a = _load_values(keys, at_key, seen, VALUES, HALF, BLOCK_H, TRANSPOSED)
+        v_b = _load_values(keys, at_key, seen, VALUES + HALF, HALF, BLOCK_H, TRANSPOSED)
+        if not TRANSPOSED:
             k_a, k_b = tl.trans(k_a), tl.trans(k_b)
-        scores = _dot(q_a, k_a, None, TURNED, PRECISION)
-        scores = _dot(q_b, k_b, scores, TURNED, PRECISION)
+        scores = _dot(q_a, k_a, None, TRANSPOSED, PRECISION)
+        scores = _dot(q_b, k_b, scores, TRANSPOSED, PRECISION)
         key = tl.expand_dims(j, BY_QUERY)
         visible = key <= tl.expand_dims(newest, BY_KEY)
         if WINDOW > 0:
@@ -96,14 +95,14 @@ def attend_keys(
         fade = tl.expand_dims(tl.exp2(top - new_top), BY_KEY)
         total = total * fade + weights
         weights = weights.to(v_a.dtype)
-        acc_a = _dot(weights, v_a, acc_a * fade, TURNED, PRECISION)
-        acc_b = _dot(weights, v_b, acc_b * fade, TURNED, PRECISION)
+        acc_a = _dot(weights, v_a, acc_a * fade, TRANSPOSED, PRECISION)
+        acc_b = _dot(weights, v_b, acc_b * fade, TRANSPOSED, PRECISION)
         top = new_top
     whole = tl.sum(total, BY_KEY)
     some = tl.where(whole > 0, whole, 1.0)
     size = tl.where(whole > 0, top + tl.log2(some), NO_KEY)
     inverse = tl.expand_dims(1.0 / some, BY_KEY)
     mean_a, mean_b = acc_a * inverse, acc_b * inverse
-    if TURNED:
+    if TRANSPOSED:
         mean_a, mean_b = tl.trans(mean_a), tl.trans(mean_b)
     return mean_a, mean_b, size

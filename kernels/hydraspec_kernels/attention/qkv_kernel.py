@@ -1,8 +1,8 @@
-"""A few heads of one row a program: norm, rotation, and the store to queries or to the cache.
+"""Norm, rotation, and the store to queries or to the cache: a few heads of one row per program.
 
-A head is held as its two halves, which the rotation swaps, so nothing moves between threads but
-the norm's sum. What a padded half leaves over is zero and adds nothing to it. `load_heads` to
-`write_new` do the same inside other kernels, bit by bit.
+A head is held as its two halves, which the rotation swaps, so that only the norm's sum crosses
+threads. The padding of a half is zero and adds nothing to it. `load_heads`, `rotate_heads` and
+`write_new` do the same inside the fused decode kernel, with bitwise equal results.
 """
 
 from __future__ import annotations
@@ -12,36 +12,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.attention.qkv_write.reference import QkvShape
+from hydraspec_kernels.attention.plan import Projection, QkvShape
 from hydraspec_kernels.rope.kernel import rotate_halves
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-TILE = 1024  # numbers of a program: two warps with 16 bytes a thread and half
+TILE = 1024  # numbers of a program: two warps with 16 bytes per thread and half
 
 
 @triton.jit
 def inverse_norm(a, b, eps, HALF: tl.constexpr):
-    """[N, 1] of heads in halves a and b [N, ...]: one over the root of their mean square.
+    """[N, 1]: one over the root of the mean square of heads with halves a and b [N, ...].
 
-    Summed in float64, which rounds so little that the order of the sum, another in every layout,
-    does not show.
+    Summed in float64, so that the order of the sum, which depends on the layout, does not show.
     """
     squares = tl.sum((a * a + b * b).to(tl.float64), axis=1, keep_dims=True).to(tl.float32)
     return tl.rsqrt(squares / (2 * HALF) + eps)
 
 
 @triton.jit
-def _whole(N: tl.constexpr, BLOCK: tl.constexpr):
-    """[N, BLOCK]: the column, whole even where rows share it: broadcasting would move numbers."""
+def _column_indices(N: tl.constexpr, BLOCK: tl.constexpr):
+    """[N, BLOCK] of column indices. Not [1, BLOCK]: broadcasting it would move data."""
     return tl.zeros((N, BLOCK), tl.int32) + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def norm_weights(weight, HAS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr):
-    """[N, B] twice: the halves of a head norm's weight; ones where there is none."""
+    """[N, B] twice: the halves of a head norm's weight; ones without a weight."""
     first, second = tl.full((N, B), 1.0, tl.float32), tl.full((N, B), 1.0, tl.float32)
     if HAS:
-        i = _whole(N, B)
+        i = _column_indices(N, B)
         first = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)
         second = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
     return first, second
@@ -51,10 +50,10 @@ def norm_weights(weight, HAS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr,
 def load_heads(
     qkv, cos, sin, at, row, exists, N: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Halves of heads at `at` [N], cosines, and sines of the second half; the first's are their
-    negatives.
+    """Halves of the heads at `at` [N], cosines, and sines of the second half. Those of the first
+    half are their negatives.
     """
-    i = _whole(N, BLOCK)
+    i = _column_indices(N, BLOCK)
     mask = exists[:, None] & (i < HALF)
     at_head, at_table = at[:, None] + i, row.to(tl.int64)[:, None] * (2 * HALF) + i
     a = tl.load(qkv + at_head, mask=mask, other=0.0)
@@ -65,8 +64,8 @@ def load_heads(
 
 
 @triton.jit
-def turn_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: tl.constexpr):
-    """Loaded heads -> rotated halves, and one over the norm; rounded as `write_qkv` does."""
+def rotate_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: tl.constexpr):
+    """Loaded heads -> rotated halves, and one over the norm; rounded as in `write_qkv`."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     inverse = inverse_norm(a, b, eps, HALF)
@@ -74,8 +73,8 @@ def turn_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: tl
         a = (a * inverse * weight_a).to(dtype).to(tl.float32)
         b = (b * inverse * weight_b).to(dtype).to(tl.float32)
     c, s = c.to(tl.float32), s.to(tl.float32)
-    turned_a, turned_b = rotate_halves(a, b, c, c, -s, s, dtype)
-    return turned_a, turned_b, inverse
+    rotated_a, rotated_b = rotate_halves(a, b, c, c, -s, s, dtype)
+    return rotated_a, rotated_b, inverse
 
 
 @triton.jit
@@ -86,7 +85,7 @@ def write_new(
     K_NORM: tl.constexpr, VALUE_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A request's new keys and values of one KV head, those of positions begin..limit."""
+    """Write a request's new keys and values of one KV head at positions begin..limit."""
     r = tl.arange(0, 2 * BLOCK_NEW)  # a row's key, then its value
     position = length - rows + r // 2
     is_value = r % 2
@@ -96,15 +95,15 @@ def write_new(
     head = NUM_HEADS + kv_head + (0 if K_EQ_V else is_value * NUM_KV_HEADS)
     at = row.to(tl.int64) * qkv_stride + head * (2 * HALF)
     a, b, c, s = load_heads(qkv, cos, sin, at, row, mine, 2 * BLOCK_NEW, HALF, BLOCK_H)
-    turned_a, turned_b, inverse = turn_heads(a, b, c, s, weight_a, weight_b, eps, K_NORM, HALF)
+    rotated_a, rotated_b, inverse = rotate_heads(a, b, c, s, weight_a, weight_b, eps, K_NORM, HALF)
     if VALUE_NORM:
         a = (a.to(tl.float32) * inverse).to(a.dtype)
         b = (b.to(tl.float32) * inverse).to(b.dtype)
-    i = _whole(2 * BLOCK_NEW, BLOCK_H)
+    i = _column_indices(2 * BLOCK_NEW, BLOCK_H)
     kept = (mine & (slot >= 0))[:, None] & (i < HALF)
     to = cache + (((slot * 2 + is_value) * NUM_KV_HEADS + kv_head) * (2 * HALF))[:, None] + i
-    tl.store(to, tl.where(is_value[:, None] != 0, a, turned_a), mask=kept)
-    tl.store(to + HALF, tl.where(is_value[:, None] != 0, b, turned_b), mask=kept)
+    tl.store(to, tl.where(is_value[:, None] != 0, a, rotated_a), mask=kept)
+    tl.store(to + HALF, tl.where(is_value[:, None] != 0, b, rotated_b), mask=kept)
 
 
 @triton.jit
@@ -143,7 +142,7 @@ def write_qkv_kernel(
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    # Whole tiles even of what all heads share: broadcasting later would move it between threads.
+    # Full tiles even of what all heads share: broadcasting it later would move it between threads.
     i = tl.zeros((HEADS, PADDED_HALF), tl.int32) + tl.arange(0, PADDED_HALF)[None, :]
     within = i < HALF
     is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
@@ -173,53 +172,40 @@ def write_qkv_kernel(
     sin_b = tl.load(sin_ptr + table + HALF, mask=within, other=0.0).to(tl.float32)
     if HAS_CACHE:
         slot = tl.load(slots_ptr + row).to(tl.int64)
-    tl.debug_barrier()  # or else ptxas moves loads behind the sum, and their latency with them
+    tl.debug_barrier()  # else ptxas moves loads after the sum, which exposes their latency
     inverse = inverse_norm(a, b, eps, HALF)
     normed = (is_query & HAS_Q_NORM) | (is_key & HAS_K_NORM)
     head_a = tl.where(normed, (a * inverse * weight_a).to(dtype).to(tl.float32), a)
     head_b = tl.where(normed, (b * inverse * weight_b).to(dtype).to(tl.float32), b)
-    turned_a, turned_b = rotate_halves(head_a, head_b, cos_a, cos_b, sin_a, sin_b, dtype)
+    rotated_a, rotated_b = rotate_halves(head_a, head_b, cos_a, cos_b, sin_a, sin_b, dtype)
     q_at = q_ptr + (row * num_heads + head) * (2 * HALF) + i
-    tl.store(q_at, turned_a, mask=within & is_query)
-    tl.store(q_at + HALF, turned_b, mask=within & is_query)
+    tl.store(q_at, rotated_a, mask=within & is_query)
+    tl.store(q_at + HALF, rotated_b, mask=within & is_query)
     if HAS_CACHE:
         if VALUE_NORM:
             a, b = a * inverse, b * inverse
         value_a, value_b = a.to(dtype), b.to(dtype)
         kept = slot >= 0
-        # A cache row is keys, then values: the order of the heads behind the queries.
+        # A cache row is keys, then values: the order of the heads that follow the queries.
         kv_at = cache_ptr + (slot * 2 * num_kv_heads + head - num_heads) * (2 * HALF) + i
         if K_EQ_V:
-            tl.store(kv_at, turned_a, mask=within & is_key & kept)
-            tl.store(kv_at + HALF, turned_b, mask=within & is_key & kept)
+            tl.store(kv_at, rotated_a, mask=within & is_key & kept)
+            tl.store(kv_at + HALF, rotated_b, mask=within & is_key & kept)
             kv_at += num_kv_heads * (2 * HALF)
             tl.store(kv_at, value_a, mask=within & is_key & kept)
             tl.store(kv_at + HALF, value_b, mask=within & is_key & kept)
         else:
             cached = inside & (head >= num_heads) & kept
-            tl.store(kv_at, tl.where(is_value, value_a, turned_a), mask=cached)
-            tl.store(kv_at + HALF, tl.where(is_value, value_b, turned_b), mask=cached)
+            tl.store(kv_at, tl.where(is_value, value_a, rotated_a), mask=cached)
+            tl.store(kv_at + HALF, tl.where(is_value, value_b, rotated_b), mask=cached)
 
 
-def write_qkv_cuda(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor | None, shape: QkvShape
-) -> Tensor:
-    """See `hydraspec_kernels.attention.qkv_write.write_qkv`."""
+def write_qkv_cuda(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
+    """See `attention.write_qkv`."""
+    projection.check(shape, cache, writes=cache is not None)
+    qkv = projection.qkv
     rows, n, kv, size = qkv.shape[0], shape.num_heads, shape.num_kv_heads, shape.head_dim
-    heads = n if cache is None else n + kv if shape.k_eq_v else n + 2 * kv
-    assert qkv.shape[1] == heads * size, f"{qkv.shape[1]} columns for {heads} heads of {size}"
-    assert qkv.stride(1) == 1
-    assert cos.shape == sin.shape == (rows, 1, size)
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    if cache is not None:
-        assert cache.shape[1:] == (2, kv, size)
-        assert cache.is_contiguous()
-        assert cache.dtype == qkv.dtype
-        assert slots.shape == (rows,)
-        slots = slots.contiguous()
-    for weight in (shape.q_weight, shape.k_weight):
-        assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
+    heads = shape.projected_heads(writes=cache is not None)
     q = torch.empty(rows, n, size, dtype=qkv.dtype, device=qkv.device)
     if not rows:
         return q
@@ -229,9 +215,9 @@ def write_qkv_cuda(
         q,
         cache,
         qkv,
-        cos,
-        sin,
-        slots,
+        projection.cos,
+        projection.sin,
+        projection.slots if cache is None else projection.slots.contiguous(),
         shape.q_weight,
         shape.k_weight,
         n,

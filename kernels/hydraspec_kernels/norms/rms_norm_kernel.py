@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.norms.rms_norm import MAX_WIDTH
+from hydraspec_kernels.norms import MAX_WIDTH
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-MIN_TILE = 1024  # numbers a program works on at least: 16 bytes a thread and two warps
+MIN_TILE = 1024  # numbers of a program at least: 16 bytes per thread and two warps
 
 
 @triton.jit
 def inverse_rms(x, width, eps):
-    """x [.., WIDTH] float32, zero beyond `width` -> 1 / sqrt(mean(x^2) + eps) [.., 1]."""
+    """1 / sqrt(mean(x^2) + eps) [.., 1] of x [.., WIDTH] float32, which is zero beyond `width`."""
     return tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) / width + eps)
 
 
@@ -39,7 +39,7 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    # A whole tile, so that the weight needs no broadcast between threads.
+    # A full tile, so that the weight needs no broadcast between threads.
     column = tl.zeros((ROWS, WIDTH), tl.int32) + tl.arange(0, WIDTH)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < num_rows) & (column < width)
@@ -55,9 +55,7 @@ def rms_norm_kernel(
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int] | None:
-    """(inner, outer stride, inner stride) at which the rows of x [..., H] lie: None if they have no
-    such order.
-    """
+    """(inner, outer stride, inner stride) of the rows of x [..., H]; None if they have none."""
     if x.is_contiguous():
         return 1, x.shape[-1], 0
     if x.stride(-1) != 1 or x.dim() not in (2, 3):
@@ -66,7 +64,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int] | None:
 
 
 def rms_norm_cuda(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """See `hydraspec_kernels.norms.rms_norm.rms_norm`; x's last dimension is at most MAX_WIDTH."""
+    """See `hydraspec_kernels.norms.rms_norm`; x's last dimension is at most MAX_WIDTH."""
     width = x.shape[-1]
     assert width <= MAX_WIDTH, f"rows of {width} numbers"
     assert weight is None or (weight.shape == (width,) and weight.is_contiguous())
@@ -97,5 +95,5 @@ def rms_norm_cuda(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def warps_for(numbers: int) -> int:
-    """Warps for a tile of narrow numbers, 16 bytes (8 of them) a thread twice over; 2 to 16."""
+    """Warps for a tile of 16-bit numbers, 16 of them per thread; 2 to 16."""
     return min(16, max(2, numbers // 512))

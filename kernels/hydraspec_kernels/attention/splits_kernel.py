@@ -1,8 +1,9 @@
-"""Attention whose keys are divided among programs: each one's share, and the sum of their results.
+"""Adds up the results of splits: programs that each attended a share of a tile's keys.
 
-A split leaves mean values in float32 [T, Hq, H] and log2 of its weights' sum [T, Hq]. Either the
-split that comes last to a tile of queries adds up, or, where that is much work for one program, a
-kernel of its own does.
+The paged and the latent kernel leave sums, maxima and weights' sums, and `combine_splits` adds them
+up. The fused decode kernel leaves mean values and log2 of the weights' sums; the split that ends
+last for a tile adds them up (`arrive`, `add_up`), or, where that is much work for one program, a
+second kernel does (`add_splits`). How many splits a tile has then depends on its length.
 """
 
 from __future__ import annotations
@@ -11,15 +12,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.attention.paged.kernel import NO_KEY, find_keys, find_rows
-from hydraspec_kernels.attention.paged.plan import DevicePlan
+from hydraspec_kernels.attention.plan import DevicePlan
+from hydraspec_kernels.attention.tiles_kernel import NO_KEY, find_keys, find_rows
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-# Splits, and fours of results, that a program adds up at once: one that has attended, and one of
-# the kernel behind.
+# Splits, and groups of four results, that a program adds up at once: a program of the decode
+# kernel, and one of the second kernel.
 ADDED_SPLITS = tl.constexpr(4)
 ADDED = tl.constexpr(512)
 ADDED_APART = tl.constexpr(128)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "splits"])
+def _combine_kernel(
+    out,  # [T, Hq, Hv]
+    partial,  # [T, Hq, S, Hv] float32 sums, then maxima and weights' sums [2, T, Hq, S]
+    starts,  # [B+1]; not read with ONE_ROW
+    num_rows,
+    num_requests,
+    splits,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    used = num_rows
+    if not ONE_ROW:  # rows after the last request have no splits
+        used = tl.load(starts + num_requests)
+    at = tl.program_id(0).to(tl.int64)  # row * Hq + head
+    s = tl.arange(0, BLOCK_S)
+    split, exists = at * splits + s, s < splits
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    size = num_rows.to(tl.int64) * NUM_HEADS * splits
+    top = tl.load(partial + size * VALUE_DIM + split, mask=exists, other=NO_KEY)
+    total = tl.load(partial + size * (VALUE_DIM + 1) + split, mask=exists, other=0.0)
+    part = split[:, None] * VALUE_DIM + d[None, :]
+    mask = exists[:, None] & (d < VALUE_DIM)[None, :]
+    acc = tl.load(partial + part, mask=mask, other=0.0)
+    weight = tl.exp2(top - tl.max(top, 0))
+    whole = tl.sum(total * weight, 0)
+    result = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    result = tl.where(at // NUM_HEADS < used, result, 0.0)
+    tl.store(out + at * VALUE_DIM + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
+
+
+def combine_splits(
+    out: Tensor, partial: Tensor, plan: DevicePlan, *, splits: int, block_s: int, block_d: int
+) -> None:
+    """out [T, Hq * Hv] from what the paged or latent kernel left in `partial`.
+
+    A program adds up block_s splits of block_d columns: as many loads as registers hold.
+    """
+    shape, num_rows = plan.shape, out.shape[0]
+    value_dim = shape.latent_dim or shape.head_dim
+    _combine_kernel[(num_rows * shape.num_heads, triton.cdiv(value_dim, block_d))](
+        out,
+        partial,
+        plan.starts,
+        num_rows,
+        plan.num_requests,
+        splits,
+        NUM_HEADS=shape.num_heads,
+        VALUE_DIM=value_dim,
+        ONE_ROW=plan.query_start_loc is None,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=4,
+        **dependent_launch(out),
+    )
 
 
 @triton.jit
@@ -27,7 +91,7 @@ def split_keys(
     length, rows, tile, split_shift, least_share,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First key of a tile, behind its last, and keys of a split."""
+    """First key of a tile, the end of its keys, and the keys of a split."""
     begin, limit = find_keys(length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N)
     share = (tl.maximum(limit - begin, 0) + (1 << split_shift) - 1) >> split_shift
     return begin, limit, tl.maximum(share, least_share)
@@ -35,15 +99,15 @@ def split_keys(
 
 @triton.jit
 def arrive(counter, share, all_keys):
-    """How many splits a tile has, for the one that comes last, which sets the counter back; 0 for
-    the others. The last one can read what all of them stored.
+    """The number of splits of a tile in the split that ends last, and 0 in the others. The last one
+    resets the counter, and can read what all of them stored.
     """
     tl.debug_barrier()  # all threads have stored
     used = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     last = used * share >= all_keys
     tl.debug_barrier()
     tl.store(counter, 0, mask=last)
-    return tl.where(last, tl.cdiv(all_keys, share), 0)  # a loop's bound: not what a counter held
+    return tl.where(last, tl.cdiv(all_keys, share), 0)  # bounds a loop, so not read from memory
 
 
 @triton.jit
@@ -52,8 +116,8 @@ def _add_some(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK fours of a tile's results, from the `at`-th on: loads of a few splits are all under way
-    at once.
+    """CHUNK groups of four results of a tile, from the `at`-th on: loads of a few splits are all in
+    flight at once.
     """
     four = tl.arange(0, 4)
     flat = at + tl.arange(0, CHUNK)
@@ -90,7 +154,7 @@ def add_up(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The results of a tile from what its first `used` splits left."""
+    """The results of a tile from those of its first `used` splits."""
     queries = tl.minimum(rows * GROUP - tile * QUERIES, QUERIES)
     for at in range(0, queries * (BLOCK_V // 4), ADDED):
         _add_some(
@@ -152,7 +216,7 @@ def add_splits(
     queries: int,
     block_n: int,
 ) -> None:
-    """Results of all tiles of queries that have more than one split."""
+    """Results of all tiles with more than one split, from what the decode kernel left."""
     group, num_rows = plan.shape, out.shape[0]
     width = max(32, triton.next_power_of_2(group.head_dim))
     programs = triton.cdiv(queries * width // 4, ADDED_APART.value)
@@ -160,7 +224,7 @@ def add_splits(
         out,
         partial,
         plan.seq_lens,
-        plan.seq_lens if plan.query_start_loc is None else plan.query_start_loc,
+        plan.starts,
         num_rows,
         plan.num_requests,
         splits.bit_length() - 1,

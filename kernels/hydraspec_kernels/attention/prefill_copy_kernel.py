@@ -1,22 +1,20 @@
-"""The warp of a prompt's attention that copies, and what both sides know of a tile.
+"""The prefill kernel's producer: a warp that copies queries, keys and values to shared memory.
 
-Queries of a tile and pages of keys and values go to shared memory, where barriers say which slots
-are filled, and which are free.
+It takes tiles of queries one after another and announces each to the groups of warps that multiply.
+Keys and values go page by page through a ring of slots; barriers say which are filled or free.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from hydraspec_kernels.attention.prefill import QUERIES
+from hydraspec_kernels.attention.tiling import WGMMA_ROWS
+from hydraspec_kernels.runtime.gluon_kernel import load_tile
 
-GROUP_QUERIES = gl.constexpr(QUERIES)
-CHUNK = gl.constexpr(64)  # numbers of a row that lie side by side in shared memory
-
-# Its name since Triton 3.8, and the one before, which 3.9 has no more.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+GROUP_QUERIES = gl.constexpr(WGMMA_ROWS)
+CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memory
 
 
 @gluon.jit
@@ -30,9 +28,9 @@ def _find_tile(
     starts, seq_lens, num_rows, num_requests, unit,
     GROUP: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """Request and first query of a tile; the request's first row, rows, and length.
+    """Request and first query of a tile; the request's first row, number of rows, and length.
 
-    Tiles are numbered as in `paged_attention`; request B has the rows behind the last one.
+    Tiles are numbered as in `find_request`; request B stands for the rows after the last one.
     """
     b = gl.arange(0, BLOCK_B, gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0]))
     exists = b <= num_requests
@@ -52,7 +50,7 @@ def find_keys(
     length, rows, query, COUNT: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr,
     PAGE: gl.constexpr,
 ):  # fmt: skip
-    """First key, on a page's border, and end of those that some of COUNT queries see."""
+    """First key, rounded down to a page, and end of the keys that some of COUNT queries see."""
     last = gl.minimum((query + COUNT - 1) // GROUP, rows - 1)
     first = 0
     if WINDOW > 0:
@@ -61,8 +59,10 @@ def find_keys(
 
 
 @gluon.jit
-def _mend(ring, slot, at, low, high, PAGE: gl.constexpr, PAGES: gl.constexpr, CHUNKS: gl.constexpr):
-    """Zeros for values outside low..high: nobody wrote them, and NaN times no weight is NaN."""
+def _clear_unwritten(
+    ring, slot, at, low, high, PAGE: gl.constexpr, PAGES: gl.constexpr, CHUNKS: gl.constexpr
+):
+    """Zero the values outside low..high: they were never written, and 0 * NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for p in range(PAGES):
         j = at + p * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, LAYOUT))
@@ -77,33 +77,33 @@ def _mend(ring, slot, at, low, high, PAGE: gl.constexpr, PAGES: gl.constexpr, CH
 
 
 @gluon.jit
-def _tell(work, phase, kv_head, query, start, rows, length):
-    """What the next tile is, once everybody has heard of the one before."""
-    tile, told, heard = work
+def _announce(work, phase, kv_head, query, start, rows, length):
+    """Hand the next tile to the multiplying groups, once both have read the previous one."""
+    tile, announced, received = work
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
     v = gl.where(i == 0, kv_head, gl.where(i == 1, query, gl.where(i == 2, start, length)))
     v = gl.where(i == 3, rows, v)
-    mbarrier.wait(heard, phase ^ 1)
+    mbarrier.wait(received, phase ^ 1)
     tile.store(v)
     gl.thread_barrier()
-    mbarrier.arrive(told, count=1)
+    mbarrier.arrive(announced, count=1)
 
 
 @gluon.jit
 def _pick(v, i: gl.constexpr):
-    """One of a thread's numbers."""
+    """Element i of a vector that every thread holds whole."""
     return gl.sum(gl.where(gl.arange(0, v.shape[0], v.type.layout) == i, v, 0), 0)
 
 
 @gluon.jit
-def hear(work, phase):
-    """KV head and first query of the next tile; the request's first row, rows, and length. No rows:
-    there is none.
+def receive(work, phase):
+    """KV head and first query of the next tile; the request's first row, number of rows, and
+    length. With no rows there is no further tile.
     """
-    tile, told, heard = work
-    mbarrier.wait(told, phase)
+    tile, announced, received = work
+    mbarrier.wait(announced, phase)
     v = tile.load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
-    mbarrier.arrive(heard, count=1)
+    mbarrier.arrive(received, count=1)
     return _pick(v, 0), _pick(v, 1), _pick(v, 2), _pick(v, 3), _pick(v, 4)
 
 
@@ -111,7 +111,7 @@ def hear(work, phase):
 def _find_pages(
     table, at, limit, BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr
 ):
-    """[PAGES], the same in every lane: where pages of keys from `at` on begin in the cache."""
+    """[PAGES], the same in every lane: first cache rows of the pages of keys from `at` on."""
     j = at + PAGE * gl.arange(0, PAGES, gl.BlockedLayout([PAGES], [32], [1], [0]))
     block = gl.load(table + j // BLOCK_SIZE, mask=j < limit, other=0).to(gl.int32)
     return block * BLOCK_SIZE + j % BLOCK_SIZE
@@ -124,17 +124,17 @@ def copy_tiles(
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp. It takes the next free tile, so that programs end together."""
+    """The copying warp. It takes tiles dynamically, so that programs end at about the same time."""
     qs, q_filled, q_free = queries
     ring, filled, free = keys
     PARTS: gl.constexpr = DIM // WIDTH
     PAGES: gl.constexpr = N // PAGE
     CHUNKS: gl.constexpr = WIDTH // CHUNK
     num_rows, num_requests, units = sizes
-    slot, phase, q_phase, mended, told = 0, 0, 0, 0, 0
+    slot, phase, q_phase, clear_phase, work_phase = 0, 0, 0, 0, 0
     index, programs = gl.program_id(0), gl.num_programs(0)
     # bound: units * KV_HEADS trips, for the index rises whatever the counter holds
-    while index < units * KV_HEADS:  # the last tiles of a request see most: they go first
+    while index < units * KV_HEADS:  # the last tiles of a request see most keys: they go first
         following = gl.maximum(programs + gl.atomic_add(counters, 1), index + 1)
         kv_head = index % KV_HEADS
         request, q_at, start, rows, length = _find_tile(
@@ -143,8 +143,8 @@ def copy_tiles(
         )  # fmt: skip
         first, limit = 0, 0
         if q_at // GROUP < rows:
-            _tell(work, told, kv_head, q_at, start, rows, length)
-            told ^= 1
+            _announce(work, work_phase, kv_head, q_at, start, rows, length)
+            work_phase ^= 1
             first, limit = find_keys(length, rows, q_at, M, GROUP, WINDOW, PAGE)
         kept = gl.maximum(length - rows - WINDOW + 1, 0) if WINDOW else 0
         table = block_table + request.to(gl.int64) * table_stride
@@ -152,10 +152,10 @@ def copy_tiles(
         for at in range(first, limit, N):
             rows_at = pages
             pages = _find_pages(table, at + N, limit, BLOCK_SIZE, PAGE, PAGES)
-            mends = (at < kept) | (at + N > length)
+            clears = (at < kept) | (at + N > length)
             for part in gl.static_range(2 * PARTS):  # of keys, then of values
                 column = (part // PARTS * KV_HEADS + kv_head) * DIM + part % PARTS * WIDTH
-                bar = filled.index(gl.where(mends, SLOTS, slot) if part >= PARTS else slot)
+                bar = filled.index(gl.where(clears, SLOTS, slot) if part >= PARTS else slot)
                 mbarrier.wait(free.index(slot), phase ^ 1)
                 mbarrier.expect(bar, 2 * N * WIDTH)
                 for p in gl.static_range(PAGES):
@@ -164,7 +164,7 @@ def copy_tiles(
                         to = ring.index((slot * CHUNKS + c) * PAGES + p)
                         load_tile(cache, [row, column + c * CHUNK], bar, to)
                 slot, phase = next_slot(slot, phase, SLOTS)
-                if part == 0 and at == first:  # behind keys, for which nobody has to wait
+                if part == 0 and at == first:  # after keys: their slots were free already
                     for i in gl.static_range(M // GROUP_QUERIES):
                         mbarrier.wait(q_free.index(i), q_phase ^ 1)
                         mbarrier.expect(q_filled.index(i), 2 * GROUP_QUERIES * DIM)
@@ -175,16 +175,16 @@ def copy_tiles(
                                 query, [row, kv_head * GROUP, c * CHUNK], q_filled.index(i), q
                             )
                     q_phase ^= 1
-            if mends:
-                mbarrier.wait(filled.index(SLOTS), mended)
-                mended ^= 1
+            if clears:
+                mbarrier.wait(filled.index(SLOTS), clear_phase)
+                clear_phase ^= 1
                 for back in range(PARTS):
-                    behind = slot - 1 - back
-                    v = gl.where(behind < 0, behind + SLOTS, behind)
-                    _mend(ring, v, at, kept, length, PAGE, PAGES, CHUNKS)
+                    last = slot - 1 - back
+                    v = gl.where(last < 0, last + SLOTS, last)
+                    _clear_unwritten(ring, v, at, kept, length, PAGE, PAGES, CHUNKS)
                     mbarrier.arrive(filled.index(v), count=1)
         index = following
-    _tell(work, told, 0, 0, 0, 0, 0)
-    if gl.atomic_add(counters + 1, 1) == programs - 1:  # the last leaves zeros
+    _announce(work, work_phase, 0, 0, 0, 0, 0)
+    if gl.atomic_add(counters + 1, 1) == programs - 1:  # the last program resets them
         gl.store(counters, 0)
         gl.store(counters + 1, 0)

@@ -1,4 +1,4 @@
-"""One program a row: the row stays in registers from the partial sums to the next norm."""
+"""The residual sum and its norms: a row stays in registers from partial sums to the next norm."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.norms.add_norm.reference import AddNorm
-from hydraspec_kernels.norms.rms_norm import MAX_WIDTH
-from hydraspec_kernels.norms.rms_norm.kernel import inverse_rms
+from hydraspec_kernels.norms import MAX_WIDTH, AddNorm
+from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 REGISTERS = 65536  # of an SM
@@ -53,7 +52,7 @@ def add_norm_kernel(
     wait_for_inputs(PDL)
     h_at = h_ptr + row * h_stride + column
     h = tl.load(h_at, mask=inside, other=0.0)
-    tl.debug_barrier()  # or else ptxas moves this load behind the sums, and its latency with it
+    tl.debug_barrier()  # else ptxas moves this load after the sums, which exposes its latency
     x_at = x_ptr + row * x_row_stride + column
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, PARTS):
@@ -84,7 +83,7 @@ def add_norm_cuda(
     scale: float | None = None,
     has_post_norm: bool = True,
 ) -> AddNorm:
-    """See `hydraspec_kernels.norms.add_norm.add_norm`; D is at most MAX_WIDTH."""
+    """See `hydraspec_kernels.norms.add_norm`; D is at most MAX_WIDTH."""
     rows, width = h.shape
     parts = x.shape[0] if x.dim() == 3 else 1
     assert width <= MAX_WIDTH, f"rows of {width} numbers"
@@ -122,7 +121,7 @@ def add_norm_cuda(
         HAS_NEXT_NORM=next_weight is not None,
         WIDTH=padded,
         num_warps=warps,
-        # Without a bound ptxas aims at many programs an SM and loads the parts one by one.
+        # Without a bound ptxas aims at many programs per SM and loads the parts one by one.
         maxnreg=min(128, REGISTERS // (32 * warps)),
         **dependent_launch(h),
     )
@@ -130,7 +129,7 @@ def add_norm_cuda(
 
 
 def warps_for(width: int, rows: int) -> int:
-    """Few rows: 16 bytes of h a thread (8 narrow numbers), so that each is short of latency. Many:
+    """Few rows: 16 bytes of h per thread (8 numbers of 16 bits), for the shortest latency. Many:
     twice that, so that more rows share an SM.
     """
     return min(32, max(1, width // (256 if rows <= FEW_ROWS else 512)))

@@ -1,9 +1,9 @@
-"""Attention of few rows a request over a latent cache, in 16 bits.
+"""Latent attention of few rows per request, in 16 bits, warp-specialised.
 
 A program attends 64 queries of one request (query f: row f // G, head f % G) over its share of the
-keys, 64 a step. One group of four warps makes scores and weights, and sums the left half of the
-values; another sums the right half; a third copies keys, two steps of them under way. Gluon has no
-interpreter: only tests on the device run this.
+keys, 64 at a time. One group of four warps computes scores and weights, and sums the left half of
+the values; a second one sums the right half; a third one copies keys, two tiles of them in flight.
+Gluon has no interpreter: only tests on the device run this.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hydraspec_kernels.attention.latent import TILE, num_splits
-from hydraspec_kernels.attention.paged.kernel import check_arguments, combine_kernel
-from hydraspec_kernels.attention.paged.plan import DevicePlan
+from hydraspec_kernels.attention.plan import DevicePlan
+from hydraspec_kernels.attention.splits_kernel import combine_splits
+from hydraspec_kernels.attention.tiles_kernel import NO_KEY
+from hydraspec_kernels.attention.tiling import WGMMA_ROWS as TILE
+from hydraspec_kernels.attention.tiling import latent_splits
+from hydraspec_kernels.runtime.gluon_kernel import start_next, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
-NO_KEY = gl.constexpr(-1.0e38)  # as in `paged_attention`
-TILE_ROWS = gl.constexpr(TILE)
+TILE_ROWS = gl.constexpr(TILE)  # queries of a program, and keys of a tile
 SLOTS = gl.constexpr(2)  # for tiles of keys
-# Four warps, and registers of their threads: those that only sum, and those that copy. The group
-# that makes weights has the rest.
+# Registers of a thread in the group that only sums, and in the group that copies. The group that
+# computes weights has the rest.
 SUM_REGISTERS = gl.constexpr(192)
 COPY_REGISTERS = gl.constexpr(64)
 LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
-# How threads hold a tile that they copy (few rows each, whole lines), scores, and half of the sums.
+# Layouts of a copied tile (few rows per thread, full lines), of scores, and of half the sums.
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -46,14 +48,8 @@ BY_SUMS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 
 
 @gluon.jit
-def _control(INSTRUCTION: gl.constexpr):
-    """One PTX instruction without operands."""
-    gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _copy_rows(to, base, rows, exists, FIRST: gl.constexpr):
-    """Start copying columns from FIRST on of what begins at `rows`, else zeros."""
+    """Start copying the columns from FIRST on of the rows that begin at `rows`, else zeros."""
     d = FIRST + gl.arange(0, to.shape[1], gl.SliceLayout(0, COPIED))
     async_copy.async_copy_global_to_shared(to, base + rows[:, None] + d[None, :], exists[:, None])
 
@@ -63,7 +59,7 @@ def _copy_keys(
     left, right, rest, filled, free, cache, table, begin, limit,
     BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
-    """The copying group: tile after tile, as slots come free."""
+    """The copying group: tile after tile, as slots become free."""
     slot = 0
     phase = 1
     for at in range(begin, limit, TILE_ROWS):
@@ -83,7 +79,7 @@ def _copy_keys(
 
 @gluon.jit
 def _score(q_left, q_right, q_rest, left, right, rest, filled, phase, SLOT: gl.constexpr):
-    """Three products under way, once the slot is filled."""
+    """Wait for the slot, and start the three products of its scores."""
     mbarrier.wait(filled.index(SLOT), phase)
     fence_async_shared()
     s = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SCORES)
@@ -94,7 +90,7 @@ def _score(q_left, q_right, q_rest, left, right, rest, filled, phase, SLOT: gl.c
 
 @gluon.jit
 def _weigh(s, at, oldest, newest, top, total, scale):
-    """Weights of a tile's keys, what fades the sums before them, their maximum and their sum."""
+    """Weights of a tile's keys, the factor of the earlier sums, the new maxima and sums."""
     if at + TILE_ROWS > oldest:
         j = at + gl.arange(0, TILE_ROWS, gl.SliceLayout(0, SCORES))
         s = gl.where(j[None, :] <= newest[:, None], s, float("-inf"))
@@ -106,7 +102,7 @@ def _weigh(s, at, oldest, newest, top, total, scale):
 
 @gluon.jit
 def _sum(acc, p, fade, weights, fades, values, ready, taken, turn, SLOT: gl.constexpr):
-    """Hand weights over to both groups; acc [64, Hv / 2], faded, and a product under way."""
+    """Share the weights with the other group, scale acc [64, Hv / 2], and start its product."""
     mbarrier.wait(taken, turn)
     weights.store(p.to(weights.dtype))
     fades.store(fade)
@@ -121,7 +117,7 @@ def _store(
     out, partial, acc, tile, split, splits, start, rows, num_rows, FIRST: gl.constexpr,
     GROUP: gl.constexpr, RANK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Half of a tile's sums, or results."""
+    """Store one half of a tile's sums, or results."""
     f = tile * TILE_ROWS + gl.arange(0, TILE_ROWS, BY_SUMS)
     d = FIRST + gl.arange(0, RANK // 2, gl.SliceLayout(0, SUMS))
     at = (start + f // GROUP).to(gl.int64) * GROUP + f % GROUP
@@ -140,8 +136,8 @@ def _attend(
     filled, free, ready, taken, begin, limit, length, tile, split, splits, start, rows, num_rows,
     scale, GROUP: gl.constexpr, RANK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The group that makes weights. Of two tiles, the first one's weights are made while the second
-    one's scores are, and the second one's while the first is summed.
+    """The group that computes weights. Of two tiles, the weights of the first are computed while
+    the tensor cores compute the scores of the second, those of the second while they sum the first.
     """
     f = tile * TILE_ROWS + gl.arange(0, TILE_ROWS, BY_SCORES)
     newest = gl.minimum(length - rows + f // GROUP, limit - 1)
@@ -200,7 +196,7 @@ def _attend_right(
     tile, split, splits, start, rows, num_rows,
     GROUP: gl.constexpr, RANK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The group that only sums."""
+    """The group that only sums: the right half of the values."""
     acc = gl.zeros([TILE_ROWS, RANK // 2], gl.float32, SUMS)
     slot = 0
     turn = 0
@@ -254,9 +250,8 @@ def _latent_kernel(
     SPLIT: gl.constexpr,  # S > 1
     PDL: gl.constexpr,
 ):
-    if PDL:
-        _control("griddepcontrol.launch_dependents; // dummy $0")
-        _control("griddepcontrol.wait; // dummy $0")
+    start_next(PDL)
+    wait_for_inputs(PDL)
     request, tile = gl.program_id(0) // row_tiles, gl.program_id(0) % row_tiles
     split = gl.program_id(1)
     length = gl.load(seq_lens + request).to(gl.int32)
@@ -264,7 +259,7 @@ def _latent_kernel(
     if not ONE_ROW:
         start = gl.load(starts + request).to(gl.int32)
         rows = gl.load(starts + request + 1).to(gl.int32) - start
-    if not SPLIT and not ONE_ROW:  # else the sum of splits sees to rows of nobody
+    if not SPLIT and not ONE_ROW:  # else `combine_splits` clears the rows after the last request
         stop = gl.where(gl.program_id(0) == (num_requests - 1) * row_tiles, num_rows, 0)
         _clear(out, start + rows, stop, GROUP, RANK)
     if tile * TILE_ROWS // GROUP >= rows:
@@ -336,22 +331,20 @@ def _latent_kernel(
 
 
 def latent_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """As `paged_attention_kernel`, for what `fits`."""
+    """As `paged_attention`, for a plan of `fits_latent`."""
     shape, num_rows = plan.shape, query.shape[0]
-    check_arguments(query, cache, plan)
+    plan.check(query, cache)
     heads, rank = shape.num_heads, shape.latent_dim
     assert rank is not None
     out = query.new_empty(num_rows, heads * rank)
     if num_rows == 0:
         return out
-    splits = num_splits(heads, plan.max_rows, plan.num_requests)
+    splits = latent_splits(heads, plan.max_rows, plan.num_requests)
     row_tiles = triton.cdiv(plan.max_rows * heads, TILE)
     partial = out
     if splits > 1:
         size = num_rows * heads * splits * (rank + 2)
         partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    starts = plan.seq_lens if plan.query_start_loc is None else plan.query_start_loc
-    options = dependent_launch(query)
     _latent_kernel[(plan.num_requests * row_tiles, splits)](
         out,
         partial,
@@ -359,7 +352,7 @@ def latent_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> T
         cache,
         plan.block_table,
         plan.seq_lens,
-        starts,
+        plan.starts,
         num_rows,
         plan.num_requests,
         row_tiles,
@@ -374,23 +367,9 @@ def latent_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> T
         ONE_ROW=plan.query_start_loc is None,
         SPLIT=splits > 1,
         **LAUNCH,
-        **options,
+        **dependent_launch(query),
     )
     if splits > 1:
-        block_d = rank if splits <= 8 else rank // 2  # as many loads as registers hold
-        combine_kernel[(num_rows * heads, rank // block_d)](
-            out,
-            partial,
-            starts,
-            num_rows,
-            plan.num_requests,
-            splits,
-            NUM_HEADS=heads,
-            VALUE_DIM=rank,
-            ONE_ROW=plan.query_start_loc is None,
-            BLOCK_S=splits,
-            BLOCK_D=block_d,
-            num_warps=4,
-            **options,
-        )
+        block_d = rank if splits <= 8 else rank // 2
+        combine_splits(out, partial, plan, splits=splits, block_s=splits, block_d=block_d)
     return out

@@ -1,5 +1,4 @@
-"""Attention by one gather and two batched products; the query heads of a KV head are folded into
-rows.
+"""Attention as one gather and two batched products; the query heads of a KV head become rows.
 
 At these sizes an operator call costs more than its work: on the CPU this takes a third of the
 time of `scaled_dot_product_attention`, and repeating KV heads would cost three times as much at
@@ -11,17 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.paged.plan import GroupShape, Tile, TiledPlan
+from hydraspec_kernels.attention.plan import GroupShape, Tile, TiledPlan
 
 
 def gather_kv(cache: Tensor, shape: GroupShape, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Transposed keys [b * Hkv, H, L] and values [b * Hkv, L, Hv] of a tile; Hv is H, or
-    latent_dim.
-    """
+    """Transposed keys [b * Hkv, H, L] and values [b * Hkv, L, Hv] of a tile."""
     both = cache.view(-1, shape.head_dim).index_select(0, tile.kv_index)
     n, keys, dim = tile.num_requests * shape.num_kv_heads, tile.num_keys, shape.head_dim
-    # Keys, then values. Strides are spelt out because two calls do what takes four with view and
-    # transpose.
+    # Keys, then values. as_strided does in two calls what takes four with view and transpose.
     block = keys * dim
     if shape.latent_dim is not None:
         return (

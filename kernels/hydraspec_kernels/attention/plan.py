@@ -1,10 +1,10 @@
-"""What the layers of one KV group share in one forward pass.
+"""Attention plans: what the layers of one KV group share in one forward pass.
 
-On the CPU: which cache rows to gather, and who may see them. On CUDA only where things stand: the
-kernels find rows and visible keys themselves, so nothing of a plan depends on sequence lengths.
+On the CPU a plan names the cache rows to gather and masks them. On CUDA it only holds the batch's
+tensors: the kernels find rows and visible keys themselves.
 
-Letters: b requests, R rows a request, L gathered entries a request, P blocks of a table row. All
-shapes come from host numbers; everything that depends on sequence lengths is computed on the
+Letters: b requests, R rows per request, L gathered entries per request, P blocks of a table row.
+All shapes come from host numbers; everything that depends on sequence lengths is computed on the
 device.
 """
 
@@ -19,13 +19,12 @@ from torch import Tensor
 
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-# Scores of one tile at most; long prefills are cut into tiles of query rows so that memory stays
-# flat.
+# Scores of one tile at most; long prefills are cut into tiles of query rows to bound the memory.
 MAX_TILE_SCORES = 1 << 23
 
 
 class Segment(Protocol):
-    """A run of requests with equally many rows."""
+    """Consecutive requests with equally many rows."""
 
     @property
     def first_row(self) -> int: ...
@@ -41,10 +40,10 @@ class Segment(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GroupShape:
-    """What a KV group's attention looks like. window None: a row sees everything up to itself.
+    """Heads, cache blocks and mask of a KV group. window None: a row sees all keys up to its own.
 
     scale multiplies the scores: 1 for Gemma 4, 1/sqrt(head_dim) for most others. With latent_dim
-    the cache holds one key a row, [rows, 1, H], whose first latent_dim numbers are also the value
+    the cache holds one key per row, [rows, 1, H], whose first latent_dim numbers are also the value
     (DeepSeek's compressed cache); there is one KV head then.
     """
 
@@ -62,9 +61,57 @@ class GroupShape:
         return 1 if self.latent_dim is not None else 2 * self.num_kv_heads
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class QkvShape:
+    """A layer's heads. In the projection: query heads, then key heads, then value heads."""
+
+    num_heads: int
+    num_kv_heads: int  # of the keys and values written; unused without a cache
+    head_dim: int
+    eps: float
+    q_weight: Tensor | None = None  # [H], the norm of every query head; None: no norm
+    k_weight: Tensor | None = None  # [H], the norm of every key head; None: no norm
+    value_norm: bool = False  # values are normed, without weight
+    k_eq_v: bool = False  # no value heads: values are the key heads, neither weighted nor rotated
+
+    def projected_heads(self, *, writes: bool) -> int:
+        """Heads of the projection; without `writes` query heads only."""
+        kinds = 0 if not writes else 1 if self.k_eq_v else 2
+        return self.num_heads + kinds * self.num_kv_heads
+
+
+@dataclass(slots=True)
+class Projection:
+    """A layer's projected rows, with their rotary table (`rope_table`) and their cache slots."""
+
+    qkv: Tensor  # [T, heads * H]
+    cos: Tensor  # [T, 1, H] in qkv's dtype
+    sin: Tensor  # [T, 1, H]
+    slots: Tensor  # [T] cache rows to write, -1 for padding; unread by a layer that writes none
+
+    def check(self, shape: QkvShape, cache: Tensor | None, *, writes: bool) -> None:
+        """Shapes, strides and dtypes that the kernels rely on; cache [rows, 2, Hkv, H]."""
+        rows, size = self.qkv.shape[0], shape.head_dim
+        heads = shape.projected_heads(writes=writes)
+        assert self.qkv.shape[1] == heads * size, f"{self.qkv.shape[1]} columns for {heads} heads"
+        assert self.qkv.stride(1) == 1
+        assert self.cos.shape == self.sin.shape == (rows, 1, size)
+        assert self.cos.is_contiguous()
+        assert self.sin.is_contiguous()
+        for weight in (shape.q_weight, shape.k_weight):
+            assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
+        if cache is not None:
+            assert cache.is_contiguous(), "tokens of the cache are contiguous"
+            assert cache.dtype is self.qkv.dtype
+        if writes:
+            assert cache is not None
+            assert cache.shape[1:] == (2, shape.num_kv_heads, size), cache.shape
+            assert self.slots.shape == (rows,)
+
+
 @dataclass(slots=True)
 class Tile:
-    """Rows row_start..row_stop of every request of a segment, against L gathered entries each."""
+    """Rows row_start..row_stop of every request of a segment, with L gathered entries each."""
 
     first_row: int  # of the segment
     num_requests: int  # b
@@ -80,7 +127,7 @@ class Tile:
 
 @dataclass(slots=True)
 class TiledPlan:
-    """Tiles of one KV group. They cover the rows of the segments once, in order."""
+    """The CPU's plan: tiles that cover the rows of the segments once, in order."""
 
     shape: GroupShape
     num_rows: int  # T
@@ -89,19 +136,40 @@ class TiledPlan:
 
 @dataclass(slots=True)
 class DevicePlan:
-    """What the kernels read. All numbers of the host are bounds that a CUDA graph may freeze.
+    """The kernels' plan. Its host numbers are upper bounds that a CUDA graph may freeze.
 
-    A request of sequence length 0 is padding: its rows come out as zeros, like rows behind
-    query_start_loc[B].
+    A request of sequence length 0 is padding: its rows come out as zeros, like the rows from
+    query_start_loc[B] on.
     """
 
     shape: GroupShape
     query_start_loc: Tensor | None  # [B+1] first row of each request; None: row b is request b
-    seq_lens: Tensor  # [B], this step's rows counted
+    seq_lens: Tensor  # [B], with this step's rows
     block_table: Tensor  # [B, P]
     num_rows: int  # T
     num_requests: int  # B
     max_rows: int  # rows of the request with the most
+
+    @property
+    def starts(self) -> Tensor:
+        """What kernels get as query_start_loc: with one row per request they do not read it."""
+        return self.seq_lens if self.query_start_loc is None else self.query_start_loc
+
+    def check(self, query: Tensor, cache: Tensor) -> None:
+        """Shapes, strides and dtypes that the kernels rely on, of query [T, Hq, H] and cache."""
+        shape = self.shape
+        assert query.dtype is cache.dtype
+        assert query.shape[1:] == (shape.num_heads, shape.head_dim), query.shape
+        assert query.stride()[1:] == (shape.head_dim, 1), "a row's heads are contiguous"
+        self.check_cache(cache, query.shape[0])
+
+    def check_cache(self, cache: Tensor, num_rows: int) -> None:
+        """The part of `check` that is not about queries."""
+        assert cache.is_contiguous(), "tokens of the cache are contiguous"
+        assert cache[0].numel() == self.shape.head_rows * self.shape.head_dim, cache.shape
+        assert self.block_table.stride(1) == 1, "rows of the block table are contiguous"
+        if self.query_start_loc is None:
+            assert num_rows == self.num_requests, "without query_start_loc a row is a request"
 
 
 AttentionPlan = TiledPlan | DevicePlan
@@ -116,12 +184,12 @@ def plan_attention(
     dtype: torch.dtype,
     query_start_loc: Tensor | None = None,
 ) -> AttentionPlan:
-    """block_table [B, P], seq_lens [B] with this step's rows counted, positions [T],
-    query_start_loc [B+1] -> the group's plan.
+    """The group's plan from block_table [B, P], seq_lens [B] with this step's rows, positions [T]
+    and query_start_loc [B+1].
 
-    Row r of a request with R rows stands at position seq_len - R + r. Entries that no row may see
-    are gathered from cache row 0: block 0 is reserved and stays zero, so that whatever freed
-    blocks hold cannot leak. Only CUDA reads query_start_loc; None there means a row a request.
+    Row r of a request with R rows is at position seq_len - R + r. Entries that no row may see are
+    gathered from cache row 0: block 0 is reserved and stays zero, so that the contents of freed
+    blocks cannot leak. Only CUDA reads query_start_loc; None there means one row per request.
     """
     if runs_kernels(seq_lens):
         return device_plan(shape, segments, block_table, seq_lens, query_start_loc)
@@ -135,7 +203,7 @@ def device_plan(
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
 ) -> DevicePlan:
-    """The plan the kernels read; see `plan_attention`. Makes no tensor and launches nothing."""
+    """The kernels' plan; see `plan_attention`. Makes no tensor and launches nothing."""
     num_rows = num_requests = max_rows = 0
     for segment in segments:
         num_requests += segment.num_requests
@@ -180,7 +248,7 @@ def _rows_per_tile(shape: GroupShape, segment: Segment) -> int:
     if shape.window is not None:
         keys = min(keys, 2 * shape.window)
         if rows > shape.window:
-            rows = shape.window  # then a tile gathers two windows, not the whole prompt
+            rows = shape.window  # so that a tile gathers two windows, not the whole prompt
     return max(1, min(rows, MAX_TILE_SCORES // (segment.num_requests * shape.num_heads * keys)))
 
 
@@ -219,7 +287,7 @@ def _plan_tile(
     return Tile(segment.first_row, b, all_rows, start, stop, num_keys, index, mask)
 
 
-# Rows are counted with the cache seen as [rows * 2 * Hkv, H], so that one gather yields
+# The following count rows of the cache seen as [rows * 2 * Hkv, H]: one gather then yields
 # contiguous heads.
 
 
@@ -229,7 +297,7 @@ def _leading_rows(shape: GroupShape, table: Tensor, num_keys: int) -> Tensor:
     num_blocks = -(-num_keys // shape.block_size)
     inside = torch.arange(0, per_block, shape.head_rows, device=table.device)
     rows = ((table[:, :num_blocks] * per_block)[:, :, None] + inside).view(table.shape[0], -1)
-    if num_blocks > table.shape[1]:  # max_seq_len is an upper bound and may pass the table
+    if num_blocks > table.shape[1]:  # max_seq_len is an upper bound and may exceed the table
         return torch.nn.functional.pad(rows, (0, num_keys - rows.shape[1]))
     return rows if rows.shape[1] == num_keys else rows[:, :num_keys]
 
@@ -254,7 +322,7 @@ def _head_rows(shape: GroupShape, base: Tensor) -> Tensor:
 
 
 def _mask(shape: GroupShape, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """hidden [b, R, L] -> what to add to the scores; a dimension of 1 is left to broadcast."""
+    """hidden [b, R, L] -> the summand of the scores; dimensions of size 1 broadcast."""
     b, rows, keys = hidden.shape
     heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
     # Half the smallest number: adding a score cannot overflow to -inf, whose softmax would be NaN.

@@ -1,16 +1,24 @@
-"""What stands between two matrices of a decoder layer: norm of a block's output, sum, next norm."""
+"""RMSNorm (Zhang and Sennrich 2019, equation 4), with the weight used as it is: w, not 1 + w; and
+the residual sum between two blocks of a decoder layer with the norms around it.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from hydraspec_kernels.norms.rms_norm.reference import rms_norm_reference
+
+def rms_norm_reference(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+    """x [..., H] divided by sqrt(mean(x^2) + eps), times w [H]; computed in float32 or wider."""
+    a = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = a * torch.pow(a.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    return (y if w is None else y * w.to(y.dtype)).to(x.dtype)
 
 
 class AddNorm(NamedTuple):
-    """The residual stream after a block, and what the next block reads."""
+    """The residual stream after a block, and the input of the next block."""
 
     h: Tensor  # [T, D], the tensor that was given, changed in place
     y: Tensor | None  # [T, D] norm(h), None without a next norm
@@ -26,7 +34,7 @@ def add_norm_reference(
     scale: float | None = None,
     has_post_norm: bool = True,
 ) -> AddNorm:
-    """See `hydraspec_kernels.norms.add_norm.add_norm`. Every step rounds to h's dtype."""
+    """See `hydraspec_kernels.norms.add_norm`. Every step rounds to h's dtype."""
     if x.dim() == 3:
         x = (x[0] if x.shape[0] == 1 else x.sum(0)).to(h.dtype)
     h.add_(rms_norm_reference(x, post_weight, eps) if has_post_norm else x)

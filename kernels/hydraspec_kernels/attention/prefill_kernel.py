@@ -1,9 +1,9 @@
-"""Attention of many rows a request: one warp copies, two groups of four only multiply.
+"""Prefill attention, warp-specialised: one warp copies, two groups of four warps multiply.
 
-A program takes tile after tile: M queries of one KV head of one request, counted as in
-`paged_attention`. Of heads up to 256 wide each group of warps has 64 queries; of wider ones both
-have the same 64, and half of the values each. Keys and values come page by page through a ring of
-slots. Gluon has no interpreter: only tests on the device run this.
+A program takes tiles one after another, of M queries of one KV head of one request, counted as in
+`tiles_kernel`. With heads up to 256 wide each group of warps has 64 queries; with wider heads both
+have the same 64, and half of the values each. Gluon has no interpreter: only tests on the device
+run this.
 """
 
 from __future__ import annotations
@@ -22,43 +22,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hydraspec_kernels.attention.copies.kernel import (
+from hydraspec_kernels.attention.counters import zero_counters
+from hydraspec_kernels.attention.plan import DevicePlan
+from hydraspec_kernels.attention.prefill_copy_kernel import (
     CHUNK,
     GROUP_QUERIES,
     copy_tiles,
     find_keys,
-    hear,
     next_slot,
+    receive,
 )
-from hydraspec_kernels.attention.decode.counters import zero_counters
-from hydraspec_kernels.attention.paged.kernel import check_arguments
-from hydraspec_kernels.attention.paged.plan import DevicePlan
-from hydraspec_kernels.attention.prefill import FULL_DEVICE, QUERIES, tiling
+from hydraspec_kernels.attention.tiles_kernel import NO_KEY
+from hydraspec_kernels.attention.tiling import FULL_DEVICE, WGMMA_ROWS, prefill_tiling
+from hydraspec_kernels.runtime.gluon_kernel import start_next, view_tiles, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
 RUN = gl.constexpr(4)  # numbers of a row that a thread stores at once
-NO_KEY = gl.constexpr(-1.0e38)  # the maximum of a query that has seen no key
-# Of a thread: of the groups that multiply, and of the warp that copies.
+# Registers of a thread in the groups that multiply, and in the warp that copies.
 REGISTERS, COPY_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
-@gluon.jit
-def _control(INSTRUCTION: gl.constexpr):
-    """One PTX instruction without operands."""
-    gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.constexpr_function
 def _tile_layout():
-    """Of 16-bit tiles whose chunks lie one behind the other."""
+    """The layout of 16-bit tiles whose chunks follow one another."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
 def _row_layout(width, run):
-    """Of [64, width] over four warps: rows are where a product's sums have them, `run` numbers of a
-    row in a thread.
+    """The layout of [64, width] over four warps with rows placed as in a product's sums, and `run`
+    numbers of a row in each thread.
     """
     lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
     runs = [[0, 1 << i] for i in range(run.bit_length() - 1)]
@@ -67,24 +61,9 @@ def _row_layout(width, run):
     return gl.DistributedLinearLayout([*runs, *along, [8, 0]], lanes, warps, [], [64, width])
 
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # public since Triton 3.9
-
-    @gluon.jit
-    def _seen_as(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-        """The same shared memory as COUNT tiles [ROWS, WIDTH]."""
-        return memory.reinterpret(memory.dtype, [COUNT, ROWS, WIDTH], _tile_layout())
-
-else:
-
-    @gluon.jit
-    def _seen_as(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-        """The same shared memory as COUNT tiles [ROWS, WIDTH]."""
-        return memory._reinterpret(memory.dtype, [COUNT, ROWS, WIDTH], _tile_layout())
-
-
 @gluon.jit
-def _give_back(free, slot, COUNT: gl.constexpr, SLOTS: gl.constexpr):
-    """The COUNT slots in front of `slot` have been read."""
+def _release(free, slot, COUNT: gl.constexpr, SLOTS: gl.constexpr):
+    """Release the COUNT slots before `slot`."""
     for i in gl.static_range(COUNT):
         at = slot - COUNT + i
         mbarrier.arrive(free.index(gl.where(at < 0, at + SLOTS, at)), count=1)
@@ -95,10 +74,10 @@ def _weigh(
     s, top, total, at, position, oldest, scale,
     N: gl.constexpr, WINDOW: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a block of scores, maxima and sums with them, and how much the sums so far fade.
+    """Weights of a block of scores, the new maxima and sums, and the factor of the earlier sums.
 
-    Queries stand at oldest to oldest + SPAN; only blocks that one of them sees a part of are
-    masked. What queries behind the request's last row see does not matter.
+    Queries are at positions oldest to oldest + SPAN; only blocks that one of them sees in part are
+    masked. Queries after the request's last row may see anything: they are not stored.
     """
     if at + N > oldest + 1:
         j = at + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
@@ -120,7 +99,7 @@ def _multiply(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups of four warps."""
+    """The program of a multiplying group: WHICH of the two."""
     qs, q_filled, q_free = queries
     ring, filled, free = keys
     PARTS: gl.constexpr = DIM // WIDTH
@@ -130,11 +109,11 @@ def _multiply(
     BY_SCORE: gl.constexpr = gl.SliceLayout(1, SCORES)
     BY_SUM: gl.constexpr = gl.SliceLayout(1, SUMS)
     ROWS: gl.constexpr = _row_layout(WIDTH, RUN.value)
-    slots = _seen_as(ring, SLOTS, N, WIDTH)
-    q = _seen_as(qs, M // GROUP_QUERIES * PARTS, GROUP_QUERIES, WIDTH)
-    slot, phase, q_phase, heard = 0, 0, 0, 1
-    kv_head, tile_at, start, rows, length = hear(work, 0)
-    # bound: the copying warp's trips, after which it tells of a tile without rows
+    slots = view_tiles(ring, SLOTS, N, WIDTH, _tile_layout())
+    q = view_tiles(qs, M // GROUP_QUERIES * PARTS, GROUP_QUERIES, WIDTH, _tile_layout())
+    slot, phase, q_phase, work_phase = 0, 0, 0, 1
+    kv_head, tile_at, start, rows, length = receive(work, 0)
+    # bound: the copying warp's trips, after which it announces a tile without rows
     while rows > 0:
         first, limit = find_keys(length, rows, tile_at, M, GROUP, WINDOW, PAGE)
         q_at = tile_at + Q * GROUP_QUERIES
@@ -160,7 +139,7 @@ def _multiply(
                     )
                     slot, phase = next_slot(slot, phase, SLOTS)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                _give_back(free, slot, PARTS, SLOTS)
+                _release(free, slot, PARTS, SLOTS)
                 if at + N >= own_limit:
                     mbarrier.arrive(q_free.index(Q), count=1)
                 weights, top, total, fade = _weigh(
@@ -177,12 +156,12 @@ def _multiply(
                         acc = warpgroup_mma(p, slots.index(slot), acc, is_async=True)
                     slot, phase = next_slot(slot, phase, SLOTS)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                _give_back(free, slot, PARTS, SLOTS)
-            else:  # the other group's queries see more
+                _release(free, slot, PARTS, SLOTS)
+            else:  # keys that only the other group's queries see
                 for _part in gl.static_range(2 * PARTS):
                     mbarrier.wait(filled.index(slot), phase)
                     slot, phase = next_slot(slot, phase, SLOTS)
-                    _give_back(free, slot, 1, SLOTS)
+                    _release(free, slot, 1, SLOTS)
         inverse = 1 / gl.where(total > 0, total, 1.0)
         mean = (acc * gl.convert_layout(inverse, BY_SUM)[:, None]).to(out.dtype.element_ty)
         f = q_at + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, ROWS))
@@ -190,8 +169,8 @@ def _multiply(
         head = ((start + f // GROUP).to(gl.int64) * KV_HEADS + kv_head) * GROUP + f % GROUP
         to = out + head[:, None] * DIM + d[None, :]
         gl.store(to, gl.convert_layout(mean, ROWS), mask=(f // GROUP < rows)[:, None])
-        kv_head, tile_at, start, rows, length = hear(work, heard)
-        heard ^= 1
+        kv_head, tile_at, start, rows, length = receive(work, work_phase)
+        work_phase ^= 1
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_requests", "units", "table_stride"])
@@ -208,7 +187,7 @@ def _prefill_kernel(
     seq_lens,
     # [B+1]
     starts,
-    # [2] zeros: tiles taken beyond a program's first, programs that have ended
+    # [2] zeros: tiles taken after each program's first, programs that have ended
     counters,
     num_rows, num_requests, units, table_stride,
     scale,  # times log2(e)
@@ -216,8 +195,7 @@ def _prefill_kernel(
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        _control("griddepcontrol.launch_dependents; // dummy $0")
+    start_next(PDL)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     GROUPS: gl.constexpr = M // GROUP_QUERIES  # of queries
     COUNT: gl.constexpr = GROUPS * (DIM // CHUNK)
@@ -228,11 +206,11 @@ def _prefill_kernel(
     q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
     PIECES: gl.constexpr = SLOTS * (N // PAGE) * (WIDTH // CHUNK)
     ring = gl.allocate_shared_memory(out.dtype.element_ty, [PIECES, PAGE, CHUNK], cache.layout)
-    filled = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], BAR)  # the last: to be mended
+    filled = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], BAR)  # the last: to be cleared
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     tile = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    heard = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    announced = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    received = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(GROUPS):
         mbarrier.init(q_filled.index(i), count=1)
         mbarrier.init(q_free.index(i), count=2 // GROUPS)
@@ -240,12 +218,11 @@ def _prefill_kernel(
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(filled.index(SLOTS), count=DIM // WIDTH)
-    mbarrier.init(told, count=1)
-    mbarrier.init(heard, count=2)
+    mbarrier.init(announced, count=1)
+    mbarrier.init(received, count=2)
     fence_async_shared()
-    if PDL:
-        _control("griddepcontrol.wait; // dummy $0")
-    work, queries, keys = (tile, told, heard), (qs, q_filled, q_free), (ring, filled, free)
+    wait_for_inputs(PDL)
+    work, queries, keys = (tile, announced, received), (qs, q_filled, q_free), (ring, filled, free)
     sizes = (num_rows, num_requests, units)
     gl.warp_specialize(
         [
@@ -278,15 +255,15 @@ def _prefill_kernel(
 
 
 def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """What `paged_attention` specifies, of what `fits`."""
-    check_arguments(query, cache, plan)
+    """As `paged_attention`, for a plan of `fits_prefill`."""
+    plan.check(query, cache)
     shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
-    group, cut = shape.num_heads // shape.num_kv_heads, tiling(shape)
+    group, cut = shape.num_heads // shape.num_kv_heads, prefill_tiling(shape)
     out = query.new_empty(num_rows, shape.num_heads * shape.head_dim)
     if num_rows == 0:
         return out
     element = gl.float16 if query.dtype is float16 else gl.bfloat16
-    q_tile, page = [QUERIES // group, group, CHUNK.value], [cut.page, CHUNK.value]
+    q_tile, page = [WGMMA_ROWS // group, group, CHUNK.value], [cut.page, CHUNK.value]
     q_layout = gl.NVMMASharedLayout.get_default_for(q_tile, element)
     layout = gl.NVMMASharedLayout.get_default_for(page, element)
     units = num_rows * group // cut.m + num_requests + 1

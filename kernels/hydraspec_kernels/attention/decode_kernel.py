@@ -1,10 +1,10 @@
-"""Decode and verify rows from a layer's projection to the attention's result, in one kernel.
+"""Fused decode: from a layer's projection to the attention's result in one kernel.
 
-A program attends QUERIES queries of one KV head of one request, as in `paged_attention`, over its
-share of the visible keys. It norms and rotates those queries itself, and writes the new keys and
-values among its share to the cache before it reads them there: nobody else reads what it writes,
-and tiles of one request that share a new key write the same numbers. Shares are added up in their
-order: by the program that comes last to a tile, or by the kernel behind.
+A program attends QUERIES queries of one KV head of one request over its share of the visible keys.
+It norms and rotates those queries itself, and writes the new keys and values of its share to the
+cache before it reads them there: no other program reads them, except that tiles of one request that
+share a new key all write the same numbers. Splits are added up in their order, by the program that
+ends last for a tile or by a second kernel.
 """
 
 from __future__ import annotations
@@ -16,26 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.attention.decode import tiling as cuts
-from hydraspec_kernels.attention.decode.arguments import check_arguments
-from hydraspec_kernels.attention.decode.counters import zero_counters
-from hydraspec_kernels.attention.key_loops.kernel import attend_keys, key_blocks
-from hydraspec_kernels.attention.paged.kernel import clear_queries, find_rows, prefetch_keys
-from hydraspec_kernels.attention.paged.plan import DevicePlan
-from hydraspec_kernels.attention.qkv_write.kernel import (
+from hydraspec_kernels.attention import tiling as cuts
+from hydraspec_kernels.attention.counters import zero_counters
+from hydraspec_kernels.attention.key_loop_kernel import attend_keys, key_blocks
+from hydraspec_kernels.attention.plan import DevicePlan, Projection, QkvShape
+from hydraspec_kernels.attention.qkv_kernel import (
     load_heads,
     norm_weights,
-    turn_heads,
+    rotate_heads,
     write_new,
 )
-from hydraspec_kernels.attention.qkv_write.reference import QkvShape
-from hydraspec_kernels.attention.split_sums.kernel import add_splits, add_up, arrive, split_keys
+from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
+from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 
 @triton.jit
 def _repeat(q, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """[QUERIES, BLOCK] -> [BLOCK_M, BLOCK], each row as often as there is room."""
+    """[QUERIES, BLOCK] -> [BLOCK_M, BLOCK], each row BLOCK_M / QUERIES times."""
     if BLOCK_M != QUERIES:
         q = tl.broadcast_to(q[:, None, :], (QUERIES, BLOCK_M // QUERIES, BLOCK))
         q = tl.reshape(q, (BLOCK_M, BLOCK))
@@ -44,7 +42,7 @@ def _repeat(q, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _query_heads(tile, kv_head, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
-    """Row of its request and head of each query [BLOCK_M] of a tile."""
+    """Row within the request, and head, of each query [BLOCK_M] of a tile."""
     f = tile * QUERIES + tl.arange(0, BLOCK_M) // (BLOCK_M // QUERIES)
     return f // GROUP, kv_head * GROUP + f % GROUP
 
@@ -53,7 +51,7 @@ def _query_heads(tile, kv_head, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, GR
 def _store_halves(
     to, at, a, b, exists, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Rows `at` [BLOCK_M] of heads."""
+    """Store both halves of heads to the rows `at` [BLOCK_M] of `to`."""
     i = tl.arange(0, BLOCK_H)[None, :]
     mask = exists[:, None] & (i < HALF)
     to += at.to(tl.int64)[:, None] * (2 * HALF) + i
@@ -104,12 +102,12 @@ def _decode_kernel(
     ONE_ROW: tl.constexpr,
     ROW_TILES: tl.constexpr,  # of a request
     QUERIES: tl.constexpr,  # of a program
-    BLOCK_M: tl.constexpr,  # what the tensor cores take: queries are repeated
+    BLOCK_M: tl.constexpr,  # the tensor cores' minimum: queries are repeated
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_NEW: tl.constexpr,  # new rows of a request
-    TURNED: tl.constexpr,  # queries are columns
-    ADDS: tl.constexpr,  # shares are added up here
+    TRANSPOSED: tl.constexpr,  # queries are columns
+    ADDS: tl.constexpr,  # this kernel adds up the splits
     PREFETCHED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -122,7 +120,7 @@ def _decode_kernel(
     request, tile = tl.program_id(0) // ROW_TILES, tl.program_id(0) % ROW_TILES
     keys = cache + kv_head * HEAD_DIM
     table = block_table + request.to(tl.int64) * table_stride
-    if PDL:  # most of what it reads has been there for long
+    if PDL:  # most keys were written by earlier steps
         _, n, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
         begin, limit, share = split_keys(
             length, n, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
@@ -137,7 +135,7 @@ def _decode_kernel(
     wait_for_inputs(PDL)
     start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
     last = tl.program_id(0) == (num_requests - 1) * ROW_TILES
-    if not ONE_ROW and last & (split == 0):  # rows of nobody
+    if not ONE_ROW and last & (split == 0):  # rows after the last request
         clear_queries(
             out, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H
         )
@@ -160,16 +158,16 @@ def _decode_kernel(
             start, rows, length, begin, limit, NUM_HEADS, NUM_KV_HEADS, HALF,
             K_NORM, VALUE_NORM, K_EQ_V, BLOCK_NEW, BLOCK_H,
         )  # fmt: skip
-    q_a, q_b, _ = turn_heads(a, b, c, s, q_weight_a, q_weight_b, eps, Q_NORM, HALF)
-    tl.debug_barrier()  # what this program wrote, all of it reads
+    q_a, q_b, _ = rotate_heads(a, b, c, s, q_weight_a, q_weight_b, eps, Q_NORM, HALF)
+    tl.debug_barrier()  # all threads read what any of this program's threads wrote
     q_a, q_b = _repeat(q_a, QUERIES, BLOCK_M, BLOCK_H), _repeat(q_b, QUERIES, BLOCK_M, BLOCK_H)
     row, head = _query_heads(tile, kv_head, QUERIES, BLOCK_M, GROUP)
     inside = (row < rows) & (tl.arange(0, BLOCK_M) % (BLOCK_M // QUERIES) == 0)
     mean_a, mean_b, size = attend_keys(
         q_a, q_b, keys, table, block, begin, limit, length - rows + row, scale,
-        NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TURNED, PRECISION,
+        NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TRANSPOSED, PRECISION,
     )  # fmt: skip
-    if share >= all_keys:  # nobody else has a part of this
+    if share >= all_keys:  # the only split of this tile
         at_out = (start + row).to(tl.int64) * NUM_HEADS + head
         _store_halves(out, at_out, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
         return
@@ -187,12 +185,23 @@ def _decode_kernel(
             )  # fmt: skip
 
 
+def _check(
+    projection: Projection, cache: Tensor, plan: DevicePlan, shape: QkvShape, writes: bool
+) -> None:
+    projection.check(shape, cache, writes=writes)
+    plan.check_cache(cache, projection.qkv.shape[0])
+    assert (shape.num_heads, shape.head_dim) == (plan.shape.num_heads, plan.shape.head_dim)
+    assert cache.shape[1:] == (2, plan.shape.num_kv_heads, plan.shape.head_dim), cache.shape
+    assert not writes or projection.slots.stride(0) == 1
+    assert projection.qkv.dtype is projection.cos.dtype is projection.sin.dtype
+
+
 def attend_projection_kernel(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, plan: DevicePlan,
-    shape: QkvShape, *, writes: bool,
-) -> Tensor:  # fmt: skip
-    """See `hydraspec_kernels.attention.decode.attend_projection`; the plan fits."""
-    check_arguments(qkv, cos, sin, slots, cache, plan, shape, writes)
+    projection: Projection, cache: Tensor, plan: DevicePlan, shape: QkvShape, *, writes: bool
+) -> Tensor:
+    """See `attention.attend_projection`; the plan is one of `supports_decode`."""
+    _check(projection, cache, plan, shape, writes)
+    qkv = projection.qkv
     group, num_rows, device = plan.shape, qkv.shape[0], qkv.device
     width, heads = group.head_dim, group.num_heads
     out = qkv.new_empty(num_rows, heads * width)
@@ -202,7 +211,7 @@ def attend_projection_kernel(
     row_tiles = triton.cdiv(cuts.queries_of(group, plan.max_rows), cut.block_m)
     tiles = plan.num_requests * row_tiles
     arrived = zero_counters(device)
-    partial = arrived.view(torch.float32)  # not touched without splits
+    partial = arrived.view(torch.float32)  # unused without splits
     queries = cuts.program_queries(group, plan.max_rows, cut.block_m)
     least_share = cuts.least_share(group, cut)
     if cut.splits > 1:
@@ -215,14 +224,14 @@ def attend_projection_kernel(
         arrived,
         cache,
         qkv,
-        cos,
-        sin,
-        slots,
+        projection.cos,
+        projection.sin,
+        projection.slots,
         shape.q_weight,
         shape.k_weight if writes else None,
         plan.block_table,
         plan.seq_lens,
-        plan.seq_lens if plan.query_start_loc is None else plan.query_start_loc,
+        plan.starts,
         num_rows,
         plan.num_requests,
         cut.splits.bit_length() - 1,
@@ -250,7 +259,7 @@ def attend_projection_kernel(
         BLOCK_N=cut.block_n,
         BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
         BLOCK_NEW=triton.next_power_of_2(plan.max_rows),
-        TURNED=cut.turned,
+        TRANSPOSED=cut.transposed,
         ADDS=not cut.adds_apart,
         PREFETCHED=max(16, cut.prefetched // (4 * triton.next_power_of_2(width))),
         PRECISION="ieee" if qkv.dtype is torch.float32 else "tf32",

@@ -1,11 +1,11 @@
-"""Counters in which programs that share a result say that theirs is there."""
+"""Counters by which programs that share a result find out which of them ends last."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Results that are shared are fewer than the programs that fill a device.
+# At least the number of shared results: fewer than the programs that fill a device.
 COUNTERS = 1024
 
 _counters: dict[torch.device, Tensor] = {}
@@ -14,8 +14,8 @@ _counters: dict[torch.device, Tensor] = {}
 def zero_counters(device: torch.device) -> Tensor:
     """[COUNTERS] int32 zeros, the same tensor every time.
 
-    Kernels of one device follow one another, and each leaves the counters as it found them. They
-    must outlive any graph's memory, so the first call is no part of a capture.
+    The kernels of a device run one after another, and each leaves the counters zero. They must
+    outlive any graph's memory, so the first call must not be captured.
     """
     counters = _counters.get(device)
     if counters is None:

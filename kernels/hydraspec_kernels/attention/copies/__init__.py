@@ -1,1 +1,0 @@
-"""The warp that only copies."""

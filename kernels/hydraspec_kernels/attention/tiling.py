@@ -1,0 +1,254 @@
+"""Which kernel attends a plan, and how its work is divided. Imports no Triton.
+
+Everything here is a function of what the host knows, so never of sequence lengths: a CUDA graph
+has one tiling, and sums have one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
+from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper
+
+# Programs that fill the device: with two per multiprocessor, adding up the splits costs more than
+# they save.
+FULL_DEVICE = NUM_SMS
+MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
+MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
+
+# Fused decode.
+# Numbers in a tile of queries at most: its norm and rotation are held in registers at once.
+MOST_QUERY_NUMBERS = 32 * 512
+LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
+# Results of a tile, and splits, that one program adds up; more are worth a second kernel.
+MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
+# Programs that share a multiprocessor → the part of the memory bandwidth they reach.
+REACHED = {1: 0.8, 3: 0.93, 4: 0.93}
+SMALL_QUERIES, SMALL_WIDTH = 16, 256  # up to these sizes three programs can share one
+TRANSPOSED_QUERIES = 8  # up to this many queries, as columns, four can
+
+# Prefill and latent attention, on Hopper's tensor cores.
+WGMMA_ROWS = 64  # queries of a group of four warps
+PREFILL_HEADS = (64, 128, 256, 512)  # head sizes
+LATENT_WIDTHS = (576, 512)  # of a key, and of its leading part that is the value: DeepSeek's
+MAX_LATENT_SPLITS = 32
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _is_power_of_2(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def _splits(programs: int, most: int) -> int:
+    """Splits of each program's keys that fill the device: a power of two, up to `most`."""
+    wanted = max(1, min(FULL_DEVICE // programs, most))
+    return 1 << (wanted.bit_length() - 1)
+
+
+# ------------------------------------------------------------------------------------------- paged
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Sizes of a launch of the paged kernel."""
+
+    block_m: int  # queries of a program
+    block_n: int  # keys of a step
+    num_warps: int
+    num_stages: int
+    splits: int = 1  # programs that share a tile's keys; 1 where programs look requests up
+
+
+def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype) -> Tiling:
+    """The largest sizes that leave registers for the sums [block_m, width] in float32, and shared
+    memory for two tiles of keys and values in flight.
+    """
+    width = next_power_of_2(shape.latent_dim or shape.head_dim)
+    queries = queries_of(shape, max_rows)
+    # Without tensor cores operands are in registers, too.
+    exact = Tiling(16, 16, 8 if width > 256 else 4, 1)
+    if max_rows > MOST_SPLIT_ROWS:
+        if dtype is torch.float32:
+            return exact
+        return Tiling(64, 32, 8, 3) if width > 256 else Tiling(128, 64, 8, 3)
+    block_m = max(16, min(64, next_power_of_2(queries)))
+    if dtype is torch.float32:
+        cut = exact
+    else:
+        cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
+    programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
+    return replace(cut, splits=_splits(programs, MAX_SPLITS))
+
+
+def queries_of(shape: GroupShape, max_rows: int) -> int:
+    """Queries of a request and KV head."""
+    return max_rows * shape.num_heads // shape.num_kv_heads
+
+
+# ------------------------------------------------------------------------------------ fused decode
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiling(Tiling):
+    """Sizes of a launch of the fused decode kernel."""
+
+    transposed: bool = False  # queries are columns, not rows
+    adds_apart: bool = False  # splits, if any, are added up by a second kernel
+    # Bytes in half precision that a program brings into the L2 while the previous kernel runs;
+    # the L2 holds those of all programs several times.
+    prefetched: int = 64 << 10
+
+
+def fits_decode(plan: DevicePlan) -> bool:
+    """Whether the fused kernel supports a plan and is the faster choice for it.
+
+    Many programs that each fill a multiprocessor would all compute norms while no key is read.
+    """
+    shape = plan.shape
+    if not supports_decode(shape, plan.max_rows):
+        return False
+    programs = _decode_programs(shape, plan.max_rows, plan.num_requests)
+    return programs <= 2 * FULL_DEVICE or _is_small(shape, plan.max_rows)
+
+
+def supports_decode(shape: GroupShape, max_rows: int) -> bool:
+    """Whether the fused kernel runs: few rows per request, separate keys and values."""
+    if shape.latent_dim is not None or max_rows > MOST_SPLIT_ROWS or shape.head_dim % 2:
+        return False
+    numbers = block_queries(shape, max_rows) * next_power_of_2(shape.head_dim)
+    return numbers <= MOST_QUERY_NUMBERS
+
+
+def block_queries(shape: GroupShape, max_rows: int) -> int:
+    """Queries of a program whose queries are rows."""
+    return max(16, min(64, next_power_of_2(queries_of(shape, max_rows))))
+
+
+def program_queries(shape: GroupShape, max_rows: int, block_m: int) -> int:
+    """Queries that are normed and rotated: where there are fewer than block_m, they are repeated
+    afterwards. With wide heads the repetition would take too many registers.
+    """
+    if shape.head_dim > 256:
+        return block_m
+    return min(block_m, next_power_of_2(queries_of(shape, max_rows)))
+
+
+def least_share(shape: GroupShape, cut: Tiling) -> int:
+    """Keys of a split at least: with fewer, adding up takes longer than it saves."""
+    return max(cut.block_n, LEAST_SHARE // next_power_of_2(shape.head_dim))
+
+
+def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
+    """Programs without splits."""
+    tiles = -(-queries_of(shape, max_rows) // block_queries(shape, max_rows))
+    return num_requests * shape.num_kv_heads * tiles
+
+
+def _is_small(shape: GroupShape, max_rows: int) -> bool:
+    """Whether several programs can share a multiprocessor."""
+    return shape.head_dim <= SMALL_WIDTH and queries_of(shape, max_rows) <= SMALL_QUERIES
+
+
+def _programs_per_sm(shape: GroupShape, max_rows: int, programs: int) -> int:
+    """The number of programs per multiprocessor that leaves the fewest idle in the last wave."""
+    if programs <= FULL_DEVICE or not _is_small(shape, max_rows):
+        return 1
+
+    def reached(per_sm: int) -> float:
+        places = per_sm * FULL_DEVICE
+        return REACHED[per_sm] * programs / (-(-programs // places) * places)
+
+    most = 4 if queries_of(shape, max_rows) <= TRANSPOSED_QUERIES else 3
+    return max((n for n in REACHED if n <= most), key=reached)
+
+
+def decode_tiling(
+    shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype
+) -> DecodeTiling:
+    width, exact = next_power_of_2(shape.head_dim), dtype is torch.float32
+    block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
+    programs = _decode_programs(shape, max_rows, num_requests)
+    per_sm = _programs_per_sm(shape, max_rows, programs)
+    if per_sm == 4:
+        keys = 16 if exact else max(16, min(64, 4096 // width))
+        cut = DecodeTiling(TRANSPOSED_QUERIES, keys, 4, 1 if exact else 4, transposed=True)
+        return replace(cut, adds_apart=True, prefetched=32 << 10)
+    if exact:  # without tensor cores operands are in registers, too
+        block_m = 16
+        programs = num_requests * shape.num_kv_heads * -(-queries // block_m)
+        cut = DecodeTiling(16, 16, 8 if width > 256 else 4, 1)
+    elif per_sm == 3:
+        cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
+    elif block_m > 32:
+        cut = DecodeTiling(block_m, 32, 8, 3)
+    else:
+        cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
+    splits = _splits(programs, MAX_SPLITS)
+    much = min(queries, block_m) * shape.head_dim > MOST_ADDED or splits > MOST_ADDED_SPLITS
+    return replace(cut, splits=splits, adds_apart=much)
+
+
+# ----------------------------------------------------------------------------- prefill and latent
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiling:
+    """Sizes of the prefill kernel's shared memory: queries take 64 KiB of it with wide heads."""
+
+    m: int  # queries of a program
+    n: int  # keys of a slot
+    width: int  # columns of a slot
+    page: int  # rows of the cache that one copy takes
+    slots: int = 5
+
+
+def prefill_tiling(shape: GroupShape) -> PrefillTiling:
+    """With wide heads half as many queries: threads hold the sums."""
+    m = WGMMA_ROWS if shape.head_dim > 256 else 2 * WGMMA_ROWS
+    n = 128 if shape.head_dim <= 128 else 64
+    return PrefillTiling(m, n, min(shape.head_dim, 256), min(shape.block_size, n))
+
+
+def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
+    """Whether the prefill kernel supports a plan with more rows than splits pay for."""
+    shape = plan.shape
+    group = shape.num_heads // shape.num_kv_heads
+    return (
+        plan.max_rows > MOST_SPLIT_ROWS
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and shape.latent_dim is None
+        and shape.head_dim in PREFILL_HEADS
+        and group <= WGMMA_ROWS
+        and _is_power_of_2(group)
+        and shape.block_size >= 8  # rows: copies swizzle eight at a time
+        and _is_power_of_2(shape.block_size)
+        and shape.scale > 0
+        and query.data_ptr() % 16 == 0
+        and query.stride(0) % 8 == 0
+        and is_hopper(query.device)
+    )
+
+
+def fits_latent(query: Tensor, plan: DevicePlan) -> bool:
+    """Whether the latent kernel supports a plan: few rows per request over DeepSeek's cache."""
+    shape = plan.shape
+    return (
+        (shape.head_dim, shape.latent_dim) == LATENT_WIDTHS
+        and shape.window is None
+        and shape.scale > 0
+        and plan.max_rows <= MOST_SPLIT_ROWS
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and is_hopper(query.device)
+    )
+
+
+def latent_splits(heads: int, max_rows: int, num_requests: int) -> int:
+    """Programs that share the keys of a tile."""
+    return _splits(num_requests * -(-max_rows * heads // WGMMA_ROWS), MAX_LATENT_SPLITS)
