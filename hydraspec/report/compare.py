@@ -1,4 +1,4 @@
-"""A sweep's jobs side by side: a table, compare.html and compare.json.
+"""Comparison of the jobs of a sweep: a table, compare.html and compare.json.
 
 Reads summaries and runs nothing; templates/compare.html has the words of the page.
 """
@@ -28,21 +28,11 @@ from hydraspec.report.console import print_table, table_console
 from hydraspec.report.figures import number, plus_minus
 
 ALWAYS = ("method", "num_speculative_tokens")
-# What is typed, and the summary's key for what it came to; other keys are shown as typed.
+# Typed keys that a summary records under their last name; others are shown as typed.
 RECORDED = {
-    "target": "target",
-    "method": "method",
-    "method.num_speculative_tokens": "num_speculative_tokens",
-    "method.verification": "verification",
-    "method.draft_sampling": "draft_sampling",
-    "engine": "engine",
-    "engine.device": "device",
-    "engine.num_threads": "num_threads",
-    "target.dtype": "dtype",
-    "workload": "workload",
-    "workload.concurrency": "concurrency",
-    "sampling.temperature": "temperature",
-    "seed": "seed",
+    *("target", "target.dtype", "method", "method.num_speculative_tokens", "method.verification"),
+    *("method.draft_sampling", "engine", "engine.device", "engine.num_threads", "workload"),
+    *("workload.concurrency", "sampling.temperature", "seed"),
 }
 MEASURES = (
     "acceptance_length",
@@ -66,7 +56,7 @@ class Row:
 
     job: str  # its folder's name
     summary: Summary
-    settings: dict[str, object]  # every setting that was typed in some job, and those of ALWAYS
+    settings: dict[str, object]  # the settings of ALWAYS, and those typed for this job
     is_best: bool = False
 
     @property
@@ -86,8 +76,8 @@ class Comparison:
 def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     """Print the comparison and write compare.html and compare.json into `sweep_dir`.
 
-    A job that took over an equal job's result (`reused_from` in its summary) is shown once, as that
-    job. The fastest job is marked, for each combination of the settings that are not the method's.
+    A job that took over an equal job's result (`reused_from` in its summary) has no row. Among jobs
+    that differ only in settings of the method, the fastest is marked.
 
     Raises:
         OSError: with the path, if the folder cannot be written.
@@ -137,17 +127,18 @@ def _typed(path: Path) -> dict[str, str]:
 def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
     settings: dict[str, object] = {key: summary.get(key) for key in ALWAYS}
     for key, value in typed.items():
-        name = RECORDED.get(key, key)
+        name = key.rpartition(".")[2] if key in RECORDED else key
         settings[name] = summary.get(name, value)
     return settings
 
 
 def _mark_best(rows: Sequence[Row], columns: Sequence[str]) -> None:
-    around = [c for c in columns if c not in ALWAYS and not c.startswith("method.")]
+    """Mark the fastest job of each combination of settings that are not the method's."""
+    others = [c for c in columns if c not in ALWAYS and not c.startswith("method.")]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.summary["status"] == "ok":
-            key = tuple(str(row.settings.get(column)) for column in around)
+            key = tuple(str(row.settings.get(column)) for column in others)
             groups.setdefault(key, []).append(row)
     for group in groups.values():
         if len(group) > 1:
@@ -242,7 +233,7 @@ def _as_page(comparison: Comparison, name: str) -> str:
 
 
 def _common(comparison: Comparison) -> str:
-    """What all rows share, of the things worth a line."""
+    """The settings that all rows share."""
     keys = ("target", "engine", "workload", "concurrency", "dtype", "device")
     parts = []
     for key in keys:
@@ -258,7 +249,7 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    """What tells the rows apart, short enough for a chart."""
+    """The settings in which the rows differ, cut to fit a chart."""
     columns = _varying(rows) or [ALWAYS[0]]
     labels = []
     for row in rows:

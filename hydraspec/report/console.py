@@ -1,6 +1,4 @@
-"""What a person watching a run sees: a live progress bar on a terminal, a few plain lines
-elsewhere.
-"""
+"""Console output: a live progress bar on a terminal, plain lines elsewhere, and tables."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that 
 
 
 def run_console(*, quiet: bool) -> Console:
-    """Where a run prints; `quiet` drops all of it, a terminal's bar too."""
+    """The console that a run prints to; `quiet` drops everything, the progress bar included."""
     return Console(quiet=quiet, force_terminal=False if quiet else None)
 
 
 def table_console(width: int, *, quiet: bool = False) -> Console:
-    """The terminal; where there is none, `width` columns."""
+    """The terminal, or where there is none a console of `width` columns."""
     console = run_console(quiet=quiet)
     return console if console.is_terminal else Console(width=width, quiet=quiet)
 

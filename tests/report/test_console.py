@@ -8,11 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
 from hydraspec.report.console import ConsoleSink
-from hydraspec.report.figures import interval, number
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 SUMMARY: dict[str, Any] = {
@@ -89,44 +87,3 @@ def test_a_bar_on_a_terminal() -> None:
     text = play(terminal=True)
     assert "\x1b" in text
     assert "2/2" in text
-
-
-def test_figures() -> None:
-    assert number(None) == "-"
-    assert number(1234.5, 1) == "1,234.5"
-    assert interval({"mean": 2.0, "ci95": None}, "x") == "2.00x (n < 5, no interval)"
-    first = {"request": "r1", "position": 7}
-    lossless = {
-        "verdict": "diverged",
-        "reason": None,
-        "num_requests_checked": 3,
-        "num_requests_sampled": 0,
-        "first_divergence": first,
-        "first_beyond_margin": first,
-        "num_failed_with_method_only": 2,
-    }
-    assert "request r1 at output token 7" in verdict_words(lossless)
-    lossless["first_beyond_margin"] = None
-    assert "an error in 2 of the requests" in verdict_words(lossless)
-
-
-def test_sampled_requests_beside_compared_ones_are_counted() -> None:
-    """Catches "all outputs equal" of a workload of which most was not looked at."""
-    lossless = {
-        "verdict": "identical",
-        "reason": None,
-        "num_requests_checked": 2,
-        "num_requests_sampled": 3,
-        "first_divergence": None,
-        "first_beyond_margin": None,
-        "num_failed_with_method_only": 0,
-    }
-    words = verdict_words(lossless)
-    assert words.startswith("identical: all 2 greedy outputs equal")
-    assert "; 3 sampled requests are not checked (" in words
-    one = {**lossless, "num_requests_checked": 1, "num_requests_sampled": 0}
-    assert verdict_words(one) == (
-        "identical: the one output equals the baseline's, token for token"
-    )
-    alone = {**lossless, "verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
-    assert verdict_words(alone) == "not checked (sampled)"

@@ -41,15 +41,6 @@ def test_the_report_shows_the_verdict_and_escapes_prompts(
         assert text in page.text
 
 
-def test_accepted_drafts_are_marked(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
-    """The fake drafter has 3, 0 and 2 of its drafts accepted in each of six requests."""
-    use_engine(FakeEngine())
-    run_config()
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert page.count("class=accepted") == 6 * (3 + 0 + 2)
-    assert page.count('<b title="token') == 6 * 9
-
-
 def test_reports_of_runs_with_little_to_show(
     config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
 ) -> None:

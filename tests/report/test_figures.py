@@ -1,0 +1,15 @@
+"""Figures and intervals as text."""
+
+from __future__ import annotations
+
+from hydraspec.report.figures import interval, number, plus_minus
+
+
+def test_a_missing_figure_is_a_dash_and_a_missing_interval_has_its_reason() -> None:
+    assert number(None) == "-"
+    assert number(1234.5, 1) == "1,234.5"
+    assert interval({"mean": 2.0, "ci95": None}, "x") == "2.00x (n < 5, no interval)"
+    assert interval({"mean": 2.5, "ci95": [2.25, 2.75]}) == "2.50 (2.25 to 2.75)"
+    assert plus_minus({"mean": 2.5, "ci95": [2.25, 2.75]}) == "2.50 ±0.25"
+    assert plus_minus({"mean": 2.5, "ci95": None}) == "2.50 ±-"
+    assert plus_minus(None) == "-"
