@@ -6,6 +6,11 @@ PYTHON ?= python3
 VENV := .venv
 ORACLE := .venv-oracle
 ORACLE_TESTS := tests/models/test_eagle_speculators.py tests/models/test_mtp.py
+# What test-fast runs: seconds of CPU per file, chosen by measurement; whole engines, oracles and kernels are left out.
+FAST_TESTS := tests/config tests/metrics tests/test_architecture.py tests/test_plugins.py \
+	$(addprefix tests/engine/test_,scheduler.py kv_cache.py finish.py upload.py bounded.py machine.py) \
+	$(addprefix tests/sampling/test_,verifier.py sampler.py streams.py) \
+	$(addprefix tests/lab/test_,workloads.py verdict.py outcome.py) tests/test_graphs.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE_FILES := pyproject.toml constraints.txt
@@ -24,14 +29,22 @@ setup: $(VENV)/.stamp-dev ## Create .venv with everything a developer needs
 test: $(VENV)/.stamp-test ## Run the test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
+test-fast: $(VENV)/.stamp-test ## Run the tests of one edit: no long engine, model or kernel runs, no zoo, no gate
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FAST_TESTS) $(ARGS)
+
 test-slow: $(VENV)/.stamp-test ## Run every CPU test, the long scenario runs included
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and not multi_gpu" --timeout 3600 $(ARGS)
 
 test-oracle: $(ORACLE)/.stamp ## Run the tests that need the speculators package, in an environment of their own
 	$(ORACLE)/bin/python -m pytest -q $(ORACLE_TESTS) $(ARGS)
 
-lint: $(VENV)/.stamp-dev ## Check style and formatting rules with ruff
+fmt: $(VENV)/.stamp-dev ## Format the sources, and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(VENV)/.stamp-dev ## Check rules and format with ruff
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 type: $(VENV)/.stamp-dev ## Check types with mypy
 	$(BIN)/mypy
@@ -90,4 +103,4 @@ $(ORACLE)/.stamp: $(RECIPE_FILES)
 	$(ORACLE)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio
 	touch $@
 
-.PHONY: help run setup test test-slow test-oracle test-gpu verify-gpu lint type check wheel bench bench-gpu bench-kernels table sweep clean
+.PHONY: help run setup test test-fast test-slow test-oracle test-gpu verify-gpu fmt lint type check wheel bench bench-gpu bench-kernels table sweep clean

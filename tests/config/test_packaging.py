@@ -14,7 +14,8 @@ import hydraspec
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-TARGETS = ["help", "run", "setup", "test", "test-slow", "test-oracle", "lint", "type", "check"]
+TARGETS = ["help", "run", "setup", "test", "test-fast", "test-slow", "test-oracle", "fmt"]
+TARGETS += ["lint", "type", "check"]
 TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "verify-gpu"]
 TARGETS += ["table", "sweep", "clean"]
 
@@ -88,3 +89,17 @@ def test_make_help_lists_every_target():
     listed = [line.split()[0] for line in done.stdout.splitlines()]
     assert listed == TARGETS
     assert all(len(line.split()) > 2 for line in done.stdout.splitlines())
+
+
+def test_the_files_of_test_fast_exist():
+    done = subprocess.run(
+        ["make", "-n", "test-fast"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    named = re.findall(r"tests/\S+", done.stdout)
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
