@@ -35,6 +35,7 @@ class Sequences:
     index: Tensor  # [N] int64: which sequence of the whole set each is
 
     def to(self, device: torch.device) -> Sequences:
+        """The same sequences on another device."""
         fields = (self.tokens, self.prompt_length, self.length, self.index)
         return Sequences(*(field.to(device) for field in fields))
 

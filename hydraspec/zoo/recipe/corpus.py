@@ -42,6 +42,7 @@ class Example:
 
     @property
     def answer(self) -> str:
+        """The scored part of the response."""
         return extract_answer(self.response)
 
 
@@ -56,6 +57,7 @@ def bucket(prompt: str) -> int:
 
 
 def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to the held-out side of the split."""
     return bucket(prompt) == HELD_OUT_BUCKET
 
 
@@ -106,5 +108,6 @@ def workload_lines(per_category: int = WORKLOAD_PER_CATEGORY) -> Iterator[str]:
 
 
 def write_workload(path: Path = WORKLOAD_PATH) -> None:
+    """Write the held-out prompts as a workload file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in workload_lines()))

@@ -52,6 +52,7 @@ class Run:
     caches: list[StepCache] = field(default_factory=list)
 
     def positions(self) -> Tensor:
+        """Positions [T] of the current step's rows."""
         return torch.arange(self.state.shape[1], device=self.state.device) + self.step
 
 
@@ -67,6 +68,7 @@ class DraftHead(nn.Module):
         return run
 
     def first_state(self, target: TargetView) -> Tensor:
+        """The hidden state that the first step reads, [B, T, H]."""
         return target.hidden
 
     def advance(self, run: Run, tokens: Tensor) -> Tensor:
@@ -124,6 +126,7 @@ class Eagle3Head(DraftHead):
         return out
 
     def first_state(self, target: TargetView) -> Tensor:
+        """The target's aux states, combined to one of the head's width."""
         return self.combine(target.aux)
 
     def advance(self, run: Run, tokens: Tensor) -> Tensor:

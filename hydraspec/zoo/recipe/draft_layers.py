@@ -83,6 +83,7 @@ class Norm(nn.Module):
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer without bias."""
     return nn.Linear(inputs, outputs, bias=False)
 
 
@@ -109,6 +110,8 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
+    """Llama's MLP: SiLU-gated, three projections without bias."""
+
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.gate_proj = linear(shape.hidden_size, shape.intermediate_size)

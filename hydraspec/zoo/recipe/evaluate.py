@@ -68,6 +68,7 @@ class Counts:
             self.accepted[i] += 1
 
     def summary(self) -> dict[str, Any]:
+        """Acceptance in the words of summary.json, rounded."""
         drafts = max(self.drafts, 1)
         offered = [self.drafts, *self.accepted[:-1]]
         pairs = zip(self.accepted, offered, strict=True)
@@ -81,6 +82,7 @@ class Counts:
 
 
 def read_workload(path: Path = WORKLOAD_PATH) -> list[dict[str, Any]]:
+    """The lines of a workload file, parsed."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

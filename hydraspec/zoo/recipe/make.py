@@ -152,6 +152,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the command that sys.argv names."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     args = _parse()

@@ -194,5 +194,6 @@ def load_target(folder: Path, device: torch.device | str = "cpu") -> PreTrainedM
 
 
 def load_assistant(folder: Path, device: torch.device | str = "cpu") -> Gemma4AssistantForCausalLM:
+    """The assistant of a folder, in float32, for evaluation."""
     model = Gemma4AssistantForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     return model.to(device).eval()

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def build(recipe: AssistantRecipe, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
+    """An untrained assistant of the recipe's shape for this target."""
     model = Gemma4AssistantForCausalLM(recipe.config(target.config))
     initialise(model, recipe.seed)
     if model.masked_embedding is not None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def build(recipe: TargetRecipe) -> PreTrainedModel:
+    """An untrained target of the recipe's shape."""
     model: PreTrainedModel = CLASSES.get(recipe.family, Gemma4ForCausalLM)(recipe.config())
     model.config._experts_implementation = "zoo_dense"
     initialise(model, recipe.seed)
@@ -85,6 +86,7 @@ def train_target(
 
 
 def save_target(model: PreTrainedModel, folder: Path, stop_tokens: list[int]) -> None:
+    """Write a trained target as a checkpoint folder."""
     model.config._experts_implementation = "eager"
     save = save_checkpoint if isinstance(model, Gemma4ForCausalLM) else save_plain
     save(model, folder, stop_tokens)

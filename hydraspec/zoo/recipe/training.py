@@ -32,6 +32,7 @@ class Schedule:
     warmup_steps: int = 200
 
     def progress(self, step: int, elapsed: float) -> float:
+        """The finished share of training, 0 to 1, by steps or by time, whichever is further."""
         done = step / self.steps
         return done if self.max_seconds is None else max(done, elapsed / self.max_seconds)
 
