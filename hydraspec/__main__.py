@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from hydraspec.lab.surroundings import terminations_as_interrupts
+from hydraspec.signals import terminations_as_interrupts
 
 # Of a checkout that was never installed: pip's packages, conf/ and kernels/ are not there.
 NEEDED = (

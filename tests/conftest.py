@@ -43,6 +43,7 @@ def _logging_as_it_was() -> Iterator[None]:
     yield
     for handler in [found for found in root.handlers if found not in before]:
         root.removeHandler(handler)
+        handler.close()
     root.level, ours.level = levels
 
 

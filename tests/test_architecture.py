@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
     "types": set(),
+    "signals": set(),
     "plugins": set(),
     "config": {"types", "plugins"},
     "sampling": {"kernels", "types"},
@@ -34,15 +35,18 @@ MAY_IMPORT = {
     },
     "metrics": {"types"},
     "report": {"types", "metrics"},
-    "lab": {"root", "types", "plugins", "config", "metrics", "engine.base", "factory", "report"},
+    "lab": {
+        *("root", "signals", "types", "plugins", "config", "metrics", "engine.base", "factory"),
+        "report",
+    },
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "report"),
-        *("lab.workloads", "lab.environment", "lab.folder", "lab.surroundings"),
+        *("lab.workloads", "lab.environment", "lab.folder", "signals"),
     },
     "factory": {"config", "types", "plugins"},
     "zoo": {"types", "config", "models"},
-    "cli": {"config", "lab", "bench", "report", "metrics.run_files"},
-    "root": {"cli", "lab.surroundings"},  # hydraspec/__init__.py and __main__.py
+    "cli": {"signals", "config", "lab", "bench", "report", "metrics.run_files"},
+    "root": {"cli", "signals"},  # hydraspec/__init__.py and __main__.py
 }
 ROOMS_OF_FILES = {
     "hydraspec/__init__.py": "root",
@@ -66,7 +70,7 @@ OWNERS = {
         "hydraspec/config/*",
         "hydraspec/cli/*",
     ],
-    "hydra": ["hydraspec/cli/main.py", "hydraspec/cli/compose.py"],
+    "hydra": ["hydraspec/cli/*"],
     "safetensors": ["hydraspec/models/*", "hydraspec/zoo/*"],
     "huggingface_hub": ["hydraspec/models/checkpoint/hub.py"],
     "transformers": [

@@ -28,7 +28,8 @@ class StandIn:
     raises: dict = field(default_factory=dict)  # place of the run → exception
     status: str = "ok"
 
-    def run(self, config, *, run_dir, overrides, resolved, quiet=False):
+    def run(self, config, *, run_dir, overrides, quiet=False):
+        resolved = to_dict(config)
         self.runs.append((config, run_dir, overrides, resolved))
         error = self.raises.get(len(self.runs) - 1)
         if error is not None:
@@ -92,7 +93,7 @@ def test_runs_of_one_second_have_folders_of_their_own(lab, hydraspec_main, monke
 
     def at_noon(*args, **options):
         plan = planned(*args, **options)
-        plan.folder = Path("outputs/it's a day/12-00-00")
+        plan.move_to(Path("outputs/it's a day/12-00-00"))
         return plan
 
     monkeypatch.setattr(cli, "plan", at_noon)
@@ -393,5 +394,5 @@ def test_the_lab_has_the_hooks_we_call():
     from hydraspec.lab import run
     from hydraspec.report import compare
 
-    inspect.signature(run.run).bind(None, run_dir=None, overrides=[], resolved={}, quiet=True)
+    inspect.signature(run.run).bind(None, run_dir=None, overrides=[], quiet=True)
     inspect.signature(compare.compare).bind(None)

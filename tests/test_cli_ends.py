@@ -116,7 +116,7 @@ def test_errors_of_other_files_keep_their_traceback(hydraspec_main, monkeypatch)
     def execute(planned):
         raise FileNotFoundError(2, os.strerror(2), "elsewhere/model.safetensors")
 
-    monkeypatch.setattr(cli, "_execute", execute)
+    monkeypatch.setattr(cli, "_run_jobs", execute)
     with pytest.raises(FileNotFoundError):
         hydraspec_main("hydra.run.dir=run")
 

@@ -39,7 +39,7 @@ def silent(folder: Path, value: str, modules: dict[str, str] | None = None) -> N
 def test_a_speculator_of_another_package_is_built(tmp_path: Path) -> None:
     silent(tmp_path, "acme_a.drafts:Silent", {"acme_a/drafts.py": SPECULATOR})
     with on_path(tmp_path):
-        (config,) = plan([method_dir(tmp_path), "method=silent"]).jobs
+        config = plan([method_dir(tmp_path), "method=silent"]).jobs[0].config
         factory.check_speculator(config)
         assert type(factory.build_speculator(config)).__name__ == "Silent"
 
@@ -59,7 +59,7 @@ def test_a_broken_entry_point_is_one_message_that_names_its_package(
 ) -> None:
     silent(tmp_path, value, {"acme_b/__init__.py": "", "acme_b/drafts.py": source})
     with on_path(tmp_path):
-        (config,) = plan([method_dir(tmp_path), "method=silent"]).jobs
+        config = plan([method_dir(tmp_path), "method=silent"]).jobs[0].config
         with pytest.raises(ConfigurationError) as refused:
             factory.build_speculator(config)
     first, _, remedy = str(refused.value).splitlines()
@@ -72,7 +72,7 @@ def test_a_method_that_only_a_yaml_file_knows_is_refused_before_anything_is_read
     tmp_path: Path,
 ) -> None:
     with on_path(tmp_path):
-        (config,) = plan([method_dir(tmp_path), "method=silent"]).jobs
+        config = plan([method_dir(tmp_path), "method=silent"]).jobs[0].config
         with pytest.raises(ConfigurationError, match=r"method\.name=silent has no speculator"):
             factory.check_speculator(config)
 
@@ -81,7 +81,7 @@ def test_the_name_of_a_built_in_method_is_refused(tmp_path: Path) -> None:
     points = {plugins.SPECULATORS: {"eagle3": "acme_c:Silent"}}
     install(tmp_path, "acme-drafts", points=points)
     with on_path(tmp_path), pytest.raises(ConfigurationError) as refused:
-        factory.check_speculator(plan([]).jobs[0])
+        factory.check_speculator(plan([]).jobs[0].config)
     assert "takes a name that hydraspec has" in str(refused.value)
     assert "uninstall acme-drafts 1.0" in str(refused.value)
 
@@ -134,7 +134,7 @@ def test_a_workload_of_another_package_yields_checked_lines(tmp_path: Path, func
     (tmp_path / "conf" / "workload" / "counting.yaml").write_text(WORKLOAD)
     with on_path(tmp_path):
         where = f"hydra.searchpath=['file://{tmp_path}/conf']"
-        (config,) = plan([where, "workload=counting", "seed=7"]).jobs
+        config = plan([where, "workload=counting", "seed=7"]).jobs[0].config
         assert workloads.depends_on_seed(config)
         if function == "lines":
             read = workloads.read(config)
@@ -155,4 +155,4 @@ def test_a_workload_of_another_package_yields_checked_lines(tmp_path: Path, func
 def test_the_name_of_a_built_in_workload_is_refused(tmp_path: Path) -> None:
     install(tmp_path, "acme-lines", points={plugins.WORKLOADS: {"jsonl": "acme_lines:lines"}})
     with on_path(tmp_path), pytest.raises(ConfigurationError, match="takes a name that hydraspec"):
-        workloads.read(plan([]).jobs[0])
+        workloads.read(plan([]).jobs[0].config)

@@ -24,7 +24,9 @@ def job(tmp_path):
     (target / "config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     typed = ["target=custom", f"target.checkpoint={target}", "method=none"]
-    config = plan([*typed, "workload=jsonl", f"workload.path={tmp_path}/prompts.jsonl"]).jobs[0]
+    config = (
+        plan([*typed, "workload=jsonl", f"workload.path={tmp_path}/prompts.jsonl"]).jobs[0].config
+    )
     time.sleep(TICK)
     folder = tmp_path / "sweep" / "0"
     folder.mkdir(parents=True)
@@ -85,7 +87,8 @@ def test_a_result_that_was_taken_over_is_not_taken_over_again(job):
 
 
 def test_warnings_that_are_taken_over_name_what_was_typed_here(tmp_path):
-    jobs = plan(["method=none", "method.num_speculative_tokens=1,3"], multirun=True).jobs
+    typed = ["method=none", "method.num_speculative_tokens=1,3"]
+    jobs = [job.config for job in plan(typed, multirun=True).jobs]
     for name, config in zip("01", jobs, strict=True):
         (tmp_path / name).mkdir()
         write(tmp_path / name, config, [f"method.num_speculative_tokens={2 * int(name) + 1}"])
@@ -122,7 +125,7 @@ def test_a_seed_that_changes_nothing_is_said(lines, typed, is_idle, tmp_path, mo
     """Catches two jobs with the same outputs taken for two samples; sampled runs are not warned."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(LINES[x]) + "\n" for x in lines))
-    jobs = plan(typed, multirun=True).jobs
+    jobs = [job.config for job in plan(typed, multirun=True).jobs]
     before = list(jobs[0].warnings)
     note_idle_seed(jobs[0], jobs)
     added = jobs[0].warnings[len(before) :]
@@ -139,7 +142,7 @@ def test_a_job_whose_configuration_is_damaged_is_one_message(tmp_path, damage):
     file = tmp_path / "0" / "config.yaml"
     file.parent.mkdir()
     file.write_bytes(damage)
-    (config,) = plan(["seed=1"]).jobs
+    config = plan(["seed=1"]).jobs[0].config
     with pytest.raises(ConfigurationError) as refused:
         check_folder(tmp_path, [config])
     first, _, remedy = str(refused.value).splitlines()

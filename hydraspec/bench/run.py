@@ -20,14 +20,15 @@ from rich.console import Console
 
 from hydraspec.bench import table as bench_table
 from hydraspec.bench.measure import INTERRUPTED, measure
+from hydraspec.config import to_dict
 from hydraspec.config.benches import methods_of
 from hydraspec.config.choices import SEARCH_PATH
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.run_files import BENCH, BENCH_REPORT
 from hydraspec.report.console import table_console
+from hydraspec.signals import interrupts_held_back
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ def run(
     *,
     run_dir: Path,
     overrides: Sequence[str],
-    resolved: Mapping[str, object],
     quiet: bool = False,
 ) -> Json:
     """Measure what config.bench asks for; returns what bench.json in `run_dir` holds.
@@ -62,7 +62,7 @@ def run(
         CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
         OSError: with the path, if the run folder cannot be written.
     """
-    folder = RunFolder(run_dir, resolved, overrides)
+    folder = RunFolder(run_dir, to_dict(config), overrides)
     console = table_console(WIDE, quiet=quiet)
     parts: list[Json] = []
 

@@ -1,7 +1,7 @@
-"""Overrides → checked configurations; what Hydra refuses is said in our own words. Runs nothing.
+"""Overrides → checked jobs. Nothing runs here.
 
-Belongs to the command line's layer. A whole sweep is composed before its first job runs, so that a
-wrong configuration costs nothing.
+A whole sweep is composed before its first job runs, so that a wrong configuration costs nothing.
+Every job is composed once; errors of Hydra and OmegaConf are reported in the form of our own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.cli.hydra_keys import check_hydra_key, check_output_subdir
@@ -28,6 +28,7 @@ from hydraspec.config.choices import (
     SEARCH_PATH,
     choices_of,
     choices_with,
+    name_of,
     packaged_drafters,
     search,
 )
@@ -43,39 +44,78 @@ MISSING_KEY = re.compile(r"Could not override '.*?'\.\s+To append .* use \+(.*?)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class Job:
+    """One run or benchmark, composed and checked, with everything it needs.
+
+    Attributes:
+        config: what runs.
+        overrides: what was typed for this job, Hydra's own keys left out; recorded with the run.
+        folder: where its results go.
+        number: its place in a sweep, counted from 0; None for a single run.
+        sweep: the folder of its sweep, whose finished jobs it may equal; None for a single run.
+        composed: the configuration with Hydra's part: logging, working directory, environment.
+    """
+
+    config: RunConfig
+    overrides: list[str]
+    folder: Path
+    number: int | None = None
+    sweep: Path | None = None
+    composed: DictConfig
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Plan:
-    """What a command line asks for: one job, or the jobs of a sweep."""
+    """The jobs of a command line: one, or those of a sweep.
 
-    jobs: list[RunConfig]
-    folder: Path  # the run's, or the sweep's
+    Attributes:
+        folder: the run's, or the sweep's.
+        composed: the configuration of a sweep without what it varies; of a run, the run's.
+    """
+
+    jobs: list[Job]
+    folder: Path
     is_sweep: bool
+    composed: DictConfig
+
+    def move_to(self, folder: Path) -> None:
+        """Put all results below `folder`; those of jobs get absolute paths."""
+        before, after = self.folder.absolute(), folder.absolute()
+        for job in self.jobs:
+            if (place := job.folder.absolute()).is_relative_to(before):
+                job.folder = after / place.relative_to(before)
+            job.sweep = after if self.is_sweep else None
+        self.folder = folder
 
 
-def plan(overrides: Sequence[str], *, multirun: bool = False) -> Plan:
-    """Compose and check every job that `overrides` ask for.
+def plan(
+    overrides: Sequence[str], *, multirun: bool = False, config_name: str = CONFIG_NAME
+) -> Plan:
+    """Compose and check every job of a command line.
+
+    Args:
+        multirun: a sweep, as with -m.
+        config_name: the primary configuration, as with --config-name.
 
     Raises:
         ConfigurationError: for the first job that cannot work.
     """
     search_places(overrides)
-    overrides = with_method(overrides)
-    parsed = parse(overrides)
+    typed = parse(with_method(overrides))
     with _messages(), initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        check_keys(parsed)
-        hydra = _compose_hydra(parsed)
+        check_keys(typed)
+        # Hydra's own keys even if they have several values, which Hydra then refuses.
+        once = [o for o in typed if o.is_hydra_override() or not o.is_sweep_override()]
+        composed = _compose(config_name, once)
+        hydra = composed.hydra
         check_output_subdir(hydra.output_subdir)
-        multirun = multirun or hydra.mode == RunMode.MULTIRUN
-        if not multirun:
-            for override in parsed:
-                _refuse_sweep(override)
-            return Plan(jobs=[_job(overrides)], folder=Path(hydra.run.dir), is_sweep=False)
-        params = hydra.sweeper.params or {}
-        swept = parse([f"{key}={value}" for key, value in params.items()])
-        jobs = [
-            _job(job)
-            for job in itertools.product(*(_values_of(override) for override in swept + parsed))
-        ]
-        return Plan(jobs=jobs, folder=Path(hydra.sweep.dir), is_sweep=True)
+        if multirun or hydra.mode == RunMode.MULTIRUN:
+            jobs, folder = list(_jobs_of_sweep(composed, typed)), Path(hydra.sweep.dir)
+            return Plan(jobs=jobs, folder=folder, is_sweep=True, composed=composed)
+        for override in typed:
+            _refuse_sweep(override)
+        job = _job(composed, typed, Path(hydra.run.dir))
+        return Plan(jobs=[job], folder=job.folder, is_sweep=False, composed=composed)
 
 
 def search_places(overrides: Sequence[str]) -> None:
@@ -108,34 +148,63 @@ def with_config_dir(folder: str | None, overrides: Sequence[str]) -> list[str]:
     return [search_override([f"file://{Path(folder).expanduser().absolute()}"]), *overrides]
 
 
-def _job(overrides: Sequence[str]) -> RunConfig:
-    """One job, checked. A name belongs to its choice: typed, it may only repeat the choice's."""
-    names = [typed for typed in parse(overrides) if any(_names(key) for key, _ in _leaves(typed))]
-    if names:
-        lines = {typed.input_line for typed in names}
-        cfg = compose(CONFIG_NAME, [line for line in overrides if line not in lines])
-        for key, value in (leaf for typed in names for leaf in _leaves(typed)):
-            group = key.partition(".")[0]
-            if _names(key) and value != cfg[group][NAME]:
-                raise _misnamed(group, value, cfg[group][NAME])
-    return to_run_config(compose(CONFIG_NAME, list(overrides)))
+def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job]:
+    """Every combination of the values typed or in hydra.sweeper.params. A key that occurs twice has
+    its last values, as with Hydra's own sweeper."""
+    params = sweep.hydra.sweeper.params or {}
+    swept = parse([f"{key}={value}" for key, value in params.items()])
+    values = {override.get_key_element(): _values_of(override) for override in [*swept, *typed]}
+    for number, lines in enumerate(itertools.product(*values.values())):
+        overrides = parse(lines)
+        composed = _compose(sweep.hydra.job.config_name, overrides)
+        OmegaConf.copy_cache(from_config=sweep, to_config=composed)  # one ${now:…} for all jobs
+        with open_dict(composed):
+            composed.hydra.job.num = composed.hydra.job.id = number
+        folder = Path(sweep.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
+        job = _job(composed, overrides, folder)
+        job.number = number
+        yield job
 
 
-def _names(key: str) -> bool:
+def _compose(config_name: str, overrides: Sequence[Override]) -> DictConfig:
+    """The configuration with Hydra's part. Names of choices are left to `_check_names`."""
+    lines = [o.input_line or "" for o in overrides if not _is_name(o.key_or_group)]
+    return compose(config_name, lines, return_hydra_config=True)
+
+
+def _job(composed: DictConfig, overrides: Sequence[Override], folder: Path) -> Job:
+    _check_names(composed, overrides)
+    ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    typed = [o.input_line or "" for o in overrides if _is_recorded(o)]
+    return Job(config=to_run_config(ours), overrides=typed, folder=folder, composed=composed)
+
+
+def _is_recorded(override: Override) -> bool:
+    return override.key_or_group == SEARCH_PATH or not override.is_hydra_override()
+
+
+def _check_names(composed: DictConfig, overrides: Sequence[Override]) -> None:
+    """Refuse a typed name that is not its choice's: names may only be repeated."""
+    for key, value in (leaf for override in overrides for leaf in _leaves(override)):
+        if not _is_name(key):
+            continue
+        group = key.partition(".")[0]
+        chosen = name_of(group, str(composed.hydra.runtime.choices.get(group)))
+        if chosen is not None and value != chosen:
+            known = choices_of(group)
+            meant = value if value in known else nearest(str(value), known)
+            raise refusal(
+                key,
+                value,
+                f"is not the name of {group}={chosen}",
+                allowed=f"{chosen}; choices of {group} are {listing(known)}",
+                remedy=f"choose {group}={meant or '<choice>'}, or leave the key out",
+            )
+
+
+def _is_name(key: str) -> bool:
     group, _, rest = key.partition(".")
     return rest == NAME and bool(choices_of(group))
-
-
-def _misnamed(group: str, value: object, chosen: str) -> ConfigurationError:
-    known = choices_of(group)
-    meant = value if value in known else nearest(str(value), known)
-    return refusal(
-        f"{group}.{NAME}",
-        value,
-        f"is not the name of {group}={chosen}",
-        allowed=f"{chosen}; choices of {group} are {listing(known)}",
-        remedy=f"choose {group}={meant or '<choice>'}, or leave the key out",
-    )
 
 
 def with_method(overrides: Sequence[str]) -> list[str]:
@@ -176,18 +245,6 @@ def _says_the_method(override: Override) -> bool:
         name in choices_of("target") and DEFAULT_METHOD not in packaged_drafters(name)
         for name in names
     )
-
-
-def _compose_hydra(overrides: Sequence[Override]) -> DictConfig:
-    """Hydra's own settings: folders, mode and sweep parameters. No other key matters to them."""
-    own = [
-        override.input_line or ""
-        for override in overrides
-        if override.is_hydra_override()
-        or (override.key_or_group == EXPERIMENT and not override.is_sweep_override())
-    ]
-    hydra: DictConfig = compose(CONFIG_NAME, own, return_hydra_config=True).hydra
-    return hydra
 
 
 def _values_of(override: Override) -> list[str]:

@@ -96,7 +96,7 @@ def note_idle_seed(config: RunConfig, jobs: Sequence[RunConfig]) -> None:
 
 
 def group_name(sweep_dir: Path) -> str:
-    """What trackers file a sweep under: the end of its path, by default its date and time."""
+    """The group that trackers file a sweep under: the end of its path, by default date and time."""
     return "/".join(sweep_dir.resolve().parts[-2:])
 
 

@@ -81,6 +81,13 @@ def packaged_value(group: str, choice: str, key: str) -> str | None:
     return value if isinstance(value, str) and value != "???" else None
 
 
+def name_of(group: str, choice: str) -> str | None:
+    """The recorded name of a choice, which for an alias is that of the choice it stands for."""
+    name = packaged_value(group, choice, "name")
+    aliased = packaged(group, choice).get("defaults", [])
+    return name or next((name_of(group, str(base)) for base in aliased), None)
+
+
 def packaged_drafters(target: str) -> dict[str, str]:
     """The drafters that a target's YAML names, method → checkpoint, in its order."""
     drafters = packaged("target", target).get("drafters")

@@ -10,7 +10,6 @@ import torch
 import hydraspec
 from hydraspec.config.schema import MetricsConfig
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.surroundings import interrupts_held_back
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
@@ -19,6 +18,7 @@ from hydraspec.metrics.tracker import WandbSink
 from hydraspec.report import page as report
 from hydraspec.report.console import ConsoleSink, run_console
 from hydraspec.report.samples import SampleSink
+from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Request
 
 

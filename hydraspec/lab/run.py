@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hydraspec import factory
+from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, summary, verdict, workloads
@@ -32,22 +33,20 @@ def run(
     *,
     run_dir: Path,
     overrides: Sequence[str],
-    resolved: Mapping[str, object],
     quiet: bool = False,
 ) -> Json:
     """Run a configuration and return its summary, which is also `run_dir`/summary.json.
 
-    `config` says what runs: see lab.resolution. `resolved` is the same as plain containers and
-    `overrides` what was typed; both are only recorded. `quiet` prints nothing. The status is
-    "failed" if no request finished. An interrupt or an error while decoding is raised again once
-    what had finished is saved.
+    `config` says what runs: see lab.resolution. `overrides` is what was typed, and only recorded.
+    `quiet` prints nothing. The status is "failed" if no request finished. An interrupt or an error
+    while decoding is raised again once what had finished is saved.
 
     Raises:
         WorkloadError: before anything is decoded, with file and line.
         CheckpointError, ConfigurationError: from the engine.
         OSError: with the path, if the run folder cannot be written.
     """
-    folder = RunFolder(run_dir, resolved, overrides)
+    folder = RunFolder(run_dir, to_dict(config), overrides)
     with _load(config, folder) as loaded, closing(_recorder(loaded, folder, quiet)) as recorder:
         measurement = Measurement(
             loaded.engines,

@@ -8,7 +8,7 @@ from hydraspec.config.schema import Dtype
 
 
 def one(*overrides):
-    (config,) = plan(overrides).jobs
+    (config,) = (job.config for job in plan(overrides).jobs)
     return config
 
 
@@ -72,7 +72,7 @@ def test_no_experiment_is_a_choice():
     """Hydra has no null for a group that is swept or chosen."""
     assert one("experiment=null") == one()
     planned = plan(["experiment=bench_gemma4,null"], multirun=True)
-    assert [job.bench.name for job in planned.jobs] == ["decode", "none"]
+    assert [job.config.bench.name for job in planned.jobs] == ["decode", "none"]
     assert with_method(["experiment=null", "target=tiny_qwen3"])[0] == "experiment=[]"
 
 
@@ -85,5 +85,7 @@ def test_plain_values_only():
 
 def test_a_sweep_is_composed_whole():
     planned = plan(["method=none,gemma4_mtp", "method.num_speculative_tokens=1,3"], multirun=True)
-    drafts = [(job.method.name, job.method.num_speculative_tokens) for job in planned.jobs]
+    drafts = [
+        (job.config.method.name, job.config.method.num_speculative_tokens) for job in planned.jobs
+    ]
     assert drafts == [("none", 0), ("none", 0), ("gemma4_mtp", 1), ("gemma4_mtp", 3)]

@@ -45,7 +45,7 @@ YAML_FILES = sorted(
 
 def composed(*overrides: str) -> RunConfig:
     needed = [extra for override in overrides for extra in NEEDED.get(override, [])]
-    return plan([*overrides, *needed]).jobs[0]
+    return plan([*overrides, *needed]).jobs[0].config
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_choice_composes_and_passes_the_checks(override):
 def test_every_method_meets_every_target(method, target):
     recorded = {"gemma4": "gemma4_mtp"}.get(method, method)
     asked = [f"target={target}", *NEEDED.get(f"target={target}", [])]
-    drafters = plan([*asked, "method=none"]).jobs[0].target.drafters
+    drafters = plan([*asked, "method=none"]).jobs[0].config.target.drafters
     given = [] if recorded in drafters or recorded in ("none", AUTO) else [DRAFTER]
-    config = plan([*asked, f"method={method}", *given]).jobs[0]
+    config = plan([*asked, f"method={method}", *given]).jobs[0].config
     assert config.method.name == recorded
     expected = next(iter(drafters.values()), None) if method == AUTO else drafters.get(recorded)
     assert config.method.checkpoint == ("/models/drafter" if given else expected)
@@ -137,4 +137,4 @@ def test_recorded_configuration_composes_to_itself():
 def test_experiment_is_a_sweep_over_k():
     planned = plan(["experiment=k_sweep"])
     assert planned.is_sweep
-    assert [job.method.num_speculative_tokens for job in planned.jobs] == [1, 2, 3, 4, 6]
+    assert [job.config.method.num_speculative_tokens for job in planned.jobs] == [1, 2, 3, 4, 6]

@@ -33,7 +33,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
 
 def test_a_place_counts_for_one_command(folder: Path) -> None:
     escaped = str(folder).replace("'", "\\'")
-    (config,) = plan([f"hydra.searchpath=['{escaped}']", "target=mine", "method=none"]).jobs
+    config = plan([f"hydra.searchpath=['{escaped}']", "target=mine", "method=none"]).jobs[0].config
     assert (config.target.name, config.target.dtype.value) == ("mine", "float64")
     assert "mine" in choices_of("target")
     plan([])

@@ -15,7 +15,7 @@ from hydraspec.models import load_target
 
 
 def composed(*overrides: str) -> RunConfig:
-    return plan(list(overrides)).jobs[0]
+    return plan(list(overrides)).jobs[0].config
 
 
 def folder(path: Path, **config: object) -> Path:
@@ -54,11 +54,11 @@ def speculators(kind: str, k: int | None = 5, verifier: str | None = "zoo:tiny_g
     ],
 )
 def test_a_folder_without_a_method_is_asked(typed, name):
-    assert plan(typed).jobs[0].method.name == name
+    assert plan(typed).jobs[0].config.method.name == name
 
 
 def test_every_job_of_a_sweep_over_folders_is_asked():
-    jobs = plan(["method.checkpoint=/a,/b"], multirun=True).jobs
+    jobs = [job.config for job in plan(["method.checkpoint=/a,/b"], multirun=True).jobs]
     assert [(job.method.name, job.method.checkpoint) for job in jobs] == [
         ("auto", "/a"),
         ("auto", "/b"),
@@ -67,7 +67,7 @@ def test_every_job_of_a_sweep_over_folders_is_asked():
 
 
 def test_every_job_of_a_sweep_over_targets_takes_a_drafter_of_its_own():
-    jobs = plan(["target=tiny_qwen3,tiny_gemma4"], multirun=True).jobs
+    jobs = [job.config for job in plan(["target=tiny_qwen3,tiny_gemma4"], multirun=True).jobs]
     for job in jobs:
         factory.resolve_drafter(job)
     assert [(job.target.name, job.method.name) for job in jobs] == [
@@ -78,7 +78,7 @@ def test_every_job_of_a_sweep_over_targets_takes_a_drafter_of_its_own():
 
 
 def test_the_default_method_is_that_of_the_tree():
-    assert plan([]).jobs[0].method.name == DEFAULT_METHOD
+    assert plan([]).jobs[0].config.method.name == DEFAULT_METHOD
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle"])

@@ -22,6 +22,6 @@ def test_one_device_is_all_there_is(engine: str, axis: str) -> None:
 def test_drafts_over_pipeline_stages_are_warned_of() -> None:
     """Catches answers of vLLM 0.26 that are taken for right: its first stage sees no drafts."""
     stages = ["engine=vllm", "parallelism.pipeline=2"]
-    assert STAGES in plan([*stages, "method=gemma4_mtp"]).jobs[0].warnings
-    assert STAGES not in plan([*stages, "method=none"]).jobs[0].warnings
-    assert STAGES not in plan(["engine=vllm", "method=gemma4_mtp"]).jobs[0].warnings
+    assert STAGES in plan([*stages, "method=gemma4_mtp"]).jobs[0].config.warnings
+    assert STAGES not in plan([*stages, "method=none"]).jobs[0].config.warnings
+    assert STAGES not in plan(["engine=vllm", "method=gemma4_mtp"]).jobs[0].config.warnings

@@ -57,7 +57,7 @@ def place(tmp_path: Path) -> Iterator[str]:
 
 
 def composed(*overrides: str) -> RunConfig:
-    (config,) = plan(overrides).jobs
+    config = plan(overrides).jobs[0].config
     return config
 
 
@@ -69,8 +69,8 @@ def test_options_have_the_types_that_the_method_declares(place: str) -> None:
 
 def test_options_are_swept_and_recorded(place: str) -> None:
     swept = plan([place, "method=ngram", "method.options.length=1,2"], multirun=True)
-    assert [to_dict(job)["method"]["options"]["length"] for job in swept.jobs] == [1, 2]
-    for config in swept.jobs:
+    assert [to_dict(job.config)["method"]["options"]["length"] for job in swept.jobs] == [1, 2]
+    for config in (job.config for job in swept.jobs):
         assert to_run_config(OmegaConf.create(OmegaConf.to_yaml(to_dict(config)))) == config
     assert "options" not in to_dict(composed())["method"]
 

@@ -13,7 +13,7 @@ from hydraspec.lab.resolution import resolve
 
 
 def composed(*typed: str) -> RunConfig:
-    return plan(typed).jobs[0]
+    return plan(typed).jobs[0].config
 
 
 @pytest.mark.parametrize("refuse", [pick_device, resolve])

@@ -351,7 +351,7 @@ def test_what_it_does_not_offer_is_refused(overrides: list[str], key: str, allow
 
 
 def test_wide_batches_need_no_step_budget() -> None:
-    config = plan(["engine=transformers", "engine.max_num_seqs=4000"]).jobs[0]
+    config = plan(["engine=transformers", "engine.max_num_seqs=4000"]).jobs[0].config
     assert config.engine.max_num_seqs == 4000
 
 

@@ -33,7 +33,7 @@ MAX_MODEL_LEN = 96
 
 
 def planned(*overrides: str) -> RunConfig:
-    return plan(["engine=vllm", *overrides]).jobs[0]
+    return plan(["engine=vllm", *overrides]).jobs[0].config
 
 
 # ------------------------------------------------------------------ running

@@ -16,7 +16,7 @@ TARGET, DRAFTER = Path("/models/target"), Path("/models/drafter")
 
 
 def planned(*overrides: str) -> RunConfig:
-    return plan(["engine=vllm", *overrides]).jobs[0]
+    return plan(["engine=vllm", *overrides]).jobs[0].config
 
 
 def arguments(*overrides: str, drafter: Path | None = DRAFTER) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hydraspec.types import CheckpointError, ConfigurationError, UserError
 
 
 def planned(*overrides: str) -> RunConfig:
-    return plan(["engine=vllm", *overrides]).jobs[0]
+    return plan(["engine=vllm", *overrides]).jobs[0].config
 
 
 def test_a_missing_vllm_or_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

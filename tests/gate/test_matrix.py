@@ -53,6 +53,6 @@ def test_cells_say_what_their_rows_say():
 @pytest.mark.parametrize("index", [0, 20, 40])
 def test_covered_cells_compose(index: int):
     cell = COVERED[index]
-    (config,) = plan([*cell.overrides, "tracker=none"]).jobs
+    (config,) = [job.config for job in plan([*cell.overrides, "tracker=none"]).jobs]
     assert config.seed == index
     assert (config.sampling.temperature == 0) == cell.is_greedy

@@ -52,7 +52,7 @@ def test_every_preset_is_listed() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
-    config = plan(f"experiment={preset}".split()).jobs[0]
+    config = plan(f"experiment={preset}".split()).jobs[0].config
     target, method, drafter, length = PRESETS[preset]
     assert (config.target.name, config.target.checkpoint) == (target, f"shape:{target}")
     assert (config.method.name, config.method.checkpoint) == (method, f"shape:{drafter}")
@@ -76,7 +76,7 @@ def test_every_process_is_told_a_run_that_composes(
     command = bench.command_of(engine, method, tmp_path / "it's here", typed)
     assert command[:3] == [sys.executable, "-m", "hydraspec"]
     told = plan(command[3:])
-    config = told.jobs[0]
+    config = told.jobs[0].config
     assert told.folder == tmp_path / "it's here"
     assert (config.engine.name, config.method.name) == (engine, method)
     assert (config.bench.engines, bench.methods_of(config)) == ([engine], [method])

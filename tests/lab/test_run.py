@@ -14,6 +14,7 @@ import pytest
 import yaml
 from fake_engine import Behaviour, FakeEngine
 
+from hydraspec.config import to_dict
 from hydraspec.config.schema import MethodConfig, RunConfig, Verification
 from hydraspec.lab import run as run_module
 from hydraspec.metrics import files
@@ -122,10 +123,7 @@ def test_the_run_folder(
     assert (summary["target_checkpoint"], summary["drafter"]) == ("zoo:tiny_fake", None)
     assert summary["baseline"].keys() >= SPEED_KEYS
     assert summary["lossless"].keys() >= {"verdict", "num_requests_checked", "first_divergence"}
-    assert yaml.safe_load((folder / "config.yaml").read_text()) == {
-        "seed": 0,
-        "method": {"name": "gemma4_mtp"},
-    }
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == to_dict(config)
     assert yaml.safe_load((folder / "overrides.yaml").read_text()) == ["method=gemma4_mtp"]
     env = json.loads((folder / "env.json").read_text())
     assert {"python", "versions", "device", "git"} <= env.keys()

@@ -165,7 +165,7 @@ def test_a_benchmark_that_measures_nothing_leaves_the_older(
     part = (tmp_path / "run" / "native-none" / "bench.json").read_bytes()
     in_process(monkeypatch, {"native-none": bench.STOPPED, "vllm-none": 3})
     typed = ["bench=decode", *SMALL, "bench.methods=[none]"]
-    result = bench.run(plan(typed).jobs[0], run_dir=tmp_path / "run", overrides=typed, resolved={})
+    result = bench.run(plan(typed).jobs[0].config, run_dir=tmp_path / "run", overrides=typed)
     assert result["status"] == "failed"
     assert [part["rows"] for part in result["parts"]] == [[], []]
     assert contents(tmp_path / "run") == before

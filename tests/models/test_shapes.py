@@ -31,7 +31,7 @@ def read(name: str) -> Gemma4Config:
 
 
 def one(*overrides: str) -> RunConfig:
-    return plan(overrides).jobs[0]
+    return plan(overrides).jobs[0].config
 
 
 @pytest.mark.parametrize("name", TARGETS)

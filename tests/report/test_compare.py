@@ -26,7 +26,7 @@ def sweep(config: RunConfig, use_engine: Use, tmp_path: Path) -> Path:
         config.method = MethodConfig(name=method, num_speculative_tokens=drafts)
         use_engine(FakeEngine(method=method, num_speculative_tokens=drafts))
         overrides = [f"method={method}", f"method.num_speculative_tokens={max(drafts, 1)}"]
-        run_module.run(config, run_dir=folder / str(job), overrides=overrides, resolved={})
+        run_module.run(config, run_dir=folder / str(job), overrides=overrides)
     copied = json.loads((folder / "2" / "summary.json").read_text(encoding="utf-8"))
     (folder / "3").mkdir()
     text = json.dumps(copied | {"reused_from": "2"})

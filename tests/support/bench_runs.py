@@ -16,7 +16,7 @@ SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9"
 
 
 def planned(*overrides: str) -> RunConfig:
-    return plan(["bench=decode", *SMALL, *overrides]).jobs[0]
+    return plan(["bench=decode", *SMALL, *overrides]).jobs[0].config
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) -> list[Any]:
@@ -30,7 +30,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) ->
         if name in codes:
             return codes[name]
         job = plan(command[3:])
-        bench.run(job.jobs[0], run_dir=job.folder, overrides=command[3:], resolved={})
+        bench.run(job.jobs[0].config, run_dir=job.folder, overrides=command[3:])
         return 0  # an interrupt is raised: here the two processes are one
 
     monkeypatch.setattr(bench, "_wait", wait)
@@ -40,6 +40,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) ->
 def run_bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
     typed = ["bench=decode", *SMALL, *overrides]
     job = plan(typed)
-    result = bench.run(job.jobs[0], run_dir=tmp_path / "run", overrides=typed, resolved={"a": 1})
+    result = bench.run(job.jobs[0].config, run_dir=tmp_path / "run", overrides=typed)
     assert json.loads((tmp_path / "run" / "bench.json").read_text()) == result
     return result

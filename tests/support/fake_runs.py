@@ -78,10 +78,7 @@ def run_config(config: RunConfig, tmp_path: Path) -> Callable[[], dict[str, Any]
     """Run `config` in `tmp_path`/run."""
 
     def run() -> dict[str, Any]:
-        resolved = {"seed": config.seed, "method": {"name": config.method.name}}
-        return run_module.run(
-            config, run_dir=tmp_path / "run", overrides=["method=gemma4_mtp"], resolved=resolved
-        )
+        return run_module.run(config, run_dir=tmp_path / "run", overrides=["method=gemma4_mtp"])
 
     return run
 

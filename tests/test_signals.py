@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hydraspec.lab.surroundings import (
+from hydraspec.signals import (
     interrupts_held_back,
     interrupts_stay_interrupts,
     output_may_be_cut,
@@ -105,7 +105,7 @@ def test_a_fork_ends_at_a_termination() -> None:
     """It would go on as another parent."""
     program = """
 import os, signal
-from hydraspec.lab.surroundings import terminations_as_interrupts
+from hydraspec.signals import terminations_as_interrupts
 with terminations_as_interrupts():
     child = os.fork()
     if not child:
@@ -125,7 +125,7 @@ def test_a_run_outlives_the_reader_of_its_output(stream: str) -> None:
     program = f"""
 import sys
 from rich.console import Console
-from hydraspec.lab.surroundings import output_may_be_cut
+from hydraspec.signals import output_may_be_cut
 with output_may_be_cut():
     sys.stdin.readline()
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_a_process_outlives_an_output_that_cannot_be_written(where: str, tmp_pat
     program.write_text(
         "import os, sys, logging\n"
         "from rich.console import Console\n"
-        "from hydraspec.lab.surroundings import output_may_be_cut\n"
+        "from hydraspec.signals import output_may_be_cut\n"
         "with output_may_be_cut():\n"
         "    with open(sys.argv[1], 'w') as file:\n"
         "        for _ in range(2):\n"

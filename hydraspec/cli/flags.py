@@ -1,0 +1,104 @@
+"""The flags of the command line, which may stand anywhere: ours, and those that Hydra answers."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from hydra import version as hydra_version
+from hydra._internal.utils import _run_hydra, get_args_parser
+
+from hydraspec.cli.compose import (
+    CONFIG_MODULE,
+    CONFIG_NAME,
+    check_keys,
+    parse,
+    search_places,
+    with_config_dir,
+    with_method,
+)
+from hydraspec.config.messages import nearest
+from hydraspec.errors import ConfigurationError
+
+
+def read_flags(argv: Sequence[str]) -> Namespace:
+    """Flags and overrides in the names of Hydra's parser.
+
+    Raises:
+        ConfigurationError: for unknown flags and those that exclude each other.
+        SystemExit: after --version.
+    """
+    parser = _parser()
+    args, unknown = parser.parse_known_intermixed_args(list(argv))
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for flag in unknown:
+        meant = nearest(flag, flags)
+        raise ConfigurationError(
+            f"{flag}: unknown flag\n  allowed: group=choice, key=value, and the flags of --help\n"
+            f"  to do: {f'did you mean {meant}?' if meant else 'remove it'}"
+        )
+    _refuse_flags(args)
+    args.overrides, args.config_dir = with_config_dir(args.config_dir, args.overrides), None
+    return args
+
+
+def only_shows(args: Namespace) -> bool:
+    """Whether a flag asks for text in place of a run."""
+    return any((args.help, args.hydra_help, args.cfg, args.info, args.shell_completion))
+
+
+def show(args: Namespace) -> None:
+    """Print what Hydra itself can: configuration, help, information, shell completion.
+
+    Raises:
+        ConfigurationError: for a key that does not exist.
+        SystemExit: after --help and --hydra-help.
+    """
+    if not args.shell_completion:  # whose overrides are words of its own
+        search_places(args.overrides)
+        args.overrides = with_method(args.overrides)
+        check_keys(parse(args.overrides))
+    hydra_version.setbase("1.3")
+    _run_hydra(args, _parser(), lambda cfg: None, f"pkg://{CONFIG_MODULE}", CONFIG_NAME)
+
+
+def _parser() -> ArgumentParser:
+    parser = get_args_parser()
+    (action,) = (action for action in parser._actions if action.dest == "version")
+    vars(action)["version"] = f"hydraspec {version('hydraspec')}"  # ours, not Hydra's
+    return parser
+
+
+def _refuse_flags(args: Namespace) -> None:
+    if args.help or args.hydra_help:
+        return
+    asked = {
+        "--run": args.run,
+        "--multirun": args.multirun,
+        "--cfg": args.cfg,
+        "--info": args.info,
+        "--shell-completion": args.shell_completion,
+    }
+    given = [flag for flag, value in asked.items() if value]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"{' '.join(given)}: flags that exclude each other\n"
+            f"  allowed: one of {', '.join(asked)}\n  to do: leave the others out"
+        )
+    if args.experimental_rerun:
+        raise ConfigurationError(
+            "--experimental-rerun: is not available: it would run what a pickle holds\n"
+            "  allowed: group=choice, key=value, and the other flags of --help\n"
+            "  to do: type again what the run folder's overrides.yaml lists"
+        )
+    if args.resolve and not args.cfg:
+        raise ConfigurationError(
+            "--resolve: a flag of --cfg\n  allowed: --cfg job --resolve\n  to do: add --cfg job"
+        )
+    if args.config_path and not only_shows(args):
+        raise ConfigurationError(
+            "--config-path: is not available for a run, whose configuration ships with the "
+            "package\n  allowed: --config-dir=<folder> adds choices, --config-name names a primary "
+            "file among them\n  to do: use --config-dir"
+        )

@@ -1,0 +1,81 @@
+"""Running a planned job: in its folder, with the log and the environment that Hydra's keys say.
+
+Nothing is composed here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, nullcontext
+from typing import Any
+
+from hydra.core.utils import configure_log, env_override
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from hydraspec.cli import sweep
+from hydraspec.cli.compose import Job
+from hydraspec.config import RunConfig
+from hydraspec.config.benches import is_bench
+from hydraspec.lab.resolution import resolve
+
+
+def run_job(job: Job, *, quiet: bool = False) -> dict[str, Any]:
+    """Run a job, or take over the results of a finished equal job of its sweep.
+
+    Returns:
+        The summary in its folder.
+
+    Raises:
+        UserError: configuration, checkpoint or workload cannot be used.
+        KeyboardInterrupt: once what was finished is saved.
+    """
+    bind_threads(job.config)
+    resolve(job.config)  # so that the folder records what runs
+    if job.sweep is not None:
+        job.config.tracker.group = job.config.tracker.group or sweep.group_name(job.sweep)
+        finished = sweep.find_finished(job.sweep, job.config)
+        if finished is not None:
+            return sweep.take_over(finished, job.folder, job.overrides)
+    if is_bench(job.config):
+        from hydraspec.bench.run import run
+    else:
+        from hydraspec.lab.run import run
+
+    summary: dict[str, Any] = run(
+        job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
+    )
+    return summary
+
+
+@contextmanager
+def hydra_settings(job: Job) -> Iterator[None]:
+    """Hydra's keys applied for a while: hydra.job.chdir, hydra.job.env_set, hydra/job_logging,
+    hydra.verbose and hydra.output_subdir. Makes the job's folder."""
+    hydra = job.composed.hydra
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with open_dict(hydra.runtime):
+        hydra.runtime.output_dir = str(job.folder)
+    with chdir(job.folder) if hydra.job.chdir else nullcontext():
+        configure_log(hydra.job_logging, hydra.verbose)
+        if hydra.output_subdir is not None:
+            _save_composed(job, hydra)
+        with env_override(hydra.job.env_set):
+            yield
+
+
+def _save_composed(job: Job, hydra: DictConfig) -> None:
+    folder = job.folder / hydra.output_subdir
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = [str(key) for key in job.composed if key != "hydra"]
+    OmegaConf.save(OmegaConf.masked_copy(job.composed, ours), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.masked_copy(job.composed, ["hydra"]), folder / "hydra.yaml")
+    OmegaConf.save(job.overrides, folder / "overrides.yaml")
+
+
+def bind_threads(config: RunConfig) -> None:
+    """Set how OpenMP places threads, which has to be before torch loads it."""
+    if (config.engine.num_threads or 1) > 1:
+        # Without it runs on several threads stall at times; on one thread it would only pin every
+        # child process to the first core.
+        os.environ.setdefault("OMP_PROC_BIND", "true")
