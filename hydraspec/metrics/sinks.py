@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hydraspec.metrics.files import Json, JsonLinesFile
 from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.metrics.summary import Summary
 from hydraspec.types import Completion, Request, RequestStep, StepRecord
 
 
@@ -31,7 +32,7 @@ class Sink:
     def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
         """A request ended and was counted by `meter`."""
 
-    def on_summary(self, summary: Json) -> list[str]:
+    def on_summary(self, summary: Summary) -> list[str]:
         """The run is over and its files are written. Returns warnings to add to the summary."""
         return []
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.files import plain
 from hydraspec.metrics.meter import Meter, RunningTotals
 from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.metrics.summary import Summary
 from hydraspec.types import StepRecord
 
 SECONDS_BETWEEN_POINTS = 0.25
@@ -95,7 +96,7 @@ class WandbSink(Sink):
         }
         self._submit(lambda: self._run.log(values))
 
-    def on_summary(self, summary: Json) -> list[str]:
+    def on_summary(self, summary: Summary) -> list[str]:
         """Log the summary and finish, within finish_timeout_seconds. Returns what went wrong."""
         self._submit(lambda: self._log_summary(summary))
         self.close()
@@ -159,7 +160,7 @@ class WandbSink(Sink):
             settings=_settings(wandb, mode, options),
         )
 
-    def _log_summary(self, summary: Json) -> None:
+    def _log_summary(self, summary: Summary) -> None:
         import wandb
 
         rates = summary["acceptance_rate_per_position"]

@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from hydraspec.errors import printable
-from hydraspec.metrics.files import Json
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
@@ -90,7 +89,7 @@ class ConsoleSink(Sink):
         if self._progress is not None:
             self._progress.advance(self._tasks[side])
 
-    def on_summary(self, summary: Json) -> list[str]:
+    def on_summary(self, summary: Summary) -> list[str]:
         self.close()
         print_summary(self._console, summary)
         return []
