@@ -29,9 +29,11 @@ def search(places: Sequence[str]) -> None:
     """Take choices from these folders or "pkg://" packages too; replaces those of an earlier call.
 
     Raises:
-        ConfigurationError: a place that there is not, or a YAML file that is in two of them.
+        ConfigurationError: a place that does not exist, or a YAML file that two of them have.
     """
     global _places
+    if tuple(places) == _places:
+        return
     roots = {place: _root(place) for place in places}
     taken: dict[str, str] = dict.fromkeys(_yaml_files(_own_root()), "the package")
     for place, root in roots.items():
