@@ -17,16 +17,17 @@ NOTE = "lower is better; random weights of the public shapes, drafts with synthe
 WIDTH, TOP, PLOT, BELOW = 860, 96, 150, 60
 LEFT, PANEL, GAP, BAR = 24, 396, 20, 44
 
+# Colours by class, without CSS variables: converters to PNG know no variables.
 STYLE = """
-  svg { --text: #1b2430; --muted: #5c6775; --line: #c9d0d9; --page: #ffffff; }
-  svg { --ours: #2f6fde; --theirs: #9aa3af; }
+  .page { fill: #ffffff } .line { fill: #c9d0d9 } .native { fill: #2f6fde } .vllm { fill: #9aa3af }
+  text { fill: #1b2430; font: 13px system-ui, "Segoe UI", Roboto, Helvetica, sans-serif }
+  .title { font-size: 16px; font-weight: 600 }
+  .muted { fill: #5c6775 }
   @media (prefers-color-scheme: dark) {
-    svg { --text: #e4e8ee; --muted: #98a3b2; --line: #3a4552; --page: #12161c; }
-    svg { --ours: #6ea2ff; --theirs: #7b8796; }
+    .page { fill: #12161c } .line { fill: #3a4552 }
+    .native { fill: #6ea2ff } .vllm { fill: #7b8796 }
+    text { fill: #e4e8ee } .muted { fill: #98a3b2 }
   }
-  text { fill: var(--text); font: 13px system-ui, "Segoe UI", Roboto, Helvetica, sans-serif; }
-  .title { font-size: 16px; font-weight: 600; }
-  .muted { fill: var(--muted); }
 """
 
 
@@ -38,13 +39,13 @@ def draw(results: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" role="img">',
         f"<style>{STYLE}</style>",
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="var(--page)"/>',
+        f'<rect width="{WIDTH}" height="{height}" rx="8" class="page"/>',
         _text(LEFT, 28, f"Milliseconds per output token, one {results['device']}", "title"),
         _text(LEFT, 50, NOTE, "muted"),
     ]
     for i, engine in enumerate(results["engines"]):
         x = WIDTH - 250 + 110 * i
-        parts += [_rect(x, 17, 12, 12, _color(engine)), _text(x + 18, 28, engine)]
+        parts += [_rect(x, 17, 12, 12, _class(engine)), _text(x + 18, 28, engine)]
     for i, target in enumerate(targets):
         rows = [row for row in results["rows"] if row["target"] == target]
         longest = max(ms for row in rows for ms in row["tpot_ms"])
@@ -59,26 +60,26 @@ def draw(results: dict[str, Any]) -> str:
 
 def _panel(rows: list[Any], batches: list[int], x: float, bottom: int, scale: float) -> list[str]:
     """Bars of each engine for every batch size, over a line."""
-    parts = [_rect(x, bottom, PANEL, 1, "var(--line)")]
+    parts = [_rect(x, bottom, PANEL, 1, "line")]
     for i, batch in enumerate(batches):
         middle = x + PANEL / len(batches) * (i + 0.5)
         parts.append(_text(middle, bottom + 20, f"batch {batch}", "muted", anchor="middle"))
         for j, row in enumerate(rows):
             ms, left = row["tpot_ms"][i], middle + (j - 1) * (BAR + 2)
             size = ms * scale
-            parts.append(_rect(left, bottom - size, BAR, size, _color(row["engine"])))
+            parts.append(_rect(left, bottom - size, BAR, size, _class(row["engine"])))
             label = f"{ms:.3g}" if ms >= 10 else f"{ms:.2f}"
             parts.append(_text(left + BAR / 2, bottom - size - 6, label, anchor="middle"))
     return parts
 
 
-def _color(engine: str) -> str:
-    return "var(--ours)" if engine == "native" else "var(--theirs)"
+def _class(engine: str) -> str:
+    return "native" if engine == "native" else "vllm"
 
 
-def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
+def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {place} fill="{color}"/>'
+    return f'<rect {place} class="{kind}"/>'
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
