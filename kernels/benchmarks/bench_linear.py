@@ -1,16 +1,15 @@
-"""Linears of few rows at the sizes of Gemma 4 E4B, 31B and the E4B assistant, against the library.
+"""Linears of few rows at the sizes of Gemma 4 E4B, 31B and the E4B assistant, and the library's.
 
     python kernels/benchmarks/bench_linear.py [--rows 1 8 32 64 128] [--json out.json]
 
-Weights are rotated out of the L2. Last come chains of linears and residual norms in one graph, of
-E4B's 42 layers and six of 31B: dependent launches, which one kernel measured alone cannot show.
+Weights are rotated out of the L2. The last lines are chains of linears and residual norms in one
+graph, of E4B's 42 layers and six of 31B: they show dependent launches, single kernels do not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from harness import (
     describe_device,
     print_table,
     rotation,
-    time_graph_us,
     time_us,
 )
 from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
@@ -72,7 +70,7 @@ ASSISTANT = [
 
 
 def weight(k: int, n: int) -> Tensor:
-    """A [k, n] view of [n, k] storage; products with it keep the scale of what they multiply."""
+    """A [k, n] view of [n, k] storage; products with it keep the scale of x."""
     drawn = torch.empty(n, k, device="cuda", dtype=torch.bfloat16).normal_(0, k**-0.5)
     return drawn.t()
 
@@ -92,7 +90,7 @@ def run(kind: str, x: Tensor, w: Tensor, factor: Tensor) -> Tensor:
 
 
 def measure(shape: Shape, rows: int) -> Measured:
-    """Our kernel, with the library's product alone (nothing behind it) in the note."""
+    """Our kernel; the note has the library's product alone, without what follows it."""
     columns = shape.n // 2 if shape.kind == "gated" else shape.n
     factor = rows_of(rows, columns if shape.kind == "scaled" else 1)
     sets = rotation(lambda: (rows_of(rows, shape.k), weight(shape.k, shape.n)))
@@ -108,7 +106,7 @@ LAYERS, FULL_EVERY, OWN_CACHE, LAYERS_31B = 42, 6, 24, 6
 
 
 def chain_of_e4b(rows: int) -> Measured:
-    """E4B's layers without attention: norms as they are, the queries as if they were its output."""
+    """E4B's layers without attention, with the queries in place of its output."""
     layers = []
     for layer in range(LAYERS):
         full, own = layer % FULL_EVERY == FULL_EVERY - 1, layer < OWN_CACHE
@@ -150,22 +148,9 @@ def chain(name: str, rows: int, layers: list[list[Tensor]]) -> Measured:
         return normed
 
     nbytes = sum(2 * w.numel() for layer in layers for w in layer)
-    micros = graph_us(step)
-    note = f"{micros / len(layers):.1f} us a layer"
+    micros = time_us(step, [()], least_calls=1, replays=20)
+    note = f"{micros / len(layers):.1f} us per layer"
     return Measured(name, f"{rows} rows", micros, nbytes, note=note)
-
-
-def graph_us(step: Callable[[], None]) -> float:
-    """Microseconds of a step in a graph of its own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return time_graph_us(graph, replays=20)
 
 
 def main() -> None:

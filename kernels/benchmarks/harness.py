@@ -1,7 +1,7 @@
-"""What every kernel's benchmark shares: time inside a CUDA graph, out of L2, against the floor.
+"""Timing shared by the kernel benchmarks: in a CUDA graph, with arguments that are not in the L2.
 
 calls = rotation(lambda: (torch.randn(...), ...))          # > 256 MB of argument sets
-micros = time_us(kernel, calls)                            # microseconds a call
+micros = time_us(kernel, calls)                            # microseconds per call
 print_table("linear", [Measured("down", "1x10240x2560", micros, bytes_moved)])
 """
 
@@ -28,13 +28,13 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One line of a table: what ran, on which shape, for how long, moving how many bytes."""
+    """One line of a table: operation, shape, time, bytes moved."""
 
     name: str
     shape: str
     micros: float
     nbytes: float
-    tb_s: float = READ_TB_S  # the bandwidth that the floor is computed with
+    tb_s: float = READ_TB_S  # the bandwidth of the floor, the least possible time
     note: str = ""
 
     @property
@@ -55,14 +55,14 @@ class Measured:
 
 
 def nbytes(arguments: Iterable[Any]) -> int:
-    """Bytes of the tensors among `arguments`, as stored: an expanded view counts what it shows."""
+    """Bytes of the tensors among `arguments`; an expanded view counts every element."""
     return sum(a.numel() * a.element_size() for a in arguments if isinstance(a, Tensor))
 
 
 def rotation(
     make: Callable[[], Arguments], at_least: int = ROTATION_BYTES, most: int = 512
 ) -> list[Arguments]:
-    """Argument sets from `make` until they hold `at_least` bytes together, or are `most`."""
+    """Argument sets from `make`: until they hold `at_least` bytes in total, at most `most` sets."""
     sets = [make()]
     wanted = -(-at_least // max(nbytes(sets[0]), 1))
     sets += [make() for _ in range(min(max(wanted, 2), most) - 1)]
@@ -76,7 +76,7 @@ def time_us(
     least_calls: int = 32,
     replays: int = 10,
 ) -> float:
-    """Microseconds a call: median over `replays` of one graph that calls with each set in turn."""
+    """Microseconds per call: median of `replays` of a graph that calls with each set in turn."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -90,11 +90,6 @@ def time_us(
         for _ in range(rounds):
             for one in arguments:
                 call(*one)
-    return time_graph_us(graph, replays) / (rounds * len(arguments))
-
-
-def time_graph_us(graph: torch.cuda.CUDAGraph, replays: int = 10) -> float:
-    """Microseconds a replay of `graph`, median."""
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
@@ -106,7 +101,8 @@ def time_graph_us(graph: torch.cuda.CUDAGraph, replays: int = 10) -> float:
         end.record()
         spans.append((start, end))
     torch.cuda.synchronize()
-    return 1000 * statistics.median(start.elapsed_time(end) for start, end in spans)
+    replay_us = 1000 * statistics.median(start.elapsed_time(end) for start, end in spans)
+    return replay_us / (rounds * len(arguments))
 
 
 def print_table(title: str, rows: Sequence[Measured]) -> None:
@@ -123,6 +119,6 @@ def print_table(title: str, rows: Sequence[Measured]) -> None:
 
 
 def describe_device() -> str:
-    """Device and versions, for the head of a log entry."""
+    """Device and versions, for the title of a table."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     return f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}"

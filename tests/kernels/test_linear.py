@@ -15,7 +15,7 @@ from hydraspec_kernels.linear.kernel import launch
 from hydraspec_kernels.linear.plan import (
     GATED,
     MOST_ROWS,
-    Broad,
+    SpecializedTiling,
     Tiling,
     tiling_for,
     tiling_of,
@@ -136,15 +136,17 @@ def test_a_warp_copies_only_what_is_aligned(monkeypatch: pytest.MonkeyPatch):
     """Copies of tiles take addresses and rows of whole 16 bytes; others keep a kernel or go to the
     library.
     """
-    monkeypatch.setattr(plan, "_copies_tiles", lambda device: True)
+    monkeypatch.setattr(plan, "is_hopper", lambda device: True)
     wide, weights = (torch.zeros(n, 264, dtype=torch.bfloat16) for n in (64, 16385))
     aligned = weights[:16384, :256].t()
-    assert isinstance(tiling_for(wide[:, 8:], aligned), Broad)
-    assert isinstance(tiling_for(wide[3:50, :256], aligned), Broad)
-    assert not isinstance(tiling_for(wide[:, 1:257], aligned), Broad), "address of x"
-    assert not isinstance(tiling_for(wide[:, :256], weights[1:, 4:260].t()), Broad), "of the weight"
+    assert isinstance(tiling_for(wide[:, 8:], aligned), SpecializedTiling)
+    assert isinstance(tiling_for(wide[3:50, :256], aligned), SpecializedTiling)
+    assert not isinstance(tiling_for(wide[:, 1:257], aligned), SpecializedTiling), "address of x"
+    assert not isinstance(tiling_for(wide[:, :256], weights[1:, 4:260].t()), SpecializedTiling), (
+        "of the weight"
+    )
     odd = torch.zeros(64, 257, dtype=torch.bfloat16)[:, :256]
-    assert not isinstance(tiling_for(odd, aligned), Broad), "rows of x"
+    assert not isinstance(tiling_for(odd, aligned), SpecializedTiling), "rows of x"
 
 
 SIZES = (64, 75, 256, 2048, 2560, 5376, 10240, 21504)
@@ -162,9 +164,9 @@ def test_every_tiling_can_be_launched(partials: bool, copied: bool):
             case = f"{rows} x {k} x {n} {end}: {tiling}"
             assert partials or tiling.splits == 1, case
             assert 1 <= tiling.splits <= -(-k // tiling.step), case
-            if isinstance(tiling, Broad):
+            if isinstance(tiling, SpecializedTiling):
                 assert copied, case
-                check_broad(tiling, rows, end, case)
+                check_specialized(tiling, rows, end, case)
                 continue
             for size in (tiling.m, tiling.rows, tiling.k, tiling.slices, tiling.warps):
                 assert size & (size - 1) == 0, case
@@ -173,7 +175,7 @@ def test_every_tiling_can_be_launched(partials: bool, copied: bool):
             assert not tiling.dots or tiling.k >= 16, case
 
 
-def check_broad(tiling: Broad, rows: int, end: str, case: str) -> None:
+def check_specialized(tiling: SpecializedTiling, rows: int, end: str, case: str) -> None:
     """Four or eight multiplying warps, accumulators that fit into their registers."""
     assert tiling.m in (64, 128), case
     assert end != "scaled_gelu", case
@@ -263,13 +265,13 @@ def test_on_the_gpu_float32_tiles_are_not_tf32():
 
 # A warp copies: three products, K in uneven parts, several tiles a program, rows in two blocks.
 BROAD = {
-    "one product": Broad(64, (128,), stages=8, registers=128),
-    "three products": Broad(128, (64, 32, 16), stages=3),
-    "widest": Broad(128, (128, 32, 16), stages=3),
-    "a narrow last one": Broad(64, (64, 8), stages=5),
-    "tiles in turn": Broad(128, (64,), stages=4, most=3, registers=96),
-    "more stages than steps": Broad(64, (16,), stages=8),
-    "rows in blocks": Broad(64, (32,), k=128, stages=6, registers=128),
+    "one product": SpecializedTiling(64, (128,), stages=8, registers=128),
+    "three products": SpecializedTiling(128, (64, 32, 16), stages=3),
+    "widest": SpecializedTiling(128, (128, 32, 16), stages=3),
+    "a narrow last one": SpecializedTiling(64, (64, 8), stages=5),
+    "tiles in turn": SpecializedTiling(128, (64,), stages=4, most=3, registers=96),
+    "more stages than steps": SpecializedTiling(64, (16,), stages=8),
+    "rows in blocks": SpecializedTiling(64, (32,), k=128, stages=6, registers=128),
 }
 
 
@@ -293,7 +295,7 @@ def test_on_the_gpu_copied_tiles_equal_float64(name: str, end: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 def test_on_the_gpu_copied_partial_sums_add_up(splits: int):
-    tiling = Broad(64, (128,), splits, stages=4, registers=128)
+    tiling = SpecializedTiling(64, (128,), splits, stages=4, registers=128)
     x, weight, _, _ = operands(50, 840, 1003, dtype=torch.bfloat16, device="cuda")
     parts = torch.full((splits, 50, 1003), torch.nan, device="cuda")
     launch(parts, x, weight, tiling)

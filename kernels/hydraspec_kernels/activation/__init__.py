@@ -1,4 +1,4 @@
-"""gelu_tanh(gate) * up, and silu(gate) * up."""
+"""Gated activations: gelu_tanh(gate) * up, and silu(gate) * up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated activations as one pass over memory, for row counts beyond the skinny linears'."""
+"""The gated activations in one pass over memory, for more rows than the gated linears take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-BLOCK = 1024  # columns of a program: 16 bytes a thread of four warps
+BLOCK = 1024  # columns of a program: 16 bytes per thread of four warps
 
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x) of float32 x; exp's overflow at x << 0 yields the right limit, -0."""
+    """x * sigmoid(x) of float32 x; where exp overflows, at x << 0, the result is the limit, -0."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -47,7 +47,7 @@ def gated_activation_kernel(
     up = tl.load(start + inner + column, mask=inside, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     activated = silu(gate) if USES_SILU else gelu_tanh(gate)
-    out = activated.to(dtype).to(tl.float32) * up  # rounded between, as two operators do
+    out = activated.to(dtype).to(tl.float32) * up  # rounded in between, like two operators
     tl.store(out_ptr + row * inner + column, out.to(dtype), mask=inside)
 
 

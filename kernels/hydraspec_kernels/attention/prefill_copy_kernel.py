@@ -91,7 +91,7 @@ def _announce(work, phase, kv_head, query, start, rows, length):
 
 @gluon.jit
 def _pick(v, i: gl.constexpr):
-    """Element i of a vector that every thread holds whole."""
+    """Element i of a vector that every thread holds in full."""
     return gl.sum(gl.where(gl.arange(0, v.shape[0], v.type.layout) == i, v, 0), 0)
 
 

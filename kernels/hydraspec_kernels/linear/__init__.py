@@ -1,7 +1,7 @@
-"""Linears of few rows: x [T, K] times weight [K, N], and what follows in the same kernel.
+"""Linears of few rows: x [T, K] times weight [K, N], with what follows it in the same kernel.
 
 On CUDA a weight is the [K, N] view of [N, K] storage, as checkpoints hold it. Other strides, more
-than 128 rows, and shapes at which the library is faster (see plan.py) go to `torch.mm`.
+than 128 rows, and shapes at which the library is faster (see plan.py) run `torch.mm`.
 """
 
 from __future__ import annotations

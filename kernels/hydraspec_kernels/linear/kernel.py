@@ -1,8 +1,8 @@
-"""Few rows times a matrix at the speed of the memory: every weight is read once, and soon.
+"""Few rows times a matrix at memory speed: every weight is read once, as early as possible.
 
 `_tile_kernel` multiplies on the tensor cores with the weights as the left operand, [BR, K] @
-[K, BM]; `_row_kernel` on the CUDA cores, for one row and small weights, all of them in registers
-before the input is there. A program owns BR rows of the weight's [N, K] storage (program_id 0),
+[K, BM]; `_row_kernel` on the CUDA cores, for one row and small weights, which are in registers
+before the input is complete. A program owns BR rows of the weight's [N, K] storage (program_id 0),
 one of the ranges of K (1) and BM rows of x (2). A gated weight's rows alternate, so that a program
 holds the gate and the up branch of its columns.
 """
@@ -13,8 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.linear.plan import GATED, Broad, Tiling
-from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.linear.plan import GATED, SpecializedTiling, Tiling
+from hydraspec_kernels.runtime.launch_kernel import (
+    dependent_launch,
+    prefetch_l2,
+    start_next,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -29,7 +34,7 @@ def _weight_rows(first, N, BR: tl.constexpr, GATES: tl.constexpr):
 
 @triton.jit
 def _k_range(K, STEP: tl.constexpr):
-    """This program's range of K: whole steps, as even as they go."""
+    """This program's range of K: full steps, divided evenly."""
     steps = tl.cdiv(K, STEP)
     split, splits = tl.program_id(1), tl.num_programs(1)
     return split * steps // splits * STEP, (split + 1) * steps // splits * STEP
@@ -41,14 +46,7 @@ def _prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexp
     if PDL:
         LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
         k = tl.minimum(low + tl.arange(0, SPAN // LINE) * LINE, K - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight + rows[:, None] * stride + k[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch_l2(weight + rows[:, None] * stride + k[None, :])
 
 
 @triton.jit
@@ -114,10 +112,10 @@ def _row_kernel(
     low, high = _k_range(K, BK)
     k = tl.arange(0, BK)[None, :]
     at = weight + rows[:, None] * stride_wn + k
-    ahead = tl.load(at + low, mask=low + k < K, other=0.0)  # one step ahead of its product
+    ahead = tl.load(at + low, mask=low + k < K, other=0.0)  # loaded one step before its product
     wait_for_inputs(PDL)
     m = tl.program_id(2) + tl.arange(0, 1)
-    # x is loaded as the weights are, row for row, so that no thread needs another's columns.
+    # x has the layout of the weights, row for row, so that no data crosses threads.
     x_at = x + tl.program_id(2).to(tl.int64) * stride_xm + (tl.zeros((BR, 1), tl.int32) + k)
     total = tl.zeros((BR, BK), tl.float32)
     for start in range(low, high, BK):
@@ -132,7 +130,7 @@ def _row_kernel(
 
 @triton.jit
 def _tile(base, rows, stride, BK: tl.constexpr, SLICES: tl.constexpr):
-    """Where a tile of these rows starts: [R, BK], or [SLICES, R, BK] if the warps share K."""
+    """Addresses of a tile of these rows: [R, BK], or [SLICES, R, BK] if the warps share K."""
     k = tl.arange(0, BK)
     if SLICES == 1:
         return base + rows[:, None] * stride + k[None, :]
@@ -143,7 +141,7 @@ def _tile(base, rows, stride, BK: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def _columns(start, BK: tl.constexpr, SLICES: tl.constexpr):
-    """The columns of a tile of any rows, from `start` on: [1, BK] or [SLICES, 1, BK]."""
+    """Column indices of a tile, from `start` on: [1, BK] or [SLICES, 1, BK]."""
     k = start + tl.arange(0, BK)
     if SLICES == 1:
         return k[None, :]
@@ -196,7 +194,7 @@ def _tile_kernel(
             v = tl.load(x_at + start, mask=real & inside, other=0.0)
         if SLICES == 1:
             y = tl.dot(w, tl.trans(v), y, input_precision="ieee")
-        else:  # the weights on the right: their rows may be too few for a left operand
+        else:  # the weights as the right operand: they may have too few rows for a left one
             part = tl.dot(v, tl.permute(w, (0, 2, 1)), part, input_precision="ieee")
     if SLICES > 1:
         y = tl.trans(tl.sum(part, 0))
@@ -207,7 +205,7 @@ def launch(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    tiling: Tiling | Broad,
+    tiling: Tiling | SpecializedTiling,
     *,
     end: str = "",
     bias: Tensor | None = None,
@@ -225,11 +223,11 @@ def launch(
     assert factor is None or factor.stride(1) == 1
     assert out.numel() == tiling.splits * rows * n
     assert 1 <= tiling.splits <= triton.cdiv(k, tiling.step)
-    if isinstance(tiling, Broad):
-        from hydraspec_kernels.linear.broad.kernel import launch_broad  # Gluon
+    if isinstance(tiling, SpecializedTiling):
+        from hydraspec_kernels.linear.specialized_kernel import launch_specialized  # Gluon
 
         assert factor is None
-        return launch_broad(out, x, weight, tiling, end=end, bias=bias, softcap=softcap)
+        return launch_specialized(out, x, weight, tiling, end=end, bias=bias, softcap=softcap)
     grid = triton.cdiv(n, tiling.columns(end in GATED)), tiling.splits, triton.cdiv(rows, tiling.m)
     arguments = (
         *(out, x, weight, bias, factor, rows, n, k, x.stride(0), weight.stride(1)),

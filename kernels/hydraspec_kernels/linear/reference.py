@@ -1,5 +1,5 @@
-"""A row times a matrix, with what may follow in the same kernel: a bias, a soft cap, a gated
-activation (Shazeer 2020), or the gate of a per-layer input (Gemma 3n).
+"""Specification of the linears: a product, then a bias, a soft cap, a gated activation (Shazeer
+2020), or the gate of a per-layer input (Gemma 3n).
 """
 
 from __future__ import annotations

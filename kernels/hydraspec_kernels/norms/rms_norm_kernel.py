@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension: whole rows in registers, several to a program when short."""
+"""RMSNorm over the last dimension: rows are held in registers, several per program if short."""
 
 from __future__ import annotations
 

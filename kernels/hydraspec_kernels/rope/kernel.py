@@ -1,4 +1,4 @@
-"""The rotary table in one launch, and the rotation of heads in place."""
+"""The rotary table, and the rotation of heads in place, one launch each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-TABLE_TILE = 256  # angles of a program of rope_table
-HEADS_TILE = 1024  # numbers of a program of apply_rope
+TABLE_TILE = 256  # angles of a program of `rope_table`
+HEADS_TILE = 1024  # numbers of a program of `apply_rope`
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -36,7 +36,7 @@ def rope_table_kernel(
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
     angle = position * theta
-    # Not the fast approximations: far positions need the angle reduced exactly.
+    # Not the fast approximations: large positions need an exact range reduction.
     cos, sin = tl.cos(angle), tl.sin(angle)
     inside = (row < num_rows) & (i < half)
     at = row * (2 * half) + i
@@ -49,9 +49,9 @@ def rope_table_kernel(
 @triton.jit
 def rotate_halves(a, b, cos_a, cos_b, sin_a, sin_b, dtype: tl.constexpr):
     """Halves a and b of float32 heads -> rotated halves in dtype; x * cos is rounded first."""
-    turned_a = (a * cos_a).to(dtype).to(tl.float32) + b * sin_a
-    turned_b = (b * cos_b).to(dtype).to(tl.float32) + a * sin_b
-    return turned_a.to(dtype), turned_b.to(dtype)
+    rotated_a = (a * cos_a).to(dtype).to(tl.float32) + b * sin_a
+    rotated_b = (b * cos_b).to(dtype).to(tl.float32) + a * sin_b
+    return rotated_a.to(dtype), rotated_b.to(dtype)
 
 
 @triton.jit

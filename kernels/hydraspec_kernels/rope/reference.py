@@ -23,31 +23,27 @@ def rope_frequencies(head_dim: int, base: float, share: float = 1.0, factor: flo
 
 
 class Frequencies(NamedTuple):
-    """theta laid out for a whole head: twice for the cosines, negated then plain for the sines."""
+    """theta of both halves of a head: twice for the cosines, negated then plain for the sines."""
 
     cos: Tensor  # [H]
     sin: Tensor  # [H]
 
 
 def mirrored(theta: Tensor) -> Frequencies:
-    """theta [H/2] -> frequencies of a whole head."""
+    """theta [H/2] -> frequencies of both halves of a head."""
     return Frequencies(torch.cat((theta, theta)), torch.cat((-theta, theta)))
 
 
 def rope_table_reference(
     positions: Tensor, frequencies: Frequencies, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [T, 1, H] for positions [T]; angles in the frequencies'
-    dtype.
-
-    The sines' sign is such that rotation is x * cos + swap_halves(x) * sin.
-    """
+    """See `hydraspec_kernels.rope.rope_table`."""
     t = positions.to(frequencies.cos.dtype)[:, None, None]
     cos, sin = (t * frequencies.cos).cos_(), (t * frequencies.sin).sin_()
     return (cos, sin) if cos.dtype == dtype else (cos.to(dtype), sin.to(dtype))
 
 
 def apply_rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, H] in place by a table of `rope_table`; returns x."""
+    """See `hydraspec_kernels.rope.apply_rope`."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return x.mul_(cos).addcmul_(swapped, sin)

@@ -1,9 +1,10 @@
-"""Rows times a large matrix: one warp copies, the others only multiply.
+"""Rows times a large matrix, warp-specialised: one warp copies, the others only multiply.
 
-A program owns R0 + R1 + R2 columns of the output: products of powers of two that share a tile of x
-[BM, BK], their left operand. Gated, each takes as many rows of gate and, below them, of up. The
-copying warp fills the stages with weights before the inputs are there, and runs ahead into its
-program's next columns. Gluon has no interpreter: only tests on the device run this.
+A program owns R0 + R1 + R2 columns of the output: up to three products, whose widths are powers of
+two, share a tile of x [BM, BK] as their left operand. Gated, each takes as many rows of gate and,
+below them, of up. The copying warp fills the stages with weights before the inputs are complete,
+and runs ahead into its program's next columns. Gluon has no interpreter: only tests on the device
+run this.
 """
 
 from __future__ import annotations
@@ -15,40 +16,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hydraspec_kernels.linear.plan import Broad
+from hydraspec_kernels.linear.plan import SpecializedTiling
+from hydraspec_kernels.runtime.gluon_kernel import (
+    load_tile,
+    start_next,
+    view_tiles,
+    wait_for_inputs,
+)
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
 COPY_REGISTERS = gl.constexpr(40)  # of a thread of the copying warp
-
-# Its name since Triton 3.8, and the one before, which 3.9 has no more.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _control(INSTRUCTION: gl.constexpr):
-    """One PTX instruction without operands."""
-    gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # public since Triton 3.9
-
-    @gluon.jit
-    def _seen_as(tiles, COUNT: gl.constexpr, ROWS: gl.constexpr, BK: gl.constexpr):
-        """The same shared memory as COUNT tiles [ROWS, BK]."""
-        return tiles.reinterpret(tiles.dtype, [COUNT, ROWS, BK], tiles.layout)
-
-else:
-
-    @gluon.jit
-    def _seen_as(tiles, COUNT: gl.constexpr, ROWS: gl.constexpr, BK: gl.constexpr):
-        """The same shared memory as COUNT tiles [ROWS, BK]."""
-        return tiles._reinterpret(tiles.dtype, [COUNT, ROWS, BK], tiles.layout)
 
 
 @gluon.jit
@@ -84,7 +66,7 @@ def _copy(
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BRANCHES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: step after step of tile after tile, as slots come free."""
+    """The copying warp: all steps of all tiles, as slots become free."""
     R: gl.constexpr = R0 + R1 + R2
     program, programs = gl.program_id(0), gl.num_programs(0)
     total = gl.cdiv(tiles - program, programs) * steps
@@ -96,8 +78,7 @@ def _copy(
             weight_0, weight_1, weight_2, w0, w1, w2, i, filled.index(i), n, k, N,
             R0, R1, R2, BRANCHES,
         )  # fmt: skip
-    if PDL:
-        _control("griddepcontrol.wait; // dummy $0")
+    wait_for_inputs(PDL)
     for i in range(first):
         k = (low + i % steps) * BK
         load_tile(x, [m, k], filled.index(i), xs.index(i))
@@ -162,20 +143,21 @@ def _multiply(
     BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, BRANCHES: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps, 16 rows of x each. A slot is free once the next products run."""
+    """The multiplying warps, 16 rows of x each. A slot is released once the next products run."""
     WARPS: gl.constexpr = BM // 16
     LAYOUT_0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BRANCHES * R0, 16])
-    v0 = _seen_as(w0, STAGES, BRANCHES * R0, BK)
+    TILES: gl.constexpr = w0.type.layout
+    v0 = view_tiles(w0, STAGES, BRANCHES * R0, BK, TILES)
     if R1:
         LAYOUT_1: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [WARPS, 1], [16, BRANCHES * R1, 16]
         )
-        v1 = _seen_as(w1, STAGES, BRANCHES * R1, BK)
+        v1 = view_tiles(w1, STAGES, BRANCHES * R1, BK, TILES)
     if R2:
         LAYOUT_2: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [WARPS, 1], [16, BRANCHES * R2, 16]
         )
-        v2 = _seen_as(w2, STAGES, BRANCHES * R2, BK)
+        v2 = view_tiles(w2, STAGES, BRANCHES * R2, BK, TILES)
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -218,7 +200,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _broad_kernel(
+def _specialized_kernel(
     # [splits, M, N]
     out,
     # [M, K] in tiles [BM, BK]
@@ -233,8 +215,7 @@ def _broad_kernel(
     BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        _control("griddepcontrol.launch_dependents; // dummy $0")
+    start_next(PDL)
     BRANCHES: gl.constexpr = 2 if END == "gelu_tanh" or END == "silu" else 1
     R: gl.constexpr = R0 + R1 + R2
     BYTES: gl.constexpr = 2 * BK * (BM + BRANCHES * R)
@@ -278,17 +259,17 @@ def _broad_kernel(
     )  # fmt: skip
 
 
-def launch_broad(
+def launch_specialized(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    tiling: Broad,
+    tiling: SpecializedTiling,
     *,
     end: str = "",
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The part of `linear.kernel.launch`, which has checked its arguments, for a `Broad` tiling."""
+    """`linear.kernel.launch` for a `SpecializedTiling`; it has checked the arguments."""
     (rows, k), n = x.shape, out.shape[-1]
     element = gl.float16 if x.dtype is float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for([tiling.m, tiling.k], element)
@@ -296,7 +277,7 @@ def launch_broad(
     tiles = [TensorDescriptor.from_tensor(stored, [r, tiling.k], layout) for r in tiling.columns]
     columns = (*tiling.columns, *[0] * missing)
     programs, blocks = triton.cdiv(n, sum(columns)), triton.cdiv(rows, tiling.m)
-    _broad_kernel[min(programs, tiling.most), tiling.splits, blocks](
+    _specialized_kernel[min(programs, tiling.most), tiling.splits, blocks](
         out,
         TensorDescriptor.from_tensor(x, [tiling.m, tiling.k], layout),
         *(*tiles, *[None] * missing),

@@ -1,7 +1,7 @@
-"""The linears with a copying warp compile for the GPU they are made for, on a machine without one.
+"""The warp-specialised linears compile for sm_90 on a machine without a GPU.
 
-Gluon has no interpreter, so this is what a CPU can say of them. It runs in a process of its own:
-here Triton interprets.
+Gluon has no interpreter, so a CPU can only compile them, in a separate process:
+in this one Triton interprets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels.linear.plan import Broad, tiling_of
+from hydraspec_kernels.linear.plan import SpecializedTiling, tiling_of
 
 # Rows, K, N (both branches of a gated one), end, whether partial sums are wanted.
 SHAPES = (
@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from hydraspec_kernels.linear.broad.kernel import _broad_kernel as kernel
+from hydraspec_kernels.linear.specialized_kernel import _specialized_kernel as kernel
 
 found, names = [], kernel.arg_names
 for m, columns, stages, k, registers, end, partials in json.loads(sys.argv[1]):
@@ -56,7 +56,7 @@ def test_planned_kernels_compile_and_fit(tmp_path: Path) -> None:
     jobs = []
     for rows, k, n, end, partials in SHAPES:
         tiling = tiling_of(rows, k, n, end, partials=partials)
-        assert isinstance(tiling, Broad), (rows, k, n, end, tiling)
+        assert isinstance(tiling, SpecializedTiling), (rows, k, n, end, tiling)
         jobs.append(
             [tiling.m, tiling.columns, tiling.stages, tiling.k, tiling.registers, end, partials]
         )
