@@ -61,6 +61,7 @@ def title_of(result: Json) -> str:
 
 
 def header_of(result: Json) -> list[str]:
+    """The heads of the table's columns: times per batch size, then prefill, drafts, memory."""
     largest = result["batches"][-1]
     batches = [f"batch {batch}, ms" for batch in result["batches"]]
     prefill = f"prefill {largest} x {result['prompt_tokens']}, s"

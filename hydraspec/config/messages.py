@@ -43,4 +43,5 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def listing(words: Iterable[str]) -> str:
+    """The words in alphabetical order, separated by commas."""
     return ", ".join(sorted(words))

@@ -20,11 +20,15 @@ AUTO = "auto"  # method.name until the drafter's folder has said which method it
 
 
 class Weights(Enum):
+    """Where a model's weights come from: its files, or seeded random numbers."""
+
     checkpoint = "checkpoint"
     random = "random"
 
 
 class Dtype(Enum):
+    """The floating-point type of weights, activations and KV."""
+
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -32,23 +36,31 @@ class Dtype(Enum):
 
 
 class DraftSampling(Enum):
+    """How drafts are chosen: the most likely token, or a sample."""
+
     greedy = "greedy"
     probabilistic = "probabilistic"
 
 
 class Verification(Enum):
+    """The rule that accepts drafts."""
+
     standard = "standard"
     block = "block"
     synthetic = "synthetic"
 
 
 class Device(Enum):
+    """Where the engine runs; auto takes a GPU if there is one."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
 class TrackerMode(Enum):
+    """Whether Weights & Biases records locally, uploads, or does nothing."""
+
     offline = "offline"
     online = "online"
     disabled = "disabled"
@@ -56,6 +68,8 @@ class TrackerMode(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class TargetConfig:
+    """target=…: the model whose outputs are produced."""
+
     name: str
     checkpoint: str  # a folder, a Hugging Face hub id, or "zoo:<name>" for one of the package's
     weights: Weights = Weights.checkpoint
@@ -68,6 +82,8 @@ class TargetConfig:
 
 @dataclass(slots=True, kw_only=True)
 class MethodConfig:
+    """method=…: how tokens are drafted and verified."""
+
     name: str
     num_speculative_tokens: int  # 0 with name=auto: what the drafter proposes
     checkpoint: str | None = None  # null: what target.drafters names for the method
@@ -82,6 +98,8 @@ class MethodConfig:
 
 @dataclass(slots=True, kw_only=True)
 class KVCacheConfig:
+    """engine.kv_cache: block size and memory of the paged cache."""
+
     block_size: int = 16
     memory_gib: float | None = None  # null: enough for max_num_seqs requests, within free memory
 
@@ -96,6 +114,8 @@ class VllmConfig:
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
+    """engine=…: what runs the models, on which device, how many requests at once."""
+
     name: str
     device: Device = Device.auto
     max_num_seqs: int = 16
@@ -108,6 +128,8 @@ class EngineConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ParallelismConfig:
+    """parallelism=…: devices per axis."""
+
     name: str
     tensor: int = 1
     pipeline: int = 1
@@ -116,12 +138,16 @@ class ParallelismConfig:
 
 @dataclass(slots=True, kw_only=True)
 class CudagraphConfig:
+    """cudagraph=…: which parts of a step are CUDA graphs."""
+
     name: str
     capture_sizes: list[int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingConfig:
+    """sampling=…: how requests sample, where a workload line says nothing else."""
+
     name: str
     temperature: float = 0.0
     top_k: int = 0
@@ -135,6 +161,8 @@ class SamplingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class WorkloadConfig:
+    """workload=…: the requests of a run."""
+
     name: str
     path: str | None = None  # JSON lines; "zoo:tiny" is the one that ships with the package
     limit: int | None = None
@@ -146,6 +174,8 @@ class WorkloadConfig:
 
 @dataclass(slots=True, kw_only=True)
 class TrackerConfig:
+    """tracker=…: where Weights & Biases records the run."""
+
     name: str
     project: str = "hydraspec"
     entity: str | None = None
@@ -155,12 +185,16 @@ class TrackerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class MetricsConfig:
+    """metrics: which further files a run writes."""
+
     steps: bool = False
     trace: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class BenchConfig:
+    """bench=…: a table of timings in place of a run."""
+
     name: str = "none"  # none: an ordinary run
     engines: list[str] = field(default_factory=lambda: ["native", "vllm"])
     methods: list[str] | None = None  # null: none, and the method chosen

@@ -27,15 +27,24 @@ class Segment(Protocol):
     """Consecutive requests with equally many rows."""
 
     @property
-    def first_row(self) -> int: ...
+    def first_row(self) -> int:
+        """Row of the step at which the segment begins."""
+
     @property
-    def first_request(self) -> int: ...
+    def first_request(self) -> int:
+        """Request of the step at which the segment begins."""
+
     @property
-    def num_requests(self) -> int: ...
+    def num_requests(self) -> int:
+        """Requests of the segment."""
+
     @property
-    def rows_per_request(self) -> int: ...
+    def rows_per_request(self) -> int:
+        """Rows of each request."""
+
     @property
-    def max_seq_len(self) -> int: ...
+    def max_seq_len(self) -> int:
+        """Upper bound of the segment's sequence lengths."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

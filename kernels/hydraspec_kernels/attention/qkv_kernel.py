@@ -139,6 +139,7 @@ def write_qkv_kernel(
     PADDED_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Writes normed and rotated queries to q, and keys and values to their cache rows."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

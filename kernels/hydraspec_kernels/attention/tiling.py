@@ -39,6 +39,7 @@ MAX_LATENT_SPLITS = 32
 
 
 def next_power_of_2(n: int) -> int:
+    """The lowest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 
@@ -172,6 +173,7 @@ def _programs_per_sm(shape: GroupShape, max_rows: int, programs: int) -> int:
 def decode_tiling(
     shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype
 ) -> DecodeTiling:
+    """The tiles and splits of decode attention for one KV group, a batch size and a dtype."""
     width, exact = next_power_of_2(shape.head_dim), dtype is torch.float32
     block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
     programs = _decode_programs(shape, max_rows, num_requests)

@@ -31,6 +31,7 @@ def embed_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Rows of the table times `scale`, each followed by its hidden state where one is given."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -39,6 +39,7 @@ def group_pairs_kernel(
     FILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sorts (row, expert) pairs by expert into blocks of BLOCK_M; one expert a program."""
     start_next(PDL)
     wait_for_inputs(PDL)
     mine = tl.program_id(0)
@@ -102,6 +103,7 @@ def experts_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A block of pairs times one block of columns of their expert's weight, gated where GATED."""
     start_next(PDL)
     wait_for_inputs(PDL)
     block = tl.program_id(1)
@@ -157,6 +159,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The outputs of a row's experts, summed with the router's weights."""
     start_next(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)

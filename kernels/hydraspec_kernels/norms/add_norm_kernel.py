@@ -40,6 +40,7 @@ def add_norm_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Adds the norm of the summed parts of x to h in place, and writes the next norm of h to y."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)

@@ -36,6 +36,7 @@ def ple_inputs_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Scaled table row plus normed projection, over the root of 2; some layers a program."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1) * LAYERS + tl.arange(0, LAYERS)[:, None]

@@ -37,6 +37,7 @@ def route_kernel(
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Softmax routing: the top_k experts of a row, weights normalised and scaled per expert."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, EXPERTS), tl.arange(0, TOP_K)
@@ -80,6 +81,7 @@ def route_grouped_kernel(
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sigmoid routing within the best groups: the top_k experts of a row and their weights."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     group, place = tl.arange(0, GROUPS), tl.arange(0, TOP_K)
