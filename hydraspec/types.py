@@ -1,5 +1,5 @@
-"""The records that flow through a step, and (from errors.py) what a user can do wrong. Knows no
-other room of the project.
+"""The records that flow through a step; from the kernels those that verification writes, from
+errors.py what a user can do wrong. Imports no other room of the project.
 
 Shape legend, the same letters everywhere:
 
@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from hydraspec_kernels.sampling.records import EVERYTHING
+from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
+from hydraspec_kernels.sampling.records import Verdict as Verdict
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError as CheckpointError
@@ -143,20 +146,6 @@ class RowSegment:
     max_seq_len: int  # upper bound of seq_lens over the segment's requests
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class SamplingFlags:
-    """Host facts of a batch. True means "some request may"; false skips that work for all rows.
-
-    A flag that is true without need costs time, never correctness; a flag wrongly false ignores the
-    parameter.
-    """
-
-    any_greedy: bool = True  # some request has temperature 0
-    any_top_k: bool = True
-    any_top_p: bool = True
-    any_min_p: bool = True
-
-
 @dataclass(slots=True, frozen=True)
 class BlockTable:
     """The blocks of B requests in one KV group, as they were when this was made.
@@ -195,7 +184,7 @@ class StepPlan:
     block_tables: list[BlockTable]  # per KV group
     all_greedy: bool
     num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
-    flags: SamplingFlags = SamplingFlags()
+    flags: SamplingFlags = EVERYTHING
 
 
 @dataclass(slots=True, kw_only=True)
@@ -266,7 +255,7 @@ class Batch(Rows):
     num_drafts: Tensor  # [B] int64
     samples: Tensor  # [B] bool
     all_greedy: bool  # host fact: every request that samples has temperature 0
-    flags: SamplingFlags = SamplingFlags()
+    flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
 
     @property
@@ -282,19 +271,6 @@ class TargetStep:
     logits: Tensor  # [N, V] after the soft cap, before temperature
     # A times [T, D], in the order asked for: id i is the residual stream after i layers.
     aux_hidden_states: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
-class Verdict:
-    """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted
-    drafts, then one more)."""
-
-    tokens: Tensor  # [B, K+1] int64, -1 from num_sampled on
-    num_sampled: Tensor  # [B] int64, 0 for requests that do not sample in this step
-    num_rejected: Tensor  # [B] int64, drafts under verification that were not accepted
-    # [B] int64: 1 where the last emitted token comes from logits whose maximum is not finite (a
-    # NaN, +inf, or nothing but -inf), else 0. No draft is accepted by such logits.
-    not_finite: Tensor
 
 
 @dataclass(slots=True, kw_only=True)

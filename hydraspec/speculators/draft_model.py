@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.token_choice import sample_with_probs
 from hydraspec_kernels.step_inputs import NewestRows, newest_rows
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling, RunConfig
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
-from hydraspec.sampling.sampler import sample_draft
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import (
     Batch,
@@ -139,13 +140,14 @@ class DraftModelSpeculator(BaseSpeculator):
         """
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
-        tokens, probs = sample_draft(
+        # At the temperature, but not truncated: a truncated draft could not propose every token
+        # that the target may accept.
+        seed = state.seed.index_select(0, batch.slots)
+        tokens, probs = sample_with_probs(
             self.head.compute_logits(hidden),
             state.temperature.index_select(0, batch.slots),
-            state.seed.index_select(0, batch.slots),
-            seq_lens + (1 + index),
-            index,
-            batch.flags,
+            DrawKey(seed, seq_lens + (1 + index), Purpose.DRAFT, index),
+            any_greedy=batch.flags.any_greedy,
         )
         ids = self.draft_vocab_map
         return tokens if ids is None else ids.index_select(0, tokens), probs

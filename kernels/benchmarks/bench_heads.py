@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
 from hydraspec_kernels.embedding.centroid_head import centroid_greedy
-from hydraspec_kernels.sampling.random_streams import Purpose
-from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.rejection import Rule
+from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 from hydraspec_kernels.sampling.token_choice import draw_tokens, greedy_tokens, sample_with_probs
 from hydraspec_kernels.sampling.verification import (
     commit_tokens,
     store_drafts,
-    verify_at_rate,
     verify_prefix,
+    verify_synthetic,
 )
 from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows
 from torch import Tensor
@@ -47,10 +50,10 @@ def choices(rows: int, vocab: int) -> list[Call]:
     read = rows * vocab * 2
 
     def drawn(logits: Tensor) -> object:
-        return sample_with_probs(logits, hot, seed, position, Purpose.DRAFT, 0)
+        return sample_with_probs(logits, hot, DrawKey(seed, position, Purpose.DRAFT, 0))
 
     def weighted(probs: Tensor) -> Tensor:
-        return draw_tokens(probs, seed, position, Purpose.BONUS, 0)
+        return draw_tokens(probs, DrawKey(seed, position, Purpose.BONUS, 0))
 
     return [
         ("greedy_tokens", greedy_tokens, lambda: (logits_of(rows, vocab),), read),
@@ -102,8 +105,8 @@ def small_work(requests: int) -> list[Call]:
     """What a step does beside the models; launches, not bytes, are what it costs."""
     s = step(requests)
     tables, sizes = [s["table"], s["table"]], [BLOCK_SIZE, BLOCK_SIZE]
-    about = [s[x] for x in ("verify_rows", "draft_tokens", "num_drafts", "samples")]
-    verified = verify_prefix(s["choices"], *about)
+    batch = state = SimpleNamespace(**s)
+    verified = verify_prefix(s["choices"], batch)
     newest = newest_rows(
         verified.tokens, verified.num_sampled, verified.num_rejected,
         *(s[x] for x in ("query_start_loc", "slots", "num_computed")),
@@ -115,30 +118,28 @@ def small_work(requests: int) -> list[Call]:
         return prepare_rows(*laid, tables, sizes, DRAFTS)
 
     def at_rate() -> object:
-        return verify_at_rate(s["choices"], *about, s["seq_lens"], s["slots"], s["seed"], 2.5)
+        return verify_synthetic(s["choices"], batch, s["seed"], 2.5)
 
     def commit() -> object:
-        named = ("token_ids", "num_computed", "slots", "seq_lens", "num_drafts", "samples")
-        return commit_tokens(*(s[x] for x in named), verified.tokens, verified.num_rejected)
+        return commit_tokens(state, batch, verified)
 
     def newest_of() -> object:
         rest = [s[x] for x in ("query_start_loc", "slots", "num_computed")]
         return newest_rows(verified.tokens, verified.num_sampled, verified.num_rejected, *rest)
 
     def store() -> object:
-        named = ("token_ids", "num_computed", "slots", "samples", "draft_tokens")
-        return store_drafts(*(s[x] for x in named))
+        return store_drafts(state, batch, s["draft_tokens"])
 
     def behind() -> object:
         return decode_rows(newest.positions, newest.seq_lens, 1, tables, sizes)
 
     def prefix() -> object:
-        return verify_prefix(s["choices"], *about)
+        return verify_prefix(s["choices"], batch)
 
     work = {
         "prepare_rows, 2 groups": rows,
         "verify_prefix": prefix,
-        "verify_at_rate": at_rate,
+        "verify_synthetic": at_rate,
         "commit_tokens": commit,
         "newest_rows": newest_of,
         "decode_rows, 2 groups": behind,
@@ -150,8 +151,6 @@ def small_work(requests: int) -> list[Call]:
 def sampled_verification(requests: int, vocab: int) -> list[Call]:
     """Verification by distributions: drafts chosen outright, and drafts sampled from q."""
     s = step(requests)
-    named = ("verify_rows", "draft_tokens", "num_drafts", "samples", "seq_lens", "slots")
-    about = [s[x] for x in (*named, "temperature", "seed")]
     rows = requests * (DRAFTS + 1)
     q = torch.randn(requests, DRAFTS, vocab, device="cuda").softmax(-1)
     made = []
@@ -160,9 +159,10 @@ def sampled_verification(requests: int, vocab: int) -> list[Call]:
         ("standard, sampled", Rule.STANDARD, q, 1),
         ("block, sampled", Rule.BLOCK, q, DRAFTS),
     ):
+        batch = SimpleNamespace(draft_probs=probs, draft_vocab_map=None, **s)
 
-        def verify(logits: Tensor, rule: Rule = rule, probs: Tensor | None = probs) -> object:
-            return verify_sampled(logits, *about, probs, rule)
+        def verify(logits: Tensor, rule: Rule = rule, batch: Any = batch) -> object:
+            return verify_sampled_launches(logits, batch, batch, rule)
 
         read = float(rows * vocab * 2 + requests * again * vocab * 6)
         made.append((f"verify {name}", verify, lambda: (logits_of(rows, vocab),), read))

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from harness import Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.records import SamplingTensors
+from hydraspec_kernels.sampling.rejection import Rule
+from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 from hydraspec_kernels.sampling.truncation import truncate_, truncate_reference
 from torch import Tensor
 
 DRAFTS = 3
-NAMES = ("temperature", "top_k", "top_p", "min_p")
 CASES = {  # top_k, top_p, min_p
     "top_k=64 top_p=0.95": (64, 0.95, 0.0),
     "top_k=64": (64, 1.0, 0.0),
@@ -37,24 +40,33 @@ def normal(rows: int, vocab: int) -> Tensor:
     return torch.randn(rows, vocab, device="cuda").mul_(3).bfloat16()
 
 
-def parameters(rows: int, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, ...]:
-    """temperature, top_k, top_p, min_p of requests of one row each."""
-    values = ((0.8, torch.float32), (top_k, torch.long), (top_p, torch.float32))
-    made = [torch.full((rows,), v, dtype=d, device="cuda") for v, d in values]
-    return (*made, torch.full((rows,), min_p, device="cuda"))
+def parameters(rows: int, top_k: int, top_p: float, min_p: float) -> SamplingTensors:
+    """Of requests of one row each."""
+    return SamplingTensors(
+        temperature=torch.full((rows,), 0.8, device="cuda"),
+        top_k=torch.full((rows,), top_k, device="cuda"),
+        top_p=torch.full((rows,), top_p, device="cuda"),
+        min_p=torch.full((rows,), min_p, device="cuda"),
+    )
 
 
-def step(rows: int, width: int) -> tuple[Tensor, ...]:
-    """verify_rows, num_drafts, samples and slots of requests of `width` rows each."""
+def step(rows: int, width: int) -> SimpleNamespace:
+    """A batch of requests of `width` rows each."""
     each = torch.arange(rows // width, device="cuda")
-    named = torch.arange(rows, device="cuda").view(-1, width)
-    return named, torch.full_like(each, width - 1), torch.ones_like(each, dtype=torch.bool), each
+    return SimpleNamespace(
+        verify_rows=torch.arange(rows, device="cuda").view(-1, width),
+        draft_tokens=torch.randint(0, 1000, (len(each), width - 1), device="cuda"),
+        num_drafts=torch.full_like(each, width - 1),
+        samples=torch.ones_like(each, dtype=torch.bool),
+        seq_lens=each + 50,
+        slots=each,
+    )
 
 
 def truncations(rows: int, vocab: int, with_torch: bool) -> list[Measured]:
     """Rows are written over: every call cuts a copy, whose time is taken off."""
     lines = []
-    where = step(rows, 1)
+    batch = step(rows, 1)
     read = float(rows * vocab * 2)
     for shape, make in (("zipf", zipf), ("normal", normal)):
         kept = [one for (one,) in rotation(lambda make=make: (make(rows, vocab),), most=8)]
@@ -63,16 +75,14 @@ def truncations(rows: int, vocab: int, with_torch: bool) -> list[Measured]:
         for name, given in CASES.items():
             about = parameters(rows, *given)
 
-            def cut(
-                x: Tensor, scratch: Tensor = scratch, about: tuple[Tensor, ...] = about
-            ) -> None:
+            def cut(x: Tensor, scratch: Tensor = scratch, about: Any = about) -> None:
                 scratch.copy_(x)
-                truncate_(scratch, *where, *about)
+                truncate_(scratch, batch, about)
 
             micros = time_us(cut, [(x,) for x in kept]) - copy
             lines.append(Measured(f"{name}, {shape}", f"{rows}x{vocab}", micros, read))
             if with_torch and name.startswith("top_k=64 top_p"):
-                sorting = partial(truncate_reference, **dict(zip(NAMES, about, strict=True)))
+                sorting = partial(truncate_reference, sampling=about)
                 micros = time_us(sorting, [(kept[0],)], least_calls=2, replays=3)
                 lines.append(Measured(f"torch, {shape}", f"{rows}x{vocab}", micros, read))
     return lines
@@ -82,9 +92,9 @@ def verifications(rows: int, vocab: int) -> list[Measured]:
     """Verification of rows that are truncated already."""
     if rows % (DRAFTS + 1):
         return []
-    named, num_drafts, samples, slots = step(rows, DRAFTS + 1)
-    drafts = torch.randint(0, 1000, (len(slots), DRAFTS), device="cuda")
-    hot, seed = torch.full((len(slots),), 0.8, device="cuda"), slots * 7
+    batch = step(rows, DRAFTS + 1)
+    slots = batch.slots
+    hot = torch.full((len(slots),), 0.8, device="cuda")
     probs = torch.randn(len(slots), DRAFTS, vocab, device="cuda").softmax(-1)
     lines = []
     for name, rule, q, again in (  # rows that are read a second time, beside their q
@@ -92,12 +102,12 @@ def verifications(rows: int, vocab: int) -> list[Measured]:
         ("verify, sampled", Rule.STANDARD, probs, 1),
         ("verify block, sampled", Rule.BLOCK, probs, DRAFTS),
     ):
+        state = SimpleNamespace(
+            temperature=hot, seed=slots * 7, draft_probs=q, draft_vocab_map=None
+        )
 
-        def verify(x: Tensor, rule: Rule = rule, q: Tensor | None = q) -> object:
-            lens = slots + 50
-            return verify_sampled(
-                x, named, drafts, num_drafts, samples, lens, slots, hot, seed, q, rule
-            )
+        def verify(x: Tensor, rule: Rule = rule, state: Any = state) -> object:
+            return verify_sampled_launches(x, batch, state, rule)
 
         sets = rotation(lambda: (zipf(rows, vocab),), most=8)
         read = float(rows * vocab * 2 + len(slots) * again * vocab * 6)

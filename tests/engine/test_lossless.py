@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from fuzz_stages import RANDOM_GEMMAS
-from hydraspec_kernels.sampling.verification import Verified
 from scenarios import (
     KNOWN_TOKENS,
     Outcome,
@@ -143,12 +142,12 @@ def accept_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier lets the first wrong draft pass."""
     true_verify = verifier.verify_prefix
 
-    def verify(choices: Tensor, rows: Tensor, drafts: Tensor, *rest: Tensor) -> Verified:
-        verdict = true_verify(choices, rows, drafts, *rest)
+    def verify(choices: Tensor, batch: Batch) -> Verdict:
+        verdict = true_verify(choices, batch)
         more = (verdict.num_rejected > 0).long()
         width = torch.arange(verdict.tokens.shape[1])
         wrong = (width == verdict.num_sampled[:, None] - 1) & (more[:, None] > 0)
-        padded = torch.nn.functional.pad(drafts, (0, 1), value=0)
+        padded = torch.nn.functional.pad(batch.draft_tokens, (0, 1), value=0)
         verdict.tokens = torch.where(wrong, padded, verdict.tokens)
         return verdict
 

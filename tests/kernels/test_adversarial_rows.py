@@ -6,10 +6,14 @@ ends the process: a kernel that never ends cannot be interrupted otherwise.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
-from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.records import SamplingTensors
 from hydraspec_kernels.sampling.token_choice import kernel as choice
 from hydraspec_kernels.sampling.token_choice.reference import (
     draw_tokens_reference,
@@ -26,31 +30,40 @@ INF = torch.inf
 NO_END = pytest.mark.timeout(60)  # a thread watches it, see `tests/conftest.py`
 
 
-def cut(logits: Tensor, given: list[Tensor]) -> Tensor:
+def cut(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """A request each row, truncated by the kernels."""
-    count, device = len(logits), logits.device
-    slots = torch.arange(count, device=device)
-    none = torch.zeros_like(slots)
+    slots = torch.arange(len(logits), device=logits.device)
+    batch = SimpleNamespace(
+        verify_rows=slots.view(-1, 1),
+        num_drafts=torch.zeros_like(slots),
+        samples=slots >= 0,
+        slots=slots,
+    )
     rows = logits.clone()
-    truncate_(rows, slots.view(-1, 1), none, slots >= 0, slots, *given)
+    truncate_(rows, batch, sampling)  # type: ignore[arg-type]
     return rows
 
 
-def parameters(chosen: list[tuple[int, float, float]], device: str) -> list[Tensor]:
-    """temperature, top_k, top_p and min_p, [N] each."""
+def parameters(chosen: list[tuple[int, float, float]], device: str) -> SamplingTensors:
+    """Of as many rows as chosen."""
     top_k, top_p, min_p = zip(*chosen, strict=True)
     temperature = torch.tensor([1.0, 0.3])[torch.arange(len(chosen)) % 2]
-    made = [temperature, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)]
-    return [x.to(device) for x in made]
+    return SamplingTensors(
+        temperature=temperature.to(device),
+        top_k=torch.tensor(top_k, device=device),
+        top_p=torch.tensor(top_p, device=device),
+        min_p=torch.tensor(min_p, device=device),
+    )
 
 
-def check_rows(names: list[str], logits: Tensor, given: list[Tensor]) -> None:
+def check_rows(names: list[str], logits: Tensor, given: SamplingTensors) -> None:
     """Both the kernels and the reference, where rows have a distribution; else that what is left
     is what was given, and something if something was."""
     got = cut(logits, given)
     is_broken = torch.tensor([name in BROKEN for name in names], device=logits.device)
-    whole = [x[~is_broken] for x in (logits, *given)]
-    if len(whole[0]):
+    if not is_broken.all():
+        rows = {name: values[~is_broken] for name, values in asdict(given).items()}
+        whole = (logits[~is_broken], SamplingTensors(**rows))
         check_kept(got[~is_broken], *whole)
         check_kept(truncate_reference(*whole), *whole)
     left, broken = got[is_broken], logits[is_broken]
@@ -78,13 +91,11 @@ def test_a_few_of_all_truncations(vocab: int, count: int, dtype: str) -> None:
 def test_all_truncations_of_all_rows(dtype: str) -> None:
     """top_p alone hung GPUs for ever at vocabularies of 65 to 2,048 tokens."""
     device, vocabularies = torch.device("cuda"), (*VOCABULARIES, 300, 2_048)
-    float_one = torch.ones(1, device="cuda")
-    int_one = torch.ones(1, dtype=torch.int64, device="cuda")
     if can_compile_ahead(device):  # one after the other they take a minute
         with compiled_ahead(device):
             for vocab in vocabularies:
                 one = torch.zeros(1, vocab, dtype=DTYPES[dtype], device="cuda")
-                cut(one, [float_one, int_one, float_one, float_one])
+                cut(one, parameters([(1, 1.0, 1.0)], "cuda"))
     for vocab in vocabularies:
         every = truncations(vocab)
         given = parameters(every, "cuda")
@@ -102,13 +113,14 @@ def check_choices(vocab: int, dtype: torch.dtype, device: str) -> None:
     assert choice.greedy_tokens_kernel(logits).equal(greedy_tokens_reference(logits))
     keys = torch.arange(count, device=device)
     temperature = torch.tensor([1.0, 0.3, 1e-6, 0.0], device=device)[keys % 4]
-    asked = (logits, temperature, keys, keys, Purpose.BONUS, 1)
+    asked = (logits, temperature, DrawKey(keys, keys, Purpose.BONUS, 1))
     got, probs = choice.sample_with_probs_kernel(*asked)
     assert got[whole].equal(sample_with_probs_reference(*asked, any_greedy=True)[0][whole])
     assert not probs.isnan().any()
     weights = logits.float().exp()
-    drawn = choice.draw_tokens_kernel(weights, keys, keys, Purpose.DRAFT, 0)
-    wanted = draw_tokens_reference(weights, keys, keys, Purpose.DRAFT, 0)
+    key = DrawKey(keys, keys, Purpose.DRAFT, 0)
+    drawn = choice.draw_tokens_kernel(weights, key)
+    wanted = draw_tokens_reference(weights, key)
     assert drawn[whole].equal(wanted[whole])
     for tokens in (got, drawn):
         assert ((tokens >= 0) & (tokens < vocab)).all()

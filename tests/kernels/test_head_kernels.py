@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,11 @@ def to(device: str, *values: Any) -> list[Any]:
         else v.to(device) if torch.is_tensor(v) else v
         for v in values
     ]  # fmt: skip
+
+
+def moved(record: SimpleNamespace, device: str, copy: bool = False) -> Any:
+    values = {name: x.to(device, copy=copy) for name, x in vars(record).items()}
+    return SimpleNamespace(**values)
 
 
 def fields(record: Any) -> dict[str, Any]:
@@ -237,10 +243,8 @@ def test_padding_of_a_parallel_drafter(device: str) -> None:
         assert (rows[-behind:] == -1).all()
 
 
-def verify_inputs(
-    count: int, num_drafts: int, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """choices, verify_rows, draft_tokens, num_drafts, samples: few tokens, so that many match."""
+def verify_inputs(count: int, num_drafts: int, seed: int = 0) -> tuple[Tensor, SimpleNamespace]:
+    """Choices and a batch: few tokens, so that many match."""
     draw = torch.Generator().manual_seed(seed)
     drafts_of = torch.randint(0, num_drafts + 1, (count,), generator=draw)
     samples = torch.rand(count, generator=draw) < 0.8
@@ -254,16 +258,22 @@ def verify_inputs(
     choices = torch.randint(0, 2, (int(rows.sum()),), generator=draw)
     broken = torch.rand(choices.shape, generator=draw) < 0.1
     choices = torch.where(broken, ~choices, choices)
-    return choices, verify_rows * samples[:, None], drafts, drafts_of, samples
+    return choices, SimpleNamespace(
+        verify_rows=verify_rows * samples[:, None],
+        draft_tokens=drafts,
+        num_drafts=drafts_of,
+        samples=samples,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_drafts", range(9))
 def test_prefix_verification(num_drafts: int, device: str) -> None:
     """Some choices are marked: they accept no draft, not even -1, and none emits a mark."""
-    given = verify_inputs(70, num_drafts, seed=num_drafts)
-    wanted = verify_reference.verify_prefix_reference(*given)
-    assert_same(verify_kernel.verify_prefix_kernel(*to(device, *given)), wanted)
+    choices, batch = verify_inputs(70, num_drafts, seed=num_drafts)
+    wanted = verify_reference.verify_prefix_reference(choices, batch)
+    got = verify_kernel.verify_prefix_kernel(choices.to(device), moved(batch, device))
+    assert_same(got, wanted)
     assert num_drafts < 2 or wanted.num_sampled.unique().numel() > 2
     assert 0 < wanted.not_finite.sum() < 70
     emitted = torch.arange(num_drafts + 1) < wanted.num_sampled[:, None]
@@ -273,12 +283,15 @@ def test_prefix_verification(num_drafts: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [1.0, 2.3, 4.0])
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
-def test_verification_at_a_rate(num_drafts: int, length: float, device: str) -> None:
+def test_synthetic_verification(num_drafts: int, length: float, device: str) -> None:
     """The draws are those of the streams: the same drafts are accepted everywhere."""
-    given = verify_inputs(70, num_drafts)
-    more = (torch.randint(20, 900, (70,)), torch.randperm(90)[:70], torch.randint(-99, 99, (90,)))
-    wanted = verify_reference.verify_at_rate_reference(*given, *more, length)
-    got = verify_kernel.verify_at_rate_kernel(*to(device, *given, *more), length)
+    choices, batch = verify_inputs(70, num_drafts)
+    batch.seq_lens, batch.slots = torch.randint(20, 900, (70,)), torch.randperm(90)[:70]
+    seed = torch.randint(-99, 99, (90,))
+    wanted = verify_reference.verify_synthetic_reference(choices, batch, seed, length)
+    got = verify_kernel.verify_synthetic_kernel(
+        choices.to(device), moved(batch, device), seed.to(device), length
+    )
     assert_same(got, wanted)
 
 
@@ -286,22 +299,27 @@ def test_verification_at_a_rate(num_drafts: int, length: float, device: str) -> 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_commit_and_drafts(num_drafts: int, padding: int, device: str) -> None:
-    """Only slots in use change; the last column belongs to nobody."""
+    """Only slots in use change; the last column takes masked writes."""
     given = requests(40, num_drafts, padding=padding)
     tokens, sampled, rejected = verdicts(given, num_drafts)
     samples = sampled > 0
     seq_lens = (given.num_computed[given.slots] + given.num_rows).where(given.num_rows > 0, 0)
-    step = (given.slots, seq_lens, given.num_drafts, samples, tokens, rejected)
-    ours = to(device, given.token_ids.clone(), given.num_computed.clone())
-    theirs = [given.token_ids.clone(), given.num_computed.clone()]
-    verify_kernel.commit_tokens_kernel(*ours, *to(device, *step))
-    verification.commit_tokens(*theirs, *step)
+    step = SimpleNamespace(
+        slots=given.slots, seq_lens=seq_lens, num_drafts=given.num_drafts, samples=samples
+    )
+    verdict = SimpleNamespace(tokens=tokens, num_rejected=rejected)
+    theirs = SimpleNamespace(
+        token_ids=given.token_ids.clone(), num_computed=given.num_computed.clone()
+    )
+    ours = moved(theirs, device, copy=True)
+    verify_kernel.commit_tokens_kernel(ours, moved(step, device), moved(verdict, device))
+    verification.commit_tokens(theirs, step, verdict)
     drafts = torch.randint(0, 1000, (len(samples), num_drafts + 1))
-    verify_kernel.store_drafts_kernel(*ours, *to(device, given.slots, samples, drafts))
-    verification.store_drafts(*theirs, given.slots, samples, drafts)
-    assert ours[0][:, :-1].cpu().equal(theirs[0][:, :-1])
-    assert ours[1].cpu().equal(theirs[1])
-    assert ours[0][-1].cpu().equal(given.token_ids[-1])
+    verify_kernel.store_drafts_kernel(ours, moved(step, device), drafts.to(device))
+    verification.store_drafts(theirs, step, drafts)
+    assert ours.token_ids[:, :-1].cpu().equal(theirs.token_ids[:, :-1])
+    assert ours.num_computed.cpu().equal(theirs.num_computed)
+    assert ours.token_ids[-1].cpu().equal(given.token_ids[-1])
 
 
 def test_public_functions_take_the_reference_on_the_cpu() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +128,9 @@ def test_no_thread_rounds_a_sum_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(launches, "group_statistics", Recorded())
     monkeypatch.setattr(launches, "cut_rows", Recorded())
     one = torch.zeros(1, dtype=torch.int64)
-    truncate_(torch.zeros(1, 70), one.view(1, 1), one, one > -1, one, *(one.float(),) * 4)
+    batch = SimpleNamespace(verify_rows=one.view(1, 1), num_drafts=one, samples=one > -1, slots=one)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    truncate_(torch.zeros(1, 70), batch, SimpleNamespace(**dict.fromkeys(names, one.float())))  # type: ignore[arg-type]
     given = {"num_warps": 1, "enable_fp_fusion": kernel.options.get("enable_fp_fusion", True)}
     job = ("sampling.truncation", "find_cuts", CUTS, CUT_SIZES | {"ALL_GROUPS": 2}, given)
     ((fused, shuffles),) = compiled(COMPILE, [job], tmp_path)

@@ -1,12 +1,16 @@
-"""A decode step's own kernels and heads inside one CUDA graph: replays equal the eager calls."""
+"""The kernels of a decode step outside its layers in one CUDA graph: replays equal eager calls."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hydraspec_kernels.embedding.centroid_head import centroid_greedy
-from hydraspec_kernels.sampling.random_streams import Purpose
-from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.rejection import Rule
+from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 from hydraspec_kernels.sampling.token_choice import greedy_tokens, sample_with_probs
 from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts, verify_prefix
 from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows, shifted_tokens
@@ -51,16 +55,11 @@ def step(g: Given, num_drafts: int) -> list[Tensor]:
         g["num_computed"], g["token_ids"], slots, g["num_rows"], g["num_drafts"],
         g["row_request"], g["row_offset"], tables, SIZES, num_drafts, padded=True,
     )  # fmt: skip
-    about = (g["verify_rows"], rows.draft_tokens, g["num_drafts"], g["samples"])
-    sampled = verify_sampled(
-        g["logits"], *about, rows.seq_lens, slots, g["temperature"], g["seed"], None,
-        Rule.STANDARD,
-    )  # fmt: skip
-    verdict = verify_prefix(greedy_tokens(g["logits"]), *about)
-    commit_tokens(
-        g["token_ids"], g["num_computed"], slots, rows.seq_lens, g["num_drafts"], g["samples"],
-        verdict.tokens, verdict.num_rejected,
-    )  # fmt: skip
+    batch: Any = SimpleNamespace(draft_tokens=rows.draft_tokens, seq_lens=rows.seq_lens, **g)
+    state: Any = SimpleNamespace(draft_probs=None, draft_vocab_map=None, **g)
+    sampled = verify_sampled_launches(g["logits"], batch, state, Rule.STANDARD)
+    verdict = verify_prefix(greedy_tokens(g["logits"]), batch)
+    commit_tokens(state, batch, verdict)
     newest = newest_rows(
         verdict.tokens, verdict.num_sampled, verdict.num_rejected, g["query_start_loc"], slots,
         g["num_computed"],
@@ -70,9 +69,10 @@ def step(g: Given, num_drafts: int) -> list[Tensor]:
     greedy = centroid_greedy(g["d"], g["weights"], g["centroids"], g["clusters"], 5, None)
     logits = g["logits"][: len(slots)]
     hot, seed = g["temperature"][slots], g["seed"][slots]
-    drawn, probs = sample_with_probs(logits, hot, seed, newest.seq_lens, Purpose.DRAFT, 0)
+    key = DrawKey(seed, newest.seq_lens, Purpose.DRAFT, 0)
+    drawn, probs = sample_with_probs(logits, hot, key)
     drafts = torch.stack([greedy, drawn, greedy][:num_drafts], 1)
-    store_drafts(g["token_ids"], g["num_computed"], slots, g["samples"], drafts)
+    store_drafts(state, batch, drafts)
     return [
         rows.input_ids, rows.positions, *rows.slot_mapping, rows.draft_tokens, sampled.tokens,
         verdict.tokens, newest.rows, newest.token_ids, *behind.slot_mapping, shifted, drafts, probs,

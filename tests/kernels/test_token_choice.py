@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
 from hydraspec_kernels.sampling.token_choice import kernel
 from hydraspec_kernels.sampling.token_choice.reference import (
     draw_tokens_reference,
@@ -61,18 +61,21 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     return seeds, torch.randint(0, 2**40, (rows,), generator=draw)
 
 
+def moved(key: DrawKey, device: str) -> DrawKey:
+    return DrawKey(*(x.to(device) if isinstance(x, Tensor) else x for x in key))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [5, 2048, 5000])
 def test_draws_are_those_of_the_streams(vocab: int, device: str) -> None:
     """The same uniforms to the bit: a race over equal weights has its winner from them alone."""
     seeds, positions = keys(20)
-    index, purpose = torch.arange(20) % 9, torch.arange(20) % 4
     weights = torch.ones(20, vocab)
-    wanted = draw_tokens_reference(weights, seeds, positions, purpose, index)
-    moved = [x.to(device) for x in (weights, seeds, positions, purpose, index)]
-    assert kernel.draw_tokens_kernel(*moved).cpu().equal(wanted)  # type: ignore[arg-type]
-    plain = kernel.draw_tokens_kernel(*moved[:3], Purpose.RESIDUAL, 3).cpu()
-    assert plain.equal(draw_tokens_reference(weights, seeds, positions, Purpose.RESIDUAL, 3))
+    every = torch.arange(20)
+    key = DrawKey(seeds, positions, every % 4, every % 9)
+    for given in (key, DrawKey(seeds, positions, Purpose.RESIDUAL, 3)):
+        got = kernel.draw_tokens_kernel(weights.to(device), moved(given, device))
+        assert got.cpu().equal(draw_tokens_reference(weights, given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,10 +88,9 @@ def test_draws_from_weights(dtype: torch.dtype, device: str) -> None:
     weights[7] = 0
     weights[8] = torch.nan
     weights[9, :4499] = 0
-    wanted = draw_tokens_reference(weights, seeds, positions, Purpose.BONUS, 2)
-    got = kernel.draw_tokens_kernel(
-        weights.to(device), seeds.to(device), positions.to(device), Purpose.BONUS, 2
-    )
+    key = DrawKey(seeds, positions, Purpose.BONUS, 2)
+    wanted = draw_tokens_reference(weights, key)
+    got = kernel.draw_tokens_kernel(weights.to(device), moved(key, device))
     assert got.cpu().equal(wanted)
     assert got[9] == 4499
 
@@ -97,10 +99,10 @@ def test_draws_from_weights(dtype: torch.dtype, device: str) -> None:
 def test_draws_over_leading_dimensions(device: str) -> None:
     seeds, positions = keys(3)
     weights = randn(3, 4, 50).exp()
-    arguments = (weights, seeds[:, None], positions[:, None] + torch.arange(4), Purpose.DRAFT)
-    wanted = draw_tokens_reference(*arguments, torch.arange(4))
-    moved = [x.to(device) if torch.is_tensor(x) else x for x in (*arguments, torch.arange(4))]
-    assert kernel.draw_tokens_kernel(*moved).cpu().equal(wanted)
+    index = torch.arange(4)
+    key = DrawKey(seeds[:, None], positions[:, None] + index, Purpose.DRAFT, index)
+    got = kernel.draw_tokens_kernel(weights.to(device), moved(key, device))
+    assert got.cpu().equal(draw_tokens_reference(weights, key))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,9 +113,10 @@ def test_sampled_tokens(vocab: int, dtype: torch.dtype, device: str) -> None:
     logits = (randn(16, vocab) * 4).to(dtype)
     temperature = torch.tensor([0.0, 0.7, 1.0, 3.0])[torch.arange(16) % 4]
     seeds, positions = keys(16)
-    arguments = (logits, temperature, seeds, positions)
-    wanted, _ = sample_with_probs_reference(*arguments, Purpose.BONUS, 1, any_greedy=True)
-    got, _ = kernel.sample_with_probs_kernel(*(x.to(device) for x in arguments), Purpose.BONUS, 1)
+    key = DrawKey(seeds, positions, Purpose.BONUS, 1)
+    wanted, _ = sample_with_probs_reference(logits, temperature, key, any_greedy=True)
+    given = (logits.to(device), temperature.to(device), moved(key, device))
+    got, _ = kernel.sample_with_probs_kernel(*given)
     assert got.cpu().equal(wanted)
 
 
@@ -126,9 +129,9 @@ def test_sampling_from_odd_rows(temperature: float, device: str) -> None:
     logits[:, 30] = -1e4
     logits[38:] = torch.nan
     logits[36:38] = -INF
-    seeds, positions = torch.arange(40), torch.arange(40)
-    moved = [x.to(device) for x in (logits, torch.full((40,), temperature), seeds, positions)]
-    got = kernel.sample_with_probs_kernel(*moved, Purpose.DRAFT, 0)[0].cpu()
+    key = moved(DrawKey(torch.arange(40), torch.arange(40), Purpose.DRAFT, 0), device)
+    temperatures = torch.full((40,), temperature, device=device)
+    got = kernel.sample_with_probs_kernel(logits.to(device), temperatures, key)[0].cpu()
     allowed = {3, 4100} if temperature < 1e6 else {3, 30, 4100}
     assert set(got[:36].tolist()) == allowed
     assert ((got >= 0) & (got < 5000)).all()
@@ -142,9 +145,11 @@ def test_distributions_of_drafts(vocab: int, device: str) -> None:
     logits[:, 5] = -INF
     temperature = torch.tensor([0.0, 0.7, 1.0, 3.0, 1e-6, 0.0])
     seeds, positions = keys(6)
-    arguments = (logits, temperature, seeds, positions)
-    tokens, probs = sample_with_probs_reference(*arguments, Purpose.DRAFT, 2, any_greedy=True)
-    got = kernel.sample_with_probs_kernel(*(x.to(device) for x in arguments), Purpose.DRAFT, 2)
+    key = DrawKey(seeds, positions, Purpose.DRAFT, 2)
+    tokens, probs = sample_with_probs_reference(logits, temperature, key, any_greedy=True)
+    got = kernel.sample_with_probs_kernel(
+        logits.to(device), temperature.to(device), moved(key, device)
+    )
     assert got[0].cpu().equal(tokens)
     torch.testing.assert_close(got[1].cpu(), probs)
     assert got[1][0].cpu().equal(probs[0])
@@ -156,11 +161,10 @@ def test_sampling_follows_the_distribution() -> None:
     count, vocab = 4000, 4097
     logits = torch.full((vocab,), -INF)
     logits[[0, 1, 2047, 2048, 4096]] = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.5])
-    moved = [
-        x.cuda()
-        for x in (logits.expand(count, -1), torch.ones(count), torch.arange(count))
-    ]  # fmt: skip
-    got = kernel.sample_with_probs_kernel(*moved, moved[2], Purpose.BONUS, 0)[0].cpu()
+    every = torch.arange(count, device="cuda")
+    rows, temperature = logits.cuda().expand(count, -1), torch.ones(count, device="cuda")
+    key = DrawKey(every, every, Purpose.BONUS, 0)
+    got = kernel.sample_with_probs_kernel(rows, temperature, key)[0].cpu()
     counts = torch.bincount(got, minlength=vocab).double()
     expected = logits.double().softmax(-1) * count
     support = expected > 0
@@ -177,6 +181,6 @@ def test_a_full_vocabulary_on_the_device(rows: int) -> None:
     assert kernel.greedy_tokens_kernel(logits).equal(greedy_tokens_reference(logits))
     seeds, positions = (x.cuda() for x in keys(rows))
     temperature = torch.full((rows,), 0.8, device="cuda")
-    arguments = (logits, temperature, seeds, positions, Purpose.BONUS, 2)
+    arguments = (logits, temperature, DrawKey(seeds, positions, Purpose.BONUS, 2))
     wanted, _ = sample_with_probs_reference(*arguments, any_greedy=False)
     assert kernel.sample_with_probs_kernel(*arguments)[0].equal(wanted)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.sampling.records import SamplingTensors
 from hydraspec_kernels.sampling.truncation import launches, truncate_, truncate_reference
 from kernel_places import DEVICES, PLACES, poison
 from torch import Tensor
@@ -30,14 +33,27 @@ def parameters(rows: int, **given: object) -> dict[str, Tensor]:
     return made
 
 
+def truncate_rows(
+    rows: Tensor, named: Tensor, num_drafts: Tensor, samples: Tensor, slots: Tensor, given: Any
+) -> None:
+    """The kernels' truncation of rows on a device; the rest may be elsewhere."""
+    batch = {"verify_rows": named, "num_drafts": num_drafts, "samples": samples, "slots": slots}
+    moved = ({name: x.to(rows.device) for name, x in of.items()} for of in (batch, given))
+    truncate_(rows, *(SimpleNamespace(**tensors) for tensors in moved))  # type: ignore[arg-type]
+
+
+def by_sorting(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return truncate_reference(logits, SamplingTensors(**given))
+
+
 def cut(logits: Tensor, parameters: dict[str, Tensor], device: str = "cpu") -> Tensor:
-    """A request each row, with slots of their own in another order."""
+    """A request each row, whose slots are in the opposite order."""
     count = len(logits)
     slots = torch.arange(count - 1, -1, -1)
     where = (torch.arange(count).view(-1, 1), torch.zeros_like(slots), torch.ones_like(slots) > 0)
-    by_slot = [values.flip(0) for values in parameters.values()]
+    by_slot = {name: values.flip(0) for name, values in parameters.items()}
     rows = logits.to(device).clone()
-    truncate_(rows, *(x.to(device) for x in (*where, slots, *by_slot)))  # type: ignore[arg-type]
+    truncate_rows(rows, *where, slots, by_slot)
     return rows.cpu()
 
 
@@ -67,7 +83,7 @@ def test_mixed_requests(
     logits = (randn(rows, vocab, seed=vocab) * 3).to(dtype)
     logits[:, 3:9] = -INF
     given = mixed(rows, vocab, seed=vocab + 1)
-    assert cut(logits, given, device).equal(truncate_reference(logits, **given))
+    assert cut(logits, given, device).equal(by_sorting(logits, given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,7 +96,7 @@ def test_rows_with_many_ties(device: str) -> None:
         top_p=torch.tensor([1, 1, 0.2, 0.7, 0.6, 0.5]),
     )
     got = cut(logits, given, device)
-    assert got.equal(truncate_reference(logits, **given))
+    assert got.equal(by_sorting(logits, given))
     count = (got > -INF).sum(-1)
     values = got[0][got[0] > -INF]
     assert count[0] == (logits[0] >= values.min()).sum() > 3
@@ -113,7 +129,7 @@ def test_temperatures_that_make_ties(temperature: float, device: str) -> None:
     logits[:, 140] = 1e4
     given = parameters(3, temperature=temperature, top_k=torch.tensor([9, 3, 0]), top_p=0.9)
     given["top_p"][0] = 1.0
-    assert cut(logits, given, device).equal(truncate_reference(logits, **given))
+    assert cut(logits, given, device).equal(by_sorting(logits, given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -146,7 +162,7 @@ def test_more_tokens_than_are_listed(device: str, monkeypatch: pytest.MonkeyPatc
     given = mixed(8, 700, seed=3) | {"temperature": torch.ones(8)}
     given["top_k"][:4] = torch.tensor([0, 10, 60, 300])
     given["top_p"][:4] = torch.tensor([0.9, 1.0, 0.95, 0.7])
-    assert cut(logits, given, device).equal(truncate_reference(logits, **given))
+    assert cut(logits, given, device).equal(by_sorting(logits, given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -162,14 +178,11 @@ def test_rows_that_nobody_needs_stay(device: str) -> None:
     given = parameters(5, top_k=torch.tensor([5, 5, 5, 0, 7]))
     given["temperature"][2] = 0.0
     rows = wide.to(device).clone()
-    truncate_(
-        rows[:, :100],
-        *(x.to(device) for x in (named, num_drafts, samples, slots, *given.values())),  # type: ignore[arg-type]
-    )
+    truncate_rows(rows[:, :100], named, num_drafts, samples, slots, given)
     got, wanted = rows.cpu()[:, :100], logits.clone()
     for row, top_k in {2: 7, 1: 7, 7: 5, 6: 5, 8: 5}.items():
         one = slice(row, row + 1)
-        wanted[one] = truncate_reference(logits[one], **parameters(1, top_k=top_k))
+        wanted[one] = by_sorting(logits[one], parameters(1, top_k=top_k))
     assert got.equal(wanted)
     assert rows[:, 100].isnan().all()
 
@@ -193,7 +206,7 @@ def test_full_vocabularies(rows: int, vocab: int, shape: str, dtype: torch.dtype
     got = cut(logits, given, "cuda")
     assert cut(logits, given, "cuda").equal(got)
     moved = {name: value.cuda() for name, value in given.items()}
-    wanted = truncate_reference(logits.cuda(), **moved).cpu()
+    wanted = by_sorting(logits.cuda(), moved).cpu()
     kept, differ = got > -INF, (got > -INF) != (wanted > -INF)
     assert got[kept].equal(logits[kept])
     assert (kept.sum(-1) > 0).all()
@@ -212,14 +225,14 @@ def test_a_captured_truncation_reads_its_parameters_anew() -> None:
     static, stream = logits.clone(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        truncate_(static, *where, *given.values())  # type: ignore[arg-type]
+        truncate_rows(static, *where, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        truncate_(static, *where, *given.values())  # type: ignore[arg-type]
+        truncate_rows(static, *where, given)
     for top_k, top_p in ((0, 0.9), (3, 1.0), (0, 1.0)):
         given["top_k"].fill_(top_k)
         given["top_p"].fill_(top_p)
         static.copy_(logits)
         graph.replay()
         repeated = {name: value.repeat_interleave(2) for name, value in given.items()}
-        assert static.equal(truncate_reference(logits, **repeated))
+        assert static.equal(by_sorting(logits, repeated))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.sampling.records import EVERYTHING
 from kernel_places import mend_loops
 from torch import Tensor
 
-from hydraspec.sampling.sampler import EVERYTHING
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.types import Batch, RequestState, SamplingFlags, Verdict
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
+from hydraspec_kernels.sampling import rejection
 from odd_rows import BROKEN, DTYPES, VOCABULARIES, odd_rows, truncations
 
-from hydraspec.sampling import verifier
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import SamplingFlags
 
@@ -71,7 +71,7 @@ def check_verdicts(
         step, verify = step.to(device), build(rule)
         got = by_kernels(step, verify)  # and cuts the logits
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verifier, "runs_kernels", lambda _: False)
+            patch.setattr(rejection, "runs_kernels", lambda _: False)
             wanted = step.verdict(verify, WHOLE)
         count, tokens = got.num_sampled.cpu(), got.tokens.cpu()
         emitted = tokens[torch.arange(K + 1) < count[:, None]]
@@ -88,7 +88,7 @@ def build(rule: str) -> Any:
 
 def by_kernels(step: Any, verify: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier, "runs_kernels", lambda _: True)
+        patch.setattr(rejection, "runs_kernels", lambda _: True)
         return step.verdict(verify, TRUNCATED)
 
 

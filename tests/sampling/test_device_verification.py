@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hydraspec_kernels.sampling.rejection import Rule, launches, verify_sampled
+from hydraspec_kernels.sampling import rejection
+from hydraspec_kernels.sampling.rejection import Rule, launches
 from hydraspec_kernels.sampling.token_choice import reference
-from hydraspec_kernels.sampling.verification import Verified
 from kernel_places import DEVICES
 from torch import Tensor
 
-from hydraspec.sampling import verifier
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import SamplingFlags, Verdict
 
-RULES = {"standard": Rule.STANDARD, "block": Rule.BLOCK, "synthetic": Rule.AT_RATE}
+RULES = {"standard": Rule.STANDARD, "block": Rule.BLOCK, "synthetic": Rule.SYNTHETIC}
 NO_TRUNCATION = SamplingFlags(any_top_k=False, any_top_p=False, any_min_p=False)
 LENGTH = 1.7
 
@@ -60,17 +59,16 @@ def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str, *
 
 def verified_by_kernels(
     step: Any, verification: str, device: str, is_truncated: bool = False
-) -> Verified:
-    batch, state = step.batch, step.state
-    given = [
-        step.logits, batch.verify_rows, batch.draft_tokens, batch.num_drafts, batch.samples,
-        batch.seq_lens, batch.slots, state.temperature, state.seed, state.draft_probs,
-    ]  # fmt: skip
-    moved = [None if x is None else x.to(device) for x in given]
-    ids = (
-        state.draft_vocab_map if state.draft_vocab_map is None else state.draft_vocab_map.to(device)
+) -> Verdict:
+    moved = step.to(device)
+    return launches.verify_sampled_launches(
+        moved.logits,
+        moved.batch,
+        moved.state,
+        RULES[verification],
+        LENGTH,
+        is_truncated=is_truncated,
     )
-    return verify_sampled(*moved, RULES[verification], LENGTH, ids, is_truncated)  # type: ignore[arg-type]
 
 
 def by_kernels(
@@ -192,7 +190,7 @@ def test_truncated_verdicts_are_those_of_the_verifiers(
     wanted = step.verdict(verify, flags)
     moved = step.to(device)
     with monkeypatch.context() as patch:
-        patch.setattr(verifier, "runs_kernels", lambda _: True)
+        patch.setattr(rejection, "runs_kernels", lambda _: True)
         got = moved.verdict(verify, flags)
     assert got.num_sampled.cpu().equal(wanted.num_sampled)
     assert got.num_rejected.cpu().equal(wanted.num_rejected)

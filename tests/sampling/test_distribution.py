@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.sampling import rejection
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.records import SamplingTensors
+from hydraspec_kernels.sampling.rejection import reference
+from hydraspec_kernels.sampling.token_choice import sample_with_probs
+from hydraspec_kernels.sampling.truncation import target_probs
 from scipy import optimize, stats
 from torch import Tensor
 
-from hydraspec.sampling import verifier
-from hydraspec.sampling.sampler import process_logits, sample_draft
-from hydraspec.sampling.streams import Purpose
 from hydraspec.sampling.verifier import build_verifier
 
 ALPHA = 1e-4
@@ -67,7 +70,7 @@ def chain_distribution(setup: Setup) -> Tensor:
     given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": setup.temperature}
     given |= setup.truncation
     rows = {name: torch.full((VOCAB,), value) for name, value in given.items()}
-    step = process_logits(target.double(), **rows)
+    step = target_probs(target.double(), SamplingTensors(**rows))
     joint = step[0]
     for _ in range(HORIZON - 1):
         joint = (joint.view(-1, VOCAB, 1) * step).flatten()
@@ -92,13 +95,9 @@ def propose(setup: Setup, last: Tensor, seed: Tensor, computed: Tensor) -> tuple
     temperature = torch.full_like(last, setup.temperature, dtype=torch.float32)
     tokens, probs = [last], []
     for index in range(NUM_DRAFTS):
-        drafted, distribution = sample_draft(
-            table[tokens[-1]],
-            temperature,
-            seed,
-            computed + 1 + index,
-            index if setup.index_drafts else 0,
-        )
+        place = index if setup.index_drafts else 0
+        key = DrawKey(seed, computed + 1 + index, Purpose.DRAFT, place)
+        drafted, distribution = sample_with_probs(table[tokens[-1]], temperature, key)
         if not setup.probabilistic or setup.softmax_for_argmax:
             drafted = table[tokens[-1]].argmax(-1)
         tokens.append(drafted)
@@ -234,7 +233,7 @@ def test_kernels_emit_sequences_that_follow_the_target(
 
     assert goodness_of_fit(setup, step) > ALPHA
     if truncation != "untruncated":
-        monkeypatch.setattr(verifier, "truncate_", lambda *_: None)
+        monkeypatch.setattr(rejection, "truncate_", lambda *_: None)
         assert goodness_of_fit(setup, step) < ALPHA
 
 
@@ -254,7 +253,7 @@ def test_mutation_noise_shared_by_draft_and_residual_is_caught(
     setup = Setup(verification=verification)
     assert goodness_of_fit(setup, make_step) > ALPHA
     shared = SimpleNamespace(ACCEPT=Purpose.ACCEPT, RESIDUAL=Purpose.DRAFT, BONUS=Purpose.BONUS)
-    monkeypatch.setattr(verifier, "Purpose", shared)
+    monkeypatch.setattr(reference, "Purpose", shared)
     assert goodness_of_fit(setup, make_step) < ALPHA
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.sampling.rejection import reference
 
-from hydraspec.sampling import verifier as verifier_module
 from hydraspec.sampling.verifier import build_verifier
 
 RARE, COMMON, OTHER = 5, 2, 0
@@ -31,7 +31,7 @@ def test_a_rare_token_outside_is_what_a_rejection_recovers(
     )
     assert step.verdict(verify).num_rejected.sum() < 40
     monkeypatch.setattr(
-        verifier_module,
+        reference,
         "uniform",
         lambda seed, position, purpose, index: torch.ones_like(position, dtype=torch.double),
     )

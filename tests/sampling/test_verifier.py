@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.rejection import reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hydraspec.sampling import verifier as verifier_module
-from hydraspec.sampling.streams import Purpose
 from hydraspec.sampling.verifier import Verifier, build_verifier
 from hydraspec.types import ConfigurationError
 
@@ -234,7 +234,7 @@ def test_extreme_draws_and_distributions_stay_legal(
         probs = logits[:, :3].softmax(-1).float()
         logits[:, :3] = probs.double().log()
     monkeypatch.setattr(
-        verifier_module,
+        reference,
         "uniform",
         lambda seed, position, purpose, index: torch.full_like(position, draw, dtype=torch.double),
     )
@@ -301,14 +301,12 @@ def test_draws_are_keyed_by_predicted_position_purpose_and_index(
         seen["accept"] = [position.tolist(), purpose, index.tolist()]
         return torch.full_like(position, 0.5, dtype=torch.double)
 
-    def spy_sample(
-        weights: Tensor, seed: Tensor, position: Tensor, purpose: Tensor, index: Tensor
-    ) -> Tensor:
-        seen["next"] = [seed.tolist(), position.tolist(), purpose.tolist(), index.tolist()]
+    def spy_draw(weights: Tensor, key: DrawKey) -> Tensor:
+        seen["next"] = [part.tolist() for part in key]  # type: ignore[union-attr]
         return weights.argmax(-1)
 
-    monkeypatch.setattr(verifier_module, "uniform", spy_uniform)
-    monkeypatch.setattr(verifier_module, "sample", spy_sample)
+    monkeypatch.setattr(reference, "uniform", spy_uniform)
+    monkeypatch.setattr(reference, "draw_tokens", spy_draw)
     step = make_step(
         sure([[1, 2, 3, 4], [1, 2, 3, 4], [5, 0, 0, 0]]),
         torch.tensor([[1, 0, 3], [1, 2, 3], [0, 0, 0]]),

@@ -1,4 +1,4 @@
-"""Sampled drafts of a round have noise of their own, also where all steps stand at one position."""
+"""Sampled drafts of a round have separate noise, also where all steps are at one position."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from graph_runs import graph_config, make_graph_engine, run_requests, zoo_requests
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling
@@ -24,13 +25,12 @@ def test_noise_is_keyed_by_the_predicted_position_and_the_drafts_number(
     config = graph_config(method, "none", draft_sampling=DraftSampling.probabilistic)
     engine = make_graph_engine(config, None)
     keys: list[tuple[Tensor, int]] = []
-    true_sample = draft_model.sample_draft
+    true_sample = draft_model.sample_with_probs
 
-    def sample(
-        logits: Tensor, heat: Tensor, seed: Tensor, at: Tensor, index: int, *rest: Any
-    ) -> Any:
-        keys.append((at.clone(), index))
-        return true_sample(logits, heat, seed, at, index, *rest)
+    def sample(logits: Tensor, temperature: Tensor, key: DrawKey, **rest: Any) -> Any:
+        assert key.purpose is Purpose.DRAFT
+        keys.append((key.position.clone(), key.index))  # type: ignore[arg-type]
+        return true_sample(logits, temperature, key, **rest)
 
     speculator = engine.parts.runner.speculator
     true_propose, num_rounds = speculator.propose, 0
@@ -46,7 +46,7 @@ def test_noise_is_keyed_by_the_predicted_position_and_the_drafts_number(
         num_rounds += len(keys) > 0
         return draft
 
-    monkeypatch.setattr(draft_model, "sample_draft", sample)
+    monkeypatch.setattr(draft_model, "sample_with_probs", sample)
     monkeypatch.setattr(speculator, "propose", propose)
     with torch.inference_mode():
         run_requests(engine, zoo_requests(2, longest=4, temperature=0.9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import torch
+from hydraspec_kernels.sampling.records import SamplingTensors
 from hydraspec_kernels.sampling.truncation.reference import kth_largest
 from torch import Tensor
 
@@ -49,18 +50,16 @@ def truncations(vocab: int) -> list[tuple[int, float, float]]:
     return list(product((0, 1, vocab, vocab + 9), TOP_P, MIN_P))
 
 
-def check_kept(
-    got: Tensor, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> None:
+def check_kept(got: Tensor, logits: Tensor, sampling: SamplingTensors) -> None:
     """That rows [N, V] without NaN or +inf are cut as the definition cuts them, with masses in
     float64; where a mass is top_p up to SLACK, either side is right."""
-    wide = logits.float()
-    scaled = (wide - wide.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
+    wide, top_p, least = logits.float(), sampling.top_p, sampling.min_p.unsqueeze(-1)
+    scaled = (wide - wide.amax(-1, keepdim=True)) / sampling.temperature.unsqueeze(-1)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    is_in = ordered >= kth_largest(ordered, top_k)
+    is_in = ordered >= kth_largest(ordered, sampling.top_k)
     mass = torch.where(is_in, ordered, -INF).double().softmax(-1)
     before, limit = mass.cumsum(-1) - mass, top_p.unsqueeze(-1).double()
-    weight, least = ordered.exp(), min_p.unsqueeze(-1)
+    weight = ordered.exp()
     is_in &= ordered > -INF
     surely = is_in & ((before < limit - SLACK) | (limit >= 1)) & (weight >= least * (1 + 1e-5))
     maybe = is_in & ((before < limit + SLACK) | (limit >= 1)) & (weight >= least * (1 - 1e-5))

@@ -68,21 +68,12 @@ def write_request(
 def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
     """Write the verdict into the state: emitted tokens behind the computed ones, then the new
     computed count."""
-    commit_tokens(
-        state.token_ids,
-        state.num_computed,
-        batch.slots,
-        batch.seq_lens,
-        batch.num_drafts,
-        batch.samples,
-        verdict.tokens,
-        verdict.num_rejected,
-    )
+    commit_tokens(state, batch, verdict)
 
 
 def store_draft(state: RequestState, batch: Batch, draft: Draft) -> None:
     """Put the drafts behind each request's newest sampled token, where the next step's rows read
     them."""
-    store_drafts(state.token_ids, state.num_computed, batch.slots, batch.samples, draft.tokens)
+    store_drafts(state, batch, draft.tokens)
     if draft.probs is not None and state.draft_probs is not None:
         state.draft_probs.index_copy_(0, batch.slots, draft.probs)

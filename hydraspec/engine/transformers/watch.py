@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 
 import torch
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
+from hydraspec_kernels.sampling.records import SamplingTensors
+from hydraspec_kernels.sampling.token_choice import draw_tokens
+from hydraspec_kernels.sampling.truncation import target_probs
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
-from hydraspec.sampling.sampler import process_logits, sample
-from hydraspec.sampling.streams import Purpose
 from hydraspec.types import PHASES, RequestStep, SamplingFlags, StepRecord
 
 NOT_MEASURED: dict[str, float | None] = dict.fromkeys(PHASES)
@@ -120,10 +122,12 @@ class StreamSampler(LogitsProcessor):  # type: ignore[misc]
         self, sequences: Sequence[OfferedRequest], num_padding: Sequence[int], device: torch.device
     ) -> None:
         settings = [sequence.request.sampling for sequence in sequences]
-        self._temperature = torch.tensor([s.temperature for s in settings], device=device)
-        self._top_k = torch.tensor([s.top_k for s in settings], device=device)
-        self._top_p = torch.tensor([s.top_p for s in settings], device=device)
-        self._min_p = torch.tensor([s.min_p for s in settings], device=device)
+        self._sampling = SamplingTensors(
+            temperature=torch.tensor([s.temperature for s in settings], device=device),
+            top_k=torch.tensor([s.top_k for s in settings], device=device),
+            top_p=torch.tensor([s.top_p for s in settings], device=device),
+            min_p=torch.tensor([s.min_p for s in settings], device=device),
+        )
         self._seed = torch.tensor([s.seed for s in settings], device=device)
         self._num_padding = torch.tensor(num_padding, device=device)
         self._flags = SamplingFlags(
@@ -135,9 +139,7 @@ class StreamSampler(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids [B, any], scores [B, V] of the next token -> [B, V], finite at one token."""
-        probs = process_logits(
-            scores, self._temperature, self._top_k, self._top_p, self._min_p, self._flags
-        )
         position = input_ids.shape[1] - self._num_padding
-        drawn = sample(probs, self._seed, position, Purpose.BONUS, 0)
+        key = DrawKey(self._seed, position, Purpose.BONUS, 0)
+        drawn = draw_tokens(target_probs(scores, self._sampling, self._flags), key)
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.unsqueeze(1), 0.0)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# int64 with the bits of SplitMix64's 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB.
-GOLDEN: tl.constexpr = tl.constexpr(-7046029254386353131)
-FIRST_MULTIPLIER: tl.constexpr = tl.constexpr(-4658895280553007687)
-SECOND_MULTIPLIER: tl.constexpr = tl.constexpr(-7723592293110705685)
-INDEX_AND_PURPOSE_BITS: tl.constexpr = tl.constexpr(16)
-INDEX_STEP: tl.constexpr = tl.constexpr(4)
+from hydraspec_kernels.sampling.random_streams import reference
+from hydraspec_kernels.sampling.random_streams.reference import Purpose
 
-ACCEPT: tl.constexpr = tl.constexpr(1)
-RESIDUAL: tl.constexpr = tl.constexpr(2)
-BONUS: tl.constexpr = tl.constexpr(3)
+GOLDEN: tl.constexpr = tl.constexpr(reference.GOLDEN)
+FIRST_MULTIPLIER: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[0])
+SECOND_MULTIPLIER: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[1])
+CODE_BITS: tl.constexpr = tl.constexpr(reference.INDEX_BITS + reference.PURPOSE_BITS)
+INDEX_STEP: tl.constexpr = tl.constexpr(1 << reference.PURPOSE_BITS)
+
+ACCEPT: tl.constexpr = tl.constexpr(int(Purpose.ACCEPT))
+RESIDUAL: tl.constexpr = tl.constexpr(int(Purpose.RESIDUAL))
+BONUS: tl.constexpr = tl.constexpr(int(Purpose.BONUS))
 
 
 @triton.jit
@@ -30,7 +32,7 @@ def _mix(words):
 @triton.jit
 def stream_key(seed, position, code):
     """The key of a draw: seed, position int64 and code = index * INDEX_STEP + purpose."""
-    counter = (position.to(tl.int64) << INDEX_AND_PURPOSE_BITS) + code
+    counter = (position.to(tl.int64) << CODE_BITS) + code
     return _mix(counter * GOLDEN + _mix(seed.to(tl.int64) + GOLDEN))
 
 
@@ -43,5 +45,5 @@ def unit_interval(words):
 
 @triton.jit
 def exponential(key, numbers):
-    """Standard exponential draws, float64, of int64 numbers under one key."""
+    """Exp(1) draws, float64, of int64 numbers under one key."""
     return -tl.log(unit_interval(_mix(key + numbers * GOLDEN)))

@@ -1,11 +1,15 @@
-"""Counter-based random numbers in plain int64 tensor arithmetic, and what keys them.
+"""Counter-based random numbers in int64 tensor arithmetic (SplitMix64), and exponential races.
 
-Knows nothing of probabilities or tokens; no generator state, no host sync.
+An exponential race draws one of n things with weights w: with independent E_i ~ Exp(1), one for
+each thing, argmax_i w_i / E_i is i with probability w_i / sum(w). Gumbel-max is the logarithm of
+it: argmax_i log w_i + G_i with G_i = -log E_i. A race needs no sum and no sorted order, so it is
+the same on every device and in every batch.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +24,31 @@ class Purpose(IntEnum):
     BONUS = 3
 
 
+class DrawKey(NamedTuple):
+    """What a draw is a function of; tensors of any shapes that broadcast.
+
+    After a rejection the same position is drafted again at a smaller index. Under block
+    verification its first draw has already influenced the output, so it must not come back: the
+    index is part of the key.
+    """
+
+    seed: Tensor  # int64
+    position: Tensor  # int64, of the predicted token, below 2**47
+    purpose: Purpose | Tensor
+    index: int | Tensor  # 0..MAX_INDEX, the draft's place in its step
+
+
 def _signed(word: int) -> int:
     """A 64-bit word as the int64 that has the same bits."""
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _SHIFTS = (30, 27, 31)
-_INDEX_BITS, _PURPOSE_BITS = 14, 2
+INDEX_BITS, PURPOSE_BITS = 14, 2
 
-MAX_INDEX = (1 << _INDEX_BITS) - 1
+MAX_INDEX = (1 << INDEX_BITS) - 1
 
 
 def _fold_(words: Tensor, shift: int) -> None:
@@ -41,9 +59,9 @@ def _fold_(words: Tensor, shift: int) -> None:
 def _mix_(words: Tensor) -> Tensor:
     """Bijective finaliser of SplitMix64 (Steele et al. 2014; Stafford's variant 13), in place."""
     _fold_(words, _SHIFTS[0])
-    words *= _MULTIPLIERS[0]
+    words *= MULTIPLIERS[0]
     _fold_(words, _SHIFTS[1])
-    words *= _MULTIPLIERS[1]
+    words *= MULTIPLIERS[1]
     _fold_(words, _SHIFTS[2])
     return words
 
@@ -51,15 +69,9 @@ def _mix_(words: Tensor) -> Tensor:
 def stream_key(
     seed: Tensor, position: Tensor, purpose: Purpose | Tensor, index: int | Tensor
 ) -> Tensor:
-    """The 64-bit key of a draw, int64, of the arguments' broadcast shape.
-
-    seed and position are int64; position is that of the predicted token (below 2**47). index
-    (0..MAX_INDEX) is the draft's place in its step: after a rejection the same position is drafted
-    again at a smaller index, and under block verification its first draw has already influenced the
-    output, so it must not come back.
-    """
-    counter = (position << (_INDEX_BITS + _PURPOSE_BITS)) + ((index << _PURPOSE_BITS) + purpose)
-    return _mix_(counter * _GOLDEN + _mix_(seed + _GOLDEN))
+    """The 64-bit word of a `DrawKey`, int64, of the arguments' broadcast shape."""
+    counter = (position << (INDEX_BITS + PURPOSE_BITS)) + ((index << PURPOSE_BITS) + purpose)
+    return _mix_(counter * GOLDEN + _mix_(seed + GOLDEN))
 
 
 def unit_interval(words: Tensor) -> Tensor:
@@ -70,10 +82,7 @@ def unit_interval(words: Tensor) -> Tensor:
 def uniform(
     seed: Tensor, position: Tensor, purpose: Purpose | Tensor, index: int | Tensor
 ) -> Tensor:
-    """Uniform draws in the open interval (0, 1), float64, of the arguments' broadcast shape.
-
-    Arguments as in `stream_key`.
-    """
+    """Uniform draws in the open interval (0, 1), float64, one for each `DrawKey`."""
     return unit_interval(stream_key(seed, position, purpose, index))
 
 
@@ -84,12 +93,8 @@ def exponential_race(
     index: int | Tensor,
     numbers: Tensor,
 ) -> Tensor:
-    """Standard exponential draws, one for each of `numbers` [..., n] (int64, of one kind of thing
-    that a draw chooses among), float64 [..., n], strictly positive.
-
-    argmax(weights / race) is a sample from the normalised weights (the exponential race; Gumbel-max
-    is its logarithm). [...] is the broadcast shape of the other arguments, which are as in
-    `stream_key`.
+    """The Exp(1) draws E of a race between things with these numbers: int64 [..., n] -> float64
+    [..., n], strictly positive; [...] is the broadcast shape of the `DrawKey`.
     """
     key = stream_key(seed, position, purpose, index)
-    return unit_interval(_mix_(key.unsqueeze(-1) + numbers * _GOLDEN)).log_().neg_()
+    return unit_interval(_mix_(key.unsqueeze(-1) + numbers * GOLDEN)).log_().neg_()

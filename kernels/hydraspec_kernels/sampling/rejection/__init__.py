@@ -1,55 +1,51 @@
-"""Verification against the target's distribution, without tensors of probabilities.
+"""Speculative sampling: drafts accepted against the target's distribution, losslessly.
 
-The specification is the sampling package's verifiers: their rules in plain torch are what runs on
-a CPU. The draws are the same.
+The reference is the specification, and what runs on a CPU. The kernels hold no tensor of target
+probabilities, and draw the same random numbers.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-
+import torch
 from torch import Tensor
 
-from hydraspec_kernels.sampling.verification import Verified
+from hydraspec_kernels.runtime.launch import runs_kernels
+from hydraspec_kernels.sampling.records import (
+    EVERYTHING,
+    SamplingFlags,
+    SlotSampling,
+    Verdict,
+    VerifiedBatch,
+)
+from hydraspec_kernels.sampling.rejection.reference import Rule, verify_sampled_reference
+from hydraspec_kernels.sampling.truncation import truncate_
 
 __all__ = ["Rule", "verify_sampled"]
 
 
-class Rule(IntEnum):
-    """How drafts are accepted."""
-
-    STANDARD = 0  # token by token, by p / q
-    BLOCK = 1  # the longest prefix that passes
-    AT_RATE = 2  # by a fixed mean, whatever the drafts
-
-
 def verify_sampled(
-    logits: Tensor,  # [N, V]
-    verify_rows: Tensor,  # [B, K+1] rows of N
-    draft_tokens: Tensor,  # [B, K], -1 where there is no draft
-    num_drafts: Tensor,  # [B]
-    samples: Tensor,  # [B] bool
-    seq_lens: Tensor,  # [B]
-    slots: Tensor,  # [B]
-    temperature: Tensor,  # [S]
-    seed: Tensor,  # [S]
-    draft_probs: Tensor | None,  # [S, K, V'] float32; None: drafts were chosen outright
+    logits: Tensor,
+    batch: VerifiedBatch,
+    state: SlotSampling,
     rule: Rule,
-    acceptance_length: float = 1.0,  # of Rule.AT_RATE
-    draft_vocab_map: Tensor | None = None,  # [V'] ids of the drafter's tokens; None: V' is V
-    is_truncated: bool = False,
-) -> Verified:
-    """Accept drafts by `rule`, then emit a token recovered from the residual, or the bonus.
+    acceptance_length: float = 1.0,
+    flags: SamplingFlags = EVERYTHING,
+) -> Verdict:
+    """Accept drafts by `rule`, then emit a token drawn from the residual after a rejection, or
+    from the target after the last draft.
 
-    Only where kernels run. The target's distribution is that of the logits at the temperature:
-    what is cut off them is -inf already. Requests of temperature 0 accept, and emit, the argmax.
-    Logits whose maximum is not finite accept no draft, and what is emitted from them is marked.
-    `is_truncated` is a host fact that saves work, not a matter of results: much is cut off.
+    logits [N, V] are the rows that `batch.verify_rows` counts in; kernels truncate them in place.
+    With `state.draft_probs` drafts count as sampled from it, else as argmaxes (q = 1). Requests of
+    temperature 0 accept, and emit, the argmax. Logits whose maximum is not finite accept no draft,
+    and a token emitted from them is marked. `acceptance_length` is that of Rule.SYNTHETIC.
     """
+    if not runs_kernels(logits) or logits.dtype is torch.float64:
+        return verify_sampled_reference(logits, batch, state, rule, acceptance_length, flags)
     # Triton is imported where kernels run only.
     from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 
+    if flags.any_truncation:
+        truncate_(logits, batch, state)
     return verify_sampled_launches(
-        logits, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, temperature, seed,
-        draft_probs, rule, acceptance_length, draft_vocab_map, is_truncated,
-    )  # fmt: skip
+        logits, batch, state, rule, acceptance_length, is_truncated=flags.any_truncation
+    )

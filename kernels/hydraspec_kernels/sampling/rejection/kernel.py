@@ -1,10 +1,10 @@
-"""Verification by distributions in four launches: peaks and masses of chunks of the rows, the same
-of rows with p and q of each draft, acceptance, and the draw of each request's next token with the
-verdict. Drafts that were sampled take a fifth, the residuals' mass in chunks: before acceptance if
-that is by blocks, else behind it and of one row.
+"""Speculative sampling in four launches: peaks and masses of chunks of the rows; peaks and masses
+of rows, with p and q of each draft; acceptance; and the draw of each request's next token, with the
+verdict. Sampled drafts take a fifth, the residual's mass in chunks: of all offered rows before
+acceptance under block verification, else of one row after it.
 
-Rows that no request needs (behind its drafts, or of a request that does not sample) are skipped,
-and what would have been stored for them is never read.
+Rows that no request needs (after its last draft, or of a request that does not sample) are skipped,
+and their entries are never read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hydraspec_kernels.sampling.random_streams.kernel import (
     stream_key,
     unit_interval,
 )
-from hydraspec_kernels.sampling.rejection import Rule
+from hydraspec_kernels.sampling.rejection.reference import Rule
 from hydraspec_kernels.sampling.token_choice.kernel import (
     NO_TOKEN,
     finite,
@@ -33,12 +33,12 @@ from hydraspec_kernels.sampling.token_choice.kernel import (
 )
 
 BLOCK_RULE: tl.constexpr = tl.constexpr(int(Rule.BLOCK))
-RATE_RULE: tl.constexpr = tl.constexpr(int(Rule.AT_RATE))
+SYNTHETIC_RULE: tl.constexpr = tl.constexpr(int(Rule.SYNTHETIC))
 
 
 @triton.jit
 def _row_of(verify_rows_ptr, num_drafts_ptr, samples_ptr, request, j, K: tl.constexpr):
-    """The logits row that verifies draft j or follows the last one, and whether it is needed."""
+    """Row j of a request among the rows of logits, and whether the request needs it."""
     is_needed = (j <= tl.load(num_drafts_ptr + request)) & (tl.load(samples_ptr + request) != 0)
     return tl.load(verify_rows_ptr + request * (K + 1) + j), is_needed
 
@@ -58,7 +58,7 @@ def chunk_statistics(
     vocab_size,
     num_chunks,
     K: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of one program
+    CHUNKS: tl.constexpr,  # chunks of one program
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -79,7 +79,7 @@ def chunk_statistics(
 
 @triton.jit
 def _q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width):
-    """q of target tokens; the drafter proposes what its vocabulary lacks with probability 0."""
+    """q of target tokens; 0 outside the drafter's vocabulary."""
     if draft_index_ptr is not None:
         token = tl.load(draft_index_ptr + token, mask=is_token, other=-1)
         is_token = token >= 0
@@ -91,14 +91,14 @@ def row_statistics(
     peak_ptr,  # [B, K+1] float32
     mass_ptr,  # [B, K+1] float32, of rows that are not greedy
     best_ptr,  # [B, K+1] int32, of greedy rows
-    target_ptr,  # [B, K] float32 p of the draft
-    draft_ptr,  # [B, K] float32 q of the draft
+    p_of_draft_ptr,  # [B, K] float32 p of the draft
+    q_of_draft_ptr,  # [B, K] float32 q of the draft
     peaks_ptr,  # [B, K+1, C]
     masses_ptr,  # [B, K+1, C]
     ids_ptr,  # [B, K+1, C]
     logits_ptr,  # [N, V]
     draft_probs_ptr,  # [S, K, V'] or None
-    draft_index_ptr,  # [V] places in V', -1 where there is none; None: V' is V
+    draft_index_ptr,  # [V] places in V', -1 outside the drafter's vocabulary; None: V' is V
     drafts_ptr,  # [B, K]
     verify_rows_ptr,  # [B, K+1]
     num_drafts_ptr,  # [B]
@@ -147,9 +147,9 @@ def row_statistics(
             tl.store(best_ptr + place, best)
             p = (draft == best).to(tl.float32)
         if j < K:
-            tl.store(target_ptr + request * K + j, p)
+            tl.store(p_of_draft_ptr + request * K + j, p)
             if draft_probs_ptr is not None:
-                tl.store(draft_ptr + request * K + j, q)
+                tl.store(q_of_draft_ptr + request * K + j, q)
 
 
 @triton.jit
@@ -164,22 +164,22 @@ def _num_offered(drafts_ptr, samples_ptr, request, K: tl.constexpr):
 
 
 @triton.jit
-def _advance(running, target_ptr, draft_ptr, at):
-    """min(p_{i-1} * p(x_i) / q(x_i), 1), and 0 where q(x_i) is."""
-    p, q = tl.load(target_ptr + at), 1.0
-    if draft_ptr is not None:
-        q = tl.load(draft_ptr + at)
+def _running_ratio(running, p_of_draft_ptr, q_of_draft_ptr, at):
+    """r_i = min(r_{i-1} * p(x_i) / q(x_i), 1), and 0 where q(x_i) is."""
+    p, q = tl.load(p_of_draft_ptr + at), 1.0
+    if q_of_draft_ptr is not None:
+        q = tl.load(q_of_draft_ptr + at)
     ratio = tl.where(q > 0, p / tl.where(q > 0, q, 1.0), 0.0)
     return tl.minimum(running * ratio, 1.0)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def residual_of_chunks(
-    residuals_ptr,  # [B, K, C] float32 sum of max(p_j p - q, 0) at row j, where it is needed
-    num_accepted_ptr,  # [B] row j of who recovers, and p_j = 1; None: all rows, and a p_j each
+    residuals_ptr,  # [B, K, C] float32 sum of max(r_j p - q, 0) at row j, where it is needed
+    num_accepted_ptr,  # [B] row j of requests that recover, with r_j = 1; None: all rows
     is_recovery_ptr,  # [B]
-    target_ptr,  # [B, K]
-    draft_ptr,  # [B, K]
+    p_of_draft_ptr,  # [B, K]
+    q_of_draft_ptr,  # [B, K]
     peak_ptr,  # [B, K+1]
     mass_ptr,  # [B, K+1]
     logits_ptr,  # [N, V]
@@ -195,9 +195,9 @@ def residual_of_chunks(
     draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of one program
+    CHUNKS: tl.constexpr,  # chunks of one program
     CHUNK: tl.constexpr,
-    TRUNCATED: tl.constexpr,  # most chunks may be without mass
+    TRUNCATED: tl.constexpr,  # whether to look for chunks without mass: most may be
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -215,11 +215,11 @@ def residual_of_chunks(
     slot = tl.load(slots_ptr + request)
     temperature = tl.load(temperature_ptr + slot)
     residuals = tl.zeros([CHUNKS], tl.float32)
-    if is_needed & (temperature > 0):  # a greedy prefix passes by its ratio alone
+    if is_needed & (temperature > 0):  # a greedy prefix passes by its ratio, without a residual
         if num_accepted_ptr is None:
             for i in tl.static_range(K - 1):
                 if i < j:
-                    scale = _advance(scale, target_ptr, draft_ptr, request * K + i)
+                    scale = _running_ratio(scale, p_of_draft_ptr, q_of_draft_ptr, request * K + i)
         at = request * (K + 1) + j
         peak, mass = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
         row_ptr = logits_ptr + tl.load(verify_rows_ptr + at) * row_stride
@@ -238,9 +238,9 @@ def residual_of_chunks(
 def accept(
     num_accepted_ptr,  # [B] int32
     is_recovery_ptr,  # [B] int32
-    scale_ptr,  # [B] float32 factor of the target in the residual
-    target_ptr,  # [B, K]
-    draft_ptr,  # [B, K] or None
+    scale_ptr,  # [B] float32 factor of p in the residual
+    p_of_draft_ptr,  # [B, K]
+    q_of_draft_ptr,  # [B, K] or None
     peak_ptr,  # [B, K+1]
     residuals_ptr,  # [B, K, C]; block verification of sampled drafts only
     drafts_ptr,  # [B, K]
@@ -267,14 +267,14 @@ def accept(
     for j in tl.static_range(K):
         if j < offered:
             at, row = request * K + j, request * (K + 1) + j
-            is_alive = is_alive & is_finite_peak(tl.load(peak_ptr + row))  # else no basis
+            is_alive = is_alive & is_finite_peak(tl.load(peak_ptr + row))  # else p is undefined
             draw = unit_interval(stream_key(seed, first + j, j * INDEX_STEP + ACCEPT))
             if RULE == BLOCK_RULE:
-                running = _advance(running, target_ptr, draft_ptr, at)
+                running = _running_ratio(running, p_of_draft_ptr, q_of_draft_ptr, at)
                 passes = running.to(tl.float64)
-                if j + 1 < offered:  # behind this prefix stands one more draft
-                    if draft_ptr is None:
-                        surplus = running * (1 - tl.load(target_ptr + at + 1))
+                if j + 1 < offered:  # one more draft follows this prefix
+                    if q_of_draft_ptr is None:
+                        surplus = running * (1 - tl.load(p_of_draft_ptr + at + 1))
                     else:
                         parts = residuals_ptr + (at + 1) * num_chunks + chunk
                         surplus = tl.sum(tl.load(parts, mask=chunk < num_chunks, other=0.0), 0)
@@ -286,16 +286,16 @@ def accept(
                 if (draw < passes) & is_alive:
                     accepted, scale = offered * 0 + (j + 1), running
             else:
-                if RULE == RATE_RULE:
+                if RULE == SYNTHETIC_RULE:
                     is_accepted = draw < MEAN_ACCEPTED - j
                 else:
-                    p, q = tl.load(target_ptr + at), 1.0
-                    if draft_ptr is not None:
-                        q = tl.load(draft_ptr + at)
+                    p, q = tl.load(p_of_draft_ptr + at), 1.0
+                    if q_of_draft_ptr is not None:
+                        q = tl.load(q_of_draft_ptr + at)
                     is_accepted = (draw * q < p) & (q > 0)
                 is_alive = is_alive & is_accepted
                 accepted += is_alive.to(tl.int32)
-    is_recovery = (accepted < offered) & (RULE != RATE_RULE)
+    is_recovery = (accepted < offered) & (RULE != SYNTHETIC_RULE)
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(is_recovery_ptr + request, is_recovery.to(tl.int32))
     tl.store(scale_ptr + request, scale)
@@ -332,8 +332,8 @@ def emit(
     draft_width,  # V'
     num_chunks,
     K: tl.constexpr,
-    WIDTH: tl.constexpr,  # power of two from K + 1 on
-    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    WIDTH: tl.constexpr,  # power of two, at least K + 1
+    CHUNKS: tl.constexpr,  # power of two, at least num_chunks
     CHUNK: tl.constexpr,
     FIRST_CHUNK: tl.constexpr,
     PDL: tl.constexpr,

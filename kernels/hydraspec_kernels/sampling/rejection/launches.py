@@ -1,4 +1,4 @@
-"""The launches of `kernel.py` in their order, and the numbers they pass on."""
+"""The launches of `kernel.py` in their order, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch_kernel import dependent_launch
-from hydraspec_kernels.sampling.rejection import Rule
+from hydraspec_kernels.runtime.launch_kernel import check_contiguous, dependent_launch
+from hydraspec_kernels.sampling.records import SlotSampling, Verdict, VerifiedBatch
 from hydraspec_kernels.sampling.rejection.kernel import (
     accept,
     chunk_statistics,
@@ -16,26 +16,21 @@ from hydraspec_kernels.sampling.rejection.kernel import (
     residual_of_chunks,
     row_statistics,
 )
+from hydraspec_kernels.sampling.rejection.reference import Rule
 from hydraspec_kernels.sampling.token_choice.reference import CHUNK, FIRST_CHUNK
-from hydraspec_kernels.sampling.verification import Verified
 
 CHUNKS_EACH = 2  # chunks of a row that one program reads
 
 
 @dataclass(slots=True, frozen=True)
 class Given:
-    """What is verified, for all launches; the fields are those of `verify_sampled`."""
+    """The arguments of `verify_sampled`, as all launches read them."""
 
     logits: Tensor
-    verify_rows: Tensor
-    drafts: Tensor
-    num_drafts: Tensor
+    batch: VerifiedBatch
+    state: SlotSampling
     samples: Tensor  # [B] int8
-    seq_lens: Tensor
-    slots: Tensor
-    temperature: Tensor
-    seed: Tensor
-    draft_probs: Tensor | None
+    draft_probs: Tensor | None  # None: drafts are argmaxes, or the rule does not read q
     draft_index: Tensor | None  # [V] int32 the target's tokens in the drafter's vocabulary
 
     @property
@@ -46,7 +41,7 @@ class Given:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """B, K, V."""
-        return (*self.drafts.shape, self.logits.shape[1])
+        return (*self.batch.draft_tokens.shape, self.logits.shape[1])
 
     def floats(self, *shape: int) -> Tensor:
         return self.logits.new_empty(shape, dtype=torch.float32)
@@ -56,26 +51,26 @@ class Given:
 
     @property
     def num_chunks(self) -> int:
-        """Of a row."""
+        """C, of a row."""
         return -(-self.logits.shape[1] // CHUNK)
 
 
 @dataclass(slots=True, frozen=True)
 class Statistics:
-    """Rows of logits in brief; nothing stands where no request needs the row."""
+    """Peaks and masses of rows of logits; unwritten where no request needs the row."""
 
     peaks: Tensor  # [B, K+1, C] float32
     masses: Tensor  # [B, K+1, C] float32 relative to the chunk's peak; not of greedy rows
     peak: Tensor  # [B, K+1] float32
     mass: Tensor  # [B, K+1] float32 relative to the peak; not of greedy rows
     best: Tensor  # [B, K+1] int32; of greedy rows only
-    target: Tensor  # [B, K] float32 p of each draft
-    draft: Tensor | None  # [B, K] float32 q of each draft; None: 1
+    p_of_draft: Tensor  # [B, K] float32
+    q_of_draft: Tensor | None  # [B, K] float32; None: 1
 
 
 @dataclass(slots=True, frozen=True)
 class Accepted:
-    """How far drafts are accepted and what the next token comes from."""
+    """How many drafts are accepted, and which distribution the next token is drawn from."""
 
     count: Tensor  # [B] int32
     is_recovery: Tensor  # [B] int32
@@ -84,30 +79,23 @@ class Accepted:
 
 def verify_sampled_launches(
     logits: Tensor,
-    verify_rows: Tensor,
-    draft_tokens: Tensor,
-    num_drafts: Tensor,
-    samples: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    draft_probs: Tensor | None,
+    batch: VerifiedBatch,
+    state: SlotSampling,
     rule: Rule,
-    acceptance_length: float,
-    draft_vocab_map: Tensor | None,
-    is_truncated: bool,
-) -> Verified:
-    """See `rejection_sampling.verify_sampled`."""
-    if draft_tokens.shape[1] == 0 or rule is Rule.AT_RATE:
-        draft_probs = None  # is not asked
-    draft_index = None
-    if draft_probs is not None and draft_vocab_map is not None:
-        draft_index = _places(draft_vocab_map, logits.shape[1])
-    given = Given(
-        logits, verify_rows, draft_tokens, num_drafts, samples.view(torch.int8), seq_lens, slots,
-        temperature, seed, draft_probs, draft_index,
-    )  # fmt: skip
+    acceptance_length: float = 1.0,
+    *,
+    is_truncated: bool = False,
+) -> Verdict:
+    """See `rejection.verify_sampled`; rows are truncated already. `is_truncated` is a host fact
+    that saves work: most chunks of a row may have no mass.
+    """
+    draft_probs, draft_index = state.draft_probs, None
+    if batch.draft_tokens.shape[1] == 0 or rule is Rule.SYNTHETIC:
+        draft_probs = None
+    if draft_probs is not None and state.draft_vocab_map is not None:
+        draft_index = _places(state.draft_vocab_map, logits.shape[1])
+    samples = batch.samples.view(torch.int8)
+    given = Given(logits, batch, state, samples, draft_probs, draft_index)
     _check(given)
     statistics, residuals = _statistics(given), None
     if draft_probs is not None and rule is Rule.BLOCK:
@@ -119,59 +107,58 @@ def verify_sampled_launches(
 
 
 def _places(draft_vocab_map: Tensor, vocab_size: int) -> Tensor:
-    """[V] int32: where the map [V'] names each id, -1 where it does not."""
+    """[V] int32: the place of each id in the map [V'], -1 where it is not there."""
     places = draft_vocab_map.new_full((vocab_size,), -1, dtype=torch.int32)
     every = torch.arange(len(draft_vocab_map), dtype=torch.int32, device=places.device)
     return places.index_copy_(0, draft_vocab_map, every)
 
 
-def _check(given: Given) -> None:
-    """Rows of logits may be apart; all else is contiguous, and drafts have the target's width, or
-    places there."""
-    g = given
+def _check(g: Given) -> None:
+    """Rows of logits may be strided; all else is contiguous, and q has the target's width or an
+    index."""
     assert g.logits.stride(1) == 1, g.logits.stride()
-    tensors = (g.verify_rows, g.drafts, g.num_drafts, g.seq_lens, g.slots, g.temperature, g.seed)
-    for tensor in tensors:
-        assert tensor.is_contiguous(), tensor.stride()
+    b, s = g.batch, g.state
+    check_contiguous(b.verify_rows, b.draft_tokens, b.num_drafts, b.seq_lens, b.slots)
+    check_contiguous(s.temperature, s.seed)
     if g.draft_probs is not None:
-        assert g.draft_probs.is_contiguous()
-        assert g.draft_probs.shape[1] == g.drafts.shape[1], "other drafts"
+        check_contiguous(g.draft_probs)
+        assert g.draft_probs.shape[1] == b.draft_tokens.shape[1], "draft_probs are of another K"
         is_whole = g.draft_width == g.logits.shape[1]
         assert is_whole or g.draft_index is not None, "draft and target vocabularies differ"
 
 
 def _statistics(g: Given) -> Statistics:
-    b, k, v = g.sizes
+    (b, k, v), batch, temperature = g.sizes, g.batch, g.state.temperature
     chunks, launch, stride = g.num_chunks, dependent_launch(g.logits), g.logits.stride(0)
-    about = (g.verify_rows, g.num_drafts, g.samples, g.slots, g.temperature)
+    about = (batch.verify_rows, batch.num_drafts, g.samples, batch.slots, temperature)
     peaks, masses = g.floats(b, k + 1, chunks), g.floats(b, k + 1, chunks)
     ids = g.ints(b, k + 1, chunks)
     chunk_statistics[(-(-chunks // CHUNKS_EACH), b * (k + 1))](
         peaks, masses, ids, g.logits, *about, stride, v, chunks,
         K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=2, **launch,
     )  # fmt: skip
-    draft = None if g.draft_probs is None else g.floats(b, k)
+    q_of_draft = None if g.draft_probs is None else g.floats(b, k)
     out = Statistics(
         peaks, masses, g.floats(b, k + 1), g.floats(b, k + 1), g.ints(b, k + 1), g.floats(b, k),
-        draft,
+        q_of_draft,
     )  # fmt: skip
     row_statistics[(b * (k + 1),)](
-        out.peak, out.mass, out.best, out.target, draft, peaks, masses, ids, g.logits,
-        g.draft_probs, g.draft_index, g.drafts, *about, stride, v, g.draft_width, chunks,
+        out.peak, out.mass, out.best, out.p_of_draft, q_of_draft, peaks, masses, ids, g.logits,
+        g.draft_probs, g.draft_index, batch.draft_tokens, *about, stride, v, g.draft_width, chunks,
         K=k, CHUNKS=_power_of_two(chunks), num_warps=2, **launch,
     )  # fmt: skip
     return out
 
 
 def _residuals(g: Given, s: Statistics, a: Accepted | None, is_truncated: bool) -> Tensor:
-    """[B, K, C] of the row that each request draws from, or of all that acceptance looks at."""
-    (b, k, v), chunks = g.sizes, g.num_chunks
+    """[B, K, C] of the row that each request draws from; of all offered rows before acceptance."""
+    (b, k, v), chunks, batch = g.sizes, g.num_chunks, g.batch
     residuals = g.floats(b, k, chunks)
     accepted, is_recovery, rows = (None, None, k) if a is None else (a.count, a.is_recovery, 1)
     residual_of_chunks[(-(-chunks // CHUNKS_EACH), b * rows)](
-        residuals, accepted, is_recovery, s.target, s.draft, s.peak, s.mass, g.logits,
-        g.draft_probs, g.draft_index, g.drafts, g.verify_rows, g.samples, g.slots, g.temperature,
-        g.logits.stride(0), v, g.draft_width, chunks,
+        residuals, accepted, is_recovery, s.p_of_draft, s.q_of_draft, s.peak, s.mass, g.logits,
+        g.draft_probs, g.draft_index, batch.draft_tokens, batch.verify_rows, g.samples,
+        batch.slots, g.state.temperature, g.logits.stride(0), v, g.draft_width, chunks,
         K=k, CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, TRUNCATED=is_truncated, num_warps=4,
         **dependent_launch(g.logits),
     )  # fmt: skip
@@ -181,30 +168,27 @@ def _residuals(g: Given, s: Statistics, a: Accepted | None, is_truncated: bool) 
 def _accept(
     g: Given, s: Statistics, residuals: Tensor | None, rule: Rule, mean_accepted: float
 ) -> Accepted:
-    b, k, _ = g.sizes
+    (b, k, _), batch = g.sizes, g.batch
     out = Accepted(g.ints(b), g.ints(b), g.floats(b))
     accept[(b,)](
-        out.count, out.is_recovery, out.scale, s.target, s.draft, s.peak, residuals,
-        g.drafts, g.num_drafts, g.samples, g.seq_lens, g.slots, g.seed, g.num_chunks,
-        RULE=int(rule), MEAN_ACCEPTED=mean_accepted if rule is Rule.AT_RATE else None, K=k,
+        out.count, out.is_recovery, out.scale, s.p_of_draft, s.q_of_draft, s.peak, residuals,
+        batch.draft_tokens, batch.num_drafts, g.samples, batch.seq_lens, batch.slots, g.state.seed,
+        g.num_chunks,
+        RULE=int(rule), MEAN_ACCEPTED=mean_accepted if rule is Rule.SYNTHETIC else None, K=k,
         CHUNKS=_power_of_two(g.num_chunks), num_warps=2, **dependent_launch(g.logits),
     )  # fmt: skip
     return out
 
 
-def _emit(g: Given, s: Statistics, a: Accepted, residuals: Tensor | None) -> Verified:
-    (b, k, v), chunks = g.sizes, g.num_chunks
-    out = Verified(
-        tokens=g.num_drafts.new_empty(b, k + 1),
-        num_sampled=torch.empty_like(g.num_drafts),
-        num_rejected=torch.empty_like(g.num_drafts),
-        not_finite=torch.empty_like(g.num_drafts),
-    )
+def _emit(g: Given, s: Statistics, a: Accepted, residuals: Tensor | None) -> Verdict:
+    (b, k, v), chunks, batch, state = g.sizes, g.num_chunks, g.batch, g.state
+    out = Verdict.empty_like(batch)
     emit[(b,)](
         out.tokens, out.num_sampled, out.num_rejected, out.not_finite, residuals, s.peaks,
         s.masses, a.count, a.is_recovery, a.scale, s.peak, s.mass, s.best, g.logits,
-        g.draft_probs, g.draft_index, g.drafts, g.verify_rows, g.num_drafts, g.samples,
-        g.seq_lens, g.slots, g.temperature, g.seed, g.logits.stride(0), v, g.draft_width, chunks,
+        g.draft_probs, g.draft_index, batch.draft_tokens, batch.verify_rows, batch.num_drafts,
+        g.samples, batch.seq_lens, batch.slots, state.temperature, state.seed,
+        g.logits.stride(0), v, g.draft_width, chunks,
         K=k, WIDTH=_power_of_two(k + 1), CHUNKS=_power_of_two(chunks),
         CHUNK=CHUNK, FIRST_CHUNK=FIRST_CHUNK, num_warps=8, **dependent_launch(g.logits),
     )  # fmt: skip
@@ -212,5 +196,5 @@ def _emit(g: Given, s: Statistics, a: Accepted, residuals: Tensor | None) -> Ver
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two from n on."""
+    """The least power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -1,1 +1,1 @@
-"""The order of floating-point numbers as whole numbers, for searches; part of `truncation`."""
+"""The order of floating-point numbers as integers, for binary searches of thresholds."""

@@ -1,7 +1,4 @@
-"""One token per row: the best, or a draw by the random streams, without tensors of probabilities.
-
-Ties go to the lowest id.
-"""
+"""One token per row: the argmax, or a draw by an exponential race (see `random_streams`)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.runtime.launch import runs_kernels
-from hydraspec_kernels.sampling.random_streams import Purpose
+from hydraspec_kernels.sampling.random_streams import DrawKey
 from hydraspec_kernels.sampling.token_choice.reference import (
     draw_tokens_reference,
     greedy_tokens_reference,
@@ -20,7 +17,8 @@ __all__ = ["draw_tokens", "greedy_tokens", "sample_with_probs"]
 
 
 def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
-    """The best token of each row, [N] int64: logits [N, V]. NaN counts as the largest.
+    """The argmax of each row, [N] int64: logits [N, V]. Ties go to the lowest id, and NaN counts
+    as the largest.
 
     With `marks_not_finite`, a row whose maximum is NaN or infinite gives ~token, which is negative.
     """
@@ -32,45 +30,28 @@ def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     return greedy_tokens_reference(logits, marks_not_finite=marks_not_finite)
 
 
-def draw_tokens(
-    weights: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> Tensor:
-    """Token ids [...] int64 drawn from weights [..., V] (non-negative, need not sum to 1).
-
-    seed, position, purpose and index, each [...] or scalar, key the draw. Tokens of weight 0 are
-    never drawn unless all are 0.
+def draw_tokens(weights: Tensor, key: DrawKey) -> Tensor:
+    """Token ids [...] int64 drawn from weights [..., V] (non-negative, need not sum to 1); the
+    parts of the key are [...] or scalar. Tokens of weight 0 are never drawn unless all are 0.
     """
     if runs_kernels(weights):
         from hydraspec_kernels.sampling.token_choice.kernel import draw_tokens_kernel
 
-        return draw_tokens_kernel(weights, seed, position, purpose, index)
-    return draw_tokens_reference(weights, seed, position, purpose, index)
+        return draw_tokens_kernel(weights, key)
+    return draw_tokens_reference(weights, key)
 
 
 def sample_with_probs(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-    *,
-    any_greedy: bool = True,
+    logits: Tensor, temperature: Tensor, key: DrawKey, *, any_greedy: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Token ids [N] drawn from softmax(logits / temperature), and those distributions [N, V]
-    float32: logits [N, V], temperature [N]; the rest as in `draw_tokens`.
+    float32: logits [N, V], temperature [N], the parts of the key [N] or scalar.
 
-    Rows of temperature 0 take the best token and have one-hot distributions. `any_greedy` is a host
+    Rows of temperature 0 take the argmax and have one-hot distributions. `any_greedy` is a host
     fact that saves work: some row may have temperature 0.
     """
     if runs_kernels(logits) and logits.dtype is not torch.float64:
         from hydraspec_kernels.sampling.token_choice.kernel import sample_with_probs_kernel
 
-        return sample_with_probs_kernel(logits, temperature, seed, position, purpose, index)
-    return sample_with_probs_reference(
-        logits, temperature, seed, position, purpose, index, any_greedy=any_greedy
-    )
+        return sample_with_probs_kernel(logits, temperature, key)
+    return sample_with_probs_reference(logits, temperature, key, any_greedy=any_greedy)

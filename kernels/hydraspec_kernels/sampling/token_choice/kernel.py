@@ -1,5 +1,5 @@
-"""One token per row in two launches: the best of every chunk of a row, then the best of those; or
-the mass of every chunk, then a draw of a chunk and of a token of it.
+"""One token per row in two launches: the argmax of every chunk of a row, then the best of those; or
+the mass of every chunk, then a race between chunks and one between the winner's tokens.
 
 The order in which chunks are compared is fixed by the shape, so equal rows give equal tokens.
 """
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
-from hydraspec_kernels.sampling.random_streams import Purpose
-from hydraspec_kernels.sampling.random_streams.kernel import exponential, stream_key
+from hydraspec_kernels.sampling.random_streams import DrawKey
+from hydraspec_kernels.sampling.random_streams.kernel import INDEX_STEP, exponential, stream_key
 from hydraspec_kernels.sampling.token_choice.reference import CHUNK, FIRST_CHUNK
 
-BLOCK = 2048  # numbers that a program holds at once
-CHUNKS_EACH = 2  # chunks that one program of a draw sums
+BLOCK = 2048  # logits that a program holds at once
+CHUNKS_EACH = 2  # chunks that one program of `_masses_of_chunks` sums
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
@@ -68,8 +68,8 @@ def _best_of_rows(
     best_ptr,  # [N, C]
     ids_ptr,  # [N, C]
     num_chunks,
-    CHUNKS: tl.constexpr,  # power of two from num_chunks on
-    MARK: tl.constexpr,  # ~token where the best is infinite (which NaN counts as)
+    CHUNKS: tl.constexpr,  # power of two, at least num_chunks
+    MARK: tl.constexpr,  # whether to give ~token where the best is infinite or NaN
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -122,7 +122,7 @@ def greedy_tokens_kernel(logits: Tensor, *, marks_not_finite: bool = False) -> T
 
 @triton.jit
 def race(weights, key, ids, FIRST: tl.constexpr = 0):
-    """argmax over ids of weight / exponential draw, in float64: (the ratio, the lowest id)."""
+    """The winner of an exponential race: (largest weight / draw in float64, the lowest id)."""
     weights = tl.where(weights > 0, weights, 0.0).to(tl.float64)  # NaN never wins
     return first_best(weights / exponential(key, ids.to(tl.int64) + FIRST), ids)
 
@@ -141,11 +141,17 @@ def is_finite_peak(peak):
 
 
 @triton.jit
+def sharpness_of(temperature):
+    """log2(e) / temperature, up to the largest float32: exp(x / temperature) is exp2(x * it)."""
+    return tl.minimum(LOG2_E / temperature, LARGEST)
+
+
+@triton.jit
 def softmax_weights(x, peak, temperature):
     """exp((x - peak) / temperature) of finite x up to peak; 1 at the peak however small the
     temperature.
     """
-    sharpness = tl.minimum(LOG2_E / temperature, LARGEST)
+    sharpness = sharpness_of(temperature)
     return tl.exp2((x - tl.where(peak == -float("inf"), 0.0, peak)) * sharpness)
 
 
@@ -153,14 +159,14 @@ def softmax_weights(x, peak, temperature):
 def store_statistics(
     peaks_ptr,  # largest logit
     masses_ptr,  # sum of exp((x - peak) / temperature), if the temperature is positive
-    ids_ptr,  # lowest id of the largest, if it is not
-    at,  # [n] where to, of the chunks
+    ids_ptr,  # lowest id of the largest logit, if the temperature is 0
+    at,  # [n] places of the chunks in these
     x,  # [n, CHUNK]
     token,  # [n, CHUNK]
     temperature,
     is_chunk,  # [n]
 ):
-    """What is to be known of chunks of a row."""
+    """Peak, and mass or argmax, of n chunks of a row."""
     peak = tl.max(x, 1)
     tl.store(peaks_ptr + at, peak, mask=is_chunk)
     if temperature > 0:
@@ -173,15 +179,15 @@ def store_statistics(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _masses_of_chunks(
-    peaks_ptr,  # [N, C] float32; this and the next but one for logits only
+    peaks_ptr,  # [N, C] float32; peaks and ids are written for logits only
     masses_ptr,  # [N, C] relative to the peak
     ids_ptr,  # [N, C] int32
-    values_ptr,  # [N, V] weights, or logits with a temperature
+    values_ptr,  # [N, V] weights; logits if there is a temperature
     temperature_ptr,  # [N] or None
     row_stride,
     vocab_size,
     num_chunks,
-    CHUNKS: tl.constexpr,  # that one program sums
+    CHUNKS: tl.constexpr,  # chunks that one program sums
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -206,7 +212,7 @@ def _masses_of_chunks(
 @triton.jit(do_not_specialize=["code", "num_chunks"])
 def _draw_of_rows(
     tokens_ptr,  # [N]
-    peak_ptr,  # [N] float32; this and the next for logits only
+    peak_ptr,  # [N] float32; peak and mass are written for logits only
     mass_ptr,  # [N] float32
     peaks_ptr,  # [N, C]
     masses_ptr,  # [N, C]
@@ -220,7 +226,7 @@ def _draw_of_rows(
     row_stride,
     vocab_size,
     num_chunks,
-    CHUNKS: tl.constexpr,  # power of two from num_chunks on
+    CHUNKS: tl.constexpr,  # power of two, at least num_chunks
     CHUNK: tl.constexpr,
     FIRST_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -291,31 +297,18 @@ def _probabilities(
     tl.store(probs_ptr + row * vocab_size + token, p, mask=is_token)
 
 
-def draw_tokens_kernel(
-    weights: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> Tensor:
+def draw_tokens_kernel(weights: Tensor, key: DrawKey) -> Tensor:
     """See `token_choice.draw_tokens`."""
-    rows = weights.reshape(-1, weights.shape[-1])
-    keys = _spread(weights.shape[:-1], seed, position, purpose, index)
-    return _race(rows, None, *keys)[0].view(weights.shape[:-1])
+    shape, rows = weights.shape[:-1], weights.reshape(-1, weights.shape[-1])
+    return _draw(rows, None, key, shape)[0].view(shape)
 
 
 def sample_with_probs_kernel(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
+    logits: Tensor, temperature: Tensor, key: DrawKey
 ) -> tuple[Tensor, Tensor]:
     """See `token_choice.sample_with_probs`."""
     (n, vocab_size), temperature = logits.shape, temperature.contiguous()
-    keys = _spread(logits.shape[:1], seed, position, purpose, index)
-    tokens, peak, mass = _race(logits, temperature, *keys)
+    tokens, peak, mass = _draw(logits, temperature, key, logits.shape[:1])
     probs = torch.empty(n, vocab_size, dtype=torch.float32, device=logits.device)
     if n == 0:
         return tokens, probs
@@ -327,29 +320,11 @@ def sample_with_probs_kernel(
     return tokens, probs
 
 
-def _spread(
-    shape: torch.Size,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> tuple[Tensor, Tensor, int | Tensor]:
-    """seed and position [N], and purpose and index as one code, [N] or a number."""
-    code = index * 4 + purpose
-    seed, position = (x.expand(shape).contiguous().view(-1) for x in (seed, position))
-    if isinstance(code, Tensor):
-        return seed, position, code.expand(shape).contiguous().view(-1)
-    return seed, position, int(code)
-
-
-def _race(
-    values: Tensor,
-    temperature: Tensor | None,
-    seed: Tensor,
-    position: Tensor,
-    code: int | Tensor,
+def _draw(
+    values: Tensor, temperature: Tensor | None, key: DrawKey, shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [N], and of rows of logits their peak and mass [N]."""
+    """Tokens [N], and of rows of logits their peak and mass [N]; `shape` is what the parts of the
+    key are expanded to, of N entries."""
     n, vocab_size = values.shape
     assert values.stride(1) == 1, values.stride()
     chunks, dtype = triton.cdiv(vocab_size, CHUNK), torch.float32
@@ -358,21 +333,22 @@ def _race(
     tokens = torch.empty(n, dtype=torch.int64, device=values.device)
     peak, mass = (values.new_empty(n, dtype=torch.float32) for _ in range(2))
     peaks = values.new_empty(n, chunks, dtype=torch.float32)
-    masses, ids = (
-        values.new_empty(n, chunks, dtype=dtype),
-        values.new_empty(n, chunks, dtype=torch.int32),
-    )
+    masses = values.new_empty(n, chunks, dtype=dtype)
+    ids = values.new_empty(n, chunks, dtype=torch.int32)
     if n == 0:
         return tokens, peak, mass
+    seed, position = (x.expand(shape).contiguous().view(-1) for x in (key.seed, key.position))
+    code, codes = key.index * INDEX_STEP.value + key.purpose, None
+    if isinstance(code, Tensor):
+        code, codes = 0, code.expand(shape).contiguous().view(-1)
     launch = dependent_launch(values)
-    codes, number = (code, 0) if isinstance(code, Tensor) else (None, code)
     _masses_of_chunks[(triton.cdiv(chunks, CHUNKS_EACH), n)](
         peaks, masses, ids, values, temperature, values.stride(0), vocab_size, chunks,
         CHUNKS=CHUNKS_EACH, CHUNK=CHUNK, num_warps=4 if temperature is None else 2, **launch,
     )  # fmt: skip
     _draw_of_rows[(n,)](
-        tokens, peak, mass, peaks, masses, ids, values, temperature, seed, position, codes, number,
-        values.stride(0), vocab_size, chunks,
+        tokens, peak, mass, peaks, masses, ids, values, temperature, seed, position, codes,
+        int(code), values.stride(0), vocab_size, chunks,
         CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, FIRST_CHUNK=FIRST_CHUNK, num_warps=8,
         **launch,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""One token per row in plain torch: the argmax, and two exponential races.
+"""One token per row in plain torch: the argmax, and two exponential races (a chunk of the
+vocabulary by the mass of its tokens, then a token of it).
 
 Letters: N rows, V vocabulary.
 """
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hydraspec_kernels.sampling.random_streams import Purpose, exponential_race
+from hydraspec_kernels.sampling.random_streams import DrawKey, exponential_race
 
 CHUNK = 1024  # tokens; part of what defines a draw
-FIRST_CHUNK = 1 << 31  # the chunks' numbers in the streams: behind all token ids
+FIRST_CHUNK = 1 << 31  # the first chunk's number in a race: above all token ids
 
 
 def greedy_tokens_reference(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
@@ -24,44 +25,28 @@ def greedy_tokens_reference(logits: Tensor, *, marks_not_finite: bool = False) -
     return torch.where(best.isfinite(), tokens, ~tokens)
 
 
-def draw_tokens_reference(
-    weights: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-) -> Tensor:
-    """See `token_choice.draw_tokens`: a chunk by the mass of its tokens, then a token of it, each
-    as argmax_i w_i / E_i with standard exponential E.
-
-    A row of one chunk has no race of chunks.
-    """
-    key, vocab_size = (seed, position, purpose, index), weights.shape[-1]
+def draw_tokens_reference(weights: Tensor, key: DrawKey) -> Tensor:
+    """See `token_choice.draw_tokens`. A row of one chunk has no race of chunks."""
+    vocab_size = weights.shape[-1]
     ids = torch.arange(min(vocab_size, CHUNK), device=weights.device)
     if vocab_size <= CHUNK:
-        return _race(weights, exponential_race(*key, ids))
+        return _winner(weights, exponential_race(*key, ids))
     chunks = pad(weights, (0, -vocab_size % CHUNK)).unflatten(-1, (-1, CHUNK))
     numbers = torch.arange(chunks.shape[-2], device=weights.device) + FIRST_CHUNK
-    chunk = _race(chunks.sum(-1), exponential_race(*key, numbers)).unsqueeze(-1)
+    chunk = _winner(chunks.sum(-1), exponential_race(*key, numbers)).unsqueeze(-1)
     at = chunk.unsqueeze(-1).expand(*chunk.shape, CHUNK)
     tokens, ids = chunks.gather(-2, at).squeeze(-2), chunk * CHUNK + ids
-    token = _race(tokens, exponential_race(*key, ids))
+    token = _winner(tokens, exponential_race(*key, ids))
     return ids.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
-def _race(weights: Tensor, draws: Tensor) -> Tensor:
+def _winner(weights: Tensor, draws: Tensor) -> Tensor:
+    """argmax of weights / draws; overwrites the draws."""
     return torch.div(weights, draws, out=draws).argmax(-1)
 
 
 def sample_with_probs_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: Purpose | Tensor,
-    index: int | Tensor,
-    *,
-    any_greedy: bool,
+    logits: Tensor, temperature: Tensor, key: DrawKey, *, any_greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """See `token_choice.sample_with_probs`."""
     greedy = temperature <= 0
@@ -73,4 +58,4 @@ def sample_with_probs_reference(
         best = logits.argmax(-1, keepdim=True)
         one_hot = torch.zeros_like(probs).scatter_(-1, best, 1.0)
         probs = torch.where(greedy.unsqueeze(-1), one_hot, probs)
-    return draw_tokens_reference(probs, seed, position, purpose, index), probs
+    return draw_tokens_reference(probs, key), probs

@@ -1,34 +1,25 @@
-"""top_k, top_p and min_p without sorting a vocabulary and without tensors of probabilities.
+"""What rows sample from: temperature, then top_k, top_p and min_p.
 
-The reference cuts rows on their own; the kernels cut, in place, the rows that a step verifies.
+The reference sorts rows; the kernels cut the rows of a step in place, without sorting them.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from hydraspec_kernels.sampling.records import SlotSampling, VerifiedBatch
 from hydraspec_kernels.sampling.truncation.reference import (
     kth_largest,
+    target_probs,
     truncate_reference,
-    truncate_top_k_top_p,
 )
 
-__all__ = ["kth_largest", "truncate_", "truncate_reference", "truncate_top_k_top_p"]
+__all__ = ["kth_largest", "target_probs", "truncate_", "truncate_reference"]
 
 
-def truncate_(
-    logits: Tensor,  # [N, V]
-    verify_rows: Tensor,  # [B, K+1] rows of N
-    num_drafts: Tensor,  # [B]
-    samples: Tensor,  # [B] bool
-    slots: Tensor,  # [B]
-    temperature: Tensor,  # [S]
-    top_k: Tensor,  # [S]
-    top_p: Tensor,  # [S]
-    min_p: Tensor,  # [S]
-) -> None:
-    """Write -inf over what is cut off of the rows that requests need: a sampling request's first
-    num_drafts + 1. Other rows stay as they are, and so do those of temperature 0.
+def truncate_(logits: Tensor, batch: VerifiedBatch, state: SlotSampling) -> None:
+    """Write -inf over what is cut off of the rows of logits [N, V] that requests need: the first
+    num_drafts + 1 of each request that samples. Rows of temperature 0 stay as they are.
 
     Only where kernels run. Masses are summed in another order than the reference's: where the mass
     of a set of tokens is top_p up to rounding (of float32, 1e-5 of the whole at most), the kernels
@@ -37,6 +28,4 @@ def truncate_(
     # Triton is imported where kernels run only.
     from hydraspec_kernels.sampling.truncation.launches import truncate_launches
 
-    truncate_launches(
-        logits, verify_rows, num_drafts, samples, slots, temperature, top_k, top_p, min_p
-    )
+    truncate_launches(logits, batch, state)

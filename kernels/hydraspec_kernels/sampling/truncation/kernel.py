@@ -1,10 +1,9 @@
-"""Truncation in three launches that look closely at few tokens of a row:
-the largest logit of every group of tokens; where each row is cut, found among the groups that can
-reach into what is kept; and -inf over the rest.
+"""Truncation in three launches that read most tokens of a row once: the largest logit of every
+group of tokens; the cut of each row, searched in the few groups that may hold it; and -inf below.
 
-The k largest of a row are no smaller than the k-th largest of its groups' largest, and a nucleus
-reaches no lower than the largest of groups that hold its mass already. Groups below that bound are
-not read again. If many reach it the search only takes longer.
+The k largest logits of a row are no smaller than the k-th largest of its groups' maxima, and a
+nucleus reaches no lower than the smallest maximum of groups that together hold its mass. Groups
+below that bound are not read again. If many groups reach it the search only takes longer.
 """
 
 from __future__ import annotations
@@ -22,28 +21,27 @@ from hydraspec_kernels.sampling.sort_keys.kernel import (
     value_of,
 )
 from hydraspec_kernels.sampling.token_choice.kernel import (
-    LARGEST,
     NO_TOKEN,
     finite,
+    sharpness_of,
     softmax_weights,
 )
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# More than rounding moves a sum of masses, relative to all of the row's.
+# Bound of the rounding error of a sum of masses, relative to the row's mass.
 MASS_SLACK: tl.constexpr = tl.constexpr(1e-5)
-# Logits that differ by less than this part of their distance to the peak may be scaled to one.
+# Logits that differ by less than this part of their distance to the peak may be equal once scaled.
 TIE_SLACK: tl.constexpr = tl.constexpr(2.0**-21)
 
 
 @triton.jit
 def scaled(x, peak, temperature):
-    """Rounded as torch rounds: equal numbers are ties."""
+    """(x - peak) / temperature, rounded as torch rounds it, so that ties are the same."""
     return tl.div_rn(x - peak, temperature)
 
 
 @triton.jit
 def weight_of(key, peak, sharpness, SHIFT: tl.constexpr):
-    """exp((x - peak) / temperature) of the number x that has the key."""
+    """exp((x - peak) / temperature) of the logit x that has the key."""
     return tl.exp2((value_of(key, SHIFT) - peak) * sharpness)
 
 
@@ -52,7 +50,7 @@ def _truncation(
     num_drafts_ptr, samples_ptr, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     request, j,
 ):  # fmt: skip
-    """temperature, top_k, top_p, min_p of a row, and whether they cut anything that is needed."""
+    """temperature, top_k, top_p, min_p of a row, and whether it is needed and truncated."""
     slot = tl.load(slots_ptr + request)
     temperature = tl.load(temperature_ptr + slot)
     top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
@@ -65,7 +63,7 @@ def _truncation(
 @triton.jit
 def group_statistics(
     keys_ptr,  # [B, K+1, G] int32 key of the largest logit
-    masses_ptr,  # [B, K+1, G] float32 sum of exp((x - largest) / temperature), if it is needed
+    masses_ptr,  # [B, K+1, G] float32 sum of exp((x - largest) / temperature); for top_p alone
     logits_ptr,  # [N, V]
     verify_rows_ptr,  # [B, K+1]
     num_drafts_ptr,  # [B]
@@ -107,17 +105,17 @@ def group_statistics(
 
 @triton.jit
 def below_ties(key, peak, SHIFT: tl.constexpr):
-    """A key below which nothing is a tie of the key's number."""
+    """A key below those of all logits that may be equal to the key's logit once scaled."""
     value = value_of(key, SHIFT)
     return key_of(value - (peak - value) * TIE_SLACK, SHIFT)
 
 
 @triton.jit
 def _listed(tokens, start, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Ids and keys of some tokens of a list, and what nobody has behind its end.
+    """Ids and keys of BLOCK tokens of a list, NO_KEY past its end.
 
-    `tokens` are the pointers to the list and to the row, how many groups of GROUP tokens are
-    listed, and the size of the vocabulary.
+    `tokens` are the pointers to the list and to the row, the number of listed groups of GROUP
+    tokens, and the size of the vocabulary.
     """
     list_ptr, x_ptr, count, vocab_size = tokens
     entry = start // GROUP + tl.arange(0, BLOCK // GROUP)
@@ -143,10 +141,10 @@ def _bound_of_top_k(keys, top_k, lowest, SHIFT: tl.constexpr):
 def _bound_of_top_p(
     keys, masses, top_p, total, peak, sharpness, lowest, GROUP: tl.constexpr, SHIFT: tl.constexpr
 ):
-    """A key such that the tokens from it on certainly have the mass of the nucleus.
+    """A key such that the tokens at or above it certainly have the mass of the nucleus.
 
-    A group's tokens below x have less than exp(x) each: the others have the rest of its mass, and
-    at least that of its largest.
+    A group's tokens below x have less than exp(x) each, so those at or above x have the rest of the
+    group's mass, and at least that of its largest.
     """
     largest = weight_of(keys, peak, sharpness, SHIFT)
     wanted = (top_p + MASS_SLACK) * total
@@ -164,7 +162,7 @@ def _bound_of_top_p(
 def _mass_from(
     key, tokens, peak, sharpness, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Mass of the listed tokens from a key on."""
+    """Mass of the listed tokens whose keys are at least `key`."""
     masses = tl.zeros([BLOCK], tl.float32)
     for start in range(0, tokens[2] * GROUP, BLOCK):
         _, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
@@ -174,7 +172,7 @@ def _mass_from(
 
 @triton.jit
 def _count(low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """How many of the listed tokens have keys from `low` to `high`."""
+    """Number of listed tokens with keys from `low` to `high`."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, tokens[2] * GROUP, BLOCK):
         _, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
@@ -184,7 +182,7 @@ def _count(low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: t
 
 @triton.jit
 def _nth_id(n, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The n-th id of those listed whose keys are from `low` to `high`."""
+    """The n-th id, in ascending order, of the listed tokens with keys from `low` to `high`."""
     found, before = NO_TOKEN + n * 0, 0
     for start in range(0, tokens[2] * GROUP, BLOCK):
         token, keys = _listed(tokens, start, SHIFT, BLOCK, GROUP)
@@ -199,7 +197,7 @@ def _nth_id(n, low, high, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROU
 def _ties_of(
     key, scale, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """The least and the greatest key of those listed that are scaled to what `key` is."""
+    """The least and the greatest key of the listed tokens that are ties of `key` once scaled."""
     lowest, peak, temperature = scale
     wanted = scaled(value_of(key, SHIFT), peak, temperature)
     least, greatest = key + tl.zeros([BLOCK], tl.int32), key + tl.zeros([BLOCK], tl.int32)
@@ -208,14 +206,14 @@ def _ties_of(
         is_tie = scaled(value_of(keys, SHIFT), peak, temperature) == wanted
         least = tl.where(is_tie, tl.minimum(least, keys), least)
         greatest = tl.where(is_tie, tl.maximum(greatest, keys), greatest)
-    # What has no mass is not listed, nor is it worth a cut.
+    # Tokens without mass are not listed, and need no cut.
     first = tl.where(wanted == -float("inf"), lowest, tl.min(least, 0))
     return first, tl.max(greatest, 0)
 
 
 @triton.jit
 def _first_of_min_p(min_p, lowest, peak_key, peak, temperature, SHIFT: tl.constexpr):
-    """The least key whose number is at least min_p times as probable as the best."""
+    """The least key whose logit is at least min_p times as probable as the best."""
     low, high = lowest.to(tl.int64) - 1, peak_key.to(tl.int64)
     for _ in range(num_halvings(low, high, SHIFT)):
         middle = (low + high) >> 1
@@ -226,8 +224,8 @@ def _first_of_min_p(min_p, lowest, peak_key, peak, temperature, SHIFT: tl.conste
 
 @triton.jit
 def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """What top_k and top_p keep of a list, in the order of ids, of all from the key `bound` on:
-    the least key, the greatest that is its tie, and the last id of those between.
+    """The cut of top_k and top_p among the listed tokens, which hold all keys from `bound` on: the
+    least key that is kept, the greatest that is its tie, and the last id kept of those ties.
     """
     top_k, top_p, total, bound, lowest, peak_key, temperature, sharpness = row
     peak = value_of(peak_key, SHIFT)
@@ -253,7 +251,7 @@ def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.con
         key = low.to(tl.int32)
         first, greatest = _ties_of(key, scale, tokens, SHIFT, BLOCK, GROUP)
         least = tl.maximum(least, first)
-        # Ties have one mass, so that as many are kept as it takes to fill what is wanted.
+        # Ties have equal masses: as many are kept as are needed to reach the wanted mass.
         above = _mass_from(greatest + 1, tokens, peak, sharpness, SHIFT, BLOCK, GROUP)
         kept = tl.maximum((wanted - above) / weight_of(key, peak, sharpness, SHIFT), 1.0)
         if kept < _count(least, greatest, tokens, SHIFT, BLOCK, GROUP).to(tl.float32):
@@ -264,10 +262,10 @@ def _search(row, tokens, SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.con
 
 @triton.jit(do_not_specialize=["num_groups"])
 def find_cuts(
-    least_ptr,  # [B, K+1] int32 the least key that is kept, of -inf where all are
-    greatest_ptr,  # [B, K+1] int32 the greatest that is its tie: of those between,
-    last_ptr,  # [B, K+1] int32 ids up to this are kept
-    list_ptr,  # [B, K+1, G + LISTED] int32 groups that may hold something kept, then such tokens
+    least_ptr,  # [B, K+1] int32 the least key that is kept; the key of -inf where all are kept
+    greatest_ptr,  # [B, K+1] int32 the greatest key that is a tie of the least
+    last_ptr,  # [B, K+1] int32 the last id that is kept of these ties
+    list_ptr,  # [B, K+1, G + LISTED] int32 groups that may hold kept tokens, then these tokens
     keys_ptr,  # [B, K+1, G]
     masses_ptr,  # [B, K+1, G]
     logits_ptr,  # [N, V]
@@ -286,7 +284,7 @@ def find_cuts(
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     SHIFT: tl.constexpr,
-    ALL_GROUPS: tl.constexpr,  # power of two from num_groups on
+    ALL_GROUPS: tl.constexpr,  # power of two, at least num_groups
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -309,7 +307,7 @@ def find_cuts(
         keys = tl.load(keys_ptr + place * num_groups + group, mask=is_group, other=NO_KEY)
         peak_key = tl.max(keys, 0)
         peak = value_of(peak_key, SHIFT)
-        sharpness = tl.minimum(LOG2_E / temperature, LARGEST)
+        sharpness = sharpness_of(temperature)
         if (peak_key > lowest) & ((top_k > 0) | (top_p < 1)):
             total = 0.0
             if top_k > 0:

@@ -1,4 +1,4 @@
-"""The launches of `kernel.py` in their order, and the numbers they pass on."""
+"""The launches of `kernel.py` in their order, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import check_contiguous, dependent_launch
+from hydraspec_kernels.sampling.records import SlotSampling, VerifiedBatch
 from hydraspec_kernels.sampling.truncation.kernel import cut_rows, find_cuts, group_statistics
 
-GROUP = 64  # tokens that share one largest logit
+GROUP = 64  # tokens of a group
 GROUPS = 64  # groups that one program reads or writes
-BLOCK = 512  # listed tokens that one program holds at once
-WIDE = 8192  # the same of groups that are listed
-MAX_LISTED = 8192  # tokens of a row that are listed one by one; of more, their groups are
-# Bits at the end of a float32 that are 0 in every number of the type.
+BLOCK = 512  # tokens that a program holds at once while it searches a list of tokens
+WIDE = 8192  # tokens that a program holds at once while it searches a list of groups
+MAX_LISTED = 8192  # candidates of a row that are listed one by one; if more, groups are searched
+# Low bits of a float32 that are 0 in every number of the type.
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
-def truncate_launches(
-    logits: Tensor,
-    verify_rows: Tensor,
-    num_drafts: Tensor,
-    samples: Tensor,
-    slots: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-) -> None:
+def truncate_launches(logits: Tensor, batch: VerifiedBatch, state: SlotSampling) -> None:
     """See `truncation.truncate_`."""
+    verify_rows = batch.verify_rows
     about = (
-        verify_rows, num_drafts, samples.view(torch.int8), slots, temperature, top_k, top_p, min_p
+        verify_rows, batch.num_drafts, batch.samples.view(torch.int8), batch.slots,
+        state.temperature, state.top_k, state.top_p, state.min_p,
     )  # fmt: skip
     check_contiguous(*about)
     assert logits.stride(1) == 1, logits.stride()
@@ -50,8 +43,9 @@ def truncate_launches(
         keys, masses, logits, *about, *sizes,
         K=width - 1, GROUPS=GROUPS, GROUP=GROUP, num_warps=8, **launch,
     )  # fmt: skip
-    # A sum of products over a few groups is `own + another thread's`: fused, each thread rounds the
-    # other's only, so that they differ by a bit and part in the searches.
+    # A sum of products over a few groups adds each thread's product to another thread's. A fused
+    # multiply-add rounds only the other's product, so threads would hold sums that differ by a bit
+    # and diverge in the searches.
     find_cuts[(b * width,)](
         least, greatest, last, listed, keys, masses, logits, *about, *sizes,
         K=width - 1, LISTED=MAX_LISTED, GROUP=GROUP,

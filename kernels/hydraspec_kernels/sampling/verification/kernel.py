@@ -19,9 +19,9 @@ from hydraspec_kernels.sampling.random_streams.kernel import (
     stream_key,
     unit_interval,
 )
-from hydraspec_kernels.sampling.verification.reference import Verified
+from hydraspec_kernels.sampling.records import SlotTokens, Verdict, VerifiedBatch
 
-BLOCK = 32  # few lanes: what little there is to do runs on more processors
+BLOCK = 32  # requests of a program; few, so that more multiprocessors share the work
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -35,13 +35,13 @@ def _verify_choices(
     drafts_ptr,  # [B, K]
     num_drafts_ptr,  # [B]
     samples_ptr,  # [B]
-    seq_lens_ptr,  # [B]; this and the next two only to draw
+    seq_lens_ptr,  # [B]; this and the next two are read to draw only
     request_slots_ptr,  # [B]
     seed_ptr,  # [S]
     num_requests,
-    MEAN_ACCEPTED: tl.constexpr,  # drafts accepted by drawing; None: where draft is choice
+    MEAN_ACCEPTED: tl.constexpr,  # of the synthetic rule; None: a draft that is the choice passes
     K: tl.constexpr,
-    WIDTH: tl.constexpr,  # power of two from K + 1 on
+    WIDTH: tl.constexpr,  # power of two, at least K + 1
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -63,7 +63,7 @@ def _verify_choices(
     token = tl.load(choices_ptr + row, mask=is_row, other=0)
     is_broken = token < 0
     token = tl.where(is_broken, -1 - token, token)
-    is_draft = is_draft & (is_broken == 0)  # such a choice accepts none
+    is_draft = is_draft & (is_broken == 0)  # a broken choice accepts no draft
     if MEAN_ACCEPTED is not None:
         code = j * INDEX_STEP + ACCEPT
         draw = unit_interval(stream_key(seed[:, None], first[:, None] + j, code))
@@ -83,61 +83,34 @@ def _verify_choices(
     tl.store(not_finite_ptr + request, not_finite, mask=is_request)
 
 
-def verify_prefix_kernel(
-    choices: Tensor,
-    verify_rows: Tensor,
-    draft_tokens: Tensor,
-    num_drafts: Tensor,
-    samples: Tensor,
-) -> Verified:
+def verify_prefix_kernel(choices: Tensor, batch: VerifiedBatch) -> Verdict:
     """See `verification.verify_prefix`."""
-    return _verify(
-        choices, verify_rows, draft_tokens, num_drafts, samples, num_drafts, num_drafts,
-        num_drafts, None,
-    )  # fmt: skip
+    return _verify(choices, batch, None, None)
 
 
-def verify_at_rate_kernel(
-    choices: Tensor,
-    verify_rows: Tensor,
-    draft_tokens: Tensor,
-    num_drafts: Tensor,
-    samples: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor,
-    seed: Tensor,
-    acceptance_length: float,
-) -> Verified:
-    """See `verification.verify_at_rate`."""
-    return _verify(
-        choices, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, seed,
-        acceptance_length - 1,
-    )  # fmt: skip
+def verify_synthetic_kernel(
+    choices: Tensor, batch: VerifiedBatch, seed: Tensor, acceptance_length: float
+) -> Verdict:
+    """See `verification.verify_synthetic`."""
+    return _verify(choices, batch, seed, acceptance_length - 1)
 
 
 def _verify(
-    choices: Tensor,
-    verify_rows: Tensor,
-    draft_tokens: Tensor,
-    num_drafts: Tensor,
-    samples: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor,
-    seed: Tensor,
-    mean_accepted: float | None,
-) -> Verified:
-    check_contiguous(choices, verify_rows, draft_tokens, num_drafts, samples, seq_lens, slots, seed)
-    b, k = draft_tokens.shape
-    out = Verified(
-        tokens=num_drafts.new_empty(b, k + 1),
-        num_sampled=torch.empty_like(num_drafts),
-        num_rejected=torch.empty_like(num_drafts),
-        not_finite=torch.empty_like(num_drafts),
+    choices: Tensor, batch: VerifiedBatch, seed: Tensor | None, mean_accepted: float | None
+) -> Verdict:
+    num_drafts = batch.num_drafts
+    draws = (num_drafts,) * 3  # any tensors of int64: they are read to draw only
+    if seed is not None:
+        draws = (batch.seq_lens, batch.slots, seed)
+    check_contiguous(
+        choices, batch.verify_rows, batch.draft_tokens, num_drafts, batch.samples, *draws
     )
+    b, k = batch.draft_tokens.shape
+    out = Verdict.empty_like(batch)
     _verify_choices[(triton.cdiv(b, BLOCK),)](
         out.tokens, out.num_sampled, out.num_rejected, out.not_finite,
-        choices, verify_rows, draft_tokens, num_drafts, samples.view(torch.int8),
-        seq_lens, slots, seed, b,
+        choices, batch.verify_rows, batch.draft_tokens, num_drafts, batch.samples.view(torch.int8),
+        *draws, b,
         MEAN_ACCEPTED=mean_accepted, K=k, WIDTH=triton.next_power_of_2(k + 1), BLOCK=BLOCK,
         num_warps=1, **dependent_launch(choices),
     )  # fmt: skip
@@ -145,11 +118,11 @@ def _verify(
 
 
 @triton.jit
-def _write_behind(
+def _write_tokens(
     token_ids_ptr, columns, slot, first, tokens_ptr, request, writes, COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """token_ids[slot, first + j] = tokens[request, j], j < COUNT, of the lanes that write."""
+    """token_ids[slot, first + j] = tokens[request, j], j < COUNT, of the requests that write."""
     j = tl.arange(0, WIDTH)[None, :]
     writes = writes[:, None] & (j < COUNT)
     token = tl.load(tokens_ptr + request[:, None] * COUNT + j, mask=writes, other=-1)
@@ -169,7 +142,7 @@ def _commit_tokens(
     columns,
     num_requests,
     COUNT: tl.constexpr,  # K + 1
-    WIDTH: tl.constexpr,  # power of two from there on
+    WIDTH: tl.constexpr,  # power of two, at least COUNT
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -182,28 +155,18 @@ def _commit_tokens(
     samples = tl.load(samples_ptr + request, mask=is_request, other=0) != 0
     rejected = tl.load(num_rejected_ptr + request, mask=is_request, other=0)
     first = length - tl.load(num_drafts_ptr + request, mask=is_request, other=0)
-    _write_behind(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
+    _write_tokens(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
     tl.store(num_computed_ptr + slot, length - rejected, mask=is_request)
 
 
-def commit_tokens_kernel(
-    token_ids: Tensor,
-    num_computed: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    num_drafts: Tensor,
-    samples: Tensor,
-    tokens: Tensor,
-    num_rejected: Tensor,
-) -> None:
+def commit_tokens_kernel(state: SlotTokens, batch: VerifiedBatch, verdict: Verdict) -> None:
     """See `verification.commit_tokens`; the last column is left alone."""
-    check_contiguous(
-        token_ids, num_computed, slots, seq_lens, num_drafts, samples, tokens, num_rejected
-    )
+    token_ids, tokens = state.token_ids, verdict.tokens
+    step = (batch.slots, batch.seq_lens, batch.num_drafts, batch.samples.view(torch.int8))
+    check_contiguous(token_ids, state.num_computed, *step, tokens, verdict.num_rejected)
     b, count = tokens.shape
     _commit_tokens[(triton.cdiv(b, BLOCK),)](
-        token_ids, num_computed, slots, seq_lens, num_drafts, samples.view(torch.int8), tokens,
-        num_rejected, token_ids.shape[1], b,
+        token_ids, state.num_computed, *step, tokens, verdict.num_rejected, token_ids.shape[1], b,
         COUNT=count, WIDTH=triton.next_power_of_2(count), BLOCK=BLOCK,
         num_warps=1, **dependent_launch(tokens),
     )  # fmt: skip
@@ -219,7 +182,7 @@ def _store_drafts(
     columns,
     num_requests,
     COUNT: tl.constexpr,  # K
-    WIDTH: tl.constexpr,  # power of two from there on
+    WIDTH: tl.constexpr,  # power of two, at least COUNT
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -230,19 +193,18 @@ def _store_drafts(
     slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
     samples = tl.load(samples_ptr + request, mask=is_request, other=0) != 0
     first = tl.load(num_computed_ptr + slot, mask=is_request, other=0) + 1
-    _write_behind(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
+    _write_tokens(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
 
 
-def store_drafts_kernel(
-    token_ids: Tensor, num_computed: Tensor, slots: Tensor, samples: Tensor, tokens: Tensor
-) -> None:
+def store_drafts_kernel(state: SlotTokens, batch: VerifiedBatch, tokens: Tensor) -> None:
     """See `verification.store_drafts`; the last column is left alone."""
-    check_contiguous(token_ids, num_computed, slots, samples, tokens)
+    token_ids, samples = state.token_ids, batch.samples.view(torch.int8)
+    check_contiguous(token_ids, state.num_computed, batch.slots, samples, tokens)
     b, count = tokens.shape
     if count == 0:
         return
     _store_drafts[(triton.cdiv(b, BLOCK),)](
-        token_ids, num_computed, slots, samples.view(torch.int8), tokens, token_ids.shape[1], b,
+        token_ids, state.num_computed, batch.slots, samples, tokens, token_ids.shape[1], b,
         COUNT=count, WIDTH=triton.next_power_of_2(count), BLOCK=BLOCK,
         num_warps=1, **dependent_launch(tokens),
     )  # fmt: skip

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.sampling.token_choice import reference
+from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose, exponential_race
+from hydraspec_kernels.sampling.records import SamplingTensors
+from hydraspec_kernels.sampling.token_choice import draw_tokens, reference, sample_with_probs
+from hydraspec_kernels.sampling.truncation import target_probs
 from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -15,8 +18,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hydraspec.sampling.sampler import process_logits, sample, sample_draft
-from hydraspec.sampling.streams import Purpose, exponential_race
 from hydraspec.types import SamplingFlags
 
 VOCAB = 37
@@ -35,15 +36,10 @@ def processed(
     min_p: float = 0.0,
     flags: SamplingFlags | None = None,
 ) -> Tensor:
-    """`process_logits` with the same parameters in every row."""
-    rows = logits.shape[0]
-    parameters = (
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
-        torch.full((rows,), min_p),
-    )
-    return process_logits(logits, *parameters, *([] if flags is None else [flags]))
+    """`target_probs` with the same parameters in every row."""
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    rows = {name: torch.full(logits.shape[:1], value) for name, value in given.items()}
+    return target_probs(logits, SamplingTensors(**rows), *([] if flags is None else [flags]))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -68,14 +64,16 @@ def test_matches_transformers(temperature: float, top_k: int, top_p: float, min_
     torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-6, rtol=1e-6)
 
 
-def test_rows_have_their_own_parameters_and_flags_only_save_work() -> None:
+def test_parameters_are_per_row_and_flags_only_save_work() -> None:
     """Catches a parameter that leaks between rows, or a path without a flag that differs."""
     logits = randn(5, VOCAB)
-    temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0])
-    top_k = torch.tensor([0, 3, 0, 0, 0])
-    top_p = torch.tensor([0.5, 1.0, 0.4, 1.0, 1.0])
-    min_p = torch.tensor([0.0, 0.0, 0.0, 0.3, 0.0])
-    probs = process_logits(logits, temperature, top_k, top_p, min_p)
+    given = {
+        "temperature": torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0]),
+        "top_k": torch.tensor([0, 3, 0, 0, 0]),
+        "top_p": torch.tensor([0.5, 1.0, 0.4, 1.0, 1.0]),
+        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.3, 0.0]),
+    }
+    probs = target_probs(logits, SamplingTensors(**given))
     assert probs[0].equal(torch.nn.functional.one_hot(logits[0].argmax(), VOCAB).float())
     assert int((probs[1] > 0).sum()) == 3
     torch.testing.assert_close(probs[4], (logits[4] / 2).softmax(-1))
@@ -89,9 +87,8 @@ def test_rows_have_their_own_parameters_and_flags_only_save_work() -> None:
         ]
     ):
         one = slice(row, row + 1)
-        alone = process_logits(
-            logits[one], temperature[one], top_k[one], top_p[one], min_p[one], flags
-        )
+        alone = {name: values[one] for name, values in given.items()}
+        alone = target_probs(logits[one], SamplingTensors(**alone), flags)
         torch.testing.assert_close(alone[0], probs[row])
 
 
@@ -123,7 +120,8 @@ def test_sampling_follows_the_weights_and_skips_zeros() -> None:
     """2**17 draws see a total-variation distance of 0.01 with power above 0.99 at level 1e-4."""
     weights = torch.tensor([0.0, 0.5, 3.0, 0.01, 0.0, 1.49])
     count = 1 << 17
-    ids = sample(weights.expand(count, -1), torch.arange(count), torch.tensor(3), Purpose.BONUS, 0)
+    key = DrawKey(torch.arange(count), torch.tensor(3), Purpose.BONUS, 0)
+    ids = draw_tokens(weights.expand(count, -1), key)
     counts = torch.bincount(ids, minlength=6).double()
     assert counts[weights == 0].sum() == 0
     support = weights > 0
@@ -137,7 +135,8 @@ def p_value_of_chunks(monkeypatch: pytest.MonkeyPatch, first_chunk: int) -> floa
     monkeypatch.setattr(reference, "FIRST_CHUNK", first_chunk)
     weights = torch.tensor([2.0, 1, 1, 1, 0, 0, 0, 0, 0.01, 0, 0, 3, 1, 0.5, 0, 0, 2, 4])
     count = 1 << 17
-    ids = sample(weights.expand(count, -1), torch.arange(count), torch.tensor(3), Purpose.BONUS, 0)
+    key = DrawKey(torch.arange(count), torch.tensor(3), Purpose.BONUS, 0)
+    ids = draw_tokens(weights.expand(count, -1), key)
     counts, support = torch.bincount(ids, minlength=18).double(), weights > 0
     assert counts[~support].sum() == 0
     expected = weights[support].double() / weights.sum() * count
@@ -145,7 +144,7 @@ def p_value_of_chunks(monkeypatch: pytest.MonkeyPatch, first_chunk: int) -> floa
 
 
 def test_a_token_of_a_chunk_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Power as above. A chunk and its tokens have draws of their own: shared ones are found out."""
+    """Power as above. A chunk and its tokens have separate draws: shared ones are detected."""
     assert p_value_of_chunks(monkeypatch, reference.FIRST_CHUNK) > 1e-4
     assert p_value_of_chunks(monkeypatch, 0) < 1e-4
 
@@ -153,14 +152,14 @@ def test_a_token_of_a_chunk_follows_the_weights(monkeypatch: pytest.MonkeyPatch)
 def test_a_draw_is_two_races() -> None:
     """What defines it: chunks of 1024 tokens, their numbers in the stream, and tokens by id."""
     weights = randn(5, 3000).exp()
-    key = (torch.arange(5), torch.tensor(7), Purpose.DRAFT, 2)
+    key = DrawKey(torch.arange(5), torch.tensor(7), Purpose.DRAFT, 2)
     wanted = []
     masses = torch.nn.functional.pad(weights, (0, 72)).view(5, 3, 1024).sum(-1)
     chunks = (masses / exponential_race(*key, (1 << 31) + torch.arange(3))).argmax(-1)
     race = weights / exponential_race(*key, torch.arange(3000))
     for row, chunk in enumerate(chunks.tolist()):
         wanted.append(chunk * 1024 + int(race[row, chunk * 1024 : (chunk + 1) * 1024].argmax()))
-    assert sample(weights, *key).tolist() == wanted
+    assert draw_tokens(weights, key).tolist() == wanted
     assert len(set(chunks.tolist())) > 1
 
 
@@ -169,7 +168,8 @@ def test_draft_distribution_is_the_one_sampled_from() -> None:
     logits, count = randn(1, 6, seed=3).expand(1 << 16, -1), 1 << 16
     temperature = torch.full((count,), 0.7)
     temperature[::2] = 0.0
-    ids, probs = sample_draft(logits, temperature, torch.arange(count), torch.full((count,), 9), 1)
+    key = DrawKey(torch.arange(count), torch.full((count,), 9), Purpose.DRAFT, 1)
+    ids, probs = sample_with_probs(logits, temperature, key)
     assert probs.dtype is torch.float32
     assert (ids[::2] == logits[0].argmax()).all()
     assert probs[0].equal(torch.nn.functional.one_hot(logits[0].argmax(), 6).float())

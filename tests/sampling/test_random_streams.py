@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.sampling.random_streams.reference import unit_interval
-from scipy import stats
-from torch import Tensor
-
-from hydraspec.sampling.streams import (
+from hydraspec_kernels.sampling.random_streams import (
     MAX_INDEX,
     Purpose,
     exponential_race,
     stream_key,
     uniform,
 )
+from hydraspec_kernels.sampling.random_streams.reference import unit_interval
+from scipy import stats
+from torch import Tensor
 
 ALPHA = 1e-5
 MASK = (1 << 64) - 1

@@ -1,0 +1,99 @@
+"""The records of sampling and verification.
+
+Letters: B requests, K drafts of a request, S request slots, N rows of logits, V vocabulary, V' the
+drafter's vocabulary, L tokens that a slot can hold. Tensors are int64 unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingFlags:
+    """Host facts of a batch. True means "some request may"; false skips that work for all rows.
+
+    A flag that is true without need costs time, never correctness; a flag wrongly false ignores the
+    parameter.
+    """
+
+    any_greedy: bool = True  # some request has temperature 0
+    any_top_k: bool = True
+    any_top_p: bool = True
+    any_min_p: bool = True
+
+    @property
+    def any_truncation(self) -> bool:
+        """Whether top_k, top_p or min_p of some request may cut tokens off."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+
+EVERYTHING = SamplingFlags()  # skips no work
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingTensors:
+    """How each of N rows samples."""
+
+    temperature: Tensor  # [N] float32, 0 is greedy
+    top_k: Tensor  # [N], 0 is off
+    top_p: Tensor  # [N] float32, 1 is off
+    min_p: Tensor  # [N] float32, 0 is off
+
+
+class SlotSampling(Protocol):
+    """How the request of each slot samples, and what its drafts were drawn from: a part of
+    `hydraspec.types.RequestState`."""
+
+    temperature: Tensor  # [S] float32, 0 is greedy
+    top_k: Tensor  # [S], 0 is off
+    top_p: Tensor  # [S] float32, 1 is off
+    min_p: Tensor  # [S] float32, 0 is off
+    seed: Tensor  # [S]
+    draft_probs: Tensor | None  # [S, K, V'] float32; None: drafts are argmaxes, not samples
+    draft_vocab_map: Tensor | None  # [V'] the target's ids of the drafter's tokens; None: V' is V
+
+
+class SlotTokens(Protocol):
+    """The tokens of each slot: a part of `hydraspec.types.RequestState`."""
+
+    token_ids: Tensor  # [S, L + 1]; the last column may be overwritten by masked writes
+    num_computed: Tensor  # [S] tokens with valid KV
+
+
+class VerifiedBatch(Protocol):
+    """The drafts under verification: a part of `hydraspec.types.Batch`."""
+
+    verify_rows: Tensor  # [B, K+1] rows of N; entries past num_drafts repeat a valid row
+    draft_tokens: Tensor  # [B, K], -1 where there is no draft
+    num_drafts: Tensor  # [B]
+    samples: Tensor  # [B] bool: whether the request samples in this step
+    seq_lens: Tensor  # [B] computed tokens plus the rows of this step
+    slots: Tensor  # [B]
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted
+    drafts, then one more)."""
+
+    tokens: Tensor  # [B, K+1], -1 from num_sampled on
+    num_sampled: Tensor  # [B], 0 for requests that do not sample in this step
+    num_rejected: Tensor  # [B] drafts under verification that were not accepted
+    # [B]: 1 where the last emitted token comes from logits whose maximum is not finite (a NaN,
+    # +inf, or nothing but -inf), else 0. No draft is accepted by such logits.
+    not_finite: Tensor
+
+    @classmethod
+    def empty_like(cls, batch: VerifiedBatch) -> Verdict:
+        """An unwritten verdict on a batch."""
+        count = batch.num_drafts
+        return cls(
+            tokens=count.new_empty(batch.verify_rows.shape),
+            num_sampled=count.new_empty(count.shape),
+            num_rejected=count.new_empty(count.shape),
+            not_finite=count.new_empty(count.shape),
+        )
