@@ -121,14 +121,7 @@ class DraftModelSpeculator(BaseSpeculator):
         """Where drafting starts: each request's newest computed row after verification, at p, and
         the token sampled behind it. Requests that did not sample give a harmless row.
         """
-        return newest_rows(
-            verdict.tokens,
-            verdict.num_sampled,
-            verdict.num_rejected,
-            batch.query_start_loc,
-            batch.slots,
-            state.num_computed,
-        )
+        return newest_rows(verdict, batch, state.num_computed)
 
     def sample_draft(
         self, hidden: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int

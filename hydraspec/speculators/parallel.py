@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from hydraspec_kernels.step_inputs import ParallelLayout, parallel_rows
+from hydraspec_kernels.step_inputs import GroupTables, ParallelLayout, parallel_rows
 from torch import Tensor
 
 from hydraspec.speculators.draft_model import DraftModelSpeculator
@@ -67,13 +67,10 @@ class ParallelSpeculator(DraftModelSpeculator):
         more = self.num_speculative_tokens - 1
         tables = batch.block_tables[len(batch.block_tables) - len(self.draft_specs) :]
         laid = parallel_rows(
-            batch.query_start_loc,
-            batch.seq_lens,
-            verdict.num_rejected,
-            batch.slots,
             state.token_ids,
-            tables,
-            [spec.block_size for spec in self.draft_specs],
+            batch,
+            verdict.num_rejected,
+            GroupTables(tables, [spec.block_size for spec in self.draft_specs]),
             num_masks=more,
             mask_token_id=self.mask_row().token_id,
             num_rows=batch.positions.shape[0],

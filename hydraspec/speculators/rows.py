@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydraspec_kernels.step_inputs import NewestRows, decode_rows, shifted_tokens
+from hydraspec_kernels.step_inputs import GroupTables, NewestRows, decode_rows, shifted_tokens
 from torch import Tensor
 
 from hydraspec.types import Batch, KVGroupSpec, RequestState, Rows, RowSegment
@@ -46,10 +46,8 @@ def single_rows(
     """One row per request, `lookahead` positions behind its newest row."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
-    sizes = [spec.block_size for spec in specs]
-    rows = decode_rows(
-        row.positions, row.seq_lens, lookahead, tables, sizes, padded=batch.has_padding
-    )
+    groups = GroupTables(tables, [spec.block_size for spec in specs])
+    rows = decode_rows(row.positions, row.seq_lens, lookahead, groups, padded=batch.has_padding)
     return Rows(
         segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len),),
         input_ids=tokens,

@@ -25,7 +25,7 @@ from hydraspec_kernels.sampling.verification import (
     verify_prefix,
     verify_synthetic,
 )
-from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows
+from hydraspec_kernels.step_inputs import GroupTables, decode_rows, newest_rows, prepare_rows
 from torch import Tensor
 
 DRAFTS = 3
@@ -104,18 +104,13 @@ def step(requests: int) -> dict[str, Tensor]:
 def small_work(requests: int) -> list[Call]:
     """What a step does beside the models; launches, not bytes, are what it costs."""
     s = step(requests)
-    tables, sizes = [s["table"], s["table"]], [BLOCK_SIZE, BLOCK_SIZE]
-    batch = state = SimpleNamespace(**s)
+    groups = GroupTables([s["table"]] * 2, [BLOCK_SIZE] * 2)
+    batch = state = layout = SimpleNamespace(**s)
     verified = verify_prefix(s["choices"], batch)
-    newest = newest_rows(
-        verified.tokens, verified.num_sampled, verified.num_rejected,
-        *(s[x] for x in ("query_start_loc", "slots", "num_computed")),
-    )  # fmt: skip
+    newest = newest_rows(verified, batch, s["num_computed"])
 
     def rows() -> object:
-        names = ("num_computed", "token_ids", "slots", "num_rows", "num_drafts")
-        laid = [s[x] for x in (*names, "row_request", "row_offset")]
-        return prepare_rows(*laid, tables, sizes, DRAFTS)
+        return prepare_rows(state, layout, s["slots"], groups, DRAFTS)
 
     def at_rate() -> object:
         return verify_synthetic(s["choices"], batch, s["seed"], 2.5)
@@ -124,14 +119,13 @@ def small_work(requests: int) -> list[Call]:
         return commit_tokens(state, batch, verified)
 
     def newest_of() -> object:
-        rest = [s[x] for x in ("query_start_loc", "slots", "num_computed")]
-        return newest_rows(verified.tokens, verified.num_sampled, verified.num_rejected, *rest)
+        return newest_rows(verified, batch, s["num_computed"])
 
     def store() -> object:
         return store_drafts(state, batch, s["draft_tokens"])
 
     def behind() -> object:
-        return decode_rows(newest.positions, newest.seq_lens, 1, tables, sizes)
+        return decode_rows(newest.positions, newest.seq_lens, 1, groups)
 
     def prefix() -> object:
         return verify_prefix(s["choices"], batch)

@@ -13,8 +13,7 @@ from hydraspec_kernels.sampling.verification import kernel as verify_kernel
 from hydraspec_kernels.sampling.verification import reference as verify_reference
 from hydraspec_kernels.step_inputs import kernel as rows_kernel
 from hydraspec_kernels.step_inputs import reference as rows_reference
-from hydraspec_kernels.step_inputs.slot_mapping import kernel as slot_kernel
-from hydraspec_kernels.step_inputs.slot_mapping.reference import slot_mapping_reference
+from hydraspec_kernels.step_inputs.records import GroupTables, RowLayout
 from kernel_places import DEVICES
 from torch import Tensor
 
@@ -53,7 +52,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 class Requests(NamedTuple):
-    """A step over slots in a mixed order; the last slot is nobody's."""
+    """A step over slots in a mixed order; the last slot is that of padding."""
 
     num_computed: Tensor  # [S]
     token_ids: Tensor  # [S, L]
@@ -63,6 +62,17 @@ class Requests(NamedTuple):
     row_request: Tensor  # [T]
     row_offset: Tensor  # [T]
     tables: list[Tensor]  # [B, P]
+
+    def on(self, device: str) -> tuple[Any, RowLayout, Tensor, GroupTables]:
+        """The arguments of `prepare_rows` on a device, but for K."""
+        tokens = {"num_computed": self.num_computed, "token_ids": self.token_ids}
+        names = ("num_rows", "num_drafts", "row_request", "row_offset")
+        layout = RowLayout(**{name: getattr(self, name).to(device) for name in names})
+        tokens = {name: x.to(device) for name, x in tokens.items()}
+        return SimpleNamespace(**tokens), layout, self.slots.to(device), self.groups(device)
+
+    def groups(self, device: str) -> GroupTables:
+        return GroupTables([x.to(device) for x in self.tables], BLOCK_SIZES)
 
 
 def requests(
@@ -107,12 +117,10 @@ def requests(
     ("count", "num_drafts", "padding"), [(1, 0, 0), (1, 3, 0), (5, 8, 0), (3, 3, 2), (131, 1, 5)]
 )
 def test_rows_of_the_target(count: int, num_drafts: int, padding: int, device: str) -> None:
-    """More requests than lanes, more rows than lanes, missing drafts, padding behind."""
+    """More requests than lanes, more rows than lanes, missing drafts, padding at the end."""
     given = requests(count, num_drafts, padding=padding)
-    wanted = rows_reference.prepare_rows_reference(
-        *given, BLOCK_SIZES, num_drafts, padded=padding > 0
-    )
-    got = rows_kernel.prepare_rows_kernel(*to(device, *given), BLOCK_SIZES, num_drafts)
+    wanted = rows_reference.prepare_rows_reference(*given.on("cpu"), num_drafts, padded=padding > 0)
+    got = rows_kernel.prepare_rows_kernel(*given.on(device), num_drafts)
     assert_same(got, wanted)
     # Whatever the number of rows: another alignment is another compilation, in the middle of a run.
     assert all(rows.data_ptr() % 16 == 0 for rows in got.slot_mapping)
@@ -125,8 +133,8 @@ def test_rows_of_the_target(count: int, num_drafts: int, padding: int, device: s
 def test_rows_of_request_minus_one_are_padding(device: str) -> None:
     given = requests(3, 2)
     given.row_request[-5:] = -1
-    wanted = rows_reference.prepare_rows_reference(*given, BLOCK_SIZES, 2, padded=True)
-    got = rows_kernel.prepare_rows_kernel(*to(device, *given), BLOCK_SIZES, 2)
+    wanted = rows_reference.prepare_rows_reference(*given.on("cpu"), 2, padded=True)
+    got = rows_kernel.prepare_rows_kernel(*given.on(device), 2)
     assert_same(got, wanted)
     assert wanted.input_ids[-5:].tolist() == wanted.positions[-5:].tolist() == [0] * 5
     assert wanted.slot_mapping[1][-5:].tolist() == [-1] * 5
@@ -134,24 +142,26 @@ def test_rows_of_request_minus_one_are_padding(device: str) -> None:
 
 def test_padding_flag_only_saves_work() -> None:
     given = requests(4, 3)
-    lean = rows_reference.prepare_rows_reference(*given, BLOCK_SIZES, 3, padded=False)
-    assert_same(lean, rows_reference.prepare_rows_reference(*given, BLOCK_SIZES, 3, padded=True))
+    lean = rows_reference.prepare_rows_reference(*given.on("cpu"), 3, padded=False)
+    assert_same(lean, rows_reference.prepare_rows_reference(*given.on("cpu"), 3, padded=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_slot_mapping(device: str) -> None:
-    table, request = torch.randint(1, 99, (3, 7)), torch.tensor([0, -1, 2, 2, 1])
-    positions = torch.tensor([0, 5, 111, 16, 95])
-    wanted = slot_mapping_reference(table, request, positions, 16, padded=True)
-    got = slot_kernel.slot_mapping_kernel(*to(device, table, request, positions), 16)
+    table, positions = torch.randint(1, 99, (5, 7)), torch.tensor([0, 5, 111, 16, 95])
+    request = torch.tensor([0, -1, 2, 3, 4])
+    wanted = rows_reference.slot_mapping_reference(table, request, positions, 16, padded=True)
+    moved = to(device, positions, request + 1)  # length 0 is padding
+    groups = GroupTables([table.to(device)], (16,))
+    (got,) = rows_kernel.decode_rows_kernel(*moved, 0, groups).slot_mapping
     assert got.cpu().equal(wanted)
     assert wanted[1] == -1
-    outside = slot_kernel.slot_mapping_kernel(*to(device, table, request, positions + 30), 16)
-    assert outside.cpu().tolist()[2] == -1  # behind the table: nothing is written
+    (outside,) = rows_kernel.decode_rows_kernel(*moved, 30, groups).slot_mapping
+    assert outside.cpu().tolist()[2] == -1  # past the table: nothing is written
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_behind_rows(device: str) -> None:
+def test_tokens_after_rows(device: str) -> None:
     given = requests(5, 3)
     positions = given.num_computed[given.slots][given.row_request] + given.row_offset
     arguments = (given.token_ids, given.slots, given.row_request, positions)
@@ -187,20 +197,21 @@ def starts(given: Requests) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(("count", "num_drafts"), [(1, 0), (6, 3), (140, 2)])
-def test_newest_rows_and_rows_behind_them(
+def test_newest_rows_and_rows_after_them(
     count: int, num_drafts: int, padding: int, device: str
 ) -> None:
     given = requests(count, num_drafts, padding=padding)
     tokens, sampled, rejected = verdicts(given, num_drafts)
-    arguments = (tokens, sampled, rejected, starts(given), given.slots, given.num_computed)
-    wanted = rows_reference.newest_rows_reference(*arguments)
-    got = rows_kernel.newest_rows_kernel(*to(device, *arguments))
-    assert_same(got, wanted)
-    behind = rows_kernel.decode_rows_kernel(
-        got.positions, got.seq_lens, 2, to(device, *given.tables), BLOCK_SIZES
+    verdict = SimpleNamespace(tokens=tokens, num_sampled=sampled, num_rejected=rejected)
+    batch = SimpleNamespace(query_start_loc=starts(given), slots=given.slots)
+    wanted = rows_reference.newest_rows_reference(verdict, batch, given.num_computed)
+    got = rows_kernel.newest_rows_kernel(
+        moved(verdict, device), moved(batch, device), given.num_computed.to(device)
     )
+    assert_same(got, wanted)
+    after = rows_kernel.decode_rows_kernel(got.positions, got.seq_lens, 2, given.groups(device))
     expected = rows_reference.decode_rows_reference(
-        wanted.positions, wanted.seq_lens, 2, given.tables, BLOCK_SIZES
+        wanted.positions, wanted.seq_lens, 2, given.groups("cpu")
     )
     if padding:
         empty = wanted.seq_lens == 0
@@ -208,7 +219,7 @@ def test_newest_rows_and_rows_behind_them(
         expected.positions[empty] = expected.seq_lens[empty] = 0
         for rows in expected.slot_mapping:
             rows[empty] = -1
-    assert_same(behind, expected)
+    assert_same(after, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -217,30 +228,42 @@ def test_rows_of_a_parallel_drafter(count: int, num_drafts: int, masks: int, dev
     given = requests(count, num_drafts)
     _, _, rejected = verdicts(given, num_drafts)
     seq_lens = given.num_computed[given.slots] + given.num_rows
-    arguments = (starts(given), seq_lens, rejected, given.slots, given.token_ids, given.tables)
+    batch = SimpleNamespace(query_start_loc=starts(given), seq_lens=seq_lens, slots=given.slots)
     rest = {"num_masks": masks, "mask_token_id": 77, "num_rows": given.row_request.shape[0]}
-    wanted = rows_reference.parallel_rows_reference(*arguments, BLOCK_SIZES, **rest)
-    got = rows_kernel.parallel_rows_kernel(*to(device, *arguments), BLOCK_SIZES, **rest)
+    wanted = rows_reference.parallel_rows_reference(
+        given.token_ids, batch, rejected, given.groups("cpu"), **rest
+    )
+    tokens, rejected = to(device, given.token_ids, rejected)
+    got = rows_kernel.parallel_rows_kernel(
+        tokens, moved(batch, device), rejected, given.groups(device), **rest
+    )
     assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_of_a_parallel_drafter(device: str) -> None:
-    """Requests without rows and rows behind the last request: no id, no cache row, length 0."""
+    """Requests without rows and rows after the last request: no id, no cache row, length 0."""
     given = requests(3, 2, prefill=False, padding=2)
     _, _, rejected = verdicts(given, 2)
     seq_lens = (given.num_computed[given.slots] + given.num_rows).where(given.num_rows > 0, 0)
     count = given.row_request.shape[0]
-    arguments = (starts(given), seq_lens, rejected, given.slots, given.token_ids, given.tables)
+    batch = SimpleNamespace(query_start_loc=starts(given), seq_lens=seq_lens, slots=given.slots)
+    tokens, rejected = to(device, given.token_ids, rejected)
     got = rows_kernel.parallel_rows_kernel(
-        *to(device, *arguments), BLOCK_SIZES, num_masks=3, mask_token_id=77, num_rows=count + 4
+        tokens,
+        moved(batch, device),
+        rejected,
+        given.groups(device),
+        num_masks=3,
+        mask_token_id=77,
+        num_rows=count + 4,
     )
-    behind = 2 * (3 + 3) + 4
+    after = 2 * (3 + 3) + 4
     assert got.seq_lens[-2:].tolist() == [0, 0]
     for values in (got.input_ids, got.positions, got.is_valid, got.source):
-        assert not values[-behind:].any()
+        assert not values[-after:].any()
     for rows in got.slot_mapping:
-        assert (rows[-behind:] == -1).all()
+        assert (rows[-after:] == -1).all()
 
 
 def verify_inputs(count: int, num_drafts: int, seed: int = 0) -> tuple[Tensor, SimpleNamespace]:
@@ -324,5 +347,5 @@ def test_commit_and_drafts(num_drafts: int, padding: int, device: str) -> None:
 
 def test_public_functions_take_the_reference_on_the_cpu() -> None:
     given = requests(2, 1)
-    got = step_inputs.prepare_rows(*given, BLOCK_SIZES, 1)
+    got = step_inputs.prepare_rows(*given.on("cpu"), 1)
     assert got.draft_tokens.shape == (2, 1)

@@ -13,7 +13,13 @@ from hydraspec_kernels.sampling.rejection import Rule
 from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 from hydraspec_kernels.sampling.token_choice import greedy_tokens, sample_with_probs
 from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts, verify_prefix
-from hydraspec_kernels.step_inputs import decode_rows, newest_rows, prepare_rows, shifted_tokens
+from hydraspec_kernels.step_inputs import (
+    GroupTables,
+    decode_rows,
+    newest_rows,
+    prepare_rows,
+    shifted_tokens,
+)
 from torch import Tensor
 
 VOCAB, SLOTS, COLUMNS, SIZES = 4096, 9, 256, (16, 16)
@@ -50,21 +56,15 @@ def given(num_requests: int, num_drafts: int, padding: int) -> Given:
 
 def step(g: Given, num_drafts: int) -> list[Tensor]:
     """Rows, verification by choices and by distributions, commit, the next rows, drafts."""
-    tables, slots = [g["table"], g["table"]], g["slots"]
-    rows = prepare_rows(
-        g["num_computed"], g["token_ids"], slots, g["num_rows"], g["num_drafts"],
-        g["row_request"], g["row_offset"], tables, SIZES, num_drafts, padded=True,
-    )  # fmt: skip
-    batch: Any = SimpleNamespace(draft_tokens=rows.draft_tokens, seq_lens=rows.seq_lens, **g)
+    groups, slots = GroupTables([g["table"], g["table"]], SIZES), g["slots"]
     state: Any = SimpleNamespace(draft_probs=None, draft_vocab_map=None, **g)
+    rows = prepare_rows(state, state, slots, groups, num_drafts, padded=True)
+    batch: Any = SimpleNamespace(draft_tokens=rows.draft_tokens, seq_lens=rows.seq_lens, **g)
     sampled = verify_sampled_launches(g["logits"], batch, state, Rule.STANDARD)
     verdict = verify_prefix(greedy_tokens(g["logits"]), batch)
     commit_tokens(state, batch, verdict)
-    newest = newest_rows(
-        verdict.tokens, verdict.num_sampled, verdict.num_rejected, g["query_start_loc"], slots,
-        g["num_computed"],
-    )  # fmt: skip
-    behind = decode_rows(newest.positions, newest.seq_lens, 1, tables, SIZES)
+    newest = newest_rows(verdict, batch, g["num_computed"])
+    after = decode_rows(newest.positions, newest.seq_lens, 1, groups)
     shifted = shifted_tokens(g["token_ids"], slots, g["row_request"], rows.positions)
     greedy = centroid_greedy(g["d"], g["weights"], g["centroids"], g["clusters"], 5, None)
     logits = g["logits"][: len(slots)]
@@ -75,7 +75,7 @@ def step(g: Given, num_drafts: int) -> list[Tensor]:
     store_drafts(state, batch, drafts)
     return [
         rows.input_ids, rows.positions, *rows.slot_mapping, rows.draft_tokens, sampled.tokens,
-        verdict.tokens, newest.rows, newest.token_ids, *behind.slot_mapping, shifted, drafts, probs,
+        verdict.tokens, newest.rows, newest.token_ids, *after.slot_mapping, shifted, drafts, probs,
         g["token_ids"][:, :-1], g["num_computed"],
     ]  # fmt: skip
 

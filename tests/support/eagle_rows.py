@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from eagle_folders import FakeTarget
-from hydraspec_kernels.step_inputs.slot_mapping import slot_mapping
+from hydraspec_kernels.step_inputs.reference import slot_mapping_reference
 
 from hydraspec.models.eagle.head import EagleHead
 from hydraspec.models.eagle.loading import load_eagle
@@ -31,7 +31,7 @@ class PagedRows:
     def rows(self, tokens: torch.Tensor, first: int) -> Rows:
         n = len(tokens)
         positions = torch.arange(first, first + n)
-        slots = slot_mapping(self.table, torch.zeros_like(positions), positions, BLOCK)
+        slots = slot_mapping_reference(self.table, torch.zeros_like(positions), positions, BLOCK)
         return Rows(
             segments=(RowSegment(0, 0, 1, n, first + n),),
             input_ids=tokens,

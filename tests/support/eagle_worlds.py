@@ -21,7 +21,7 @@ from eagle_folders import (
     write_speculators,
 )
 from eagle_oracle import PlainEagle
-from hydraspec_kernels.step_inputs.slot_mapping import slot_mapping
+from hydraspec_kernels.step_inputs.reference import slot_mapping_reference
 from scenarios import KNOWN_TOKENS, World, random_prompt, seeded, uncached_continuation
 from tiny_targets import gemma4_config, write_folder
 from torch import Tensor
@@ -88,7 +88,7 @@ def fresh_states(
     groups = target.kv_groups(8)
     table = torch.arange(1, -(-n // 8) + 1)[None]
     positions = torch.arange(n)
-    slots = slot_mapping(table, torch.zeros_like(positions), positions, 8)
+    slots = slot_mapping_reference(table, torch.zeros_like(positions), positions, 8)
     caches: list[Tensor | None] = [None] * target.num_layers
     for group in groups:
         for layer in group.layers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hydraspec_kernels.step_inputs import prepare_rows
+from hydraspec_kernels.step_inputs import GroupTables, RowLayout, prepare_rows
 from torch import Tensor
 
 from hydraspec.models.needed_rows import needed_rows
@@ -27,16 +27,12 @@ from hydraspec.types import (
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Layout:
+class Layout(RowLayout):
     """Index tensors that follow from (rows, drafts, samples) of each request, whatever the tokens
     are."""
 
-    num_rows: Tensor  # [B]
-    num_drafts: Tensor  # [B]
     samples: Tensor  # [B] bool
     query_start_loc: Tensor  # [B+1]
-    row_request: Tensor  # [T] batch index of the request a row belongs to, -1 for padding
-    row_offset: Tensor  # [T] place of the row within its request's rows
     logits_rows: Tensor | None  # [N]; None: every row
     verify_rows: Tensor  # [B, K+1]
 
@@ -135,15 +131,10 @@ def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]
     device state."""
     layout = plan.layout
     rows = prepare_rows(
-        state.num_computed,
-        state.token_ids,
+        state,
+        layout,
         plan.slots,
-        layout.num_rows,
-        layout.num_drafts,
-        layout.row_request,
-        layout.row_offset,
-        plan.tables,
-        [spec.block_size for spec in specs],
+        GroupTables(plan.tables, [spec.block_size for spec in specs]),
         plan.num_speculative_tokens,
         padded=plan.has_padding,
     )

@@ -1,11 +1,9 @@
-"""Input preparation on the device, one launch each: see the public functions for what they mean.
+"""Input preparation on the device, one launch each.
 
-Programs cover blocks of rows; those of the first ones also cover requests, which are fewer.
+A program covers a block of rows and, at the same indices, of requests, which are fewer.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,21 +16,33 @@ from hydraspec_kernels.runtime.launch_kernel import (
     start_next,
     wait_for_inputs,
 )
+from hydraspec_kernels.sampling.records import SlotTokens, Verdict
 from hydraspec_kernels.step_inputs.records import (
     DecodeRows,
+    GroupTables,
+    LaidBatch,
     NewestRows,
     ParallelLayout,
+    RowLayout,
     StepInputs,
     new_cache_rows,
 )
-from hydraspec_kernels.step_inputs.slot_mapping.kernel import cache_row
 
 BLOCK = 128
 
 
 @triton.jit
+def _cache_row(table_ptr, table_width, request, position, is_real, BLOCK_SIZE: tl.constexpr):
+    """The cache row of each position; -1 where it is not real or lies past the block table."""
+    block = position // BLOCK_SIZE
+    is_real = is_real & (block < table_width)
+    entry = tl.load(table_ptr + request * table_width + block, mask=is_real, other=0)
+    return tl.where(is_real, entry * BLOCK_SIZE + (position - block * BLOCK_SIZE), -1)
+
+
+@triton.jit
 def _store_cache_rows(
-    slots_ptr,  # G times [T]
+    cache_rows_ptr,  # G times [T]
     tables,  # G times [B, P]
     table_widths,
     request,
@@ -46,10 +56,10 @@ def _store_cache_rows(
     """The cache rows of `position` in every KV group, as `new_cache_rows` lays them out."""
     stride = (num_rows + 1) // 2 * 2
     for group in tl.static_range(len(BLOCK_SIZES)):
-        place = cache_row(
+        place = _cache_row(
             tables[group], table_widths[group], request, position, is_real, BLOCK_SIZES[group]
         )
-        tl.store(slots_ptr + group * stride + row, place, mask=is_row)
+        tl.store(cache_rows_ptr + group * stride + row, place, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["columns", "num_rows", "num_requests"])
@@ -58,10 +68,10 @@ def _prepare_rows(
     positions_ptr,  # [T]
     seq_lens_ptr,  # [B]
     drafts_ptr,  # [B, K]
-    slots_ptr,  # G times [T]
+    cache_rows_ptr,  # G times [T]
     num_computed_ptr,  # [S]
     token_ids_ptr,  # [S, L]
-    request_slots_ptr,  # [B]
+    slots_ptr,  # [B]
     num_rows_ptr,  # [B]
     num_drafts_ptr,  # [B]
     row_request_ptr,  # [T]
@@ -73,7 +83,7 @@ def _prepare_rows(
     num_requests,
     BLOCK_SIZES: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # power of two from K on
+    BLOCK_K: tl.constexpr,  # power of two, at least K
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -82,15 +92,15 @@ def _prepare_rows(
     is_row, is_request = row < num_rows, row < num_requests
     wait_for_inputs(PDL)
 
-    # All loads come before the stores: a warp waits for what it stores, and then loads no further.
+    # All loads come before the stores: a warp waits for its stores before it loads further.
     request = tl.load(row_request_ptr + row, mask=is_row, other=-1)
     offset = tl.load(row_offset_ptr + row, mask=is_row, other=0)
     rows_of = tl.load(num_rows_ptr + row, mask=is_request, other=0)
     drafts_of = tl.load(num_drafts_ptr + row, mask=is_request, other=0)
-    own_slot = tl.load(request_slots_ptr + row, mask=is_request, other=0)
+    own_slot = tl.load(slots_ptr + row, mask=is_request, other=0)
     is_real = request >= 0
     is_real = is_real & (offset < tl.load(num_rows_ptr + request, mask=is_real, other=0))
-    slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    slot = tl.load(slots_ptr + request, mask=is_real, other=0)
     end = tl.load(num_computed_ptr + own_slot, mask=is_request, other=0) + rows_of
     position = tl.load(num_computed_ptr + slot, mask=is_real, other=0) + offset
     position = tl.where(is_real, position, 0)
@@ -98,64 +108,54 @@ def _prepare_rows(
     if K > 0:
         k = tl.arange(0, BLOCK_K)[None, :]
         is_draft = is_request[:, None] & (k < drafts_of[:, None])
-        behind = (own_slot * columns + end - drafts_of)[:, None] + k
-        drafts = tl.load(token_ids_ptr + behind, mask=is_draft, other=-1)
+        places = (own_slot * columns + end - drafts_of)[:, None] + k
+        drafts = tl.load(token_ids_ptr + places, mask=is_draft, other=-1)
         places = drafts_ptr + row[:, None] * K + k
         tl.store(places, drafts, mask=is_request[:, None] & (k < K))
     tl.store(ids_ptr + row, tl.maximum(token, 0), mask=is_row)
     tl.store(positions_ptr + row, position, mask=is_row)
     tl.store(seq_lens_ptr + row, tl.where(rows_of > 0, end, 0), mask=is_request)
     _store_cache_rows(
-        slots_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
+        cache_rows_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
         BLOCK_SIZES,
     )  # fmt: skip
 
 
 def prepare_rows_kernel(
-    num_computed: Tensor,
-    token_ids: Tensor,
+    state: SlotTokens,
+    layout: RowLayout,
     slots: Tensor,
-    num_rows: Tensor,
-    num_drafts: Tensor,
-    row_request: Tensor,
-    row_offset: Tensor,
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
+    groups: GroupTables,
     num_speculative_tokens: int,
 ) -> StepInputs:
     """See `step_inputs.prepare_rows`."""
-    check_contiguous(
-        num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset, *tables
-    )
-    t, b, k = row_request.shape[0], slots.shape[0], num_speculative_tokens
-    ids, positions = slots.new_empty(t), slots.new_empty(t)
-    seq_lens, drafts = slots.new_empty(b), slots.new_empty(b, k)
-    stored, cache_rows = new_cache_rows(slots, len(tables), t)
-    _prepare_rows[(triton.cdiv(max(t, b), BLOCK),)](
-        ids, positions, seq_lens, drafts, stored,
-        num_computed, token_ids, slots, num_rows, num_drafts, row_request, row_offset,
-        tuple(tables), _widths(tables), token_ids.shape[1], t, b,
-        BLOCK_SIZES=tuple(block_sizes), K=k, BLOCK_K=triton.next_power_of_2(max(k, 1)), BLOCK=BLOCK,
-        **dependent_launch(token_ids),
-    )  # fmt: skip
-    return StepInputs(
-        input_ids=ids,
-        positions=positions,
-        seq_lens=seq_lens,
-        draft_tokens=drafts,
+    per_request = (state.num_computed, state.token_ids, slots, layout.num_rows, layout.num_drafts)
+    per_row = (layout.row_request, layout.row_offset)
+    check_contiguous(*per_request, *per_row, *groups.tables)
+    t, b, k = layout.row_request.shape[0], slots.shape[0], num_speculative_tokens
+    stored, cache_rows = new_cache_rows(slots, len(groups.tables), t)
+    out = StepInputs(
+        input_ids=slots.new_empty(t),
+        positions=slots.new_empty(t),
+        seq_lens=slots.new_empty(b),
+        draft_tokens=slots.new_empty(b, k),
         slot_mapping=cache_rows,
     )
-
-
-def _widths(tables: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(table.shape[1] for table in tables)
+    _prepare_rows[(triton.cdiv(max(t, b), BLOCK),)](
+        out.input_ids, out.positions, out.seq_lens, out.draft_tokens, stored,
+        *per_request, *per_row,
+        tuple(groups.tables), groups.widths, state.token_ids.shape[1], t, b,
+        BLOCK_SIZES=tuple(groups.block_sizes), K=k, BLOCK_K=triton.next_power_of_2(max(k, 1)),
+        BLOCK=BLOCK, **dependent_launch(slots),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["columns", "num_rows"])
 def _shifted_tokens(
     ids_ptr,  # [T]
     token_ids_ptr,  # [S, L]
-    request_slots_ptr,  # [B]
+    slots_ptr,  # [B]
     row_request_ptr,  # [T]
     positions_ptr,  # [T]
     columns,
@@ -170,7 +170,7 @@ def _shifted_tokens(
     request = tl.load(row_request_ptr + row, mask=is_row, other=-1)
     is_real = request >= 0
     position = tl.load(positions_ptr + row, mask=is_real, other=0)
-    slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    slot = tl.load(slots_ptr + request, mask=is_real, other=0)
     token = tl.load(token_ids_ptr + slot * columns + position + 1, mask=is_real, other=0)
     tl.store(ids_ptr + row, tl.maximum(token, 0), mask=is_row)
 
@@ -198,7 +198,7 @@ def _newest_rows(
     num_sampled_ptr,  # [B]
     num_rejected_ptr,  # [B]
     query_start_loc_ptr,  # [B+1]
-    request_slots_ptr,  # [B]
+    slots_ptr,  # [B]
     num_computed_ptr,  # [S]
     num_requests,
     width,
@@ -212,7 +212,7 @@ def _newest_rows(
     end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
     rejected = tl.load(num_rejected_ptr + request, mask=is_request, other=0)
     newest = tl.load(num_sampled_ptr + request, mask=is_request, other=1) - 1
-    slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
+    slot = tl.load(slots_ptr + request, mask=is_request, other=0)
     place = request.to(tl.int64) * width + tl.maximum(newest, 0)
     token = tl.load(tokens_ptr + place, mask=is_request, other=0)
     length = tl.load(num_computed_ptr + slot, mask=is_request, other=0)
@@ -222,21 +222,16 @@ def _newest_rows(
     tl.store(seq_lens_ptr + request, length, mask=is_request)
 
 
-def newest_rows_kernel(
-    tokens: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    query_start_loc: Tensor,
-    slots: Tensor,
-    num_computed: Tensor,
-) -> NewestRows:
+def newest_rows_kernel(verdict: Verdict, batch: LaidBatch, num_computed: Tensor) -> NewestRows:
     """See `step_inputs.newest_rows`."""
-    check_contiguous(tokens, num_sampled, num_rejected, query_start_loc, slots, num_computed)
+    tokens, slots = verdict.tokens, batch.slots
+    counts = (verdict.num_sampled, verdict.num_rejected)
+    check_contiguous(tokens, *counts, batch.query_start_loc, slots, num_computed)
     b = slots.shape[0]
     found = NewestRows(*(torch.empty_like(slots) for _ in range(4)))
     _newest_rows[(triton.cdiv(b, BLOCK),)](
         found.rows, found.token_ids, found.positions, found.seq_lens,
-        tokens, num_sampled, num_rejected, query_start_loc, slots, num_computed,
+        tokens, *counts, batch.query_start_loc, slots, num_computed,
         b, tokens.shape[1], BLOCK=BLOCK, **dependent_launch(tokens),
     )  # fmt: skip
     return found
@@ -246,7 +241,7 @@ def newest_rows_kernel(
 def _decode_rows(
     out_positions_ptr,  # [B]
     out_seq_lens_ptr,  # [B]
-    slots_ptr,  # G times [B]
+    cache_rows_ptr,  # G times [B]
     positions_ptr,  # [B]
     seq_lens_ptr,  # [B]
     tables,  # G times [B, P]
@@ -267,29 +262,25 @@ def _decode_rows(
     tl.store(out_positions_ptr + request, position, mask=is_request)
     tl.store(out_seq_lens_ptr + request, tl.where(is_real, position + 1, 0), mask=is_request)
     _store_cache_rows(
-        slots_ptr, tables, table_widths, request, position, is_real, request, is_request,
+        cache_rows_ptr, tables, table_widths, request, position, is_real, request, is_request,
         num_requests, BLOCK_SIZES,
     )  # fmt: skip
 
 
 def decode_rows_kernel(
-    positions: Tensor,
-    seq_lens: Tensor,
-    advance: int,
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
+    positions: Tensor, seq_lens: Tensor, advance: int, groups: GroupTables
 ) -> DecodeRows:
     """See `step_inputs.decode_rows`."""
-    check_contiguous(positions, seq_lens, *tables)
+    check_contiguous(positions, seq_lens, *groups.tables)
     b = positions.shape[0]
-    out_positions, out_seq_lens = torch.empty_like(positions), torch.empty_like(positions)
-    stored, cache_rows = new_cache_rows(positions, len(tables), b)
+    stored, cache_rows = new_cache_rows(positions, len(groups.tables), b)
+    out = DecodeRows(torch.empty_like(positions), torch.empty_like(positions), cache_rows)
     _decode_rows[(triton.cdiv(b, BLOCK),)](
-        out_positions, out_seq_lens, stored, positions, seq_lens,
-        tuple(tables), _widths(tables), advance, b,
-        BLOCK_SIZES=tuple(block_sizes), BLOCK=BLOCK, **dependent_launch(positions),
+        out.positions, out.seq_lens, stored, positions, seq_lens,
+        tuple(groups.tables), groups.widths, advance, b,
+        BLOCK_SIZES=tuple(groups.block_sizes), BLOCK=BLOCK, **dependent_launch(positions),
     )  # fmt: skip
-    return DecodeRows(out_positions, out_seq_lens, cache_rows)
+    return out
 
 
 @triton.jit(do_not_specialize=["mask_token_id", "columns", "num_masks", "num_rows", "num_requests"])
@@ -300,11 +291,11 @@ def _parallel_rows(
     is_valid_ptr,  # [T'] int8
     newest_ptr,  # [B]
     out_seq_lens_ptr,  # [B]
-    slots_ptr,  # G times [T']
+    cache_rows_ptr,  # G times [T']
     query_start_loc_ptr,  # [B+1]
     seq_lens_ptr,  # [B]
     num_rejected_ptr,  # [B]
-    request_slots_ptr,  # [B]
+    slots_ptr,  # [B]
     token_ids_ptr,  # [S, L]
     tables,  # G times [B, P]
     table_widths,
@@ -338,7 +329,7 @@ def _parallel_rows(
     rejected = tl.load(num_rejected_ptr + request, mask=is_row, other=0)
     is_valid = is_real & (offset < rows_of - rejected)
     position = tl.where(is_real, length - rows_of + offset, 0)
-    slot = tl.load(request_slots_ptr + request, mask=is_real, other=0)
+    slot = tl.load(slots_ptr + request, mask=is_real, other=0)
     token = tl.load(token_ids_ptr + slot * columns + position + 1, mask=is_valid, other=0)
     token = tl.where(is_valid, tl.maximum(token, 0), tl.where(is_real, mask_token_id, 0))
     tl.store(ids_ptr + row, token, mask=is_row)
@@ -347,7 +338,7 @@ def _parallel_rows(
     tl.store(source_ptr + row, tl.where(is_real, source, 0), mask=is_row)
     tl.store(is_valid_ptr + row, is_valid.to(tl.int8), mask=is_row)
     _store_cache_rows(
-        slots_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
+        cache_rows_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
         BLOCK_SIZES,
     )  # fmt: skip
 
@@ -362,20 +353,19 @@ def _parallel_rows(
 
 
 def parallel_rows_kernel(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_rejected: Tensor,
-    slots: Tensor,
     token_ids: Tensor,
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
+    batch: LaidBatch,
+    num_rejected: Tensor,
+    groups: GroupTables,
     *,
     num_masks: int,
     mask_token_id: int,
     num_rows: int,
 ) -> ParallelLayout:
     """See `step_inputs.parallel_rows`."""
-    check_contiguous(query_start_loc, seq_lens, num_rejected, slots, token_ids, *tables)
+    slots, tables = batch.slots, groups.tables
+    per_request = (batch.query_start_loc, batch.seq_lens, num_rejected, slots)
+    check_contiguous(*per_request, token_ids, *tables)
     b = slots.shape[0]
     t = num_rows + b * num_masks
     stored, cache_rows = new_cache_rows(slots, len(tables), t)
@@ -391,9 +381,9 @@ def parallel_rows_kernel(
     _parallel_rows[(triton.cdiv(max(t, b), BLOCK),)](
         laid.input_ids, laid.positions, laid.source, laid.is_valid.view(torch.int8),
         laid.newest, laid.seq_lens, stored,
-        query_start_loc, seq_lens, num_rejected, slots, token_ids,
-        tuple(tables), _widths(tables), mask_token_id, token_ids.shape[1], num_masks, t, b,
-        BLOCK_SIZES=tuple(block_sizes), HALVINGS=b.bit_length(), BLOCK=BLOCK,
+        *per_request, token_ids,
+        tuple(tables), groups.widths, mask_token_id, token_ids.shape[1], num_masks, t, b,
+        BLOCK_SIZES=tuple(groups.block_sizes), HALVINGS=b.bit_length(), BLOCK=BLOCK,
         **dependent_launch(token_ids),
     )  # fmt: skip
     return laid

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RowLayout:
+    """How the T rows of a step belong to its B requests."""
+
+    num_rows: Tensor  # [B]
+    num_drafts: Tensor  # [B]
+    row_request: Tensor  # [T] batch index of the request a row belongs to, -1 for padding
+    row_offset: Tensor  # [T] place of the row within its request's rows
+
+
+@dataclass(slots=True, frozen=True)
+class GroupTables:
+    """The block tables of the KV groups that a pass writes."""
+
+    tables: Sequence[Tensor]  # per group [B, P]
+    block_sizes: Sequence[int]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """P of each group."""
+        return tuple(table.shape[1] for table in self.tables)
+
+
+class LaidBatch(Protocol):
+    """A step's requests and where their rows start: a part of `hydraspec.types.Batch`."""
+
+    query_start_loc: Tensor  # [B+1] first row of each request
+    seq_lens: Tensor  # [B]
+    slots: Tensor  # [B]
 
 
 @dataclass(slots=True)
@@ -20,10 +53,10 @@ class StepInputs:
 
 @dataclass(slots=True)
 class NewestRows:
-    """Where drafting starts."""
+    """Where drafting starts: each request's newest computed row."""
 
-    rows: Tensor  # [B] place of the newest computed row among the step's T rows
-    token_ids: Tensor  # [B] the token sampled behind it
+    rows: Tensor  # [B] its place among the step's T rows
+    token_ids: Tensor  # [B] the token sampled after it
     positions: Tensor  # [B] its position p
     seq_lens: Tensor  # [B] valid target KV, p + 1
 
@@ -43,7 +76,7 @@ class ParallelLayout:
 
     input_ids: Tensor  # [T']
     positions: Tensor  # [T']
-    source: Tensor  # [T'] the step's row a row takes its hidden state from; any for masks
+    source: Tensor  # [T'] the step's row that a row takes its hidden state from; any for masks
     is_valid: Tensor  # [T'] bool: one of the target's rows that was not rejected
     newest: Tensor  # [B] the row of each request that yields its first draft
     seq_lens: Tensor  # [B]

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.step_inputs.records import DecodeRows, NewestRows, ParallelLayout, StepInputs
-from hydraspec_kernels.step_inputs.slot_mapping.reference import slot_mapping_reference
+from hydraspec_kernels.sampling.records import SlotTokens, Verdict
+from hydraspec_kernels.step_inputs.records import (
+    DecodeRows,
+    GroupTables,
+    LaidBatch,
+    NewestRows,
+    ParallelLayout,
+    RowLayout,
+    StepInputs,
+)
+
+
+def slot_mapping_reference(
+    table: Tensor, request: Tensor, positions: Tensor, block_size: int, *, padded: bool = False
+) -> Tensor:
+    """The cache row of each token row: table [B, P] block ids, request [T], positions p [T] ->
+    table[request, p // size] * size + p % size. With `padded`, rows of request -1 give -1.
+    """
+    blocks = positions.div(block_size, rounding_mode="floor")
+    entry = (request * table.shape[1]).add_(blocks)
+    if padded:
+        entry = entry.clamp_min_(0)
+    rows = table.reshape(-1).index_select(0, entry).mul_(block_size)
+    rows = rows.add_(positions).sub_(blocks.mul_(block_size))
+    return rows.where(request >= 0, -1) if padded else rows
+
+
+def _slot_mappings(
+    groups: GroupTables, request: Tensor, positions: Tensor, padded: bool
+) -> list[Tensor]:
+    """The cache rows per KV group; request -1 (where `padded`) gives -1."""
+    return [
+        slot_mapping_reference(table, request, positions, size, padded=padded)
+        for table, size in zip(groups.tables, groups.block_sizes, strict=True)
+    ]
 
 
 def prepare_rows_reference(
-    num_computed: Tensor,
-    token_ids: Tensor,
+    state: SlotTokens,
+    layout: RowLayout,
     slots: Tensor,
-    num_rows: Tensor,
-    num_drafts: Tensor,
-    row_request: Tensor,
-    row_offset: Tensor,
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
+    groups: GroupTables,
     num_speculative_tokens: int,
     *,
     padded: bool,
 ) -> StepInputs:
     """See `step_inputs.prepare_rows`."""
-    columns, first = token_ids.shape[1], num_computed.index_select(0, slots)
+    token_ids, num_rows, num_drafts = state.token_ids, layout.num_rows, layout.num_drafts
+    row_request, row_offset = layout.row_request, layout.row_offset
+    columns, first = token_ids.shape[1], state.num_computed.index_select(0, slots)
     request, seq_lens = row_request, first + num_rows
     if padded:
         request = row_request.clamp_min(0)
@@ -41,29 +69,15 @@ def prepare_rows_reference(
     if padded:
         ids = ids.where(row_request >= 0, 0)
     draft = torch.arange(num_speculative_tokens, device=slots.device)
-    behind = (start + first).add_(num_rows).sub_(num_drafts).unsqueeze(1) + draft
-    drafts = token_ids.view(-1).take(behind)
+    places = (start + first).add_(num_rows).sub_(num_drafts).unsqueeze(1) + draft
+    drafts = token_ids.view(-1).take(places)
     return StepInputs(
         input_ids=ids,
         positions=positions,
         seq_lens=seq_lens,
         draft_tokens=drafts.masked_fill_(draft >= num_drafts.unsqueeze(1), -1),
-        slot_mapping=_slot_mappings(tables, block_sizes, row_request, positions, padded),
+        slot_mapping=_slot_mappings(groups, row_request, positions, padded),
     )
-
-
-def _slot_mappings(
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
-    request: Tensor,
-    positions: Tensor,
-    padded: bool = False,
-) -> list[Tensor]:
-    """The cache rows per KV group; request -1 (where `padded`) gives -1."""
-    return [
-        slot_mapping_reference(table, request, positions, size, padded=padded)
-        for table, size in zip(tables, block_sizes, strict=True)
-    ]
 
 
 def shifted_tokens_reference(
@@ -76,26 +90,19 @@ def shifted_tokens_reference(
 ) -> Tensor:
     """See `step_inputs.shifted_tokens`."""
     if padded:
-        behind = shifted_tokens_reference(token_ids, slots, row_request.clamp_min(0), positions)
-        return behind.where(row_request >= 0, 0)
+        shifted = shifted_tokens_reference(token_ids, slots, row_request.clamp_min(0), positions)
+        return shifted.where(row_request >= 0, 0)
     place = (slots * token_ids.shape[1] + 1).index_select(0, row_request).add_(positions)
     return token_ids.view(-1).index_select(0, place).clamp_min_(0)
 
 
-def newest_rows_reference(
-    tokens: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    query_start_loc: Tensor,
-    slots: Tensor,
-    num_computed: Tensor,
-) -> NewestRows:
+def newest_rows_reference(verdict: Verdict, batch: LaidBatch, num_computed: Tensor) -> NewestRows:
     """See `step_inputs.newest_rows`."""
-    newest = (num_sampled - 1).clamp_min_(0).unsqueeze(1)
-    seq_lens = num_computed.index_select(0, slots)
+    newest = (verdict.num_sampled - 1).clamp_min_(0).unsqueeze(1)
+    seq_lens = num_computed.index_select(0, batch.slots)
     return NewestRows(
-        rows=(query_start_loc[1:] - 1).sub_(num_rejected).clamp_min_(0),
-        token_ids=tokens.gather(1, newest).squeeze(1).clamp_min_(0),
+        rows=(batch.query_start_loc[1:] - 1).sub_(verdict.num_rejected).clamp_min_(0),
+        token_ids=verdict.tokens.gather(1, newest).squeeze(1).clamp_min_(0),
         positions=(seq_lens - 1).clamp_min_(0),
         seq_lens=seq_lens,
     )
@@ -105,33 +112,29 @@ def decode_rows_reference(
     positions: Tensor,
     seq_lens: Tensor,
     advance: int,
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
+    groups: GroupTables,
     *,
     padded: bool = False,
 ) -> DecodeRows:
     """See `step_inputs.decode_rows`."""
     positions = positions + advance
     request = torch.arange(positions.shape[0], device=positions.device)
-    behind = positions + 1
+    ends = positions + 1
     if padded:
-        positions, behind = positions.where(seq_lens > 0, 0), behind.where(seq_lens > 0, 0)
+        positions, ends = positions.where(seq_lens > 0, 0), ends.where(seq_lens > 0, 0)
         request = request.where(seq_lens > 0, -1)
     return DecodeRows(
         positions=positions,
-        seq_lens=behind,
-        slot_mapping=_slot_mappings(tables, block_sizes, request, positions, padded),
+        seq_lens=ends,
+        slot_mapping=_slot_mappings(groups, request, positions, padded),
     )
 
 
 def parallel_rows_reference(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_rejected: Tensor,
-    slots: Tensor,
     token_ids: Tensor,
-    tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
+    batch: LaidBatch,
+    num_rejected: Tensor,
+    groups: GroupTables,
     *,
     num_masks: int,
     mask_token_id: int,
@@ -139,12 +142,13 @@ def parallel_rows_reference(
     padded: bool = False,
 ) -> ParallelLayout:
     """See `step_inputs.parallel_rows`."""
+    slots, seq_lens, query_start_loc = batch.slots, batch.seq_lens, batch.query_start_loc
     b, device = slots.shape[0], slots.device
     each = torch.arange(b, device=device)
     rows_of = query_start_loc[1:] - query_start_loc[:-1]
     starts = query_start_loc[:-1] + each * num_masks
     total = num_rows + b * num_masks
-    if padded:  # rows behind the last request's are nobody's
+    if padded:  # rows after those of the last request are padding
         ends = starts + rows_of + num_masks
         row = torch.arange(total, device=device)
         request = torch.searchsorted(ends, row, right=True)
@@ -160,9 +164,9 @@ def parallel_rows_reference(
     if padded:
         inside.clamp_min_(0)
         is_valid, positions = is_valid & is_real, positions.where(is_real, 0)
-    behind = shifted_tokens_reference(token_ids, slots, request, positions)
+    shifted = shifted_tokens_reference(token_ids, slots, request, positions)
     laid = ParallelLayout(
-        input_ids=behind.where(is_valid, mask_token_id),
+        input_ids=shifted.where(is_valid, mask_token_id),
         positions=positions,
         source=query_start_loc.index_select(0, request).add_(inside),
         is_valid=is_valid,
@@ -176,5 +180,5 @@ def parallel_rows_reference(
         laid.source.clamp_max_(num_rows - 1)
         laid.newest.clamp_min_(0)
         laid.seq_lens = laid.seq_lens.where(seq_lens > 0, 0)
-    laid.slot_mapping = _slot_mappings(tables, block_sizes, request, positions, padded)
+    laid.slot_mapping = _slot_mappings(groups, request, positions, padded)
     return laid
