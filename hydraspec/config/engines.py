@@ -1,23 +1,24 @@
-"""What an engine other than our own can be asked for; the native one takes everything but the keys
-of others."""
+"""Methods, options and keys that engines other than our own take; the native one takes everything
+but the keys of others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
-from hydraspec.config.messages import listing, refusal, show
+from hydraspec.config.messages import listing, show
+from hydraspec.config.rules import Rule
 from hydraspec.config.schema import (
     AUTO,
     Device,
     DraftSampling,
     Dtype,
     EngineConfig,
-    KVCacheConfig,
-    MethodConfig,
     RunConfig,
     Verification,
-    VllmConfig,
 )
 
 NATIVE, VLLM = "native", "vllm"
@@ -53,117 +54,114 @@ OFFERS = {
 }
 
 
-def check_offer(engine: EngineConfig, method: MethodConfig) -> None:
-    """Refuse a method, an option of it or a key of the engine that `engine.name` has not."""
-    offer = OFFERS.get(engine.name)
-    if offer is None:
-        _refuse_keys(engine, others=("vllm.",))
-        return
-    if method.name not in (*offer.methods, AUTO):
-        raise refusal(
-            "method.name",
-            method.name,
-            f"is not available with engine={engine.name}",
-            allowed=listing(offer.methods),
-            remedy="choose one of these, or engine=native",
-        )
-    options: tuple[tuple[str, str, list[str]], ...] = (
-        ("verification", method.verification.value, [v.value for v in offer.verifications]),
-        ("draft_sampling", method.draft_sampling.value, [v.value for v in offer.draft_samplings]),
-    )
-    for key, given, offered in options:
-        if given not in offered:
-            raise refusal(
-                f"method.{key}",
-                given,
-                f"is not available with engine={engine.name}",
-                allowed=listing(offered),
-                remedy="leave the key out, or choose engine=native",
-            )
-    _refuse_keys(engine, keys=offer.keys)
+def _offered(key: str, values: Callable[[Offer], list[str]], remedy: str) -> Rule:
+    """A rule of what the engine offers, where it does not take everything."""
 
+    def allowed(c: RunConfig) -> list[str]:
+        return values(OFFERS[c.engine.name])
 
-def check_vllm(config: RunConfig) -> None:
-    """What is only wrong together with engine=vllm."""
-    if config.engine.name != VLLM:
-        return
-    if config.engine.device is Device.cpu:
-        raise _unavailable("engine.device", "cpu", "auto, cuda")
-    if config.target.dtype is Dtype.float64:
-        raise _unavailable("target.dtype", "float64", "bfloat16, float16, float32")
-    share = config.engine.vllm.gpu_memory_utilization
-    if not 0 < share <= 1:
-        raise refusal(
-            "engine.vllm.gpu_memory_utilization",
-            share,
-            "is out of range",
-            allowed="above 0, up to 1 (the whole device)",
-        )
-    for key, given in (("steps", config.metrics.steps), ("trace", config.metrics.trace)):
-        if given:  # it records draft token ids, and vLLM hands out the accepted ones only
-            raise _unavailable(f"metrics.{key}", True, "false")
-    if config.parallelism.pipeline > 1 and config.method.name != "none":
-        config.warnings.append(STAGES)
-    _check_drafter_weights(config)
-    sampling = config.sampling
-    if sampling.min_p and sampling.temperature and config.method.name != "none":
-        raise refusal(
-            "sampling.min_p",
-            sampling.min_p,
-            "is not available with engine=vllm and drafts",
-            allowed="0",
-            remedy="leave the key out, or choose method=none or engine=native",
-        )
-
-
-def _check_drafter_weights(config: RunConfig) -> None:
-    """vLLM loads most drafters as it loads the target, whatever it is told."""
-    method, wanted = config.method, config.target.weights
-    if method.name not in ("none", "gemma4_mtp", AUTO) and method.weights is not wanted:
-        raise refusal(
-            "method.weights",
-            method.weights.value,
-            f"is not available with engine=vllm, method={method.name} and "
-            f"target.weights={wanted.value}",
-            allowed=wanted.value,
-            remedy=f"add method.weights={wanted.value}, or choose engine=native",
-        )
-
-
-def _unavailable(key: str, value: object, allowed: str) -> Exception:
-    return refusal(
+    return Rule(
         key,
-        value,
-        "is not available with engine=vllm",
-        allowed=allowed,
-        remedy="choose one of these, or engine=native",
+        lambda given, c: getattr(given, "value", given) in (*allowed(c), AUTO),
+        lambda given, c: listing(allowed(c)),
+        "is not available with engine={c.engine.name}",
+        remedy,
+        when=lambda c: c.engine.name in OFFERS,
     )
 
 
-def _refuse_keys(
-    engine: EngineConfig, *, keys: tuple[str, ...] = (), others: tuple[str, ...] = ("",)
-) -> None:
-    """Refuse what is set, is none of `keys` and begins as one of `others`."""
-    for key, given, default in _settable(engine):
-        if given != default and key not in keys and key.startswith(others):
-            allowed, instead = f"{show(default)}: it is a key of engine=vllm", VLLM
-            if keys:
-                allowed, instead = f"keys of engine={engine.name}: {listing(keys)}", NATIVE
-            raise refusal(
-                f"engine.{key}",
-                given,
-                f"has no meaning with engine={engine.name}",
-                allowed=allowed,
-                remedy=f"leave the key out, or choose engine={instead}",
-            )
+def _settable(key: str) -> Iterator[Rule]:
+    """A key of the engine that some engines lack keeps its default there."""
+    default = attrgetter(key)(EngineConfig(name=""))
+
+    def is_default(value: object, c: RunConfig) -> bool:
+        return bool(value == default)
+
+    def lacks_it(c: RunConfig) -> bool:
+        return c.engine.name in OFFERS and key not in OFFERS[c.engine.name].keys
+
+    yield Rule(
+        f"engine.{key}",
+        is_default,
+        lambda value, c: f"keys of engine={c.engine.name}: {listing(OFFERS[c.engine.name].keys)}",
+        "has no meaning with engine={c.engine.name}",
+        "leave the key out, or choose engine=native",
+        when=lacks_it,
+    )
+    if key.startswith("vllm."):
+        yield Rule(
+            f"engine.{key}",
+            is_default,
+            f"{show(default)}: it is a key of engine=vllm",
+            "has no meaning with engine={c.engine.name}",
+            "leave the key out, or choose engine=vllm",
+            when=lambda c: c.engine.name not in OFFERS,
+        )
 
 
-def _settable(engine: EngineConfig) -> Iterator[tuple[str, object, object]]:
-    """Key, value and default of what not every engine knows."""
-    untouched, cache, vllm = EngineConfig(name=engine.name), KVCacheConfig(), VllmConfig()
-    for key in ("async_scheduling", "max_num_batched_tokens", "num_threads"):
-        yield key, getattr(engine, key), getattr(untouched, key)
-    for key in ("block_size", "memory_gib"):
-        yield f"kv_cache.{key}", getattr(engine.kv_cache, key), getattr(cache, key)
-    for key in ("gpu_memory_utilization", "record_steps"):
-        yield f"vllm.{key}", getattr(engine.vllm, key), getattr(vllm, key)
+def _unavailable(key: str, is_taken: Callable[[Any], object], allowed: str) -> Rule:
+    remedy = "choose one of these, or engine=native"
+    problem = "is not available with engine=vllm"
+    return Rule(key, lambda value, c: is_taken(value), allowed, problem, remedy)
+
+
+OFFERED = (
+    _offered(
+        "method.name",
+        lambda offer: list(offer.methods),
+        "choose one of these, or engine=native",
+    ),
+    _offered(
+        "method.verification",
+        lambda offer: [choice.value for choice in offer.verifications],
+        "leave the key out, or choose engine=native",
+    ),
+    _offered(
+        "method.draft_sampling",
+        lambda offer: [choice.value for choice in offer.draft_samplings],
+        "leave the key out, or choose engine=native",
+    ),
+    *chain.from_iterable(
+        _settable(key)
+        for key in (
+            *("async_scheduling", "max_num_batched_tokens", "num_threads"),
+            *("kv_cache.block_size", "kv_cache.memory_gib"),
+            *("vllm.gpu_memory_utilization", "vllm.record_steps"),
+        )
+    ),
+)
+
+_RULES = (
+    _unavailable("engine.device", lambda device: device is not Device.cpu, "auto, cuda"),
+    _unavailable(
+        "target.dtype",
+        lambda dtype: dtype is not Dtype.float64,
+        "bfloat16, float16, float32",
+    ),
+    Rule(
+        "engine.vllm.gpu_memory_utilization",
+        lambda share, c: 0 < share <= 1,
+        "above 0, up to 1 (the whole device)",
+    ),
+    # They record draft token ids, and vLLM hands out the accepted ones only.
+    _unavailable("metrics.steps", lambda steps: not steps, "false"),
+    _unavailable("metrics.trace", lambda trace: not trace, "false"),
+    Rule(  # vLLM loads most drafters as it loads the target, whatever it is told
+        "method.weights",
+        lambda weights, c: (
+            weights is c.target.weights or c.method.name in ("none", "gemma4_mtp", AUTO)
+        ),
+        "{c.target.weights.value}",
+        "is not available with engine=vllm, method={c.method.name} and "
+        "target.weights={c.target.weights.value}",
+        "add method.weights={c.target.weights.value}, or choose engine=native",
+    ),
+    Rule(
+        "sampling.min_p",
+        lambda min_p, c: not (min_p and c.sampling.temperature and c.method.name != "none"),
+        "0",
+        "is not available with engine=vllm and drafts",
+        "leave the key out, or choose method=none or engine=native",
+    ),
+)
+VLLM_RULES = tuple(replace(rule, when=lambda c: c.engine.name == VLLM) for rule in _RULES)

@@ -144,6 +144,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         "method": {
             *("name", "num_speculative_tokens", "checkpoint", "needs_checkpoint", "weights"),
             *("draft_sampling", "verification", "synthetic_acceptance_length"),
+            "options",  # of methods from other packages, which engine=vllm refuses
         },
         "engine": {
             *("name", "device", "max_num_seqs", "max_num_batched_tokens", "num_threads"),

@@ -1,0 +1,59 @@
+"""Rules of the configuration as data, and the loop that turns a broken one into its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from hydraspec.config.messages import nearest, refusal
+from hydraspec.config.schema import RunConfig
+
+# With {value}, and {c.…} for the configuration; or a function of the two.
+Text = str | Callable[[Any, RunConfig], str]
+
+
+@dataclass(slots=True, frozen=True)
+class Rule:
+    """What the value of a key must satisfy.
+
+    Attributes:
+        key: dotted; the message shows its value.
+        holds: whether a value is allowed, given the whole configuration.
+        allowed, problem, remedy: parts of the message.
+        when: whether the rule applies to a configuration.
+    """
+
+    key: str
+    holds: Callable[[Any, RunConfig], object]
+    allowed: Text
+    problem: Text = "is out of range"
+    remedy: Text = ""
+    when: Callable[[RunConfig], bool] = lambda config: True
+
+
+def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
+    """Raise the ConfigurationError of the first rule that does not hold."""
+    for rule in rules:
+        if not rule.when(config):
+            continue
+        value = attrgetter(rule.key)(config)
+        if not rule.holds(value, config):
+            problem, allowed, remedy = (
+                text.format(value=value, c=config) if isinstance(text, str) else text(value, config)
+                for text in (rule.problem, rule.allowed, rule.remedy)
+            )
+            given = getattr(value, "value", value)  # of an Enum
+            raise refusal(rule.key, given, problem, allowed=allowed, remedy=remedy)
+
+
+def at_least(key: str, least: int, allowed: str = "") -> Rule:
+    """`least` or more, or null."""
+    return Rule(key, lambda v, c: v is None or v >= least, allowed or f"{least} or more")
+
+
+def did_you_mean(key: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A remedy: the known value of `key` that is next to `word`, else `otherwise`."""
+    meant = nearest(word, known)
+    return f"did you mean {key}={meant}?" if meant else otherwise
