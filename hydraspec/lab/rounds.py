@@ -89,10 +89,14 @@ class Measurement:
         """Decode the workload in NUM_ROUNDS parts, each with every side in turn."""
         with _model_kept_from_garbage_collection():
             for number, part in enumerate(_parts(self.requests), start=1):
-                for side in self._sides:
+                for side, measured in self._sides.items():
                     for sink in self._sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
-                    self._run_part(side, part)
+                    built_before = measured.engine.num_built()
+                    with closing_run(measured.engine, part, self._concurrency) as events:
+                        for event in events:
+                            self._record(side, event)
+                    measured.built += measured.engine.num_built() - built_before
 
     def profile(self) -> None:
         """Measure where steps spend their time, and phases where steps have none: a few decode
@@ -102,23 +106,18 @@ class Measurement:
             measured.step_profile = measured.engine.profile_step(few)
             measured.phase_ms = measured.engine.profile_phases(few)
 
-    def _run_part(self, side: Side, part: Sequence[Request]) -> None:
-        measured = self._sides[side]
-        engine, meter = measured.engine, measured.meter
-        built_before = engine.num_built()
-        with closing_run(engine, part, self._concurrency) as events:
-            for event in events:
-                if isinstance(event, StepRecord):
-                    record = replace(event, step=meter.num_steps)  # steps count on through rounds
-                    meter.add_step(record)
-                    for sink in self._sinks:
-                        sink.on_step(side, record, meter)
-                else:
-                    measured.completions[event.index] = event
-                    meter.add_completion(event)
-                    for sink in self._sinks:
-                        sink.on_completion(side, event, meter)
-        measured.built += engine.num_built() - built_before
+    def _record(self, side: Side, event: StepRecord | Completion) -> None:
+        measured, meter = self._sides[side], self._sides[side].meter
+        if isinstance(event, StepRecord):
+            record = replace(event, step=meter.num_steps)  # steps count on through rounds
+            meter.add_step(record)
+            for sink in self._sinks:
+                sink.on_step(side, record, meter)
+        else:
+            measured.completions[event.index] = event
+            meter.add_completion(event)
+            for sink in self._sinks:
+                sink.on_completion(side, event, meter)
 
 
 @contextlib.contextmanager
