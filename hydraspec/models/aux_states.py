@@ -14,31 +14,21 @@ from hydraspec.errors import CheckpointError
 
 
 class AuxCollector:
-    """Keeps the states that are asked for while a forward passes them.
+    """Keeps copies of the requested states: later layers write into the stream in place."""
 
-    in_place: later layers write into the tensors that are seen, so they are copied.
-    """
-
-    def __init__(self, ids: Sequence[int], num_layers: int, *, in_place: bool) -> None:
+    def __init__(self, ids: Sequence[int], num_layers: int) -> None:
         assert all(0 <= i <= num_layers for i in ids), f"aux ids {ids} of {num_layers} layers"
-        self.ids, self.in_place = ids, in_place
-        self._found: dict[int, Tensor] = dict.fromkeys(ids, _NOTHING)
+        self.ids = ids
+        self._found: dict[int, Tensor] = {}
 
-    def see(self, i: int, h: Tensor, scale: float = 1.0) -> None:
-        """h [T, D] is the stream after i layers, held divided by `scale`."""
-        if i not in self._found:
-            return
-        if scale != 1.0:
-            self._found[i] = h * scale
-        else:
-            self._found[i] = h.clone() if self.in_place else h
+    def see(self, i: int, h: Tensor) -> None:
+        """h [T, D] is the stream after i layers."""
+        if i in self.ids:
+            self._found[i] = h.clone()
 
     def states(self) -> list[Tensor]:
-        """One [T, D] per id, in the order asked for."""
+        """One [T, D] per id, in the order of the ids."""
         return [self._found[i] for i in self.ids]
-
-
-_NOTHING = Tensor()
 
 
 def ids_of_layer_outputs(layers: Sequence[int]) -> tuple[int, ...]:

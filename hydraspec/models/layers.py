@@ -1,24 +1,22 @@
-"""Parts of a decoder layer: where weights live, norms, the gated MLP, per-layer inputs.
+"""Parts of a decoder layer that families share: where weights live, norms, the gated MLP.
 
-Matrices are seen as [in, out] (`Place.matrix`). Every part allocates its weights empty, names them
-as checkpoints do through `tensors` (name -> view of the checkpoint's shape), and is finished once
-they are filled.
+Matrices are seen as [in, out] (`Place.matrix`). Every part allocates its weights empty and names
+them as checkpoints do through `tensors` (name -> view of the checkpoint's shape).
 
-A model runs in one of two ways. "Folded" (float32 and float64 on the CPU): norm weights move into
-the matrix that follows, or into one gain, which saves two operators a norm; parts are called.
-Everywhere else the published order of operations is kept, and so its rounding; parts offer
-`partials` and layers `advance`, over operations that are one kernel each on a GPU.
+A layer carries the residual stream and its norm side by side: `forward(h, y, ...)` takes the stream
+h and y = input_norm(h), and returns the stream after the layer and its norm by whatever reads it
+next. Residual sum and norms in between are one operation (`add_and_norm`), one kernel on a GPU.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from hydraspec_kernels.activation import gated_activation
-from hydraspec_kernels.linear import gated_linear, linear, linear_partials, scaled_gelu_linear
-from hydraspec_kernels.norms import add_norm, rms_norm, unit_norm
+from hydraspec_kernels.linear import Activation, gated_linear, linear, linear_partials
+from hydraspec_kernels.norms import NormGain, add_norm, add_norm_cpu, rms_norm, rms_norm_cpu
+from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -32,8 +30,20 @@ class Place:
     device: torch.device
 
     @property
-    def folded(self) -> bool:
+    def uses_cpu_norms(self) -> bool:
+        """Whether norms run as the few operators of `cpu.py`. Narrow types keep the reference's
+        order of rounding.
+        """
         return self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """float32, or float64 of a float64 model: for sums that must not round to a narrow type."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def frequencies(self, theta: Tensor) -> Frequencies:
+        """Rotary frequencies theta [H/2] of a whole head, wide."""
+        return mirrored(theta.to(self.device, self.wide))
 
     def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty [..., k, n] for rows to be multiplied with.
@@ -49,129 +59,93 @@ class Place:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def number(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self.dtype, device=self.device)
-
 
 class Norm:
-    """RMSNorm over the last dimension with a plain weight.
-
-    The residual stream is held as h / c (see DecoderLayer), so a norm that reads it divides its
-    eps by c^2, and one that adds to it divides its gain by c.
-    """
+    """RMSNorm over the last dimension with a plain weight."""
 
     def __init__(self, size: int, eps: float, place: Place) -> None:
         self.weight = place.empty(size)
-        self.eps, self.place = eps, place
-        self.folded = place.folded
-        self.floor: Tensor = place.number(math.sqrt(size * eps))
+        self.eps, self.uses_cpu_norms = eps, place.uses_cpu_norms
 
-    def fold_into(self, *matrices: Tensor, stream_scale: float) -> None:
-        """Move weight and sqrt(size) into matrices [..., size, out] that read the normed stream."""
-        if self.folded:
-            size = self.weight.shape[0]
-            for matrix in matrices:
-                matrix.mul_((self.weight * math.sqrt(size))[:, None])
-            self.floor = self.place.number(math.sqrt(size * self.eps) / stream_scale)
+    @cached_property
+    def gain(self) -> NormGain | None:
+        """What the CPU functions read, computed at the first use; None where they do not run."""
+        return NormGain.of(self.weight, self.eps) if self.uses_cpu_norms else None
 
-    def fold_gain(self, *, stream_in: float = 1.0, stream_out: float = 1.0) -> None:
-        """Make `scaled` and `add` read a stream of scale stream_in and write one of scale
-        stream_out.
-        """
-        if self.folded:
-            size = self.weight.shape[0]
-            self.weight.mul_(math.sqrt(size) / stream_out)
-            self.floor = self.place.number(math.sqrt(size * self.eps) / stream_in)
-
-    def normed(self, x: Tensor) -> Tensor:
-        """norm(x) for a matrix this norm was folded into."""
-        return unit_norm(x, self.floor) if self.folded else rms_norm(x, self.weight, self.eps)
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """norm(x), weight included."""
-        if self.folded:
-            return unit_norm(x, self.floor).mul_(self.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape, a new tensor."""
+        if self.gain is not None:
+            return rms_norm_cpu(x, self.gain)
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, h: Tensor, x: Tensor) -> Tensor:
-        """Folded: h + norm(x). Elsewhere see `join`."""
-        return torch.addcmul(h, unit_norm(x, self.floor), self.weight)
 
-
-def join(
-    h: Tensor, x: Tensor, *, post: Norm | None, then: Norm | None, scale: float | None = None
+def add_and_norm(
+    h: Tensor, x: Tensor, *, post: Norm | None, next_norm: Norm | None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(h + post(x)) * scale into the stream h [T, D] itself, and then(h): what the next part reads.
+    """(h + post(x)) * scale into the stream h [T, D] itself, and next_norm(h): what the next part
+    reads.
 
     x is a block's output [T, D] or partial sums of it [S, T, D]. post None adds it as it is
-    (pre-norm decoders); then None: the next part reads the stream.
+    (pre-norm decoders); next_norm None: the next part reads the stream.
     """
-    assert post is None or then is None or post.eps == then.eps, "one kernel takes one eps"
-    norm = then or post
-    joined = add_norm(
-        h,
-        x,
-        post_weight=None if post is None else post.weight,
-        next_weight=None if then is None else then.weight,
-        eps=0.0 if norm is None else norm.eps,
-        scale=scale,
-        has_post_norm=post is not None,
-    )
-    return joined.h, joined.h if joined.y is None else joined.y
+    norm = next_norm or post
+    assert norm is None or post is None or post.eps == norm.eps, "one kernel takes one eps"
+    if norm is not None and norm.gain is not None:
+        post_gain = None if post is None else post.gain
+        next_gain = None if next_norm is None else next_norm.gain
+        summed = add_norm_cpu(h, x, post=post_gain, next_norm=next_gain, scale=scale)
+    else:
+        summed = add_norm(
+            h,
+            x,
+            post_weight=None if post is None else post.weight,
+            next_weight=None if next_norm is None else next_norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            scale=scale,
+            has_post_norm=post is not None,
+        )
+    return summed.h, summed.h if summed.y is None else summed.y
 
 
 class GatedMLP:
-    """down(gelu_tanh(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, size: int, inner: int, place: Place) -> None:
+    def __init__(
+        self, size: int, inner: int, place: Place, *, activation: Activation, bias: bool = False
+    ) -> None:
         self.inner = inner
+        self.activation = activation
         self.gate_up = place.matrix(size, 2 * inner)
         self.down = place.matrix(inner, size)
+        self.gate_up_bias = place.empty(2 * inner) if bias else None
+        self.down_bias = place.empty(size) if bias else None
 
     def tensors(self) -> Tensors:
-        return {
+        """Weights by their names below `mlp.`."""
+        found = {
             "gate_proj.weight": self.gate_up[:, : self.inner].t(),
             "up_proj.weight": self.gate_up[:, self.inner :].t(),
             "down_proj.weight": self.down.t(),
         }
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            found["gate_proj.bias"] = self.gate_up_bias[: self.inner]
+            found["up_proj.bias"] = self.gate_up_bias[self.inner :]
+            found["down_proj.bias"] = self.down_bias
+        return found
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(gated_activation(torch.mm(x, self.gate_up)), self.down)
-
-    def whole(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D]."""
-        return linear(gated_linear(x, self.gate_up, activation="gelu_tanh"), self.down)
+        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation=self.activation)
+        return linear(inner, self.down, self.down_bias)
 
-    def partials(self, x: Tensor) -> Tensor:
-        """x [T, D] -> partial sums [S, T, D]."""
-        return linear_partials(gated_linear(x, self.gate_up, activation="gelu_tanh"), self.down)
+    def partial_sums(self, x: Tensor) -> Tensor:
+        """The same as [T, D], or as partial sums of it [S, T, D]."""
+        if self.down_bias is not None:
+            return self.forward(x)
+        inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation=self.activation)
+        return linear_partials(inner, self.down)
 
 
-class PerLayerInput:
-    """The part of a layer that mixes in its slice of the per-layer embeddings (PLE)."""
-
-    def __init__(self, size: int, width: int, eps: float, place: Place) -> None:
-        self.gate = place.matrix(size, width)
-        self.projection = place.matrix(width, size)
-        self.norm = Norm(size, eps, place)
-
-    def tensors(self) -> Tensors:
-        return {
-            "per_layer_input_gate.weight": self.gate.t(),
-            "per_layer_projection.weight": self.projection.t(),
-            "post_per_layer_input_norm.weight": self.norm.weight,
-        }
-
-    def finish(self, stream_scale: float) -> None:
-        if self.norm.folded:
-            self.gate.mul_(stream_scale)  # the gate reads the stream without a norm
-        self.norm.fold_gain(stream_out=stream_scale)
-
-    def __call__(self, h: Tensor, inputs: Tensor) -> Tensor:
-        """Folded: h [T, D] and this layer's inputs [T, width] -> [T, D]."""
-        gate = torch.nn.functional.gelu(torch.mm(h, self.gate), approximate="tanh").mul_(inputs)
-        return self.norm.add(h, torch.mm(gate, self.projection))
-
-    def partials(self, h: Tensor, inputs: Tensor) -> Tensor:
-        """h [T, D] and this layer's inputs [T, width] -> what `norm` takes, [S, T, D]."""
-        return linear_partials(scaled_gelu_linear(h, self.gate, inputs), self.projection)
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    """The same tensors by longer names."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
+from hydraspec_kernels.attention import Projection, QkvShape, with_gain, write_qkv
 from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda
 from hydraspec_kernels.attention.reference import write_qkv_reference
 from hydraspec_kernels.norms import rms_norm
@@ -111,6 +111,22 @@ def test_the_reference_is_the_norm_the_rotation_and_the_copy():
     keys = apply_rope(rms_norm(heads[:, 4:6], shape.k_weight, EPS), cos, sin)
     assert torch.equal(cache[[4, 9], 0], keys)
     assert torch.equal(cache[[4, 9], 1], rms_norm(heads[:, 6:], None, EPS))
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "shares KV"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name].num_heads])
+def test_the_cpu_function_is_the_reference(name, writes):
+    shape = drawn_shape(name, torch.float64, "cpu")
+    if not writes:
+        shape = dataclasses.replace(shape, k_weight=None)
+    qkv, *table, cache = inputs(shape, [4, 9, 2], torch.float64, "cpu", writes=writes)
+    other = None if cache is None else cache.clone()
+    expected = write_qkv_reference(Projection(qkv.clone(), *table), cache, shape)
+    projection = Projection(qkv, *table, has_padding=False)
+    found = write_qkv(projection, other, with_gain(shape))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if cache is not None:
+        torch.testing.assert_close(other, cache, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

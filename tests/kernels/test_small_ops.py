@@ -12,7 +12,7 @@ from hydraspec_kernels.embedding.centroid_head import centroid_greedy, centroid_
 from hydraspec_kernels.moe import moe, route
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference
-from hydraspec_kernels.norms import rms_norm, unit_norm, unit_norm_
+from hydraspec_kernels.norms import NormGain, add_norm, add_norm_cpu, rms_norm, rms_norm_cpu
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table
 
 
@@ -24,12 +24,43 @@ def test_the_norms_weight_is_w_and_not_one_plus_w() -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1.0])
-def test_the_folded_norm_is_the_norm(eps: float) -> None:
-    x = torch.randn(5, 7, dtype=torch.float64)
+def test_the_cpu_norm_is_the_norm(eps: float) -> None:
+    x, w = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     x[0] = 0  # eps alone keeps a zero row finite
-    floor = torch.tensor(math.sqrt(7 * eps), dtype=torch.float64)
-    assert torch.allclose(unit_norm(x, floor) * math.sqrt(7), rms_norm(x, None, eps), atol=1e-12)
-    assert torch.equal(unit_norm_(x.clone(), floor), unit_norm(x, floor))
+    assert torch.allclose(rms_norm_cpu(x, NormGain.of(w, eps)), rms_norm(x, w, eps), atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("has_next", [True, False])
+@pytest.mark.parametrize("has_post", [True, False])
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_the_cpu_sum_with_norms_is_the_reference(
+    parts: int, has_post: bool, has_next: bool, scale: float | None
+) -> None:
+    eps = 1e-6
+    h = torch.randn(5, 7, dtype=torch.float64)
+    x = torch.randn(parts, 5, 7, dtype=torch.float64) if parts else torch.randn(5, 7).double()
+    post, following = torch.randn(2, 7, dtype=torch.float64)
+    expected = add_norm(
+        h.clone(),
+        x,
+        post_weight=post if has_post else None,
+        next_weight=following if has_next else None,
+        eps=eps,
+        scale=scale,
+        has_post_norm=has_post,
+    )
+    found = add_norm_cpu(
+        h.clone(),
+        x,
+        post=NormGain.of(post, eps) if has_post else None,
+        next_norm=NormGain.of(following, eps) if has_next else None,
+        scale=scale,
+    )
+    assert torch.allclose(found.h, expected.h, atol=1e-12)
+    assert (found.y is None) == (expected.y is None)
+    if found.y is not None and expected.y is not None:
+        assert torch.allclose(found.y, expected.y, atol=1e-12)
 
 
 def test_a_narrow_norm_rounds_once() -> None:

@@ -117,7 +117,7 @@ def test_greedy_tokens_match_generate(family: str, changes: dict, tmp_path: Path
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_other_types_stay_near(family: str, tmp_path: Path) -> None:
-    """float64 takes the folded path, bfloat16 the published order of operations."""
+    """float64 runs the CPU functions, bfloat16 the references, in the published order."""
     make_dense(family, small(), 3).save_pretrained(tmp_path)
     prompts = prompts_of(3)
 

@@ -39,7 +39,7 @@ def facts_of(target: Any) -> tuple[dict[str, torch.Tensor], str]:
 
 @pytest.mark.parametrize("method", [name for name in PAIRS if name != "none"])
 def test_loading_a_drafter_changes_nothing_of_its_target(method: str) -> None:
-    """Catches a norm folded into shared weights, and settings changed in a shared config."""
+    """Catches shared weights changed in place, and settings changed in a shared config."""
     config = graph_config(method, "none")
     before = copy.deepcopy(dataclasses.asdict(config))
     target = load_zoo(PAIRS[method][0])

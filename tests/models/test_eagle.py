@@ -1,6 +1,6 @@
 """EAGLE heads against their plain definition: every flag, every format, one step and whole chains.
 
-Catches a swapped concatenation, a norm left out or folded twice, feedback of the wrong state, a
+Catches a swapped concatenation, a norm left out or applied twice, feedback of the wrong state, a
 shifted position, a window off by one, a wrong row order of Mistral's files: in the field each shows
 only as lower acceptance.
 """

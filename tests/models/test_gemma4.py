@@ -100,8 +100,8 @@ def test_the_embedding_scale_is_rounded_to_bfloat16(width: int, expected: float)
 def test_unknown_tokens_read_row_0_of_the_per_layer_table(tmp_path: Path) -> None:
     target = random_target(tmp_path, EVERYTHING | {"vocab_size_per_layer_input": 40})
     embedded = torch.randn(4, 32)
-    inputs = target.per_layer(torch.tensor([95, 40, -1, 39]), embedded)
-    zeros = target.per_layer(torch.tensor([0, 0, 0, 39]), embedded)
+    inputs = target.per_layer.forward(torch.tensor([95, 40, -1, 39]), embedded)
+    zeros = target.per_layer.forward(torch.tensor([0, 0, 0, 39]), embedded)
     assert inputs.shape == (4, 6, 4)
     assert torch.equal(inputs, zeros)
 

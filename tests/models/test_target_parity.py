@@ -106,7 +106,7 @@ def test_the_random_shapes_cover_every_field() -> None:
 
 
 def test_narrow_types_stay_near_the_wide_one(tmp_path: Path) -> None:
-    # bfloat16 takes the unfolded path: same weights, the reference's order of rounding.
+    # bfloat16 runs the references: same weights, the published order of rounding.
     make_target(text_config(attention_k_eq_v=True), 3).save_pretrained(tmp_path)
     prompts = prompts_of(3)
     wide = run_in_chunks(PagedRun(load(tmp_path, torch.float64), 3), prompts, 3)

@@ -2,46 +2,28 @@
 
 A token caches one latent of kv_rank numbers and one rotated key of rope_dim numbers, whatever the
 number of heads. kv_b_proj never expands the cache: its key half moves to the queries and its value
-half behind the attention ("absorption"), which is the same sum in another order.
+half after the attention ("absorption"), which is the same sum in another order.
 """
 
 from __future__ import annotations
 
 import torch
-from hydraspec_kernels.attention import GroupShape, paged_attention, plan_attention
+from hydraspec_kernels.attention import GroupShape, paged_attention
 from hydraspec_kernels.linear import linear, linear_partials
-from hydraspec_kernels.rope import Frequencies, apply_rope, mirrored, rope_table
+from hydraspec_kernels.rope import Frequencies, apply_rope, rope_table
 from torch import Tensor
 
-from hydraspec.models.attention import GroupPass
 from hydraspec.models.deepseek.config import DeepseekConfig
+from hydraspec.models.kv_groups import GroupPass, RopeTable
 from hydraspec.models.layers import Norm, Place, Tensors
-from hydraspec.types import KVGroupSpec, Rows
 
 # The norms inside the attention have their own eps in transformers, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6
 
 
-def latent_group(
-    config: DeepseekConfig, name: str, layers: tuple[int, ...], block_size: int
-) -> KVGroupSpec:
-    """The KV group of some layers of this shape."""
-    return KVGroupSpec(
-        name=name,
-        layers=layers,
-        num_kv_heads=1,
-        head_dim=config.row_size,
-        block_size=block_size,
-        window=None,
-        row_shape=(1, config.row_size),
-    )
-
-
-def latent_pass(
-    config: DeepseekConfig, theta: Frequencies, rows: Rows, block_size: int, dtype: torch.dtype
-) -> GroupPass:
-    """What the layers share in one forward pass over the first KV group of rows."""
-    shape = GroupShape(
+def latent_group(config: DeepseekConfig, block_size: int) -> GroupShape:
+    """The attention of a KV group of such layers."""
+    return GroupShape(
         num_heads=config.num_heads,
         num_kv_heads=1,
         head_dim=config.row_size,
@@ -50,26 +32,16 @@ def latent_pass(
         scale=config.score_scale,
         latent_dim=config.kv_rank,
     )
-    plan = plan_attention(
-        shape,
-        rows.segments,
-        rows.block_tables[0],
-        rows.seq_lens,
-        rows.positions,
-        dtype,
-        rows.query_start_loc,
-    )
-    cos, sin = rope_table(rows.positions, theta, theta.cos.dtype)
+
+
+def latent_rope_table(
+    config: DeepseekConfig, theta: Frequencies, positions: Tensor, dtype: torch.dtype
+) -> RopeTable:
+    """Cosines and sines with YaRN's gain, rounded once."""
+    cos, sin = rope_table(positions, theta, theta.cos.dtype)
     if config.rope.gain != 1.0:
         cos, sin = cos.mul_(config.rope.gain), sin.mul_(config.rope.gain)
-    slots = rows.slot_mapping[0]
-    return GroupPass(cos.to(dtype), sin.to(dtype), plan, slots, rows.has_padding)
-
-
-def latent_frequencies(config: DeepseekConfig, place: Place) -> Frequencies:
-    """Rotary frequencies in float32 (float64 for a float64 model)."""
-    wide = torch.promote_types(place.dtype, torch.float32)
-    return mirrored(config.rope.theta.to(place.device, wide))
+    return cos.to(dtype), sin.to(dtype)
 
 
 def half_split(matrix: Tensor) -> None:
@@ -84,7 +56,7 @@ def half_split(matrix: Tensor) -> None:
 class LatentAttention:
     """Letters: R kv_rank, r rope_dim, n nope_dim, v value_dim, Hq heads.
 
-    `down` yields the query latent (or the queries) and, behind it, the cached latent and key.
+    `down` yields the query latent (or the queries) and, after it, the cached latent and key.
     """
 
     def __init__(self, config: DeepseekConfig, place: Place) -> None:
@@ -128,13 +100,9 @@ class LatentAttention:
                 found["q_a_proj.bias"] = self.down_bias[:q]
         return found
 
-    def finish(self, norm: Norm) -> None:
-        """Fold the norms and split rotary pairs into halves; call once after filling."""
+    def finish(self) -> None:
+        """Split rotary pairs into halves; call once after the weights are filled."""
         config = self.config
-        norm.fold_into(self.down, stream_scale=1.0)
-        if self.q_norm is not None:
-            self.q_norm.fold_into(self.q_up, stream_scale=1.0)
-        self.kv_norm.fold_gain()
         if config.rope_interleaved:
             heads = self.q_up.unflatten(1, (self.num_heads, config.query_dim))
             half_split(heads[..., config.nope_dim :])
@@ -142,14 +110,10 @@ class LatentAttention:
             if self.down_bias is not None:
                 half_split(self.down_bias[self.q_width + config.kv_rank :])
 
-    def __call__(self, x: Tensor, residual: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """Folded: x [T, D] normed, residual [T, D] -> residual + attention."""
-        out = torch.addmm(residual, self._attended(x, shared, cache), self.out)
-        return out if self.out_bias is None else out.add_(self.out_bias)
+    def partial_sums(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+        """x [T, D] normed -> [T, D], or partial sums of it [S, T, D].
 
-    def partials(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """The same for a model that is not folded, without the residual: [T, D] or partial sums of
-        it.
+        Writes this layer's rows into cache [rows, 1, R + r] before reading it.
         """
         values = self._attended(x, shared, cache)
         if self.out_bias is None:
@@ -157,16 +121,13 @@ class LatentAttention:
         return linear(values, self.out, self.out_bias)
 
     def _attended(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, D] normed -> what the output projection reads, [T, Hq * v].
-
-        Writes this layer's rows into cache [rows, 1, R + r] before reading it.
-        """
+        """x [T, D] normed -> what the output projection reads, [T, Hq * v]."""
         n, rank = self.config.nope_dim, self.config.kv_rank
         a = linear(x, self.down, self.down_bias)
         self._cache_rows(a[:, self.q_width :], shared, cache)
         q = a[:, : self.q_width]
         if self.q_norm is not None:
-            q = linear(self.q_norm.normed(q), self.q_up)
+            q = linear(self.q_norm.forward(q), self.q_up)
         q = q.unflatten(1, (self.num_heads, self.config.query_dim))
         rotated = apply_rope(q[..., n:], shared.cos, shared.sin)
         absorbed = torch.bmm(q[..., :n].transpose(0, 1), self.key_up).transpose(0, 1)
@@ -174,7 +135,7 @@ class LatentAttention:
         latent = paged_attention(query, cache, shared.plan).view(-1, self.num_heads, rank)
         return torch.bmm(latent.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
 
-    def write(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
+    def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """x [T, D] normed: this layer's rows into cache, and nothing else."""
         bias = None if self.down_bias is None else self.down_bias[self.q_width :]
         kv = torch.nn.functional.linear(x, self.down[:, self.q_width :].t(), bias)
@@ -184,5 +145,5 @@ class LatentAttention:
         """kv [T, R + r], raw -> cached rows: the normed latent, then the rotated key."""
         rank = self.config.kv_rank
         key = apply_rope(kv[:, None, rank:], shared.cos, shared.sin)
-        row = torch.cat((self.kv_norm.scaled(kv[:, None, :rank]), key), -1)
+        row = torch.cat((self.kv_norm.forward(kv[:, None, :rank]), key), -1)
         shared.write(cache, row)

@@ -1,7 +1,7 @@
 """DeepSeek-V3 as a target: latent attention over a compressed cache, experts in groups.
 
 Follows the released checkpoints' format and transformers' arithmetic (DeepseekV3ForCausalLM). The
-multi-token-prediction layers behind the last one belong to the drafter (mtp.py).
+multi-token-prediction layers after the last one belong to the drafter (mtp/).
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 
 import torch
+from hydraspec_kernels.attention import GroupShape
+from torch import Tensor
 
-from hydraspec.models.attention import GroupPass
+from hydraspec.models.checkpoint.names import name_in_model
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
-from hydraspec.models.deepseek.attention import latent_frequencies, latent_group, latent_pass
+from hydraspec.models.deepseek.attention import latent_group, latent_rope_table
 from hydraspec.models.deepseek.config import DeepseekConfig, read_deepseek_config
 from hydraspec.models.deepseek.layer import DeepseekLayer, unpack_experts
+from hydraspec.models.kv_groups import RopeTable
 from hydraspec.models.layers import Place
-from hydraspec.types import KVGroupSpec, Rows
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -27,18 +29,10 @@ class DeepseekTarget(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: DeepseekConfig, place: Place) -> None:
-        super().__init__(
-            place,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            tied=config.tied,
-        )
+        layers = [DeepseekLayer(config, i, place) for i in range(config.num_layers)]
+        super().__init__(config, layers, place)
         self.config = config
-        self.layers = [DeepseekLayer(config, i, place) for i in range(config.num_layers)]
-        self.theta = latent_frequencies(config, place)
+        self.theta = place.frequencies(config.rope.theta)
 
     def ignores(self, name: str) -> bool:
         """The MTP layers, rotary buffers of old files, and the head of a tied model."""
@@ -46,26 +40,19 @@ class DeepseekTarget(Decoder):
         is_mtp = match is not None and int(match[1]) >= self.num_layers
         return is_mtp or name.endswith("rotary_emb.inv_freq") or super().ignores(name)
 
-    def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
-        """One group: [num_blocks * block_size, 1, kv_rank + rope_dim] a layer. Also sets the block
-        size forward reads with.
-        """
-        self.block_size = block_size
-        return [latent_group(self.config, "full", tuple(range(self.num_layers)), block_size)]
+    def group_shape(self, kind: str, block_size: int) -> GroupShape:
+        """The attention of all layers, over rows [1, kv_rank + rope_dim] of the cache."""
+        return latent_group(self.config, block_size)
 
-    def _passes(self, batch: Rows) -> dict[str, GroupPass]:
-        shared = latent_pass(self.config, self.theta, batch, self.block_size, self.dtype)
-        return {DeepseekLayer.kind: shared}
+    def rope_tables(self, positions: Tensor) -> dict[str, RopeTable]:
+        """The rotary table of all layers."""
+        table = latent_rope_table(self.config, self.theta, positions, self.dtype)
+        return {DeepseekLayer.kind: table}
 
 
 def names_single_experts(checkpoint: Checkpoint) -> bool:
     """Whether the files name every expert by itself (releases do) or pack those of a layer."""
     return any(_SINGLE_EXPERT.search(name) for name in checkpoint.entries())
-
-
-def canonical_name(name: str) -> str:
-    """A checkpoint's tensor name without the leading `model.`."""
-    return name.removeprefix("model.")
 
 
 def load_deepseek(
@@ -77,5 +64,5 @@ def load_deepseek(
         model = DeepseekTarget(config, Place(dtype, device))
         if weights == "checkpoint" and names_single_experts(checkpoint):
             unpack_experts(model.layers)
-        model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
+        model.load(checkpoint, weights=weights, seed=seed, canonical=name_in_model)
     return model

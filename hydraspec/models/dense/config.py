@@ -14,7 +14,7 @@ from hydraspec_kernels.linear import Activation
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
-from hydraspec.models.gemma4.config import FULL, SLIDING
+from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.rope_scaling import Rope, read_rope
 
 

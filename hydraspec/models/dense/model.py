@@ -9,17 +9,16 @@ from __future__ import annotations
 import torch
 from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.rope import rope_table
+from torch import Tensor
 
-from hydraspec.models.attention import GroupPass
+from hydraspec.models.checkpoint.names import name_in_text_model
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
-from hydraspec.models.dense.layer import DenseLayer, dense_frequencies, dense_group, group_pass
-from hydraspec.models.gemma4.config import FULL, GROUP_NAMES, SLIDING
+from hydraspec.models.dense.layer import DenseLayer, dense_group
+from hydraspec.models.kv_groups import RopeTable
 from hydraspec.models.layers import Place
-from hydraspec.types import KVGroupSpec, Rows
 
-_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _NOT_OURS = (
     "mtp_layers.",  # MiMo's draft layers
     "vision_tower.",
@@ -36,12 +35,7 @@ def canonical_name(name: str) -> str | None:
     """A checkpoint's tensor name without its prefix; None for draft layers, towers and rotary
     buffers of old files.
     """
-    if name.endswith("lm_head.weight"):
-        return "lm_head.weight"
-    for prefix in _PREFIXES:
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-            break
+    name = name_in_text_model(name)
     return None if name.startswith(_NOT_OURS) or name.endswith("rotary_emb.inv_freq") else name
 
 
@@ -49,50 +43,18 @@ class DenseTarget(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: DenseConfig, place: Place) -> None:
-        super().__init__(
-            place,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_layers=len(config.kinds),
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            tied=config.tied,
-        )
+        layers = [DenseLayer(config, kind, place) for kind in config.kinds]
+        super().__init__(config, layers, place)
         self.config = config
-        self.layers = [DenseLayer(config, kind, place) for kind in config.kinds]
-        self.theta = dense_frequencies(config, place)
-        self.groups: dict[str, GroupShape] = {}
+        self.theta = place.frequencies(config.rope.theta)
 
-    def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
-        """Sliding layers first, then full ones; also sets the block size forward reads with."""
-        self.block_size = block_size
-        self.groups = {}  # not cleared: another engine's view of this target has the old ones
-        specs = []
-        for kind in (SLIDING, FULL):
-            layers = tuple(i for i, x in enumerate(self.config.kinds) if x == kind)
-            if not layers:
-                continue
-            window = self.config.sliding_window if kind == SLIDING else None
-            self.groups[kind] = dense_group(self.config, block_size, window)
-            specs.append(
-                KVGroupSpec(
-                    name=GROUP_NAMES[kind],
-                    layers=layers,
-                    num_kv_heads=self.config.num_kv_heads,
-                    head_dim=self.config.head_dim,
-                    block_size=block_size,
-                    window=window,
-                )
-            )
-        return specs
+    def group_shape(self, kind: str, block_size: int) -> GroupShape:
+        """The attention of the KV group of a kind of layers."""
+        return dense_group(self.config, kind, block_size)
 
-    def _passes(self, batch: Rows) -> dict[str, GroupPass]:
-        assert self.groups, "call kv_groups before forward"
-        table = rope_table(batch.positions, self.theta, self.dtype)
-        return {
-            kind: group_pass(shape, batch, g, table, self.dtype)
-            for g, (kind, shape) in enumerate(self.groups.items())
-        }
+    def rope_tables(self, positions: Tensor) -> dict[str, RopeTable]:
+        """One rotary table, which all kinds of layers share."""
+        return dict.fromkeys(self.groups, rope_table(positions, self.theta, self.dtype))
 
 
 def load_dense(

@@ -21,7 +21,7 @@ from hydraspec.models.detect import (
     check_method,
     part_of,
 )
-from hydraspec.models.gemma4.config import SLIDING
+from hydraspec.models.kv_groups import SLIDING
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published in both countings, by nobody's rule
@@ -322,8 +322,8 @@ def _layers(raw: dict[str, Any]) -> dict[str, Any]:
     """
     layers = dict(raw)
     rope = layers.get("rope_parameters")
-    if isinstance(rope, dict) and "sliding_attention" in rope:
-        layers["rope_parameters"] = rope["sliding_attention"]
+    if isinstance(rope, dict) and SLIDING in rope:
+        layers["rope_parameters"] = rope[SLIDING]
     kinds = layers.get("layer_types")
     if layers.get("model_type") == "llama" and isinstance(kinds, list) and SLIDING in kinds:
         heads = layers.get("num_attention_heads")

@@ -12,14 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from hydraspec_kernels.attention import (
-    GroupShape,
-    Tile,
-    TiledPlan,
-    attend,
-    gather_kv,
-    plan_attention,
-)
+from hydraspec_kernels.attention import GroupShape, hold_kv, plan_attention
 from hydraspec_kernels.embedding.centroid_head import centroid_greedy, centroid_head
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
@@ -27,43 +20,24 @@ from hydraspec_kernels.sampling.token_choice import greedy_tokens
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.attention import GroupPass
 from hydraspec.models.base import TargetModel
 from hydraspec.models.detect import check_method, open_draft
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.gemma4.assistant_config import AssistantConfig, read_assistant
-from hydraspec.models.gemma4.config import GROUP_NAMES
-from hydraspec.models.gemma4.layer import DecoderLayer
-from hydraspec.models.gemma4.model import rope_thetas
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.gemma4.layer import Gemma4Layer
+from hydraspec.models.gemma4.model import rope_frequencies_by_kind
+from hydraspec.models.kv_groups import TARGET_GROUPS, GroupPass
+from hydraspec.models.layers import Norm, Place, Tensors, prefixed
 from hydraspec.models.weights import fill, memory_bytes
 from hydraspec.types import KVGroupSpec, RowSegment
 
 
 @dataclass(slots=True)
-class Gathered:
-    """The target's keys and values that the steps of a round see: gathered once, on a CPU."""
-
-    shape: GroupShape
-    tile: Tile
-    keys: Tensor  # [B * Hkv, H, L]
-    values: Tensor  # [B * Hkv, L, H]
-
-
-@dataclass(slots=True)
-class KindContext:
-    """What the draft layers of one type share over the steps of a round."""
-
-    shared: GroupPass
-    cache: Tensor  # of the target layer they read
-    gathered: Gathered | None  # None: the kernels read the cache where it lies
-
-
-@dataclass(slots=True)
 class DraftContext:
-    """Positions and KV of a round: constant over its steps."""
+    """What the draft layers of each kind read in all steps of a round."""
 
-    kinds: dict[str, KindContext]
+    passes: dict[str, GroupPass]
+    caches: dict[str, Tensor]  # of the target layer they read
 
 
 class Gemma4Assistant:
@@ -80,10 +54,11 @@ class Gemma4Assistant:
         self.head = place.empty(text.vocab_size, width)
         self.pre = place.matrix(2 * backbone, width)
         self.post = place.matrix(width, backbone)
-        self.layers = [DecoderLayer(text, layer, place) for layer in text.layers]
+        self.layers = [Gemma4Layer(text, layer, place) for layer in text.layers]
         self.norm = Norm(width, text.rms_norm_eps, place)
-        self.theta = rope_thetas(text, place)
-        self.place, self.folded = place, place.folded
+        self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        self.frequencies = rope_frequencies_by_kind(text, place)
+        self.place = place
         self.centroids: Tensor | None = None
         self.ordering: Tensor | None = None
         if config.num_centroids:
@@ -107,7 +82,7 @@ class Gemma4Assistant:
             found["masked_embedding.centroids.weight"] = self.centroids.t()
             found["masked_embedding.token_ordering"] = self.ordering
         for i, layer in enumerate(self.layers):
-            found |= {f"model.layers.{i}.{name}": part for name, part in layer.tensors().items()}
+            found |= prefixed(f"model.layers.{i}.", layer.tensors())
         return found
 
     def ignores(self, name: str) -> bool:
@@ -120,10 +95,8 @@ class Gemma4Assistant:
         """Call once after the weights are filled. Raises CheckpointError for an ordering that is
         none.
         """
-        scale = 1.0
         for layer in self.layers:
-            scale = layer.finish(scale)
-        self.norm.fold_gain(stream_in=scale)
+            layer.finish()
         banned = self.target.suppress_token_ids
         if banned:
             self._banned_ids = torch.tensor(banned, device=self.place.device)
@@ -151,9 +124,9 @@ class Gemma4Assistant:
         kv_caches: list[Tensor | None],  # per target layer
     ) -> DraftContext:
         """What stays the same over the K steps of a round."""
-        b = positions.shape[0]
+        b, dtype = positions.shape[0], self.place.dtype
         segments = (RowSegment(0, 0, b, 1, max_seq_len),)
-        kinds = {}
+        context = DraftContext({}, {})
         for kind, (g, spec) in self.sources.items():
             shape = GroupShape(
                 num_heads=self.config.text.num_heads,
@@ -162,19 +135,14 @@ class Gemma4Assistant:
                 block_size=spec.block_size,
                 window=self.config.text.sliding_window if spec.window is not None else None,
             )
-            dtype = self.place.dtype
             plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
-            cos, sin = rope_table(positions, self.theta[kind], dtype)
-            gathered = None
-            if self.folded:
-                assert isinstance(plan, TiledPlan), "a folded model lives on the CPU"
-                tile = plan.tiles[0]
-                gathered = Gathered(shape, tile, *gather_kv(cache, shape, tile))
+            cos, sin = rope_table(positions, self.frequencies[kind], dtype)
             # No layer writes KV, so nothing reads the slots.
-            kinds[kind] = KindContext(GroupPass(cos, sin, plan, positions), cache, gathered)
-        return DraftContext(kinds)
+            context.passes[kind] = GroupPass(cos, sin, hold_kv(plan, cache), positions)
+            context.caches[kind] = cache
+        return context
 
     def step(
         self, context: DraftContext, token_ids: Tensor, hidden: Tensor, rows: Tensor | None = None
@@ -186,29 +154,11 @@ class Gemma4Assistant:
         the last returned.
         """
         h = linear(self.target.embed_beside(token_ids, hidden, rows), self.pre)
-        d = self._run_folded(h, context) if self.folded else self._advance(h, context)
-        return d, linear(d, self.post)
-
-    def _run_folded(self, h: Tensor, context: DraftContext) -> Tensor:
-        """The layers and the final norm, [B, Hd] -> [B, Hd]."""
-        for layer in self.layers:
-            part = context.kinds[layer.kind]
-            seen = part.gathered
-            assert seen is not None, "begin gathers for a folded model"
-            attention = layer.attention
-            q = attention.queries(layer.input_norm.normed(h), part.shared.cos, part.shared.sin)
-            attended = attend(q, seen.keys, seen.values, seen.shape, seen.tile)
-            h = layer.after_attention(h, attention.output(attended), None)
-        return self.norm.scaled(h)
-
-    def _advance(self, h: Tensor, context: DraftContext) -> Tensor:
-        """The same where nothing is folded: every layer yields its successor's input norm."""
-        y = self.layers[0].input_norm.scaled(h)
-        behind = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, then in zip(self.layers, behind, strict=True):
-            part = context.kinds[layer.kind]
-            h, y = layer.advance(h, y, part.shared, part.cache, None, then)
-        return y
+        y = self.layers[0].input_norm.forward(h)
+        for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
+            shared, cache = context.passes[layer.kind], context.caches[layer.kind]
+            h, y = layer.forward(h, y, shared, cache, next_norm)
+        return y, linear(y, self.post)
 
     def compute_logits(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
@@ -300,7 +250,7 @@ def match_target(
     groups = {spec.name: (g, spec) for g, spec in enumerate(target.kv_groups(target.block_size))}
     sources = {}
     for layer in config.text.layers:
-        name = GROUP_NAMES[layer.kind]
+        name = TARGET_GROUPS[layer.kind]
         if name not in groups:
             contradictions.append(f"the assistant has {layer.kind} layers and the target has none")
             continue

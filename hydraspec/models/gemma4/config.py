@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
+from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.rope_scaling import MIN_THETA
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-GROUP_NAMES = {SLIDING: "sliding", FULL: "full"}
 
 # Released configs leave out what equals transformers' default (Gemma4TextConfig).
 DEFAULTS: dict[str, Any] = {

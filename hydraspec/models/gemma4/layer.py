@@ -4,43 +4,58 @@ scalar.
 
 from __future__ import annotations
 
+from hydraspec_kernels.linear import linear_partials, scaled_gelu_linear
 from torch import Tensor
 
-from hydraspec.models.attention import Attention, GroupPass
-from hydraspec.models.experts import Experts
+from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
-from hydraspec.models.layers import GatedMLP, Norm, PerLayerInput, Place, Tensors, join
+from hydraspec.models.gemma4.experts import Experts
+from hydraspec.models.kv_groups import GroupPass
+from hydraspec.models.layers import GatedMLP, Norm, Place, Tensors, add_and_norm, prefixed
 
-# Layer scalars are kept out of the stream while their product stays within these bounds of 1.
-LARGEST_STREAM_SCALE = 64.0
+
+class PerLayerInput:
+    """The part of a layer that mixes in its slice of the per-layer embeddings (PLE)."""
+
+    def __init__(self, size: int, width: int, eps: float, place: Place) -> None:
+        self.gate = place.matrix(size, width)
+        self.projection = place.matrix(width, size)
+        self.norm = Norm(size, eps, place)
+
+    def tensors(self) -> Tensors:
+        """Weights by their names below `layers.N.`."""
+        return {
+            "per_layer_input_gate.weight": self.gate.t(),
+            "per_layer_projection.weight": self.projection.t(),
+            "post_per_layer_input_norm.weight": self.norm.weight,
+        }
+
+    def partial_sums(self, h: Tensor, inputs: Tensor) -> Tensor:
+        """h [T, D] and this layer's inputs [T, width] -> what `norm` reads, [S, T, D]."""
+        return linear_partials(scaled_gelu_linear(h, self.gate, inputs), self.projection)
 
 
-class DecoderLayer:
-    """h -> (h + attention, + MLP, + per-layer input) * layer_scalar.
-
-    When folded, the stream is held as h / c: instead of multiplying by layer_scalar, c takes it
-    up, and the parts that read or write the stream are rescaled once at load. `scalar` is what is
-    left to multiply by, or None.
-    """
+class Gemma4Layer:
+    """h -> (h + attention, + MLP, + per-layer input) * layer_scalar."""
 
     def __init__(self, config: Gemma4Config, layer: LayerShape, place: Place) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size, eps, inner = config.hidden_size, config.rms_norm_eps, layer.intermediate_size
         self.kind = layer.kind
-        self.attention = Attention(config, layer, place)
-        self.mlp = GatedMLP(size, layer.intermediate_size, place)
+        self.attention = Attention(_attention_shape(config, layer), place)
+        self.mlp = GatedMLP(size, inner, place, activation="gelu_tanh")
         self.experts = Experts(config, place) if config.num_experts else None
-        self.per_layer = (
-            PerLayerInput(size, config.ple_size, eps, place) if config.ple_size else None
-        )
+        self.per_layer: PerLayerInput | None = None
+        if config.ple_size:
+            self.per_layer = PerLayerInput(size, config.ple_size, eps, place)
         self.input_norm = Norm(size, eps, place)
         self.post_attention_norm = Norm(size, eps, place)
         self.pre_mlp_norm = Norm(size, eps, place)
         self.post_mlp_norm = Norm(size, eps, place)
         self.layer_scalar = place.empty(1)
-        self.folded = place.folded
-        self.scalar: float | None = None
+        self.scale: float | None = None  # the scalar as a host number, set by `finish`; None: 1
 
     def tensors(self) -> Tensors:
+        """Weights by their names below `layers.N.`."""
         found = {
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
@@ -48,72 +63,59 @@ class DecoderLayer:
             "post_feedforward_layernorm.weight": self.post_mlp_norm.weight,
             "layer_scalar": self.layer_scalar,
         }
-        found |= {f"self_attn.{name}": tensor for name, tensor in self.attention.tensors().items()}
-        found |= {f"mlp.{name}": tensor for name, tensor in self.mlp.tensors().items()}
+        found |= prefixed("self_attn.", self.attention.tensors())
+        found |= prefixed("mlp.", self.mlp.tensors())
         for part in (self.experts, self.per_layer):
             if part is not None:
                 found |= part.tensors()
         return found
 
-    def finish(self, stream_scale: float) -> float:
-        """Fold what can be; takes the stream's scale c before the layer and returns it after."""
-        self.attention.finish(self.input_norm, stream_scale)
-        self.post_attention_norm.fold_gain(stream_out=stream_scale)
-        self.pre_mlp_norm.fold_into(self.mlp.gate_up, stream_scale=stream_scale)
-        self.post_mlp_norm.fold_gain(stream_out=stream_scale)
+    def finish(self) -> None:
+        """Call once after the weights are filled."""
+        scale = float(self.layer_scalar.double().item())
+        self.scale = None if scale == 1.0 else scale
         if self.experts is not None:
-            self.experts.finish(stream_scale)
-        if self.per_layer is not None:
-            self.per_layer.finish(stream_scale)
-        scale = stream_scale * float(self.layer_scalar.double().item())
-        if self.folded and 1 / LARGEST_STREAM_SCALE <= scale <= LARGEST_STREAM_SCALE:
-            return scale
-        self.scalar = None if scale == 1.0 else scale
-        return 1.0
+            self.experts.finish()
 
-    def __call__(
-        self, h: Tensor, shared: GroupPass, cache: Tensor, per_layer_input: Tensor | None
-    ) -> Tensor:
-        """Folded: h [T, D] -> [T, D]; cache is what it reads, and writes unless it shares KV."""
-        attended = self.attention(self.input_norm.normed(h), shared, cache)
-        return self.after_attention(h, attended, per_layer_input)
-
-    def after_attention(
-        self, h: Tensor, attended: Tensor, per_layer_input: Tensor | None
-    ) -> Tensor:
-        """The rest of the folded layer, from the attention block's output [T, D] on."""
-        h = self.post_attention_norm.add(h, attended)
-        x = self.pre_mlp_norm.normed(h)
-        m = self.mlp(x)
-        if self.experts is not None:
-            m = self.experts(x, m)
-        h = self.post_mlp_norm.add(h, m)
-        if self.per_layer is not None:
-            assert per_layer_input is not None
-            h = self.per_layer(h, per_layer_input)
-        return h if self.scalar is None else h.mul_(self.scalar)
-
-    def advance(
+    def forward(
         self,
         h: Tensor,
         y: Tensor,
         shared: GroupPass,
         cache: Tensor,
-        per_layer_input: Tensor | None,
-        then: Norm,
+        next_norm: Norm,
+        per_layer_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Not folded: the stream h [T, D] (changed in place) and y = input_norm(h) -> the stream
-        behind the layer, and its norm by `then`.
+        """The stream h [T, D] (changed in place) and y = input_norm(h) -> the stream after the
+        layer, and its norm by `next_norm`.
         """
-        attended = self.attention.partials(y, shared, cache)
-        h, y = join(h, attended, post=self.post_attention_norm, then=self.pre_mlp_norm)
+        attended = self.attention.partial_sums(y, shared, cache)
+        h, y = add_and_norm(h, attended, post=self.post_attention_norm, next_norm=self.pre_mlp_norm)
         if self.experts is None:
-            m = self.mlp.partials(y)
+            m = self.mlp.partial_sums(y)
         else:
-            m = self.experts.advance(h, self.mlp.whole(y))
+            m = self.experts.forward(h, self.mlp.forward(y))
+        post, scale = self.post_mlp_norm, self.scale
         if self.per_layer is None:
-            return join(h, m, post=self.post_mlp_norm, then=then, scale=self.scalar)
+            return add_and_norm(h, m, post=post, next_norm=next_norm, scale=scale)
         assert per_layer_input is not None
-        h, _ = join(h, m, post=self.post_mlp_norm, then=None)
-        p = self.per_layer.partials(h, per_layer_input)
-        return join(h, p, post=self.per_layer.norm, then=then, scale=self.scalar)
+        h, _ = add_and_norm(h, m, post=post, next_norm=None)
+        p = self.per_layer.partial_sums(h, per_layer_input)
+        return add_and_norm(h, p, post=self.per_layer.norm, next_norm=next_norm, scale=scale)
+
+
+def _attention_shape(config: Gemma4Config, layer: LayerShape) -> AttentionShape:
+    return AttentionShape(
+        input_size=config.hidden_size,
+        output_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        eps=config.rms_norm_eps,
+        qk_norm=True,
+        value_norm=True,
+        shares_kv=layer.shares_kv,
+        k_eq_v=layer.k_eq_v,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )

@@ -9,99 +9,50 @@ layer returns after its own final norm is scored by the target's head and fed ba
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
+from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from hydraspec_kernels.sampling.token_choice import greedy_tokens
 from torch import Tensor
 
-from hydraspec.models.attention import GroupPass
 from hydraspec.models.base import TargetModel
-from hydraspec.models.deepseek.attention import latent_frequencies, latent_group, latent_pass
+from hydraspec.models.checkpoint.names import name_in_model
+from hydraspec.models.deepseek.attention import latent_group, latent_rope_table
 from hydraspec.models.deepseek.config import DeepseekConfig
 from hydraspec.models.deepseek.layer import DeepseekLayer
-from hydraspec.models.deepseek.model import canonical_name
-from hydraspec.models.dense.config import DenseConfig
-from hydraspec.models.dense.layer import DenseLayer, dense_frequencies, dense_group, group_pass
+from hydraspec.models.dense.layer import DenseLayer, dense_group
 from hydraspec.models.draft_spec import DraftSpec
-from hydraspec.models.gemma4.config import FULL
+from hydraspec.models.kv_groups import (
+    FULL,
+    MTP_GROUPS,
+    GroupPass,
+    RopeTable,
+    group_layers,
+    group_passes,
+)
 from hydraspec.models.layers import Norm, Place, Tensors
 from hydraspec.models.mtp.config import MTPConfig, MTPLayout
 from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
-
-GROUP = "mtp"
-
-
-class Block(Protocol):
-    """A decoder layer: h [T, D] -> [T, D] over its cache."""
-
-    def tensors(self) -> Tensors: ...
-    def finish(self) -> None: ...
-    def __call__(self, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor: ...
-    def enter(self, h: Tensor) -> Tensor: ...
-    def advance(
-        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, then: Norm
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class LatentBlocks:
-    """DeepSeek-V3's layers: they count on behind the target's, so they hold experts."""
-
-    def __init__(self, config: DeepseekConfig, count: int, place: Place) -> None:
-        self.config, self.place = config, place
-        first = config.num_layers
-        self.each = [DeepseekLayer(config, first + i, place) for i in range(count)]
-        self.theta = latent_frequencies(config, place)
-        self.block_size = 16  # until kv_group says otherwise
-
-    def kv_group(self, layers: tuple[int, ...], block_size: int) -> KVGroupSpec:
-        self.block_size = block_size
-        return latent_group(self.config, GROUP, layers, block_size)
-
-    def begin(self, rows: Rows) -> GroupPass:
-        return latent_pass(self.config, self.theta, rows, self.block_size, self.place.dtype)
-
-
-class DenseBlocks:
-    """Qwen-style layers, without a window."""
-
-    def __init__(self, config: DenseConfig, count: int, place: Place) -> None:
-        self.config, self.place = config, place
-        self.each = [DenseLayer(config, FULL, place) for _ in range(count)]
-        self.theta = dense_frequencies(config, place)
-        self.shape = dense_group(config, 16, None)  # until kv_group says otherwise
-
-    def kv_group(self, layers: tuple[int, ...], block_size: int) -> KVGroupSpec:
-        self.shape = dense_group(self.config, block_size, None)
-        return KVGroupSpec(
-            name=GROUP,
-            layers=layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            block_size=block_size,
-            window=None,
-        )
-
-    def begin(self, rows: Rows) -> GroupPass:
-        table = rope_table(rows.positions, self.theta, self.place.dtype)
-        return group_pass(self.shape, rows, 0, table, self.place.dtype)
 
 
 class MTPLayer:
     """final_norm(block(projection(cat of the normed embedding and the normed state)))."""
 
     def __init__(
-        self, layout: MTPLayout, block: Block, size: int, eps: float, place: Place
+        self,
+        layout: MTPLayout,
+        block: DeepseekLayer | DenseLayer,
+        size: int,
+        eps: float,
+        place: Place,
     ) -> None:
-        self.layout, self.block, self.size = layout, block, size
+        self.layout, self.block = layout, block
         self.order = 1 if layout.embedding_first else -1  # of (token, hidden)
         self.token_norm, self.hidden_norm = Norm(size, eps, place), Norm(size, eps, place)
         self.projection = place.matrix(2 * size, size)
         self.final_norm = Norm(size, eps, place)
-        self.folded = place.folded
 
     def tensors(self) -> Tensors:
         """Weights by their names below the layer's prefix."""
@@ -113,21 +64,13 @@ class MTPLayer:
             f"{layout.final_norm}.weight": self.final_norm.weight,
         }
 
-    def finish(self) -> None:
-        """Fold what can be, once the weights are filled."""
-        norms = (self.token_norm, self.hidden_norm)[:: self.order]
-        for norm, rows in zip(norms, self.projection.split(self.size), strict=True):
-            norm.fold_into(rows, stream_scale=1.0)
-        self.block.finish()
-        self.final_norm.fold_gain()
-
-    def __call__(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+    def forward(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """Embeddings e and states h [T, D] -> [T, D], after the final norm."""
-        parts = (self.token_norm.normed(e), self.hidden_norm.normed(h))[:: self.order]
+        parts = (self.token_norm.forward(e), self.hidden_norm.forward(h))[:: self.order]
         x = linear(torch.cat(parts, -1), self.projection)
-        if self.folded:
-            return self.final_norm.scaled(self.block(x, shared, cache))
-        return self.block.advance(x, self.block.enter(x), shared, cache, self.final_norm)[1]
+        norm = self.block.input_norm
+        y = x if norm is None else norm.forward(x)
+        return self.block.forward(x, y, shared, cache, self.final_norm)[1]
 
 
 class MTPHead:
@@ -136,18 +79,21 @@ class MTPHead:
     spec: DraftSpec
 
     def __init__(self, config: MTPConfig, target: TargetModel, num_drafts: int) -> None:
-        place = Place(target.dtype, target.device)
+        self.place = place = Place(target.dtype, target.device)
         block, count = config.block, config.num_layers
         self.config, self.target, self.num_drafts = config, target, num_drafts
-        self.blocks: LatentBlocks | DenseBlocks
-        if isinstance(block, DeepseekConfig):
-            self.blocks = LatentBlocks(block, count, place)
+        self.theta = place.frequencies(block.rope.theta)
+        self.blocks: list[DeepseekLayer | DenseLayer]
+        if isinstance(block, DeepseekConfig):  # indices after the target's: layers with experts
+            first = block.num_layers
+            self.blocks = [DeepseekLayer(block, first + i, place) for i in range(count)]
         else:
-            self.blocks = DenseBlocks(block, count, place)
+            self.blocks = [DenseLayer(block, FULL, place) for _ in range(count)]
         self.layers = [
             MTPLayer(config.layout, each, block.hidden_size, block.rms_norm_eps, place)
-            for each in self.blocks.each
+            for each in self.blocks
         ]
+        self.groups: dict[str, GroupShape] = {}
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without the leading `model.`."""
@@ -159,18 +105,32 @@ class MTPHead:
 
     def canonical_name(self, name: str) -> str | None:
         """A checkpoint's tensor name without `model.`; None for what is not an MTP layer's."""
-        name = canonical_name(name)
+        name = name_in_model(name)
         return name if name.startswith(self.config.prefixes) else None
 
     def finish(self) -> None:
         """Call once after the weights are filled."""
-        for layer in self.layers:
-            layer.finish()
+        for block in self.blocks:
+            block.finish()
 
     def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
         """One group; also sets the block size forward reads with."""
-        layers = tuple(range(first_layer, first_layer + len(self.layers)))
-        return [self.blocks.kv_group(layers, block_size)]
+        layers = dict.fromkeys(range(first_layer, first_layer + len(self.layers)), FULL)
+        shape = self._group_shape(block_size)
+        self.groups, specs = group_layers(layers, MTP_GROUPS, lambda _: shape)
+        return specs
+
+    def _group_shape(self, block_size: int) -> GroupShape:
+        block = self.config.block
+        if isinstance(block, DeepseekConfig):
+            return latent_group(block, block_size)
+        return dense_group(block, FULL, block_size)
+
+    def _rope_table(self, positions: Tensor) -> RopeTable:
+        block, dtype = self.config.block, self.place.dtype
+        if isinstance(block, DeepseekConfig):
+            return latent_rope_table(block, self.theta, positions, dtype)
+        return rope_table(positions, self.theta, dtype)
 
     def combine_target_hidden(self, target_step: TargetStep) -> Tensor:
         """The target's states after its final norm, [T, D]."""
@@ -188,10 +148,11 @@ class MTPHead:
         e = self.target.embed(rows.input_ids)
         if self.config.layout.blanks_first_position:
             e = e.masked_fill((rows.positions == 0)[:, None], 0.0)
-        shared = self.blocks.begin(rows)
+        tables = {FULL: self._rope_table(rows.positions)}
+        shared = group_passes(self.groups, rows, tables, self.place.dtype)[FULL]
         last = max(step + 1, self.num_drafts)
         states = {
-            i: self.layers[i](e, hidden, shared, kv_caches[i])
+            i: self.layers[i].forward(e, hidden, shared, kv_caches[i])
             for i in dict.fromkeys(later % count for later in range(step, last))
         }
         return states[step % count], states[step % count]

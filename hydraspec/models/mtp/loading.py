@@ -12,7 +12,7 @@ from hydraspec.models.deepseek.model import names_single_experts
 from hydraspec.models.detect import check_method, detect, open_draft
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.mtp.config import MTPConfig, check_num_drafts, read_mtp_config
-from hydraspec.models.mtp.head import LatentBlocks, MTPHead
+from hydraspec.models.mtp.head import MTPHead
 from hydraspec.models.weights import fill
 
 # Files hold copies of the target's embedding and head beside each layer; the target's stand in.
@@ -40,8 +40,8 @@ def load_mtp(
         head = MTPHead(config, target, num_drafts)
         if weights == "checkpoint":
             _check_presence(opened, head, where)
-            if isinstance(head.blocks, LatentBlocks) and names_single_experts(opened):
-                unpack_experts(head.blocks.each)
+            if names_single_experts(opened):
+                unpack_experts(head.blocks)
         fill(
             head.tensors(),
             opened,

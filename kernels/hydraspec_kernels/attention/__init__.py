@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.cpu import attend, gather_kv, paged_attention_cpu
+from hydraspec_kernels.attention.cpu import hold_kv, paged_attention_cpu, with_gain, write_qkv_cpu
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     DevicePlan,
@@ -40,11 +40,11 @@ __all__ = [
     "QkvShape",
     "Tile",
     "TiledPlan",
-    "attend",
     "attend_projection",
-    "gather_kv",
+    "hold_kv",
     "paged_attention",
     "plan_attention",
+    "with_gain",
     "write_qkv",
 ]
 
@@ -83,7 +83,9 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
         from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda  # Triton
 
         return write_qkv_cuda(projection, cache, shape)
-    return write_qkv_reference(projection, cache, shape)
+    if projection.has_padding or (shape.has_norms and shape.gain is None):
+        return write_qkv_reference(projection, cache, shape)
+    return write_qkv_cpu(projection, cache, shape)
 
 
 def attend_projection(

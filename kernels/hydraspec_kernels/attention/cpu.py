@@ -1,4 +1,5 @@
-"""Attention as one gather and two batched products; the query heads of a KV head become rows.
+"""Attention as one gather and two batched products, in which the query heads of a KV head become
+rows; before it, one norm and one rotation for queries and keys together.
 
 At these sizes an operator call costs more than its work: on the CPU this takes a third of the
 time of `scaled_dot_product_attention`, and repeating KV heads would cost three times as much at
@@ -7,10 +8,22 @@ eight requests.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.plan import GroupShape, Tile, TiledPlan
+from hydraspec_kernels.attention.plan import (
+    AttentionPlan,
+    GroupShape,
+    Projection,
+    QkvShape,
+    Tile,
+    TiledPlan,
+)
+from hydraspec_kernels.norms.cpu import NormGain, unit_norm_
+from hydraspec_kernels.rope.reference import apply_rope_reference
 
 
 def gather_kv(cache: Tensor, shape: GroupShape, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -47,21 +60,65 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, shape: GroupShape, tile:
     return out.reshape(b * rows, shape.num_heads * dim)
 
 
+def hold_kv(plan: AttentionPlan, cache: Tensor) -> AttentionPlan:
+    """A plan for several passes over a cache that none of them writes: on the CPU its keys and
+    values are gathered once, here.
+    """
+    if isinstance(plan, TiledPlan):
+        return replace(plan, held=[gather_kv(cache, plan.shape, tile) for tile in plan.tiles])
+    return plan
+
+
 def paged_attention_cpu(query: Tensor, cache: Tensor, plan: TiledPlan) -> Tensor:
     """query [T, Hq, H] -> [T, Hq * Hv]."""
     shape = plan.shape
     if len(plan.tiles) == 1:
         tile = plan.tiles[0]
-        keys, values = gather_kv(cache, shape, tile)
+        keys, values = plan.held[0] if plan.held else gather_kv(cache, shape, tile)
         return attend(query, keys, values, shape, tile)
     width = shape.num_heads * (shape.latent_dim or shape.head_dim)
     out = query.new_empty(plan.num_rows, width)
-    for tile in plan.tiles:
+    for i, tile in enumerate(plan.tiles):
         rows = slice(tile.first_row, tile.first_row + tile.num_requests * tile.rows_per_request)
         part = slice(tile.row_start, tile.row_stop)
         by_request = (tile.num_requests, tile.rows_per_request)
         q = query[rows].unflatten(0, by_request)[:, part].flatten(0, 1)
-        keys, values = gather_kv(cache, shape, tile)
+        keys, values = plan.held[i] if plan.held else gather_kv(cache, shape, tile)
         done = attend(q, keys, values, shape, tile).view(tile.num_requests, -1, width)
         out[rows].view(*by_request, width)[:, part] = done
     return out
+
+
+def with_gain(shape: QkvShape) -> QkvShape:
+    """The same heads for `write_qkv_cpu`: the norms' weights, a row for each normed head."""
+    if shape.q_weight is None:
+        return shape
+    rows = [shape.q_weight.expand(shape.num_heads, -1)]
+    if shape.k_weight is not None:
+        rows.append(shape.k_weight.expand(shape.num_kv_heads, -1))
+        if shape.value_norm and not shape.k_eq_v:
+            rows.append(torch.ones_like(shape.q_weight).expand(shape.num_kv_heads, -1))
+    return replace(shape, gain=NormGain.of(torch.cat(rows), shape.eps))
+
+
+def write_qkv_cpu(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
+    """See `attention.write_qkv`; overwrites the projection, and no slot may be -1."""
+    n, kv, size, gain = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.gain
+    heads = projection.qkv.view(projection.qkv.shape[0], -1, size)
+    values = None
+    if cache is not None and shape.k_eq_v:
+        values = heads[:, n:].clone()
+        if gain is not None and shape.value_norm:
+            unit_norm_(values, gain.floor).mul_(math.sqrt(size))
+    rotated = heads if cache is None or shape.k_eq_v else heads[:, : n + kv]
+    if gain is not None:
+        unit_norm_(heads if shape.value_norm else rotated, gain.floor).mul_(gain.gain)
+    apply_rope_reference(rotated, projection.cos, projection.sin)
+    if cache is None:
+        return heads
+    if values is None:
+        both = heads[:, n:].view(-1, 2, kv, size)
+    else:
+        both = torch.stack((heads[:, n:], values), 1)
+    cache.index_copy_(0, projection.slots, both)
+    return heads[:, :n]

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.norms.cpu import NormGain
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 # Scores of one tile at most; long prefills are cut into tiles of query rows to bound the memory.
@@ -82,6 +83,13 @@ class QkvShape:
     k_weight: Tensor | None = None  # [H], the norm of every key head; None: no norm
     value_norm: bool = False  # values are normed, without weight
     k_eq_v: bool = False  # no value heads: values are the key heads, neither weighted nor rotated
+    # Of all normed heads, [heads, H]: what `write_qkv_cpu` reads in place of the weights. None: the
+    # reference runs on the CPU, in the order of rounding that narrow types need.
+    gain: NormGain | None = None
+
+    @property
+    def has_norms(self) -> bool:
+        return self.value_norm or self.q_weight is not None or self.k_weight is not None
 
     def projected_heads(self, *, writes: bool) -> int:
         """Heads of the projection; without `writes` query heads only."""
@@ -97,6 +105,7 @@ class Projection:
     cos: Tensor  # [T, 1, H] in qkv's dtype
     sin: Tensor  # [T, 1, H]
     slots: Tensor  # [T] cache rows to write, -1 for padding; unread by a layer that writes none
+    has_padding: bool = True  # False: no slot is -1, and `qkv` may be overwritten
 
     def check(self, shape: QkvShape, cache: Tensor | None, *, writes: bool) -> None:
         """Shapes, strides and dtypes that the kernels rely on; cache [rows, 2, Hkv, H]."""
@@ -141,6 +150,7 @@ class TiledPlan:
     shape: GroupShape
     num_rows: int  # T
     tiles: list[Tile]
+    held: list[tuple[Tensor, Tensor]] | None = None  # keys and values of each tile (`hold_kv`)
 
 
 @dataclass(slots=True)

@@ -1,15 +1,23 @@
-"""RMSNorm: alone, as a division whose factors are folded elsewhere, and with a residual sum."""
+"""RMSNorm alone, and with the residual sum before it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.norms.cpu import unit_norm, unit_norm_
+from hydraspec_kernels.norms.cpu import NormGain, add_norm_cpu, rms_norm_cpu
 from hydraspec_kernels.norms.reference import AddNorm, add_norm_reference, rms_norm_reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-__all__ = ["MAX_WIDTH", "AddNorm", "add_norm", "rms_norm", "unit_norm", "unit_norm_"]
+__all__ = [
+    "MAX_WIDTH",
+    "AddNorm",
+    "NormGain",
+    "add_norm",
+    "add_norm_cpu",
+    "rms_norm",
+    "rms_norm_cpu",
+]
 
 MAX_WIDTH = 16384  # a longer row does not fit the registers of one program
 

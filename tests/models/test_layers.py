@@ -1,8 +1,8 @@
-"""The path that GPUs and narrow types take, on the CPU in float64: what a folded model computes.
+"""Layers over the CPU functions and over the kernels' references compute the same, in float64.
 
-There, the stream and its norm are carried from layer to layer through fused operations, and
-matrices are views of transposed storage. Catches a norm of the wrong layer, a layer scalar at the
-wrong place, a state that a later layer overwrites, and padding that leaves a trace.
+With the references, matrices are views of transposed storage, as on a GPU. Catches a norm of the
+wrong layer, head norms on the wrong heads, a layer scalar at the wrong place, a state that a later
+layer overwrites, and padding that leaves a trace.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mtp_folders import random_config as mtp_config
 from torch import Tensor
 
 from hydraspec.models.gemma4.assistant import load_assistant
-from hydraspec.models.layers import Place
+from hydraspec.models.layers import Norm, Place
 from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.models.needed_rows import needed_rows
 from hydraspec.types import StepPlan
@@ -99,27 +99,32 @@ TARGETS: dict[str, Callable[[], Any]] = {
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Models built inside are not folded, and hold their matrices as a GPU does."""
+    """Models built inside run the references, and hold their matrices as a GPU does."""
 
     def transposed(self: Place, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         *batch, k, n = shape
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Place, "folded", property(lambda self: False))
+        patch.setattr(Place, "uses_cpu_norms", property(lambda self: False))
         patch.setattr(Place, "matrix", transposed)
         yield
 
 
+def a_norm_of(model: Any) -> Norm:
+    """Any norm of a model or of its layers."""
+    parts = [part for owner in (model, *model.layers) for part in vars(owner).values()]
+    return next(part for part in parts if isinstance(part, Norm))
+
+
 def load_both(build: Callable[[], Any]) -> tuple[Any, Any]:
-    """The same model twice: folded, and as a GPU runs it."""
-    folded = build()
+    """The same model twice: with the CPU functions, and with the references."""
+    plain = build()
     with as_on_a_device():
-        fused = build()
-    for model, expected in ((folded, True), (fused, False)):
-        part = model if hasattr(model, "folded") else model.layers[0]
-        assert part.folded is expected
-    return folded, fused
+        reference = build()
+    assert a_norm_of(plain).uses_cpu_norms
+    assert not a_norm_of(reference).uses_cpu_norms
+    return plain, reference
 
 
 CHUNKS = (
@@ -168,10 +173,6 @@ class Counted:
     def __init__(self, mlp: Any, widths: list[int]) -> None:
         self.mlp, self.widths = mlp, widths
 
-    def __call__(self, x: Tensor, *args: Tensor) -> Tensor:
-        self.widths.append(x.shape[0])
-        return self.mlp(x, *args)
-
     def __getattr__(self, name: str) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
             self.widths.append(x.shape[0])
@@ -194,21 +195,21 @@ def plan_of(batch: Pass, samples: list[bool], num_drafts: list[int]) -> StepPlan
     )
 
 
-@pytest.mark.parametrize("is_folded", [True, False], ids=["folded", "fused"])
-@pytest.mark.parametrize("reads_behind", [False, True], ids=["aux before", "aux behind"])
+@pytest.mark.parametrize("side", [0, 1], ids=["cpu functions", "references"])
+@pytest.mark.parametrize("reads_after", [False, True], ids=["aux before", "aux after"])
 @pytest.mark.parametrize("name", [name for name in TARGETS if not name.endswith(("1", "2"))])
-def test_rows_that_nobody_reads_are_left_out(
-    name: str, reads_behind: bool, is_folded: bool, tmp_path: Path
+def test_rows_whose_states_are_not_needed_are_left_out(
+    name: str, reads_after: bool, side: int, tmp_path: Path
 ) -> None:
     """A step of a prefill chunk, the end of a prompt, verification and decoding: needed rows, aux
-    states and the cache are those of the whole pass, and behind the last keys and values that are
-    written layers see needed rows only.
+    states and the cache are those of the whole pass, and after the last layer that writes KV
+    layers see needed rows only.
     """
     with torch.inference_mode(False):
         TARGETS[name]().save_pretrained(tmp_path)
-    target = load_both(lambda: load(tmp_path, torch.float64))[0 if is_folded else 1]
-    whole = target.num_owners - 1
-    aux = (0, whole + reads_behind)
+    target = load_both(lambda: load(tmp_path, torch.float64))[side]
+    whole = target.last_owner
+    aux = (0, whole + reads_after)
     runs = [PagedRun(target, 5, frees=False) for _ in range(2)]
     first = {r: list(range(1 + r, 8 + 3 * r)) for r in range(5)}
     second = {0: [5], 1: [6, 7, 8], 2: list(range(9)), 3: list(range(20, 31)), 4: list(range(12))}
@@ -228,8 +229,8 @@ def test_rows_that_nobody_reads_are_left_out(
                 patch.setattr(layer, "mlp", Counted(layer.mlp, widths))
             found, found_states = target.forward(batches[1], runs[1].caches, aux, needed)
         total, few = batches[0].ends[-1], (0, 9)[step]
-        behind = total if reads_behind else few
-        assert widths == [total] * whole + [behind] * ((target.num_layers - whole) * (behind > 0))
+        after = total if reads_after else few
+        assert widths == [total] * whole + [after] * ((target.num_layers - whole) * (after > 0))
         assert found.shape == expected.shape
         assert found.isfinite().all()
         assert_same(found[needed.rows], expected[needed.rows])
@@ -240,15 +241,15 @@ def test_rows_that_nobody_reads_are_left_out(
             torch.testing.assert_close(a, b, **CLOSE, equal_nan=True)
 
 
-@pytest.mark.parametrize("is_folded", [True, False], ids=["folded", "fused"])
+@pytest.mark.parametrize("side", [0, 1], ids=["cpu functions", "references"])
 @pytest.mark.parametrize(
     "name", ["gemma4: k_eq_v and biases", "gemma4: experts", "qwen3 1", "deepseek 0"]
 )
-def test_padding_leaves_no_trace(name: str, is_folded: bool, tmp_path: Path) -> None:
-    """A padding request behind the others: no row of the cache changes, no other row's state."""
+def test_padding_leaves_no_trace(name: str, side: int, tmp_path: Path) -> None:
+    """A padding request after the others: no row of the cache changes, no other row's state."""
     with torch.inference_mode(False):
         TARGETS[name]().save_pretrained(tmp_path)
-    target = load_both(lambda: load(tmp_path, torch.float64))[0 if is_folded else 1]
+    target = load_both(lambda: load(tmp_path, torch.float64))[side]
     plain, padded = (PagedRun(target, 3) for _ in range(2))
     for chunk in ({0: [1, 2, 3], 1: [4, 5, 6]}, {0: [7], 1: [8], 2: [9]}):
         real = [r for r in chunk if r < 2]
@@ -287,7 +288,7 @@ def eagle_folder(method: str, seed: int, target: FakeTarget, folder: Path) -> tu
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "peagle"])
 def test_eagle_heads(method: str, seed: int, tmp_path: Path) -> None:
-    """A pass over the target's rows and two steps behind it. What enters stays as it was."""
+    """A pass over the target's rows and two steps after it. What enters stays as it was."""
     rng = np.random.default_rng([42, seed])
     target = FakeTarget(rng, hidden_size=16, vocab_size=40)
     plain, folder = eagle_folder(method, seed, target, tmp_path / "d")
@@ -352,7 +353,7 @@ def test_mtp_heads(kind: str, seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("centroids", [0, 12], ids=["dense head", "centroids"])
 def test_assistants(centroids: int, tmp_path: Path) -> None:
-    """Three steps behind a target that has read prompts of different lengths."""
+    """Three steps after a target that has read prompts of different lengths."""
     ordered = {
         "use_ordered_embeddings": bool(centroids),
         "num_centroids": centroids,

@@ -1,0 +1,94 @@
+"""KV groups: the layers that share a block table, and what they share in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from hydraspec_kernels.attention import AttentionPlan, GroupShape, plan_attention
+from torch import Tensor
+
+from hydraspec.types import KVGroupSpec, Rows
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, as config.json names them
+KINDS = (SLIDING, FULL)  # the order of groups
+TARGET_GROUPS = {SLIDING: "sliding", FULL: "full"}
+DRAFT_GROUPS = {SLIDING: "draft_sliding", FULL: "draft_full"}
+MTP_GROUPS = {FULL: "mtp"}
+
+RopeTable = tuple[Tensor, Tensor]  # cosines and signed sines, [T, 1, H] each
+
+
+def group_layers(
+    layers: Mapping[int, str], names: Mapping[str, str], shape_of: Callable[[str], GroupShape]
+) -> tuple[dict[str, GroupShape], list[KVGroupSpec]]:
+    """Layers that own KV (index -> kind) by kind: each group's attention, and its record for the
+    engine, in the order of KINDS.
+    """
+    shapes, specs = {}, []
+    for kind in KINDS:
+        owners = tuple(i for i, each in layers.items() if each == kind)
+        if not owners:
+            continue
+        shape = shapes[kind] = shape_of(kind)
+        specs.append(
+            KVGroupSpec(
+                name=names[kind],
+                layers=owners,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                block_size=shape.block_size,
+                window=shape.window,
+                row_shape=None if shape.latent_dim is None else (1, shape.head_dim),
+            )
+        )
+    return shapes, specs
+
+
+@dataclass(slots=True)
+class GroupPass:
+    """What the layers of one group share in one forward pass."""
+
+    cos: Tensor  # [T, 1, H]
+    sin: Tensor  # [T, 1, H], first half negated
+    plan: AttentionPlan
+    slots: Tensor  # [T] cache rows to write, -1 for rows that write none
+    has_padding: bool = False  # host fact: there may be such rows
+    _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
+
+    def write(self, cache: Tensor, rows: Tensor) -> None:
+        """Write rows [T, ...] into cache [num_rows, ...]. Padding writes zeros into row 0, which is
+        the null block's and holds zeros.
+        """
+        if not self.has_padding:
+            cache.index_copy_(0, self.slots, rows)
+            return
+        if self._targets is None:
+            self._targets = (self.slots.clamp(min=0), self.slots < 0)
+        targets, is_padding = self._targets
+        shape = (-1, *(1,) * (rows.dim() - 1))
+        cache.index_copy_(0, targets, rows.masked_fill(is_padding.view(shape), 0.0))
+
+
+def group_passes(
+    shapes: Mapping[str, GroupShape],
+    rows: Rows,
+    tables: Mapping[str, RopeTable],
+    dtype: torch.dtype,
+) -> dict[str, GroupPass]:
+    """The pass of every group of `group_layers`; tables are rotary tables of rows.positions."""
+    assert shapes, "call kv_groups before forward"
+    passes = {}
+    for g, (kind, shape) in enumerate(shapes.items()):
+        plan = plan_attention(
+            shape,
+            rows.segments,
+            rows.block_tables[g],
+            rows.seq_lens,
+            rows.positions,
+            dtype,
+            rows.query_start_loc,
+        )
+        passes[kind] = GroupPass(*tables[kind], plan, rows.slot_mapping[g], rows.has_padding)
+    return passes
