@@ -137,13 +137,11 @@ def assert_same(run: Run, wanted: Run) -> None:
 
 def attention_as_on_devices(patch: pytest.MonkeyPatch) -> None:
     """Targets and heads plan attention as for kernels: mixed steps have no other static plan."""
-    for module in ("gemma4.model", "dense.layer", "deepseek.attention"):
 
-        def plan(shape: Any, segments: Any, table: Any, lens: Any, *rest: Any, **named: Any) -> Any:
-            starts = named.get("query_start_loc", rest[2] if len(rest) > 2 else None)
-            return device_plan(shape, segments, table, lens, starts)
+    def plan(shape: Any, segments: Any, table: Any, lens: Any, *rest: Any) -> Any:
+        return device_plan(shape, segments, table, lens, rest[2] if len(rest) > 2 else None)
 
-        patch.setattr(f"hydraspec.models.{module}.plan_attention", plan)
+    patch.setattr("hydraspec.models.kv_groups.plan_attention", plan)
 
 
 def count_launches(engine: NativeEngine, patch: pytest.MonkeyPatch) -> dict[str, int]:
