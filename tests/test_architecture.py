@@ -108,6 +108,7 @@ STEP_FILES = [
     "hydraspec/engine/native/runner.py",
     "hydraspec/engine/native/state.py",
     "hydraspec/engine/native/device_runner.py",
+    "hydraspec/engine/native/step_graphs.py",
     "hydraspec/engine/native/upload.py",
     "hydraspec/graphs/*.py",
 ]

@@ -43,6 +43,11 @@ class GraphModes:
         return next(name for name, parts in MODES.items() if parts == (self.decode, self.mixed))
 
     @property
+    def has_eager_steps(self) -> bool:
+        """Whether some steps run without a graph whatever their size."""
+        return NONE in (self.decode, self.mixed)
+
+    @property
     def enabled(self) -> bool:
         return (self.decode, self.mixed) != (NONE, NONE)
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import eagle_worlds
 import numpy as np
 import pytest
 import step_ahead
-from eagle_worlds import EagleWorld
-from eagle_worlds import make_world as make_eagle_world
 from late_device import StableOracle
 from scenarios import Scenario, World, draw_scenario, make_engine
 from step_ahead import (
@@ -32,11 +31,12 @@ from tiny_targets import assistant_config, gemma4_config, run_config, write_fold
 from hydraspec.config.engines import check_offer
 from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig, Weights
 from hydraspec.engine.native.collect import Collected, Collector, Flight
-from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
+from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
+from hydraspec.engine.native.step_graphs import RunnerLimits
 from hydraspec.engine.native.timing import StepClock
 from hydraspec.factory import build_speculator
 from hydraspec.graphs import no_graphs
@@ -106,7 +106,7 @@ def test_samples_and_drafts_are_the_same(
 
 
 def trained_head(world: World, scenario: Scenario) -> BaseSpeculator:
-    assert isinstance(world, EagleWorld)
+    assert isinstance(world, eagle_worlds.EagleWorld)
     method = scenario.config.method
     method.name, method.checkpoint = world.plain.method, world.drafter
     method.weights = Weights.checkpoint
@@ -123,7 +123,7 @@ def test_heads_beside_hybrid_groups(
 
     Catches a draft group that is freed, slid or sized by other marks than the target's.
     """
-    world = make_eagle_world(tmp_path, name, num_prompts=5)
+    world = eagle_worlds.make_world(tmp_path, name, num_prompts=5)
     mixed = compare_mixed(world, monkeypatch, 6, trained_head)
     assert mixed["dropped"] > 0
     assert mixed["accepted"] > 10

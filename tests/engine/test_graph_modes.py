@@ -29,10 +29,11 @@ from late_device import LateDevice
 from recorded_graphs import CalledAgain, RecordedOps
 
 from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.device_tables import DeviceTables
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.inputs import PlanTensors
 from hydraspec.engine.native.runner import Runner
-from hydraspec.engine.native.upload import PlanUpload, _Tables
+from hydraspec.engine.native.upload import PlanUpload
 from hydraspec.speculators import autoregressive
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.types import Batch, StepPlan
@@ -155,14 +156,14 @@ def test_padding_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tables_are_written_once(patch: pytest.MonkeyPatch) -> None:
     """Later steps read the blocks of earlier requests."""
-    true_changes = _Tables.changes
+    true_changes = DeviceTables.changes
 
-    def changes(self: _Tables, tables: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def changes(self: DeviceTables, tables: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         found = true_changes(self, tables)
         self.num_calls = getattr(self, "num_calls", 0) + 1  # type: ignore[attr-defined]
         return found if self.num_calls < 30 else (found[0][:0], found[1][:0])  # type: ignore[attr-defined]
 
-    patch.setattr(_Tables, "changes", changes)
+    patch.setattr(DeviceTables, "changes", changes)
 
 
 def padding_is_somebody(patch: pytest.MonkeyPatch) -> None:
@@ -244,7 +245,7 @@ def test_only_the_sizes_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) 
     runner = engine.parts.runner
     assert isinstance(runner, DeviceRunner)
     assert runner.graphs is not None
-    assert [found.num_requests for found in runner.graphs.descriptors] == [2, 4]
+    assert [found.num_requests for found in runner.graphs.manager.descriptors] == [2, 4]
     counts = count_launches(engine, monkeypatch)
     run = run_requests(engine, zoo_requests(NUM_REQUESTS), concurrency=None)
     assert run.tokens == eager("gemma4_mtp", 3).tokens
@@ -270,7 +271,7 @@ def test_the_baseline_has_graphs_of_its_own() -> None:
     assert baseline.info.cudagraph["target"] == "full_and_piecewise"
     runner = baseline.parts.runner
     assert isinstance(runner, DeviceRunner)
-    assert runner.num_graphs() > 0
+    assert runner.graphs
     assert run_requests(baseline, zoo_requests(3)).tokens == first.tokens
     assert run_requests(engine, zoo_requests(3)).outputs == first.outputs
 

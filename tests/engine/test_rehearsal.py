@@ -12,13 +12,13 @@ from recorded_graphs import RecordedOps
 
 from hydraspec.engine.native import loading
 from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.rehearsal import rehearsals
+from hydraspec.engine.native.plans import dummy_plans
 from hydraspec.engine.native.runner import Runner
 from hydraspec.types import Batch, StepPlan
 
 
 def plans(decodes: bool = False, k: int = 3) -> list[StepPlan]:
-    found = rehearsals({1, 4, 16}, k, max_rows=40, max_seq_len=24, decodes=decodes)
+    found = dummy_plans({1, 4, 16}, k, max_rows=40, max_seq_len=24, decodes=decodes)
     return list(found)
 
 

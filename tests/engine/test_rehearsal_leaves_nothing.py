@@ -21,6 +21,7 @@ from tiny_targets import run_config
 from hydraspec.config.schema import DraftSampling, Dtype, MethodConfig, RunConfig, Weights
 from hydraspec.engine.native import loading
 from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.sizing import Models
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.types import Request, SamplingParams
 
@@ -101,12 +102,16 @@ def test_a_second_engine_changes_nothing_of_the_first(
     rehearse_on_cpu(monkeypatch)
     modes = runner.modes
     for of, speculator in ((none, NoSpeculator(none)), (config, other)):
-        rehearsing = loading.rehearsing_runner(
-            of, parts.target, speculator, engine.info.max_model_len, modes, RecordedOps()
+        models = Models(
+            config=of,
+            target=parts.target,
+            speculator=speculator,
+            max_model_len=engine.info.max_model_len,
         )
+        rehearsing = loading.rehearsing_runner(models, modes, RecordedOps())
         loading._compile(rehearsing)
         del rehearsing
-    del other, speculator
+    del other, speculator, models
     before.assert_unchanged()
     assert_same_run(run_alone(engine, requests), wanted)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.plans import split_plan
 from hydraspec.engine.native.results import RESULT_RING, ResultRing
-from hydraspec.engine.native.runner import split_plan
 from hydraspec.engine.native.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
 from hydraspec.graphs import Descriptor
 from hydraspec.types import BlockTable, KVGroupSpec, RowSegment, SamplingFlags, StepPlan

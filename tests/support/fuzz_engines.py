@@ -25,7 +25,7 @@ from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype, RunConfig
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.kv_cache import plan_num_blocks, row_bytes
-from hydraspec.engine.native.sizing import cache_size, cache_specs
+from hydraspec.engine.native.sizing import Models
 from hydraspec.graphs import GraphBackend
 from hydraspec.types import Request
 
@@ -51,8 +51,8 @@ def _memory_gib(config: RunConfig, found: Stage, room: int) -> float:
     speculator.load(found.target)
     length = config.target.max_model_len
     assert length is not None
-    size = cache_size(config, speculator, length)
-    specs, dtype = cache_specs(config, found.target, speculator), found.target.dtype
+    models = Models(config=config, target=found.target, speculator=speculator, max_model_len=length)
+    size, specs, dtype = models.cache_size(), models.kv_groups(), found.target.dtype
     counts = plan_num_blocks(specs, replace(size, max_num_seqs=room), dtype, 1 << 50)
     num_bytes = sum(
         count * spec.block_size * row_bytes(spec, dtype)

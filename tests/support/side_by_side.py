@@ -77,7 +77,7 @@ def assert_nothing_is_held(engine: NativeEngine) -> None:
 
 def has_graphs(engine: NativeEngine) -> bool:
     runner = engine.parts.runner
-    return isinstance(runner, DeviceRunner) and runner.num_graphs() > 0
+    return isinstance(runner, DeviceRunner) and bool(runner.graphs)
 
 
 def assert_same_run(found: Watch, wanted: Watch) -> None:

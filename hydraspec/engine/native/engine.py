@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
 from hydraspec.engine.native.timing import Clock, StepClock
-from hydraspec.engine.native.variants import flags_of
 from hydraspec.engine.prompts import tokenize
+from hydraspec.sampling.flags import flags_of
 from hydraspec.types import (
     Completion,
     NotFiniteError,
@@ -40,21 +41,29 @@ class NativeEngine(Engine):
     def __init__(self, config: RunConfig, loaded: Loaded | None = None) -> None:
         """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
         self.parts = loaded or load(config)
-        self.info: EngineInfo = self.parts.info
         self._scheduler = self.parts.scheduler
         decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
         self._collector = Collector(
             self._scheduler,
-            FinishCheck(self.parts.target.eos_token_ids, self.info.max_model_len, decode),
-            self.info,
+            FinishCheck(self.parts.target.eos_token_ids, self.parts.info.max_model_len, decode),
+            self.parts.info,
             self.parts.runner.speculator,
         )
-        self._runs_ahead = bool(self.info.async_scheduling)
+        self._runs_ahead = bool(self.parts.info.async_scheduling)
         self._in_flight: Flight | None = None  # launched, not collected
         on_cpu = self.parts.target.device.type == "cpu"
         self.clock = StepClock(has_phases=on_cpu and not self._runs_ahead)
         if on_cpu and not self._runs_ahead:
             self.parts.runner.clock = self.clock
+
+    @property
+    def info(self) -> EngineInfo:  # type: ignore[override]
+        """Facts as they are now: what is captured while requests run is counted."""
+        info, graphs = self.parts.info, self.parts.runner.graphs
+        if graphs is None:
+            return info
+        memory_bytes = {**info.memory_bytes, "graphs": graphs.num_bytes}
+        return replace(info, memory_bytes=memory_bytes, warnings=[*info.warnings, *graphs.warnings])
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
@@ -136,18 +145,21 @@ class NativeEngine(Engine):
         tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
 
     def prepare(self, requests: Seq[Request]) -> None:
-        """Graphs of the way in which these requests are sampled, together."""
+        """Capture graphs of the way in which these requests, together, are sampled."""
+        graphs = self.parts.runner.graphs
         all_greedy, flags = flags_of(request.sampling for request in requests)
-        if not all_greedy:
-            self.parts.runner.capture_variant(flags)
+        if graphs is not None and not all_greedy:
+            graphs.capture_variant(flags)
 
     def has_eager_steps(self) -> bool:
+        graphs = self.parts.runner.graphs
         on_device = self.parts.target.device.type != "cpu"
-        return on_device and self.info.cudagraph["target"] in ("none", "full_decode_only")
+        return on_device and (graphs is None or graphs.modes.has_eager_steps)
 
     def num_built(self) -> Built:
         runner = self.parts.runner
-        return Built(num_compiled(runner.target.device), runner.num_captured())
+        num_captured = 0 if runner.graphs is None else runner.graphs.manager.num_captured
+        return Built(num_compiled(runner.target.device), num_captured)
 
     def profile_step(self, requests: Seq[Request]) -> StepProfile | None:
         if self.parts.target.device.type == "cpu":

@@ -210,6 +210,11 @@ class KVCache:
         return view
 
     @property
+    def num_blocks(self) -> list[int]:
+        """Blocks of each group, the null block included."""
+        return [group.num_blocks for group in self._groups]
+
+    @property
     def num_bytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches if cache is not None)
 

@@ -17,12 +17,13 @@ from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
-from hydraspec.engine.native.device_runner import DeviceRunner, RunnerLimits
+from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sizing import cache_size, new_cache, smallest_cache
+from hydraspec.engine.native.sizing import Models, new_cache, size_warnings, smallest_cache
 from hydraspec.engine.native.state import new_request_state
+from hydraspec.engine.native.step_graphs import RunnerLimits
 from hydraspec.graphs import (
     CudaGraphBackend,
     GraphBackend,
@@ -85,7 +86,7 @@ def load(config: RunConfig) -> Loaded:
 
 @contextmanager
 def _timed(part: str, device: torch.device) -> Iterator[None]:
-    """Logs how long a part of loading took."""
+    """Logs how long a part of loading takes on CUDA."""
     start = time.perf_counter()
     yield
     if device.type == "cuda":
@@ -94,8 +95,8 @@ def _timed(part: str, device: torch.device) -> Iterator[None]:
 
 
 def load_baseline(loaded: Loaded) -> Loaded:
-    """The same target without a drafter. It takes over the cache tensors, so only one of the two
-    may be running."""
+    """The same target without a drafter, over the same cache tensors: only one of the two may run
+    at a time."""
     block_size = loaded.config.engine.kv_cache.block_size
     target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
     config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
@@ -125,37 +126,38 @@ def assemble(
     `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
     """
     target = copy(target)  # the same weights; kv_groups sets the block size of this engine alone
-    max_model_len = model_length(config, target.max_position_embeddings)
-    warnings: list[str] = []
-    modes = _resolve_modes(config, target, speculator, backend)
+    models = Models(
+        config=config,
+        target=target,
+        speculator=speculator,
+        max_model_len=model_length(config, target.max_position_embeddings),
+    )
+    modes = _resolve_modes(models, backend)
     if modes.enabled and backend is None:
         backend = CudaGraphBackend(target.device)
     memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
-    activation_bytes = 0
     on_cuda = target.device.type == "cuda"
     if on_cuda or backend is not None:
-        rehearsing = rehearsing_runner(config, target, speculator, max_model_len, modes, backend)
+        rehearsing = rehearsing_runner(models, modes, backend)
         _compile(rehearsing)
         if on_cuda and kv is None:
-            activation_bytes = _measure_activations(rehearsing)
-            memory_bytes["activations"] = activation_bytes
+            memory_bytes["activations"] = _measure_activations(rehearsing)
         del rehearsing
         torch.cuda.empty_cache()
+    warnings: list[str] = []
     if kv is None:
         with _timed("KV cache", target.device):
-            kv = new_cache(
-                *(config, target, speculator, max_model_len, warnings),
-                activation_bytes=activation_bytes,
-            )
+            kv = new_cache(models, activation_bytes=memory_bytes.get("activations", 0))
+        warnings = size_warnings(models, kv)
     memory_bytes["kv_cache"] = kv.num_bytes
-    runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
-    if isinstance(runner, DeviceRunner) and backend is not None and modes.enabled:
-        _capture(runner, memory_bytes, warnings)
+    runner = _runner(models, kv, modes, backend)
+    if isinstance(runner, DeviceRunner):
+        _capture(runner)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=models.max_model_len,
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
     )
@@ -165,24 +167,17 @@ def assemble(
         tokenizer=tokenizer,
         runner=runner,
         scheduler=scheduler,
-        info=_info(config, target, speculator, max_model_len, modes, memory_bytes, warnings),
+        info=_info(models, modes, memory_bytes, warnings),
     )
 
 
-def _runner(
-    config: RunConfig,
-    target: TargetModel,
-    speculator: BaseSpeculator,
-    kv: KVCache,
-    max_model_len: int,
-    modes: GraphModes,
-    backend: GraphBackend | None,
-) -> Runner:
+def _runner(models: Models, kv: KVCache, modes: GraphModes, backend: GraphBackend | None) -> Runner:
     """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one."""
+    config, target, speculator = models.config, models.target, models.speculator
     num_drafts = speculator.num_speculative_tokens
     state = new_request_state(
         num_slots=config.engine.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=models.max_model_len,
         num_speculative_tokens=num_drafts,
         draft_vocab_size=speculator.draft_vocab_size,
         device=target.device,
@@ -200,7 +195,7 @@ def _runner(
         max_num_seqs=most,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         num_speculative_tokens=num_drafts,
-        max_seq_len=cache_size(config, speculator, max_model_len).max_tokens,
+        max_seq_len=models.cache_size().max_tokens,
         capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
     )
     return DeviceRunner(
@@ -209,26 +204,20 @@ def _runner(
 
 
 def rehearsing_runner(
-    config: RunConfig,
-    target: TargetModel,
-    speculator: BaseSpeculator,
-    max_model_len: int,
-    modes: GraphModes,
-    backend: GraphBackend | None,
+    models: Models, modes: GraphModes, backend: GraphBackend | None
 ) -> DeviceRunner:
-    """A runner for rehearsals, with the smallest cache and a state of its own.
+    """A runner for compiling kernels ahead of time, with the smallest cache and its own state.
 
-    A rehearsal reads zeros for every index and leaves products out, so whatever a runner computes
-    in it and keeps is wrong: a runner that has rehearsed never decodes.
+    In a rehearsal indices read zeros and products are left out, so whatever a runner computes and
+    keeps is wrong: a runner that has rehearsed never decodes.
     """
-    kv = smallest_cache(config, target, speculator, max_model_len)
-    runner = _runner(config, target, speculator, kv, max_model_len, modes, backend)
+    runner = _runner(models, smallest_cache(models), modes, backend)
     assert isinstance(runner, DeviceRunner)
     return runner
 
 
 def _measure_activations(runner: DeviceRunner) -> int:
-    """Bytes that the largest step takes beside weights, cache and state: it runs once, on
+    """Bytes that the largest step takes beside weights, cache and state, from one run on
     padding."""
     device = runner.target.device
     torch.cuda.empty_cache()
@@ -243,9 +232,7 @@ def _measure_activations(runner: DeviceRunner) -> int:
 
 
 def _compile(runner: DeviceRunner) -> None:
-    """Kernels, all at once, that warm-ups would otherwise compile one after another, and will if
-    this fails.
-    """
+    """Compile all kernels at once; if that fails, warm-ups compile them one after another."""
     device = runner.target.device
     if not can_compile_ahead(device):
         return
@@ -264,25 +251,23 @@ def _compile(runner: DeviceRunner) -> None:
     )
 
 
-def _capture(runner: DeviceRunner, memory_bytes: dict[str, int], warnings: list[str]) -> None:
+def _capture(runner: DeviceRunner) -> None:
+    if runner.graphs is None:
+        return
     start = time.perf_counter()
-    runner.capture(memory_bytes, warnings)
-    assert runner.backend is not None
-    if runner.target.device.type == "cuda":
-        torch.cuda.empty_cache()  # what warm-ups took on the stream of captures
+    num_bytes = runner.capture()
+    torch.cuda.empty_cache()  # what warm-ups took on the stream of captures
     log.info(
         "captured %d graphs (%s) in %.1f s, %.2f GiB",
-        *(runner.num_graphs(), runner.modes.requested, time.perf_counter() - start),
-        runner.backend.num_bytes() / (1 << 30),
+        *(len(runner.graphs), runner.modes.requested, time.perf_counter() - start),
+        num_bytes / (1 << 30),
     )
 
 
-def _resolve_modes(
-    config: RunConfig, target: TargetModel, speculator: BaseSpeculator, backend: GraphBackend | None
-) -> GraphModes:
-    """What of the requested mode is used; every downgrade is logged with its reason."""
-    requested = config.cudagraph.name
-    if target.device.type == "cpu" and backend is None:
+def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
+    """How the requested mode runs; every downgrade is logged with its reason."""
+    requested, speculator = models.config.cudagraph.name, models.speculator
+    if models.target.device.type == "cpu" and backend is None:
         modes = no_graphs(requested, "device is cpu")
     else:
         modes = resolve_modes(
@@ -303,36 +288,30 @@ def _runs_ahead(config: RunConfig, device: torch.device) -> bool:
 
 
 def _info(
-    config: RunConfig,
-    target: TargetModel,
-    speculator: BaseSpeculator,
-    max_model_len: int,
-    modes: GraphModes,
-    memory_bytes: dict[str, int],
-    warnings: list[str],
+    models: Models, modes: GraphModes, memory_bytes: dict[str, int], warnings: list[str]
 ) -> EngineInfo:
-    spec = speculator.spec
+    config, target, spec = models.config, models.target, models.speculator.spec
+    notes: list[str] = []
     if spec is not None:
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)
         notes = [*spec.notes, *([other_model] if other_model else [])]
-        warnings.extend(notes)
         for note in notes:
             log.warning(note)
     return EngineInfo(
         engine="native",
         target=config.target.name,
         method=config.method.name,
-        num_speculative_tokens=speculator.num_speculative_tokens,
+        num_speculative_tokens=models.speculator.num_speculative_tokens,
         device=str(target.device),
         dtype=config.target.dtype.value,
         vocab_size=target.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=models.max_model_len,
         greedy_is_exact=target.dtype in (torch.float32, torch.float64),
         cudagraph=modes.as_info(),
         checks_logits=True,
         async_scheduling=_runs_ahead(config, target.device),
         memory_bytes=memory_bytes,
         draft_spec=None if spec is None else asdict(spec),
-        warnings=warnings,
+        warnings=[*warnings, *notes],
     )

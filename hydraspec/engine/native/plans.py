@@ -1,27 +1,33 @@
-"""From the rows that were chosen to a `StepPlan`: plain arrays that share nothing with the
-scheduler, so that a plan stays true while the next step is scheduled."""
+"""Step plans as plain arrays: of the rows that were scheduled, of a part of a plan, and of dummy
+requests for compiling kernels ahead of time.
+
+A plan shares no memory with the scheduler: it stays valid while the next step is scheduled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.sequence import Scheduled
-from hydraspec.types import RowSegment, SamplingFlags, StepPlan
+from hydraspec.sampling.flags import GREEDY, flags_of
+from hydraspec.types import RowSegment, StepPlan
+
+DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
 
 
 class PlanBuilder:
-    """Builds plans; the arrays of steady decoding, which depend on the batch size alone, are kept
-    and shared by plans, so nobody may write to them."""
+    """Builds plans. The arrays of steady decoding, which depend on the batch size alone, are kept
+    and shared by plans, and never written to again."""
 
     def __init__(self, kv: KVCache, num_speculative_tokens: int, num_lookahead_tokens: int) -> None:
         self._kv = kv
         self._num_speculative_tokens = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._steady: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self._flags: dict[tuple[bool, ...], SamplingFlags] = {}
 
     def build(self, scheduled: Sequence[Scheduled]) -> StepPlan:
         """The plan of these rows; decodes with equally many rows stand together in `scheduled`."""
@@ -37,7 +43,10 @@ class PlanBuilder:
             num_drafts = np.array([item.num_drafts for item in scheduled], dtype=np.int64)
             samples = np.array([item.samples for item in scheduled])
             segments = _segments(scheduled, seq_lens)
-        all_greedy, flags = self._sampling(scheduled)
+        all_greedy, flags = flags_of(
+            (item.sequence.request.sampling for item in scheduled),
+            (item.samples for item in scheduled),
+        )
         return StepPlan(
             slots=slots,
             num_rows=num_rows,
@@ -59,35 +68,10 @@ class PlanBuilder:
             self._steady[num_requests] = arrays
         return arrays
 
-    def _sampling(self, scheduled: Sequence[Scheduled]) -> tuple[bool, SamplingFlags]:
-        """Whether all that sample are greedy, and what the step's requests ask of the sampler, so
-        that it can skip what nobody uses."""
-        all_greedy = True
-        any_greedy = any_top_k = any_top_p = any_min_p = False
-        for item in scheduled:
-            sampling = item.sequence.request.sampling
-            if sampling.temperature == 0.0:
-                any_greedy = True
-            elif item.samples:
-                all_greedy = False
-            any_top_k |= sampling.top_k > 0
-            any_top_p |= sampling.top_p < 1.0
-            any_min_p |= sampling.min_p > 0.0
-        key = (any_greedy, any_top_k, any_top_p, any_min_p)
-        flags = self._flags.get(key)
-        if flags is None:
-            flags = self._flags[key] = SamplingFlags(
-                any_greedy=any_greedy,
-                any_top_k=any_top_k,
-                any_top_p=any_top_p,
-                any_min_p=any_min_p,
-            )
-        return all_greedy, flags
-
 
 def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:
-    """Decoding requests with equally many rows form one segment; every prefill chunk is a segment
-    of its own."""
+    """Decoding requests with equally many rows form one segment; every prefill chunk is its own
+    segment."""
     segments: list[RowSegment] = []
     first_row = 0
     for index, item in enumerate(scheduled):
@@ -104,3 +88,85 @@ def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowS
             segments.append(RowSegment(first_row, index, 1, item.num_rows, seq_lens[index]))
         first_row += item.num_rows
     return tuple(segments)
+
+
+def full_decodes(plan: StepPlan) -> np.ndarray:
+    """[B] bool: requests that sample and verify all K drafts."""
+    k = plan.num_speculative_tokens
+    found: np.ndarray = (plan.num_rows == k + 1) & (plan.num_drafts == k) & plan.samples
+    return found
+
+
+def is_uniform(plan: StepPlan) -> bool:
+    """Whether every request verifies all K drafts."""
+    return bool(full_decodes(plan).all())
+
+
+def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
+    """The first `count` requests, and the others, as two plans."""
+    first: list[RowSegment] = []
+    rest: list[RowSegment] = []
+    num_rows = int(plan.num_rows[:count].sum())
+    for segment in plan.segments:
+        if segment.first_request < count:
+            first.append(segment)
+        else:
+            rest.append(
+                replace(
+                    segment,
+                    first_row=segment.first_row - num_rows,
+                    first_request=segment.first_request - count,
+                )
+            )
+    return _part(plan, slice(count), first), _part(plan, slice(count, None), rest)
+
+
+def _part(plan: StepPlan, part: slice, segments: list[RowSegment]) -> StepPlan:
+    return replace(
+        plan,
+        slots=plan.slots[part],
+        num_rows=plan.num_rows[part],
+        num_drafts=plan.num_drafts[part],
+        samples=plan.samples[part],
+        segments=tuple(segments),
+        block_tables=[table.part(part) for table in plan.block_tables],
+    )
+
+
+def dummy_plans(
+    batch_sizes: Iterable[int],
+    num_speculative_tokens: int,
+    *,
+    max_rows: int,
+    max_seq_len: int,
+    decodes: bool,
+) -> Iterator[StepPlan]:
+    """Plans of each batch size for compiling kernels ahead of time: greedy requests that read a
+    prompt and, where `decodes` is true, requests that verify K drafts. Slots and block tables are
+    empty.
+    """
+    for count in sorted(batch_sizes, reverse=True):
+        rows = min(DUMMY_PROMPT_ROWS, max_rows // count, max_seq_len)
+        if rows:
+            yield _dummy_plan(count, rows, 0, num_speculative_tokens, max_seq_len)
+        if decodes and count * (num_speculative_tokens + 1) <= max_rows:
+            drafts = num_speculative_tokens
+            yield _dummy_plan(count, drafts + 1, drafts, num_speculative_tokens, max_seq_len)
+
+
+def _dummy_plan(count: int, rows: int, drafts: int, k: int, longest: int) -> StepPlan:
+    if rows == drafts + 1:
+        segments: tuple[RowSegment, ...] = (RowSegment(0, 0, count, rows, longest),)
+    else:
+        segments = tuple(RowSegment(i * rows, i, 1, rows, longest) for i in range(count))
+    return StepPlan(
+        slots=np.arange(count),
+        num_rows=np.full(count, rows),
+        num_drafts=np.full(count, drafts),
+        samples=np.ones(count, dtype=bool),
+        segments=segments,
+        block_tables=[],
+        all_greedy=True,
+        flags=GREEDY,
+        num_speculative_tokens=k,
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.results import DeviceStep, LaunchedStep, launched_on_cpu
 from hydraspec.engine.native.state import commit, store_draft
+from hydraspec.engine.native.step_graphs import StepGraphs
 from hydraspec.engine.native.timing import Clock, no_clock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
@@ -26,8 +26,6 @@ from hydraspec.types import (
     Batch,
     Draft,
     RequestState,
-    RowSegment,
-    SamplingFlags,
     StepPlan,
     TargetStep,
     Verdict,
@@ -52,6 +50,7 @@ class Runner:
         self.state = state
         self._placer = PlanPlacer(target.device)
         self.clock: Clock = no_clock
+        self.graphs: StepGraphs | None = None
         self._keeps_logits = False
         self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
         speculator.bind_kv_caches(kv.specs, kv.caches)
@@ -93,16 +92,8 @@ class Runner:
             store_draft(self.state, batch, draft)
         return draft
 
-    def capture_variant(self, flags: SamplingFlags) -> None:
-        """Capture graphs of a way of sampling ahead of the requests that need them."""
-        return None
-
-    def num_captured(self) -> int:
-        """Graphs captured so far."""
-        return 0
-
     def eagerly(self) -> AbstractContextManager[None]:
-        """While it lasts, steps run as Python calls, also those that have graphs."""
+        """While it lasts, no graph is replayed."""
         return nullcontext()
 
     @contextmanager
@@ -145,34 +136,3 @@ class Runner:
         step = self.run_eagerly(plan)
         check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
         return launched_on_cpu(step)
-
-
-def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
-    """The first `count` requests, and the others, as plans of their own."""
-    first: list[RowSegment] = []
-    rest: list[RowSegment] = []
-    num_rows = int(plan.num_rows[:count].sum())
-    for segment in plan.segments:
-        if segment.first_request < count:
-            first.append(segment)
-        else:
-            rest.append(
-                replace(
-                    segment,
-                    first_row=segment.first_row - num_rows,
-                    first_request=segment.first_request - count,
-                )
-            )
-    return _part(plan, slice(count), first), _part(plan, slice(count, None), rest)
-
-
-def _part(plan: StepPlan, part: slice, segments: list[RowSegment]) -> StepPlan:
-    return replace(
-        plan,
-        slots=plan.slots[part],
-        num_rows=plan.num_rows[part],
-        num_drafts=plan.num_drafts[part],
-        samples=plan.samples[part],
-        segments=tuple(segments),
-        block_tables=[table.part(part) for table in plan.block_tables],
-    )

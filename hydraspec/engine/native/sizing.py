@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -17,81 +18,75 @@ GIB = 1 << 30
 DEVICE_SHARE = 0.85  # of free device memory; the rest is for graphs and fragments
 
 
-def cache_specs(
-    config: RunConfig, target: TargetModel, speculator: BaseSpeculator
-) -> list[KVGroupSpec]:
-    """The target's groups and, behind them, those the drafter owns."""
-    block_size = config.engine.kv_cache.block_size
-    return target.kv_groups(block_size) + speculator.kv_groups(block_size, target.num_layers)
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Models:
+    """A target and its drafter, loaded, and the configuration they run with."""
+
+    config: RunConfig
+    target: TargetModel
+    speculator: BaseSpeculator
+    max_model_len: int
+
+    def kv_groups(self) -> list[KVGroupSpec]:
+        """The target's groups, then those the drafter owns."""
+        block_size = self.config.engine.kv_cache.block_size
+        of_target = self.target.kv_groups(block_size)
+        return of_target + self.speculator.kv_groups(block_size, self.target.num_layers)
+
+    def cache_size(self) -> CacheSize:
+        """What decides how many blocks a group wants."""
+        return CacheSize(
+            max_num_seqs=self.config.engine.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.config.engine.max_num_batched_tokens,
+            num_speculative_tokens=self.speculator.num_speculative_tokens,
+            num_lookahead_tokens=self.speculator.num_lookahead_tokens,
+        )
 
 
-def cache_size(config: RunConfig, speculator: BaseSpeculator, max_model_len: int) -> CacheSize:
-    """What decides how many blocks a group wants."""
-    return CacheSize(
-        max_num_seqs=config.engine.max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        num_speculative_tokens=speculator.num_speculative_tokens,
-        num_lookahead_tokens=speculator.num_lookahead_tokens,
-    )
+def smallest_cache(models: Models) -> KVCache:
+    """The null block and one more in each group: enough to run batches of padding."""
+    specs = models.kv_groups()
+    return _cache(models, specs, [2] * len(specs))
 
 
-def smallest_cache(
-    config: RunConfig, target: TargetModel, speculator: BaseSpeculator, max_model_len: int
-) -> KVCache:
-    """Null blocks and one more a group: enough to run batches of padding."""
-    specs = cache_specs(config, target, speculator)
-    return _cache(config, target, speculator, max_model_len, specs, [2] * len(specs))
-
-
-def new_cache(
-    config: RunConfig,
-    target: TargetModel,
-    speculator: BaseSpeculator,
-    max_model_len: int,
-    warnings: list[str],
-    *,
-    activation_bytes: int = 0,
-) -> KVCache:
+def new_cache(models: Models, *, activation_bytes: int = 0) -> KVCache:
     """The cache for max_num_seqs requests, or as much of it as there is memory for."""
-    specs = cache_specs(config, target, speculator)
-    size = cache_size(config, speculator, max_model_len)
-    budget_bytes = _cache_budget_bytes(config, target.device, activation_bytes)
-    num_blocks = plan_num_blocks(specs, size, target.dtype, budget_bytes)
-    for spec, count in zip(specs, num_blocks, strict=True):
-        if count < size.blocks_wanted(spec, 1):
-            warnings.append(
-                f"the {spec.name} KV cache holds {(count - 1) * spec.block_size} tokens, less than "
-                f"one request of max_model_len={max_model_len}; raise engine.kv_cache.memory_gib "
-                "or lower target.max_model_len"
-            )
-    return _cache(config, target, speculator, max_model_len, specs, num_blocks)
+    specs, target = models.kv_groups(), models.target
+    budget_bytes = _cache_budget_bytes(models.config, target.device, activation_bytes)
+    num_blocks = plan_num_blocks(specs, models.cache_size(), target.dtype, budget_bytes)
+    return _cache(models, specs, num_blocks)
 
 
-def _cache(
-    config: RunConfig,
-    target: TargetModel,
-    speculator: BaseSpeculator,
-    max_model_len: int,
-    specs: list[KVGroupSpec],
-    num_blocks: list[int],
-) -> KVCache:
+def size_warnings(models: Models, kv: KVCache) -> list[str]:
+    """Groups of a cache that cannot hold one request of full length."""
+    size = models.cache_size()
+    return [
+        f"the {spec.name} KV cache holds {(count - 1) * spec.block_size} tokens, less than "
+        f"one request of max_model_len={models.max_model_len}; raise engine.kv_cache.memory_gib "
+        "or lower target.max_model_len"
+        for spec, count in zip(kv.specs, kv.num_blocks, strict=True)
+        if count < size.blocks_wanted(spec, 1)
+    ]
+
+
+def _cache(models: Models, specs: list[KVGroupSpec], num_blocks: list[int]) -> KVCache:
+    target = models.target
+    layers = [layer for spec in specs for layer in spec.layers]
     return KVCache(
         specs,
         num_blocks,
-        num_slots=config.engine.max_num_seqs,
-        max_tokens=cache_size(config, speculator, max_model_len).max_tokens,
-        num_layers=max(
-            [target.num_layers, *(layer + 1 for spec in specs for layer in spec.layers)]
-        ),
+        num_slots=models.config.engine.max_num_seqs,
+        max_tokens=models.cache_size().max_tokens,
+        num_layers=max([target.num_layers, *(layer + 1 for layer in layers)]),
         dtype=target.dtype,
         device=target.device,
     )
 
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_bytes: int) -> int:
-    """engine.kv_cache.memory_gib, or most of the free device memory, or a careful share of the
-    host's."""
+    """engine.kv_cache.memory_gib, or most of the free device memory, or half of the host's, at most
+    4 GiB."""
     memory_gib = config.engine.kv_cache.memory_gib
     if memory_gib is not None:
         return int(memory_gib * GIB)
@@ -101,7 +96,7 @@ def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_byte
 
 
 def _available_bytes() -> int:
-    """Memory to be had without swapping, as Linux counts it; elsewhere half of what there is."""
+    """Memory available without swapping, as Linux counts it; elsewhere half of the machine's."""
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

@@ -8,17 +8,16 @@ copy is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hydraspec.engine.native.device_tables import DeviceTables
 from hydraspec.engine.native.inputs import Layout, PlanTensors, row_places
-from hydraspec.engine.native.known_tables import KnownTables
 from hydraspec.graphs import Descriptor
-from hydraspec.types import BlockTable, NeededRows, RowSegment, SamplingFlags, StepPlan
+from hydraspec.types import NeededRows, RowSegment, SamplingFlags, StepPlan
 
 NUM_STAGES = 4
 ALIGNMENT = 16  # words: kernels are compiled for aligned pointers, so sections begin at such
@@ -82,7 +81,7 @@ class PlanUpload:
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._stages = [_Stage(words, device) for _ in range(NUM_STAGES)]
         self._turn = 0
-        self._tables = _Tables(shape, device)
+        self._tables = DeviceTables(shape.max_num_seqs, shape.table_widths, device)
         every = torch.arange(max(b, shape.max_num_rows, b * (k + 1)) + 1, device=device)
         self._every = every
         self._uniform: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
@@ -267,38 +266,3 @@ def _needed_sections(needed: NeededRows, first: int) -> tuple[int, int, int, int
 
 def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-class _Tables:
-    """Block tables on the device by batch position, and what the host knows to stand there."""
-
-    def __init__(self, shape: UploadShape, device: torch.device) -> None:
-        b, widths = shape.max_num_seqs, shape.table_widths
-        self._device = device
-        self._known = KnownTables(b, widths)
-        self._is_certain = True  # what is known has been sent
-        self.flat = torch.zeros(b * sum(widths), dtype=torch.int64, device=device)
-        self.groups = [
-            self.flat[first : first + b * width].view(b, width)
-            for first, width in zip(self._known.first, widths, strict=True)
-        ]
-
-    def changes(self, tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
-        """Places in `flat` and new values, which count as written once `were_sent` is called."""
-        if not self._is_certain:  # an interrupt came between the two
-            self.flat.zero_()
-            self._known.forget()
-        self._is_certain = False
-        return self._known.changes(tables)
-
-    def were_sent(self) -> None:
-        """The changes are on their way."""
-        self._is_certain = True
-
-    def send(self, index: np.ndarray, values: np.ndarray) -> None:
-        """Many changes at once, through pinned memory that the allocator gives and takes back."""
-        both = torch.from_numpy(np.stack((index, values)))
-        if self._device.type == "cuda":
-            both = both.pin_memory()
-        sent = both.to(self._device, non_blocking=True)
-        self.flat.index_copy_(0, sent[0], sent[1])

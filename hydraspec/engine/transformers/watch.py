@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
-from hydraspec.types import PHASES, RequestStep, SamplingFlags, StepRecord
+from hydraspec.sampling.flags import flags_of
+from hydraspec.types import PHASES, RequestStep, StepRecord
 
 NOT_MEASURED: dict[str, float | None] = dict.fromkeys(PHASES)
 
@@ -130,12 +131,7 @@ class StreamSampler(LogitsProcessor):  # type: ignore[misc]
         )
         self._seed = torch.tensor([s.seed for s in settings], device=device)
         self._num_padding = torch.tensor(num_padding, device=device)
-        self._flags = SamplingFlags(
-            any_greedy=any(s.temperature == 0.0 for s in settings),
-            any_top_k=any(s.top_k > 0 for s in settings),
-            any_top_p=any(s.top_p < 1.0 for s in settings),
-            any_min_p=any(s.min_p > 0.0 for s in settings),
-        )
+        _, self._flags = flags_of(settings)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids [B, any], scores [B, V] of the next token -> [B, V], finite at one token."""

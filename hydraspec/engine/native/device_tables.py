@@ -1,24 +1,22 @@
-"""Whose blocks a device's tables name, and what has to be written for the next plan's. Host numbers
-alone: the work is that of the entries that changed, not of the tables.
+"""Block tables on the device, and the entries in which the next plan's differ: the host's work
+grows with the changes, not with the tables.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from hydraspec.types import BlockTable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NOTHING = np.empty(0, dtype=np.int64)
 
 
 class KnownTables:
-    """Tables of several groups one behind the other, [B, P] each. A row has the live entries of one
-    owner (see BlockTable) and is zero elsewhere.
+    """What the tables of all groups hold, in host numbers: [B, P] each, one group after the other.
+    A row has the live entries of one owner (see BlockTable) and is zero elsewhere.
     """
 
     def __init__(self, max_num_seqs: int, widths: Sequence[int]) -> None:
@@ -32,8 +30,8 @@ class KnownTables:
         self._live[:] = 0
 
     def changes(self, tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
-        """Places and new values that turn what is known into `tables`, with which it is replaced.
-        Rows behind the plan's become zeros.
+        """Places and new values that turn what is known into `tables`, which are known from then
+        on. Rows after the plan's become zeros.
         """
         now = np.zeros_like(self._live)
         for g, table in enumerate(tables):
@@ -70,9 +68,9 @@ class _Changes:
         gone = min(old_end, first) if owner else old_end
         if gone > old_first:
             self._run(place + old_first, self._zeros[: gone - old_first])
-        behind = max(old_first, end)
-        if owner and owner != was and old_end > behind:
-            self._run(place + behind, self._zeros[: old_end - behind])
+        past = max(old_first, end)
+        if owner and owner != was and old_end > past:
+            self._run(place + past, self._zeros[: old_end - past])
 
     def _run(self, start: int, values: np.ndarray) -> None:
         self._starts.append(start)
@@ -85,3 +83,38 @@ class _Changes:
         firsts = np.array(self._starts, dtype=np.int64) - (np.cumsum(counts) - counts)
         values = np.concatenate(self._values)
         return np.repeat(firsts, counts) + np.arange(len(values)), values
+
+
+class DeviceTables:
+    """Block tables on the device by batch position, and what the host has written there."""
+
+    def __init__(self, max_num_seqs: int, widths: Sequence[int], device: torch.device) -> None:
+        b = max_num_seqs
+        self._device = device
+        self._known = KnownTables(b, widths)
+        self._is_certain = True  # what is known has been sent
+        self.flat = torch.zeros(b * sum(widths), dtype=torch.int64, device=device)
+        self.groups = [
+            self.flat[first : first + b * width].view(b, width)
+            for first, width in zip(self._known.first, widths, strict=True)
+        ]
+
+    def changes(self, tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
+        """Places in `flat` and new values, which count as written once `were_sent` is called."""
+        if not self._is_certain:  # an interrupt came between the two
+            self.flat.zero_()
+            self._known.forget()
+        self._is_certain = False
+        return self._known.changes(tables)
+
+    def were_sent(self) -> None:
+        """The changes are on their way."""
+        self._is_certain = True
+
+    def send(self, index: np.ndarray, values: np.ndarray) -> None:
+        """Many changes at once, through pinned memory that the allocator gives and takes back."""
+        both = torch.from_numpy(np.stack((index, values)))
+        if self._device.type == "cuda":
+            both = both.pin_memory()
+        sent = both.to(self._device, non_blocking=True)
+        self.flat.index_copy_(0, sent[0], sent[1])

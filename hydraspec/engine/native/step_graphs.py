@@ -1,0 +1,194 @@
+"""The captured steps of a runner: which there are, which of them serves a plan, what they take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from hydraspec.engine.native.inputs import PlanTensors
+from hydraspec.engine.native.plans import is_uniform
+from hydraspec.engine.native.results import StepOutputs
+from hydraspec.graphs import (
+    Captured,
+    Descriptor,
+    GraphBackend,
+    GraphManager,
+    GraphModes,
+    mixed_row_sizes,
+)
+from hydraspec.graphs.modes import NONE, PIECEWISE
+from hydraspec.sampling.flags import GREEDY
+from hydraspec.types import SamplingFlags, StepPlan
+
+log = logging.getLogger(__name__)
+
+GREEDY_VARIANT = (True, GREEDY)  # all_greedy and flags of the plans that a graph serves
+MAX_VARIANTS = 4  # ways of sampling with graphs of their own; further ones share the general one
+NOT_CAPTURED = (
+    "some steps that sample run without CUDA graphs, for which there is no memory left; lower "
+    "engine.kv_cache.memory_gib to have them"
+)
+
+CapturedStep: TypeAlias = Captured[PlanTensors, StepOutputs]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunnerLimits:
+    """The largest batches, and the batch sizes that get graphs."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+    max_seq_len: int  # positions a block table can name
+    capture_sizes: tuple[int, ...]
+
+    @property
+    def rows_per_decode(self) -> int:
+        """Rows of a request that verifies every draft."""
+        return self.num_speculative_tokens + 1
+
+
+def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
+    """The greedy steps to capture: decodes by batch size, mixed ones by rows."""
+    rows, sizes = limits.rows_per_decode, limits.capture_sizes
+    most_rows = min(limits.max_num_seqs * rows, limits.max_num_batched_tokens)
+    found = []
+    if modes.decode != NONE:
+        found = [
+            Descriptor(
+                num_requests=size,
+                num_rows=size * rows,
+                rows_per_request=rows,
+                variant=GREEDY_VARIANT,
+            )
+            for size in sizes
+            if size * rows <= most_rows
+        ]
+    if modes.mixed != NONE:
+        found += [
+            Descriptor(
+                num_requests=limits.max_num_seqs,
+                num_rows=num_rows,
+                rows_per_request=None,
+                variant=GREEDY_VARIANT,
+            )
+            for num_rows in mixed_row_sizes(sizes, rows, most_rows, limits.max_num_batched_tokens)
+        ]
+    return found
+
+
+class StepGraphs:
+    """Graphs of whole steps. Greedy ones are captured while loading, those of other ways of
+    sampling when they are first needed."""
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        modes: GraphModes,
+        limits: RunnerLimits,
+        make_inputs: Callable[[Descriptor], PlanTensors],
+        run: Callable[[PlanTensors], StepOutputs],
+    ) -> None:
+        self.backend, self.modes = backend, modes
+        self.manager = GraphManager("step", backend, make_inputs, run, in_pieces=self._in_pieces)
+        self.num_bytes = 0  # device memory of the captures of this runner, its drafter's included
+        self.warnings: list[str] = []  # why steps run eagerly that could have graphs
+        self._greedy = descriptors(modes, limits)
+        self._rows = limits.rows_per_decode
+        self._variants = SamplingVariants()
+        self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
+
+    def __len__(self) -> int:
+        return len(self.manager)
+
+    def _in_pieces(self, descriptor: Descriptor) -> bool:
+        mixed = descriptor.rows_per_request is None
+        return (self.modes.mixed if mixed else self.modes.decode) == PIECEWISE
+
+    def capture_greedy(self) -> None:
+        """Capture the greedy steps of every size that the mode asks for."""
+        self.manager.capture_all(self._greedy)
+
+    @contextmanager
+    def counting_memory(self) -> Iterator[None]:
+        """Adds what is captured meanwhile to `num_bytes`, also if a capture fails."""
+        before = self.backend.num_bytes()
+        try:
+            yield
+        finally:
+            self.num_bytes += self.backend.num_bytes() - before
+
+    @torch.inference_mode()
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        """Capture a way of sampling in every shape that greedy steps have, as far as memory
+        allows, so that none of its steps is captured while requests run."""
+        variant = self._variants.serving(flags)
+        for greedy in self.manager.descriptors[::-1]:  # large graphs first: small ones reuse memory
+            wanted = replace(greedy, variant=variant)
+            if greedy.variant == GREEDY_VARIANT and not (
+                wanted in self._uncaptured or self.manager.has(wanted)
+            ):
+                self._capture_late(wanted)
+
+    def serving(self, plan: StepPlan) -> CapturedStep | None:
+        """The graph that serves a plan. One for its way of sampling is captured where only a greedy
+        one of its shape exists; where memory does not allow that, such plans run eagerly.
+        """
+        wanted = Descriptor(
+            num_requests=len(plan.slots),
+            num_rows=int(plan.num_rows.sum()),
+            rows_per_request=self._rows if is_uniform(plan) else None,
+            variant=GREEDY_VARIANT,
+        )
+        found = self.manager.dispatch(wanted)
+        if found is None or plan.all_greedy:
+            return found
+        exact = replace(found.descriptor, variant=self._variants.serving(plan.flags))
+        if exact in self._uncaptured:
+            return None
+        return self.manager.dispatch(exact) or self._capture_late(exact)
+
+    def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
+        log.info("capturing a step of a way of sampling that is met for the first time")
+        try:
+            with self.counting_memory():
+                return self.manager.capture(descriptor)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
+        self._uncaptured.add(descriptor)
+        torch.cuda.empty_cache()  # what the attempt took on the stream of captures
+        warning = f"{NOT_CAPTURED}: {reason}"
+        log.warning(warning)
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+        return None
+
+
+class SamplingVariants:
+    """Chooses the variant of a graph that serves a step which is not all greedy."""
+
+    def __init__(self) -> None:
+        self._known: list[SamplingFlags] = []
+
+    def serving(self, flags: SamplingFlags) -> tuple[bool, SamplingFlags]:
+        """The variant with the fewest flags that covers `flags`; a new one where none does."""
+        covering = [known for known in self._known if _covers(known, flags)]
+        if covering:
+            return False, min(covering, key=lambda known: sum(_values(known)))
+        if len(self._known) >= MAX_VARIANTS:
+            flags = SamplingFlags()  # covers every other
+        self._known.append(flags)
+        return False, flags
+
+
+def _values(flags: SamplingFlags) -> tuple[bool, ...]:
+    return flags.any_greedy, flags.any_top_k, flags.any_top_p, flags.any_min_p
+
+
+def _covers(known: SamplingFlags, flags: SamplingFlags) -> bool:
+    return all(has or not needs for has, needs in zip(_values(known), _values(flags), strict=True))
