@@ -72,6 +72,6 @@ class CannotWriteError(OSError):
 
 def printable(text: str) -> str:
     """Text for a page or a terminal: control characters but line breaks and tabs as their escapes,
-    since those of a workload or a checkpoint could clear a screen or hide what stands there.
+    since those of a workload or a checkpoint could clear a screen or hide other text.
     """
     return text.translate(_ESCAPES)

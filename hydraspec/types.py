@@ -63,7 +63,7 @@ class Request:
     prompt_token_ids: list[int] | None = None
     category: str | None = None
     answer: str | None = None
-    meta: object = None  # the user's own, any JSON value; goes to requests.jsonl
+    meta: object = None  # any JSON value of the user's; copied to requests.jsonl
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +98,7 @@ PHASES = ("schedule", "prepare", "forward", "verify", "propose")  # of a step, i
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """The plain-number shadow of a step: all that metrics ever see."""
+    """A step in plain numbers: all that metrics ever see."""
 
     step: int
     phase_ms: dict[str, float | None]  # by name in PHASES; null where not measured
@@ -150,12 +150,12 @@ class RowSegment:
 class BlockTable:
     """The blocks of B requests in one KV group, as they were when this was made.
 
-    Nobody writes to an entry of a row that has a number, so rows are shared, not copied. Two rows
+    An entry is never written again once it holds a block, so rows are shared, not copied. Two rows
     of the same owner have the same entries wherever both have any.
     """
 
     rows: list[np.ndarray]  # B times [P] block ids; entries that are not live hold anything
-    live: np.ndarray  # [B, 3] owner (0: nobody), first live entry, end of the live entries
+    live: np.ndarray  # [B, 3] owner (0: none), first live entry, end of the live entries
     width: int  # entries that the step can name
 
     def dense(self) -> np.ndarray:
@@ -193,9 +193,9 @@ class RequestState:
 
     The last slot belongs to no request: padding requests of graphs share it, with nothing computed.
 
-    token_ids holds prompt and sampled tokens; the drafts under verification stand behind the newest
-    sampled token (which is number num_computed of a decoding request). Column L is a dump for
-    masked writes.
+    token_ids holds prompt and sampled tokens, then the drafts under verification after the newest
+    sampled token (which is number num_computed of a decoding request). Column L takes masked
+    writes.
     """
 
     token_ids: Tensor  # [S, L+1] int64
@@ -213,8 +213,8 @@ class RequestState:
 class Rows:
     """What one forward pass of a target or a draft head reads, on the device.
 
-    Row r of a request with R rows stands at position seq_len - R + r. The G groups are those of the
-    model that runs: a target reads the first entries, a draft head with KV of its own reads others.
+    Row r of a request with R rows has position seq_len - R + r. The G groups are those of the model
+    that runs: a target reads the first entries, a draft head with its own KV reads the others.
     """
 
     segments: tuple[RowSegment, ...]
@@ -224,14 +224,13 @@ class Rows:
     slot_mapping: list[Tensor]  # per KV group [T] int64: cache row each token row writes
     block_tables: list[Tensor]  # per KV group [B, P] int64
     query_start_loc: Tensor  # [B+1] int64, first row of each request; the last entry is T
-    has_padding: bool = False  # some requests or rows stand for nobody
+    has_padding: bool = False  # some requests or rows are padding
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NeededRows:
-    """The rows of a pass whose hidden states anybody reads: of each of some requests the last few,
-    in order. The last layer that writes KV, and those behind it, may leave out the others but for
-    their keys and values.
+    """Rows whose hidden states are needed after the last layer that writes KV: the last few of some
+    requests, in order. That layer and those after it compute only keys and values of other rows.
     """
 
     rows: Tensor  # [N] int64 rows of T
@@ -269,7 +268,7 @@ class TargetStep:
 
     hidden_states: Tensor  # [T, D] after the final norm
     logits: Tensor  # [N, V] after the soft cap, before temperature
-    # A times [T, D], in the order asked for: id i is the residual stream after i layers.
+    # A times [T, D], in the order of aux_layer_ids: id i is the residual stream after i layers.
     aux_hidden_states: list[Tensor] = field(default_factory=list)
 
 

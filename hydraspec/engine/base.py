@@ -1,4 +1,4 @@
-"""What the lab may ask of any engine. Knows nothing of metrics, trackers or report files."""
+"""The interface of every engine: what runs, benchmarks and reports call and read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class EngineInfo:
     dtype: str
     vocab_size: int
     max_model_len: int
-    greedy_is_exact: bool  # float32/float64 of our own engine: outputs are expected identical
+    greedy_is_exact: bool  # native float32/float64: outputs are expected identical
     cudagraph: dict[str, str | None]  # requested, target, draft, reason
-    checks_logits: bool = False  # every step does; a token of NaN or infinite ones ends the run
+    checks_logits: bool = False  # in every step; NaN or infinite logits end the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
@@ -92,12 +92,12 @@ class Engine(ABC):
         return None
 
     def has_eager_steps(self) -> bool:
-        """Whether some steps run on a device without graphs: their kernels are compiled when a
-        step's rows first need them."""
+        """Whether some steps run on a device without graphs, so that their kernels are compiled
+        when a step first needs them."""
         return False
 
     def num_built(self) -> Built:
-        """What was built so far: a run that adds to it was slower by that."""
+        """What was built so far; a run during which it grows was slowed down by building."""
         return Built()
 
     @abstractmethod
@@ -111,13 +111,13 @@ class Engine(ABC):
         """
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
-        """Where the wall time of a decode step goes, from a short run of its own over tokenised
+        """Where the wall time of a decode step goes, from a separate short run over tokenised
         requests; None where host and device do not run side by side.
         """
         return None
 
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
-        """Mean milliseconds per decode step of each phase, from a short run of its own over
+        """Mean milliseconds per decode step of each phase, from a separate short run over
         tokenised requests, where `run` does not measure phases; None where it does or cannot.
         """
         return None

@@ -1,8 +1,8 @@
-"""Bounds on work that files of a checkpoint control: a chat template may loop, a tokenizer's
-pattern may backtrack for hours, neither can be interrupted from outside.
+"""Time and memory limits on work that a checkpoint's files control: a chat template may loop, a
+tokenizer's pattern may backtrack for hours, and neither can be interrupted.
 
-The work runs in a forked process with a limit on time and memory; nothing of it stays. On systems
-other than Linux, where a fork of a process with threads is unsafe, it runs without bounds.
+The work runs in a forked process. On systems other than Linux, where forking a process with threads
+is unsafe, it runs without limits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads: none is needed there
+            warnings.simplefilter("ignore", DeprecationWarning)  # the child needs no threads
             child = os.fork()
         if child == 0:
             _serve(work, items, writing)

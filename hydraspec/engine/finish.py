@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Self
 
 from hydraspec.types import Completion, Request, SamplingParams
 
@@ -29,6 +30,13 @@ class OfferedRequest:
     text: str | None = None  # set when a stop string cut it
     finish_reason: str | None = None
     error: str | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """A tokenised request, offered now."""
+        assert request.prompt_token_ids is not None, "call tokenize() first"
+        tokens = list(request.prompt_token_ids)
+        return cls(request=request, token_ids=tokens, num_prompt=len(tokens))
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +143,7 @@ class FinishCheck:
         count = reach + 1
         first = max(sequence.num_prompt, len(tokens) - count)
         while first > sequence.num_prompt and len(decode(tokens[first:-1])) < reach:
-            count *= 2  # tokens without text of their own
+            count *= 2  # some tokens decode to no text
             first = max(sequence.num_prompt, len(tokens) - count)
         tail = decode(tokens[first:])
         return any(stop in tail for stop in stops)
@@ -147,7 +155,7 @@ class FinishCheck:
         return self._decode(sequence.output_token_ids)
 
     def completion(self, sequence: OfferedRequest) -> Completion:
-        """What the user of an ended request gets."""
+        """The completion of a request that ended."""
         offered, first = sequence.offered_at, sequence.first_token_at
         end = sequence.last_token_at or time.perf_counter()
         return Completion(

@@ -1,9 +1,9 @@
 """How a call is captured and replayed: CUDA graphs, whole or in pieces.
 
 Captures of one manager share a memory pool, those of two do not: a graph may be replayed between
-two pieces of another manager's, whose tensors it must not touch. Captures happen on a stream of
-their own. A piece is replayed as soon as it is captured, because the eager call behind it reads
-what the piece computes.
+two pieces of another manager's, whose tensors it must not touch. Captures happen on a
+separate stream. A piece is replayed as soon as it is captured, because the eager call after it
+reads what the piece computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Replayable(Protocol):
     """A captured call."""
 
     def replay(self) -> None:
-        """Run it again, on what now stands in the memory of its inputs."""
+        """Run it again on the present content of its inputs' memory."""
         ...
 
 
@@ -201,7 +201,7 @@ class CudaGraphBackend:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On the capture stream, ordered behind and before the current one."""
+        """On the capture stream, ordered after and before the current one."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         self.is_capturing = True

@@ -1,4 +1,4 @@
-"""Graphs by the shape of the batch they were captured for, and which of them serves a batch."""
+"""Graphs by the shape of the batch they were captured for, and the choice of one for a batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Captured(Generic[I, O]):
     graph: Replayable
 
     def replay(self) -> O:
-        """Run it on what now stands in `inputs`."""
+        """Run it on the present content of `inputs`."""
         self.graph.replay()
         return self.outputs
 

@@ -1,4 +1,4 @@
-"""Which parts of a step run as CUDA graphs: the five modes, and what of the drafting they hold.
+"""Which parts of a step run as CUDA graphs: the five modes, and whether they include drafting.
 
 `decode` is how steps run whose requests all verify K drafts, `mixed` how all others do, `draft` how
 a drafter's decode pass runs outside such a graph. Plain numbers and words, no device.
@@ -28,7 +28,7 @@ MODES: dict[str, tuple[str, str]] = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GraphModes:
-    """A requested mode, and what becomes of it."""
+    """A requested mode, and how it is carried out."""
 
     requested: str
     decode: str
@@ -44,7 +44,7 @@ class GraphModes:
 
     @property
     def has_eager_steps(self) -> bool:
-        """Whether some steps run without a graph whatever their size."""
+        """Whether steps of some kind run without graphs at any size."""
         return NONE in (self.decode, self.mixed)
 
     @property
@@ -80,7 +80,7 @@ def resolve_modes(
     drafts: bool,
     cannot_draft_in_graph: str | None,
 ) -> GraphModes:
-    """How `requested` runs, with a reason for what of the drafting is not in its graphs.
+    """How `requested` runs, with a reason where drafting is not in its graphs.
 
     Attention allows every mode: its kernels read rows and lengths on the device, for every kind of
     KV group. drafts: there is a drafter. cannot_draft_in_graph: why not, if so.

@@ -21,7 +21,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    # Drawn when told only: no thread of its own beside a capture.
+    # Drawn on request only: no second thread during a capture.
     bar = Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False
     )

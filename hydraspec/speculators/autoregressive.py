@@ -1,4 +1,4 @@
-"""Drafters that propose one token at a time, each step fed with the last one's token and state."""
+"""Drafters that propose one token at a time: each step reads the last step's token and state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydraspec.types import Batch, Draft, RequestState, TargetStep, Verdict
 
 @dataclass(slots=True)
 class DecodeStart:
-    """Where the decode pass begins: behind the first draft."""
+    """Inputs of the decode pass, which begins after the first draft."""
 
     row: NewestRows
     tokens: Tensor  # [B] the first drafts
@@ -39,11 +39,11 @@ class DecodeInputs:
 class AutoRegressiveSpeculator(DraftModelSpeculator):
     """One prefill pass over the step's rows, then K-1 decode steps at advancing positions.
 
-    Draft row t holds the token at t+1 and the target's state at t; its KV stands in slot t. After a
+    Draft row t holds the token at t+1 and the target's state at t; its KV has position t. After a
     step the draft's cache therefore covers exactly the target's computed tokens.
 
-    The prefill pass is captured as the step is. The decode steps are one pass, a full graph or
-    eager, and a part of the step's graph where that holds the whole step.
+    The prefill pass is captured with the step. The decode steps are one pass, which is a full graph
+    or eager, or part of the step's graph where that holds the whole step.
     """
 
     owns_kv_cache: ClassVar[bool] = True
@@ -56,13 +56,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
-        nobody_samples = target_step.logits.shape[0] == 0
-        if nobody_samples and not self.owns_kv_cache:
+        none_samples = target_step.logits.shape[0] == 0
+        if none_samples and not self.owns_kv_cache:
             return None
         row = self.newest_row(verdict, batch, state)
         shared = self.begin(row, batch)
         hidden, feedback = self.first_step(row, shared, target_step, batch, state)
-        if nobody_samples:  # the draft's cache is filled, and nobody drafts
+        if none_samples:  # the draft's cache is filled, and no request needs drafts
             return None
         tokens, probs = self.sample_draft(hidden, batch, state, row.seq_lens, 0)
         first = None if probs is None else probs.unsqueeze(1)
@@ -75,9 +75,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return Draft(tokens=torch.cat((tokens.unsqueeze(1), rest.tokens), 1), probs=first)
 
     def begin(self, row: NewestRows, batch: Batch) -> Any:
-        """What the steps of a round share, from the newest rows alone; handed to each of them.
+        """What all draft steps of a round share; computed from the newest rows alone.
 
-        Here where the rows of steps 1, 2, ... begin, [B+1]: one a request.
+        By default the start locations [B+1] of steps 1, 2, ..., which have one row per request.
         """
         return torch.arange(batch.num_requests + 1, device=row.rows.device)
 
@@ -107,7 +107,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         batch: Batch,
         index: int,
     ) -> tuple[Tensor, Tensor]:
-        """The same for draft `index`, behind draft `index` - 1, `tokens` [B], at p + `index`."""
+        """The same for draft `index`, after draft `index` - 1, `tokens` [B], at p + `index`."""
         rows = single_rows(batch, self.draft_specs, tokens, row, index, shared)
         states: tuple[Tensor, Tensor] = self.head.forward(
             rows, feedback, self.draft_caches, step=index

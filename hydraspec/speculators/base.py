@@ -1,4 +1,4 @@
-"""The speculator family's common part: what an engine may ask of any drafter."""
+"""The interface of every speculator, and defaults for those without weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class DraftGraphs:
 
     backend: GraphBackend
     sizes: tuple[int, ...]  # batch sizes worth a graph
-    make_batch: Callable[[int], Batch]  # padding alone, where every batch of that size will stand
+    make_batch: Callable[[int], Batch]  # padding alone, in the memory of every batch of that size
     state: RequestState
 
 
 class BaseSpeculator(ABC):
-    """Proposes K tokens behind each request's newest sampled token.
+    """Proposes K tokens after each request's newest sampled token.
 
     A leaf is a list of differences: class attributes first, then at most three hooks.
     """
 
-    owns_kv_cache: ClassVar[bool] = False  # drafts write KV of their own into further groups
-    # Why `propose` cannot be part of a graph, where it cannot: it asks the device, say.
+    owns_kv_cache: ClassVar[bool] = False  # drafting writes KV into further groups
+    # Why `propose` cannot be part of a CUDA graph, for a drafter that reads the device, say.
     cannot_be_captured: ClassVar[str | None] = None
 
     def __init__(self, config: RunConfig) -> None:
@@ -43,14 +43,14 @@ class BaseSpeculator(ABC):
 
     @property
     def reads_all_hidden_states(self) -> bool:
-        """Whether `propose` reads target_step.hidden_states of rows that nobody samples from. Else
-        the target may leave those rows out from its last layer that writes KV on.
+        """Whether `propose` reads target_step.hidden_states of rows without logits. If not, the
+        target may leave those rows out from its last layer that writes KV on.
         """
         return self.owns_kv_cache  # which is filled by a pass over all rows
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions behind a request's rows that drafting writes KV to."""
+        """Positions after a request's rows that drafting writes KV to."""
         return max(0, self.num_speculative_tokens - 1) if self.owns_kv_cache else 0
 
     def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
@@ -84,14 +84,15 @@ class BaseSpeculator(ABC):
         return 0
 
     def init_cudagraph_manager(self, graphs: DraftGraphs) -> None:
-        """Take the means to capture what runs behind the pass over the step's rows.
+        """Prepare to capture what drafting runs after the pass over the step's rows.
 
-        That pass, and all of `propose` in a step that is one graph, is captured with the step.
+        That pass is captured with the step, and so is all of `propose` where a graph holds the
+        whole step.
         """
         return None
 
     def capture(self) -> None:
-        """Capture it, after `init_cudagraph_manager` and once the cache is bound."""
+        """Capture that part, after `init_cudagraph_manager` and `bind_kv_caches`."""
         return None
 
     def pause_graphs(self, paused: bool) -> None:
@@ -99,8 +100,8 @@ class BaseSpeculator(ABC):
         return None
 
     def padded_requests(self, num_requests: int) -> int:
-        """How many requests a step should have, some of them padding, so that a captured pass
-        serves it.
+        """How many requests, padding included, an eager step should have so that the captured pass
+        can run in it.
         """
         return num_requests
 
@@ -108,5 +109,5 @@ class BaseSpeculator(ABC):
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
-        """Drafts [B, K] from the state after commit; None where K is 0. Reads nothing back to the
-        host."""
+        """Drafts [B, K] from the state after commit, -1 where there is none; None where K is 0 or
+        no request samples. Must not read the device from the host."""

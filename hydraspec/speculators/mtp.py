@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layers that DeepSeek-V3 and MiMo ship behind their last one."""
+"""Multi-token prediction: extra layers that DeepSeek-V3 and MiMo ship after their last one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 
 
 class MTPSpeculator(AutoRegressiveSpeculator):
-    """Each step runs the next MTP layer, over KV of its own, behind the last step's state."""
+    """Each step runs the next MTP layer, over its own KV, on the last step's state."""
 
     head: MTPHead
 

@@ -49,8 +49,8 @@ from hydraspec.types import (
 
 log = logging.getLogger(__name__)
 
-# A step of few prefill rows keeps the device less busy than the host: its decodes go first, as a
-# graph. Behind many rows they cost least where they share the pass over the weights.
+# With few prefill rows a step takes the host longer than the device: its decodes are launched
+# first, as a graph. With many rows decodes cost least in the same pass over the weights.
 MAX_SPLIT_ROWS = 512
 
 
@@ -177,7 +177,7 @@ class DeviceRunner(Runner):
             self.propose(step.batch, step.target_step, step.verdict)
 
     def _draft_batch(self, num_requests: int) -> Batch:
-        """A greedy batch of padding, over the tables and slots that every batch stands in."""
+        """A greedy batch of padding, in the memory of tables and slots that every batch uses."""
         descriptor = Descriptor(
             num_requests=num_requests,
             num_rows=num_requests * self._rows,
@@ -234,7 +234,7 @@ class DeviceRunner(Runner):
         return outputs.packed
 
     def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:
-        """The parts a plan is launched in, each with the graph that serves it."""
+        """The parts in which a plan is launched, each with its graph, or None to run eagerly."""
         graphs = self.graphs
         whole = plan, None if graphs is None else graphs.serving(plan)
         if graphs is None or self.modes.decode == NONE or whole[1] is not None:

@@ -73,7 +73,7 @@ class NativeEngine(Engine):
             try:
                 while pending or num_offered:
                     while pending and num_offered < limit:
-                        self._scheduler.add(_new_sequence(pending.popleft()))
+                        self._scheduler.add(Sequence.of(pending.popleft()))
                         num_offered += 1
                     collected = self.step()
                     num_offered -= len(collected.completions)
@@ -202,9 +202,3 @@ class NativeEngine(Engine):
                     pass
             assert runner.kept_logits is not None, "a prompt that does not fit samples nothing"
             return runner.kept_logits[-1].double().cpu().numpy()
-
-
-def _new_sequence(request: Request) -> Sequence:
-    assert request.prompt_token_ids is not None, "call tokenize() first"
-    tokens = list(request.prompt_token_ids)
-    return Sequence(request=request, token_ids=tokens, num_prompt=len(tokens))

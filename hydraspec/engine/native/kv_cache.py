@@ -38,7 +38,7 @@ class CacheSize:
     max_model_len: int
     max_num_batched_tokens: int
     num_speculative_tokens: int
-    num_lookahead_tokens: int = 0  # positions behind the rows that a drafter writes
+    num_lookahead_tokens: int = 0  # positions after the rows that a drafter writes
 
     @property
     def max_tokens(self) -> int:
@@ -52,8 +52,8 @@ class CacheSize:
             return num_seqs * whole + 1
         # A window, unaligned at both ends, per request; the rows of one step on top, shared by all
         # requests.
-        behind = self.max_tokens - self.max_model_len
-        window = _ceil_div(spec.window + behind, spec.block_size) + 1
+        beyond = self.max_tokens - self.max_model_len
+        window = _ceil_div(spec.window + beyond, spec.block_size) + 1
         step = _ceil_div(self.max_num_batched_tokens, spec.block_size) + num_seqs
         return min(num_seqs * window + step, num_seqs * whole) + 1
 
@@ -92,8 +92,8 @@ class _Group:
     num_blocks: int
     num_slots: int
     width: int  # P
-    # S times [P] block ids. A row is never written where it has a number, and each owner of a slot
-    # has one of its own: block tables that were handed out keep what they say.
+    # S times [P] block ids. An entry is never written twice, and each owner of a slot has a new
+    # row: block tables that were handed out stay valid.
     rows: list[np.ndarray] = field(init=False)
     live: np.ndarray = field(init=False)  # [S, 3], see BlockTable
     free_blocks: list[int] = field(init=False)
@@ -226,7 +226,7 @@ class KVCache:
 
     def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
         """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
-        be, beside what a drafter writes behind each row."""
+        be, beside what a drafter writes after each row."""
         for group in self._groups:
             spec = group.spec
             tokens = num_tokens
@@ -283,8 +283,8 @@ class KVCache:
         return tuple(group.width for group in self._groups)
 
     def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[BlockTable]:
-        """Per group the blocks of `slots`, wide enough for `max_seq_len` tokens. They stay as they
-        are whatever is allocated or released later."""
+        """Per group the blocks of `slots`, wide enough for `max_seq_len` tokens. Later
+        allocations and releases do not change them."""
         places = slots.tolist()
         return [
             BlockTable(

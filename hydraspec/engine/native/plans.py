@@ -30,7 +30,7 @@ class PlanBuilder:
         self._steady: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def build(self, scheduled: Sequence[Scheduled]) -> StepPlan:
-        """The plan of these rows; decodes with equally many rows stand together in `scheduled`."""
+        """The plan of these rows; decodes with equally many rows are adjacent in `scheduled`."""
         slots = np.array([item.sequence.slot for item in scheduled], dtype=np.int64)
         seq_lens = [item.num_computed + item.num_rows for item in scheduled]
         longest = max(seq_lens)

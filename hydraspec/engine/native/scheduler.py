@@ -81,7 +81,7 @@ class Scheduler:
             if not self._admit(self.waiting[0], chosen):
                 break
             self.waiting.popleft()
-        # Decodes with equally many rows stand together, the widest first; prefills behind them in
+        # Decodes with equally many rows are adjacent, the widest first; prefills after them in
         # order of arrival.
         return sorted(chosen.values(), key=lambda item: 0 if item.is_prefill else -item.num_rows)
 
@@ -129,7 +129,7 @@ class Scheduler:
         sequence = item.sequence
         while not self._allocate(item):
             if sequence.in_flight is not None:
-                # Nobody is preempted, cut short or failed for numbers that are not in yet.
+                # No request is preempted, cut short or failed for numbers that are not in yet.
                 self._is_short = True
                 return False
             victim = self.running[-1]
@@ -165,7 +165,7 @@ class Scheduler:
         return self._allocate(item)
 
     def _allocate(self, item: Scheduled) -> bool:
-        """Own blocks for the item's rows and for what a drafter writes behind them."""
+        """Own blocks for the item's rows and for what a drafter writes after them."""
         return self.kv.allocate(item.sequence.slot, item.seq_len + self.num_lookahead_tokens)
 
     def _tokens_that_fit(self, slot: int) -> int:
@@ -177,7 +177,7 @@ class Scheduler:
         slot = self._free_slots[-1]
         wanted = min(sequence.num_tokens, self._budget)
         rows = min(wanted, self._tokens_that_fit(slot))
-        # A short first chunk is worth it only when the cache is small; never squeeze in behind
+        # A short first chunk is worth it only when the cache is small; never beside
         # running requests.
         if rows < wanted and self.running:
             return False

@@ -1,6 +1,5 @@
-"""A request in the engine and its share of a step: what scheduler, plans and results have in
-common. Plain numbers; what a step in flight will have accepted is known within bounds only
-(docs/adr/0010).
+"""A request in the engine and its share of a step, as scheduler, plans and results see them. Plain
+numbers; what a step in flight will have accepted is known within bounds only (docs/adr/0010).
 """
 
 from __future__ import annotations

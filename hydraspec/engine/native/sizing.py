@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.engine.machine import GIB
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import KVGroupSpec
 
-GIB = 1 << 30
 DEVICE_SHARE = 0.85  # of free device memory; the rest is for graphs and fragments
 
 

@@ -19,12 +19,12 @@ def new_request_state(
     device: torch.device,
     draft_vocab_map: torch.Tensor | None = None,
 ) -> RequestState:
-    """Zeroed state of `num_slots` requests and, behind them, one slot that padding requests share.
+    """Zeroed state of `num_slots` requests and one more slot that padding requests share.
 
     `draft_vocab_size` None: drafts are greedy and no probabilities are kept. `draft_vocab_map`
     [V_draft]: the target's ids of a narrower draft vocabulary.
     """
-    # Drafts of the last token stand past max_model_len; one more column takes masked writes.
+    # Drafts after the last token lie past max_model_len; one more column takes masked writes.
     columns = max_model_len + num_speculative_tokens + 2
     num_slots += 1
     probs = None
@@ -66,13 +66,13 @@ def write_request(
 
 
 def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
-    """Write the verdict into the state: emitted tokens behind the computed ones, then the new
+    """Write the verdict into the state: emitted tokens after the computed ones, then the new
     computed count."""
     commit_tokens(state, batch, verdict)
 
 
 def store_draft(state: RequestState, batch: Batch, draft: Draft) -> None:
-    """Put the drafts behind each request's newest sampled token, where the next step's rows read
+    """Write the drafts after each request's newest sampled token, where the next step's rows read
     them."""
     store_drafts(state, batch, draft.tokens)
     if draft.probs is not None and state.draft_probs is not None:

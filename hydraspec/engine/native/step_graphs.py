@@ -1,4 +1,4 @@
-"""The captured steps of a runner: which there are, which of them serves a plan, what they take."""
+"""Captured steps: which shapes have graphs, which graph runs a plan, how much memory they take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hydraspec.types import SamplingFlags, StepPlan
 log = logging.getLogger(__name__)
 
 GREEDY_VARIANT = (True, GREEDY)  # all_greedy and flags of the plans that a graph serves
-MAX_VARIANTS = 4  # ways of sampling with graphs of their own; further ones share the general one
+MAX_VARIANTS = 4  # ways of sampling with separate graphs; further ones share the general one
 NOT_CAPTURED = (
     "some steps that sample run without CUDA graphs, for which there is no memory left; lower "
     "engine.kv_cache.memory_gib to have them"

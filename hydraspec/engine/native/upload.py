@@ -28,7 +28,7 @@ MAX_CHANGES = 1 << 14  # table entries a plan's own copy may carry; more travel 
 class UploadShape:
     """What the buffers must hold."""
 
-    max_num_seqs: int  # B at most; slots of the state but for the last, which padding uses
+    max_num_seqs: int  # B at most; the state has one more slot, which padding uses
     max_num_rows: int  # T at most
     num_speculative_tokens: int
     table_widths: tuple[int, ...]  # P of each KV group
@@ -60,11 +60,11 @@ def wait_for(event: torch.cuda.Event) -> None:
 
 
 class PlanUpload:
-    """Device memory of one plan: `B` requests stand first in every section, at fixed places.
+    """Device memory of one plan: every section has a fixed place and begins with the `B` requests.
 
     Words: slots, rows, drafts, samples, query_start_loc of all requests, then for mixed plans the
-    request and the offset of each row and the rows to sample from or verify, then the rows that are
-    read behind the target if those are named, then changed table entries.
+    request and the offset of each row and the rows to sample from or verify, then the needed rows
+    (see NeededRows) if they are not all, then changed table entries.
     """
 
     def __init__(self, shape: UploadShape, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class PlanUpload:
     ) -> PlanTensors:
         """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
         plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row, and so has a mixed
-        one whose rows are not more than that. needed: what was written with the plan, if anything.
+        one with no more rows than that. needed: the needed rows that were written with the plan.
         """
         b, t, k = descriptor.num_requests, descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
@@ -214,7 +214,7 @@ class PlanUpload:
     def _write_header(self, words: np.ndarray, plan: StepPlan | None) -> None:
         size = self.shape.max_num_seqs
         words[: self._header] = 0
-        words[self._slots : self._slots + size] = size  # the slot of nobody
+        words[self._slots : self._slots + size] = size  # the slot of padding
         if plan is None:
             return
         b, starts = len(plan.slots), self._starts
@@ -257,7 +257,7 @@ def _parts(needed: NeededRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _needed_sections(needed: NeededRows, first: int) -> tuple[int, int, int, int]:
-    """Where needed rows, their requests and start locations begin behind `first`, and the end."""
+    """Where needed rows, their requests and start locations begin from `first` on, and the end."""
     rows = _aligned(first)
     requests = rows + _aligned(len(needed.rows))
     starts = requests + _aligned(len(needed.requests))

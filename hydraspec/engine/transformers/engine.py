@@ -1,8 +1,8 @@
-"""transformers' own generate() behind our protocol: the reference that a native run is set beside.
+"""transformers' generate() as an engine: the reference that a native run is compared with.
 
 Plain decoding in static, left-padded batches; assisted decoding one request at a time. Batches run
-to their end before their records are handed out. Nothing here makes transformers faster or slower,
-but for one read of the newest tokens a step.
+to their end before their records are yielded. The only cost added to transformers is one read of
+the newest tokens per step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TransformersEngine(Engine):
         size = min(limit, self.parts.config.engine.max_num_seqs)
         num_steps = 0
         for first in range(0, len(requests), limit):
-            offered = [_offered(request) for request in requests[first : first + limit]]
+            offered = [OfferedRequest.of(request) for request in requests[first : first + limit]]
             for sequence in offered:
                 sequence.fail_if_too_long(self.info.max_model_len)
                 if sequence.finish_reason:
@@ -126,12 +126,6 @@ class TransformersEngine(Engine):
         logits: torch.Tensor = self.parts.model(ids, use_cache=False).logits[0, -1].double().cpu()
         logits[list(self.parts.suppress_token_ids)] = -torch.inf
         return logits.numpy()
-
-
-def _offered(request: Request) -> OfferedRequest:
-    assert request.prompt_token_ids is not None, "call tokenize() first"
-    tokens = list(request.prompt_token_ids)
-    return OfferedRequest(request=request, token_ids=tokens, num_prompt=len(tokens))
 
 
 def _left_padded(

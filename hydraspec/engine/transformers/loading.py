@@ -42,7 +42,7 @@ class TransformersParts:
 def load_parts(config: RunConfig) -> TransformersParts:
     """Load the target and, for method=gemma4_mtp, its assistant.
 
-    Weights stand in target.dtype from the start: a model that is converted later keeps constants
+    Weights are read in target.dtype from the start: a model that is converted later keeps constants
     (Gemma's embedding scale) rounded to the dtype it was loaded in. weights=random are
     transformers' own initial values, drawn from `seed`; they are not the native engine's.
 
@@ -78,7 +78,7 @@ def load_parts(config: RunConfig) -> TransformersParts:
 
 
 def _load_assistant(config: RunConfig, target: Checkpoint, text: Any, device: torch.device) -> Any:
-    """The assistant, set to draft a constant K whatever its confidence."""
+    """The assistant, set to draft a constant K at any confidence."""
     checkpoint = config.method.checkpoint
     assert checkpoint is not None, "the configuration names a drafter"
     if target.config.get("model_type") not in TARGETS_WITH_ASSISTANTS:

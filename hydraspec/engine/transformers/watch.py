@@ -1,5 +1,5 @@
-"""What looks into transformers' generate() from outside: step records, ends of requests, and
-sampling by our streams. generate()'s own loops stay as they are.
+"""Hooks into transformers' generate(): step records, ends of requests, and sampling from our random
+streams. generate()'s loops run unchanged.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AssistedWatch(StepWatch):
     """The assisted loop, of one request, asks twice a step: with the drafts, then with what was
     accepted and one token more.
 
-    It never ends a request at its drafts (transformers would then drop the token behind them), so
+    It never ends a request at its drafts (transformers would then drop the token after them), so
     that what the verifier accepted is what the loop emits, less one.
     """
 
@@ -101,12 +101,12 @@ class AssistedWatch(StepWatch):
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         """input_ids [1, any] -> [1] bool."""
         (sequence,) = self.sequences
-        behind: list[int] = input_ids[0, sequence.num_tokens :].tolist()
+        added: list[int] = input_ids[0, sequence.num_tokens :].tolist()
         if self._drafts is None:
-            self._drafts = behind
+            self._drafts = added
             return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
         drafts, self._drafts = self._drafts, None
-        self._record([behind], [drafts])
+        self._record([added], [drafts])
         return self._ended(input_ids.device)
 
 

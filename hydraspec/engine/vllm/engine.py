@@ -1,8 +1,7 @@
-"""vLLM behind our protocol: the engine that a native run is measured against, and the way beyond
-one machine.
+"""vLLM as an engine: what a native run is measured against, and the way beyond one machine.
 
 It runs in this process, step by step, so that times are comparable. Acceptance is what vLLM counts
-(vllm_steps.py). Samples are drawn from vLLM's own streams: seeds are passed on, tokens differ.
+(steps.py). Samples are drawn from vLLM's random streams: seeds are passed on, tokens differ.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class VllmEngine(Engine):
         try:
             while pending or offered:
                 while pending and len(offered) < limit:
-                    sequence = _offered(pending.popleft())
+                    sequence = OfferedRequest.of(pending.popleft())
                     name = f"{self._num_runs}-{sequence.request.index}"
                     self._offer(name, sequence)
                     if sequence.finish_reason:
@@ -221,12 +220,6 @@ def sampling_params(sampling: SamplingParams, eos_token_ids: Seq[int], *, stream
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _offered(request: Request) -> OfferedRequest:
-    assert request.prompt_token_ids is not None, "call tokenize() first"
-    tokens = list(request.prompt_token_ids)
-    return OfferedRequest(request=request, token_ids=tokens, num_prompt=len(tokens))
 
 
 def _info(parts: VllmParts) -> EngineInfo:

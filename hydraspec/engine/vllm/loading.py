@@ -1,7 +1,7 @@
-"""Our configuration in vLLM's words, and a vLLM engine started with it.
+"""Maps our configuration to vLLM's arguments and starts a vLLM engine with them.
 
 vLLM reads weights only: prompts are tokenised and answers ended by what all engines share. Checked
-against vLLM 0.26. It is imported by this file and vllm_async.py, and only once it is to run.
+against vLLM 0.26. It is imported by this package only, and only once it is to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Verification, Weights
-from hydraspec.engine.machine import pick_device
+from hydraspec.engine.machine import GIB, pick_device
 from hydraspec.engine.vllm.async_engine import start_data_parallel
 from hydraspec.engine.vllm.steps import StepStats
 from hydraspec.engine.vllm.weights import randomise_target
@@ -27,7 +27,6 @@ from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
 
 OLDEST = (0, 26)
-GIB = 1 << 30
 FOR_MEMORY = (
     "free device memory, lower engine.max_num_seqs or target.max_model_len, or set "
     "engine.kv_cache.memory_gib or engine.vllm.gpu_memory_utilization to what there is room for"
@@ -61,9 +60,9 @@ class VllmParts:
 
 
 class Environment:
-    """Variables that stand while the engine lives. vLLM reads most of them late, not on import.
+    """Environment variables set while the engine lives: vLLM reads most of them after import.
 
-    What the user has set himself is left as it is.
+    Variables that the user has set are left as they are.
     """
 
     def __init__(self, *, one_process: bool) -> None:

@@ -1,7 +1,7 @@
-"""What a step of vLLM did, from the tokens it handed out and the counts it reports.
+"""Step records of vLLM, from the tokens it returns and the counts it reports.
 
-vLLM counts drafts over all requests of a step; its requests hand out tokens only. Both together
-give back each request's part.
+vLLM counts drafts over all requests of a step and returns only tokens per request. From both
+together each request's part is worked out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-UNKNOWN_TOKEN = 0  # a rejected draft's id, which vLLM keeps to itself
+UNKNOWN_TOKEN = 0  # stands for a rejected draft, whose id vLLM does not report
 
 
 @dataclass(slots=True)
@@ -93,8 +93,8 @@ def share_out(parts: Sequence[Part], stats: StepStats) -> None:
     """Fill in what each request was offered and accepted; the sums are vLLM's own, per position.
 
     A request that goes on accepted all it emitted but one. The counts left over belong to those
-    that finished; among several of them the larger goes to who emitted more, which is exact but for
-    the order of requests that finished in the same step.
+    that finished; among several of them the larger goes to the one that emitted more, which is
+    exact up to the order of requests that finished in the same step.
     """
     accepted = _descending(stats.accepted_per_position, sum(stats.drafted_per_position[:1]))
     for part in parts:

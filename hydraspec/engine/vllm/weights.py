@@ -1,4 +1,4 @@
-"""Random weights inside vLLM: drawn as every engine draws them, in place of vLLM's dummy ones.
+"""Random weights inside vLLM, drawn as in every engine, in place of vLLM's dummy weights.
 
 The distribution is the same, the numbers are not: vLLM joins tensors, and names them otherwise.
 
