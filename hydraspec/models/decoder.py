@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from hydraspec_kernels.attention import GroupShape
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
     GroupPass,
@@ -26,21 +27,6 @@ from hydraspec.models.layers import Norm, Place, Tensors, prefixed
 from hydraspec.models.needed_rows import reduced
 from hydraspec.models.weights import fill, memory_bytes
 from hydraspec.types import KVGroupSpec, NeededRows, Rows
-
-
-class DecoderConfig(Protocol):
-    """What the configs of all families say."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tied(self) -> bool: ...
 
 
 class Decoder:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader
+from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.rope_scaling import MAX_GAIN, Rope, read_rope, yarn_mscale
 
 # Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.
@@ -42,25 +43,19 @@ class ExpertsShape:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class DeepseekConfig:
+class DeepseekConfig(DecoderConfig):
     """The model's shape. Heads are split as [nope, rope]; values have a width of their own."""
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int  # of dense layers
     num_layers: int
     num_dense_layers: int  # leading layers without experts
     num_mtp_layers: int  # behind the last layer; a target ignores them
-    num_heads: int
     q_rank: int | None  # None: queries are one projection
     kv_rank: int  # width of the cached latent
     nope_dim: int
     rope_dim: int
     value_dim: int
     attention_bias: bool
-    max_position_embeddings: int
-    rms_norm_eps: float
-    tied: bool
     rope: Rope  # of the rope part of a head; its gain is for cosines and sines
     rope_interleaved: bool  # pairs are (0, 1), (2, 3), ... in the checkpoint; else (i, i + r/2)
     score_scale: float  # 1/sqrt(query head), times YaRN's square where the config asks

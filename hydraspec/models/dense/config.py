@@ -14,6 +14,7 @@ from hydraspec_kernels.linear import Activation
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
+from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.rope_scaling import Rope, read_rope
 
@@ -45,18 +46,13 @@ MISTRAL_WINDOW = 4096  # of a Mistral config without the key; null means none
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class DenseConfig:
+class DenseConfig(DecoderConfig):
     """A dense decoder's shape; also that of a draft head's decoder layers."""
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
     kinds: tuple[str, ...]  # SLIDING or FULL, a layer each
     sliding_window: int | None
     qk_norm: bool
@@ -64,7 +60,6 @@ class DenseConfig:
     out_bias: bool
     mlp_bias: bool
     activation: Activation  # of the MLP's gate
-    tied: bool
     rope: Rope
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
+from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.rope_scaling import MIN_THETA
 
@@ -57,18 +58,12 @@ class RopeShape:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Gemma4Config:
+class Gemma4Config(DecoderConfig):
     """The text model's shape."""
 
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    max_position_embeddings: int
-    rms_norm_eps: float
     sliding_window: int
     softcap: float | None
     attention_bias: bool
-    tied: bool
     ple_size: int  # width of the per-layer inputs, 0 for none
     ple_vocab_size: int
     num_experts: int  # 0 for a dense model

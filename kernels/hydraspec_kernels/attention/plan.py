@@ -89,6 +89,7 @@ class QkvShape:
 
     @property
     def has_norms(self) -> bool:
+        """Whether any head is normed."""
         return self.value_norm or self.q_weight is not None or self.k_weight is not None
 
     def projected_heads(self, *, writes: bool) -> int:

@@ -23,6 +23,7 @@ class NormGain(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> NormGain:
+        """From a weight [H] or [heads, H]."""
         size = weight.shape[-1]
         return cls(weight * math.sqrt(size), weight.new_tensor(math.sqrt(size * eps)))
 
