@@ -98,6 +98,8 @@ LAZY = {"wandb", "datasets", "vllm"}  # imported inside functions only
 STEP_FILES = [
     "kernels/hydraspec_kernels/*/__init__.py",
     "kernels/hydraspec_kernels/*/cpu.py",
+    "kernels/hydraspec_kernels/*/plan.py",
+    "kernels/hydraspec_kernels/*/tiling.py",
     "kernels/hydraspec_kernels/*kernel.py",
     "kernels/hydraspec_kernels/sampling/*.py",
     "kernels/hydraspec_kernels/step_inputs/*.py",

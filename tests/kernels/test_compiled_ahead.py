@@ -1,7 +1,7 @@
-"""Kernels compiled ahead: by a pool, launched nowhere, found by their launches; and what torch's
-operators read meanwhile.
+"""Kernels compiled ahead: in parallel, without a launch, and found by later launches; and what
+torch's operators read meanwhile.
 
-Triton's own lookup runs over a stand-in for the compiler and the device.
+Triton's own lookup runs on a stand-in for the compiler and the device.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CUDA = torch.device("cuda")
 
 
 def scaled(out, x, count, SIZE: triton.language.constexpr):  # type: ignore[no-untyped-def]
-    """A kernel that nobody compiles."""
+    """A kernel; the stand-in compiles it."""
 
 
 def broken(out, x, count, SIZE: triton.language.constexpr):  # type: ignore[no-untyped-def]
-    """One that cannot be."""
+    """A kernel that the stand-in refuses."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Diary:
 
 
 class FakeKernel:
-    """What Triton's compiler gives back: loaded on first use of `run`."""
+    """A compiled kernel, loaded on first use of `run`."""
 
     function, packed_metadata, metadata = 0, (), None
 
@@ -75,7 +75,7 @@ class FakeKernel:
 class FakeDriver:
     @staticmethod
     def launcher_cls(src: object, metadata: object) -> None:
-        """Forked processes build launchers: the file says that one did."""
+        """Leaves a file that names the process which built the launcher."""
         if folder := os.environ.get("LAUNCHERS"):
             Path(folder, f"{src}-{os.getpid()}").touch()
 
@@ -125,7 +125,7 @@ def run_steps(kernel: Any) -> None:
 
 
 def test_what_was_compiled_ahead_is_what_launches_find(diary: Diary) -> None:
-    """A key that differs from the launch's would compile everything twice."""
+    """A cache key that differs from the launch's would compile everything twice."""
     kernel, _ = kernels()
     with compiled_ahead(CUDA) as compiled:
         run_steps(kernel)
@@ -143,7 +143,7 @@ def test_what_was_compiled_ahead_is_what_launches_find(diary: Diary) -> None:
 def test_other_processes_compile_first(
     diary: Diary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each kernel in one of them."""
+    """Each kernel is compiled in one of them."""
     monkeypatch.setenv("LAUNCHERS", str(tmp_path))
     kernel, _ = kernels()
     with compiled_ahead(CUDA):
@@ -156,7 +156,7 @@ def test_other_processes_compile_first(
 
 
 def test_a_kernel_that_was_there_before_is_not_launched_either(diary: Diary) -> None:
-    """It would read what the ones in front of it have not written."""
+    """It would read what the kernels before it have not written."""
     kernel, _ = kernels()
     run_steps(kernel)
     diary.launched.clear()
@@ -167,7 +167,7 @@ def test_a_kernel_that_was_there_before_is_not_launched_either(diary: Diary) -> 
 
 
 def test_kernels_are_loaded_one_at_a_time(diary: Diary) -> None:
-    """The bug: two launchers imported at once, and a kernel called with the other one's."""
+    """Catches two launchers imported at once, and a kernel called with the wrong one."""
     kernel, _ = kernels()
     with compiled_ahead(CUDA):
         run_steps(kernel)
@@ -263,7 +263,7 @@ def test_it_is_left_alone_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_argument_keeps_no_memory(diary: Diary) -> None:
-    """The largest step's activations would otherwise all stay until everything is compiled."""
+    """Otherwise the largest step's activations would stay until everything is compiled."""
     kernel, _ = kernels()
     x = torch.empty(64)
     watched = weakref.ref(x)
@@ -274,7 +274,7 @@ def test_an_argument_keeps_no_memory(diary: Diary) -> None:
 
 
 def test_a_descriptor_of_a_tensor_counts_by_its_tiles() -> None:
-    """Not by the tensor, which would be kept, and it has no hash."""
+    """Not by the tensor: it has no hash, and would be kept alive."""
     descriptors = [
         TensorDescriptor(torch.empty(rows, 64), [rows, 64], [64, 1], [16, columns])
         for rows, columns in ((16, 16), (32, 16), (32, 32))
@@ -330,7 +330,7 @@ def test_products_are_left_out(rows: int) -> None:
 
 
 def test_nothing_is_written_where_indices_say() -> None:
-    """A cache that is in use afterwards would keep it, in the block that nobody has."""
+    """A cache that is used afterwards would keep it, in a block of no request."""
     counts = torch.zeros(3, dtype=torch.int64)
     values = torch.zeros(3, 2)
     with ahead.Rehearsing():

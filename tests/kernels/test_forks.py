@@ -51,8 +51,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_ends_everybody_once() -> None:
-    """Pipes that close say that no process is left; what was printed, that children end at once."""
+def test_an_interrupt_ends_all_processes_once() -> None:
+    """Closed pipes show that no process is left, and the output that children end at once."""
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -86,7 +86,7 @@ def test_fewer_forks_than_wanted_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_without_forks_nobody_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_forks_no_call_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     forks.run_in_forks([partial(touch_in_turn, tmp_path, 0)], 1, 1.0)
     assert not any(tmp_path.iterdir())

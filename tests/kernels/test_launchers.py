@@ -1,4 +1,4 @@
-"""How launchers are built: Triton's own way, without optimisation, and as somebody else chose."""
+"""How launchers are built: without optimisation, or Triton's own way."""
 
 from __future__ import annotations
 

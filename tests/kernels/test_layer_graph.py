@@ -39,11 +39,11 @@ class World:
         self.theta = mirrored(THETA.to("cuda"))
         self.cache = torch.zeros(CACHE_ROWS, 2, KV_HEADS, HEAD, dtype=dtype, device="cuda")
 
-    def step(self, ids: Tensor, positions: Tensor, slots: Tensor, *, apart: bool) -> Tensor:
-        """apart: the device finishes each operation before the next is launched."""
+    def step(self, ids: Tensor, positions: Tensor, slots: Tensor, *, synchronized: bool) -> Tensor:
+        """synchronized: the device finishes each operation before the next is launched."""
 
         def done(x: Tensor) -> Tensor:
-            if apart:
+            if synchronized:
                 torch.cuda.synchronize()
             return x
 
@@ -60,7 +60,7 @@ class World:
             q = done(apply_rope(q, cos, sin))
             parts = torch.stack((q.flatten(1).float(), -0.5 * q.flatten(1).float()))
             h, y = done_pair(
-                add_norm(h, parts, post_weight=post, next_weight=following, eps=EPS), apart
+                add_norm(h, parts, post_weight=post, next_weight=following, eps=EPS), synchronized
             )
             logits = done(y @ self.router)
             weights, chosen = route(logits, 3, self.scale)
@@ -72,13 +72,13 @@ class World:
             mixed[:, :64] += inputs[:, layer]
             h, y = done_pair(
                 add_norm(h, mixed, post_weight=post, next_weight=following, eps=EPS, scale=0.9),
-                apart,
+                synchronized,
             )
         return done(h)
 
 
-def done_pair(pair: tuple[Tensor, Tensor], apart: bool) -> tuple[Tensor, Tensor]:
-    if apart:
+def done_pair(pair: tuple[Tensor, Tensor], synchronized: bool) -> tuple[Tensor, Tensor]:
+    if synchronized:
         torch.cuda.synchronize()
     return pair
 
@@ -86,12 +86,12 @@ def done_pair(pair: tuple[Tensor, Tensor], apart: bool) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_captured_chain_equals_kernels_launched_one_at_a_time(dtype, rows):
-    """Catches a kernel that reads before it has waited, and anything that asks the device."""
+    """Catches a kernel that reads before it has waited, and any synchronization with the device."""
     world = World(dtype)
     ids = torch.arange(rows, device="cuda") * 4
     positions, slots = ids + 7, ids + 11
     slots[rows // 2 :: 7] = -1
-    expected = world.step(ids, positions, slots, apart=True)
+    expected = world.step(ids, positions, slots, synchronized=True)
     written = world.cache.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -99,11 +99,11 @@ def test_a_captured_chain_equals_kernels_launched_one_at_a_time(dtype, rows):
     with torch.cuda.stream(stream):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            eager = world.step(ids, positions, slots, apart=False)
+            eager = world.step(ids, positions, slots, synchronized=False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         with torch.cuda.graph(graph, stream=stream):
-            found = world.step(ids, positions, slots, apart=False)
+            found = world.step(ids, positions, slots, synchronized=False)
     torch.cuda.synchronize()
     assert torch.equal(eager, expected)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Linears of few rows: both kernels against the reference, and which tiles a shape gets."""
+"""Linears of few rows: all kernels against the reference, and the tiling of a shape."""
 
 import itertools
 
@@ -96,7 +96,7 @@ def test_partial_sums_add_up(name: str, splits: int):
     x, weight, _, _ = operands(1 if like.m == 1 else 5, 75, 22)
     parts = launch(torch.full((splits, x.shape[0], 22), torch.nan), x, weight, tiling)
     assert torch.allclose(parts.sum(0), x @ weight, atol=SUM_ERROR)
-    # K is cut at whole steps: every part is the product of its own columns.
+    # K is split at full steps: every part is the product of its own columns.
     steps = -(-75 // tiling.step)
     for split, part in enumerate(parts):
         own = slice(
@@ -133,7 +133,7 @@ def test_what_the_kernels_do_not_take_goes_to_the_library():
 
 
 def test_a_warp_copies_only_what_is_aligned(monkeypatch: pytest.MonkeyPatch):
-    """Copies of tiles take addresses and rows of whole 16 bytes; others keep a kernel or go to the
+    """TMA takes addresses and row strides that 16 bytes divide; others keep a kernel or go to the
     library.
     """
     monkeypatch.setattr(plan, "is_hopper", lambda device: True)
@@ -263,7 +263,7 @@ def test_on_the_gpu_float32_tiles_are_not_tf32():
     assert gpu_error(got, x.double() @ weight.double()) < FP32_ERROR
 
 
-# A warp copies: three products, K in uneven parts, several tiles a program, rows in two blocks.
+# Warp-specialised: three products, uneven splits of K, several tiles per program, two row blocks.
 BROAD = {
     "one product": SpecializedTiling(64, (128,), stages=8, registers=128),
     "three products": SpecializedTiling(128, (64, 32, 16), stages=3),

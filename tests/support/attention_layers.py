@@ -52,13 +52,13 @@ class Requests:
     kv_heads: int = 2
     head_dim: int = 16
     scale: float = 1.0
-    tail: int = 0  # rows behind the last request
-    strided: bool = False  # what is given is part of wider rows
+    tail: int = 0  # rows after the last request
+    strided: bool = False  # inputs are part of wider rows
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
     def group_shape(self, latent_dim: int | None = None) -> GroupShape:
-        """With latent_dim the cache holds one key a row, of which that much is the value."""
+        """With latent_dim the cache holds one key per row, whose leading part is the value."""
         return GroupShape(
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
@@ -76,7 +76,7 @@ def poisoned_cache(
     """A cache [rows, *entry] of NaN in which only what some row may see holds numbers, without
     has_own_rows only what no row writes; its block table; and the places of each request's keys.
 
-    Freed blocks and table entries behind a sequence name the null block or poison.
+    Freed blocks, and table entries after a sequence's, name the null block or poison.
     """
     device = case.device
     per_request = -(-max(case.lens) // case.block_size) + 1
@@ -106,7 +106,7 @@ def poisoned_cache(
 
 @dataclass(frozen=True)
 class Case(Requests):
-    """What a layer does beside attention."""
+    """Requests of a layer, and what it does before attention."""
 
     writes: bool = True
     head_norms: bool = True

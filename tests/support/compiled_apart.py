@@ -1,5 +1,4 @@
-"""Kernels without an interpreter: a CPU compiles them in a process of its own, since here Triton
-interprets."""
+"""Compiles Gluon kernels on a CPU, in a separate process: in a test's own, Triton interprets."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SHARED_BYTES = 227 << 10  # that a program may have on sm_90
 
 
 def compiled(program: str, jobs: Sequence[Any], cache: Path) -> list[list[int]]:
-    """What `program` prints, in JSON, of the jobs in its first argument: a list for each."""
+    """Run `program` with the jobs as JSON; it prints a list for each job, as JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(

@@ -1,5 +1,4 @@
-"""Where kernels' tests run, what they find in memory that nobody wrote, and a repair of Triton's
-interpreter."""
+"""Devices and dtypes of the kernel tests, poisoned memory, and a repair of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ PLACES = [
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves unwritten is NaN, or an index far out of range."""
+    """Memory that a kernel leaves unwritten holds NaN, or an index far out of range."""
     empty = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> Tensor:

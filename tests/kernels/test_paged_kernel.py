@@ -1,4 +1,4 @@
-"""The attention kernels against the definition, in the regimes where an off-by-one would show.
+"""The paged kernel against its reference, in the regimes where an off-by-one would show.
 
 In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the sizes of real models.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hydraspec.types import RowSegment
 
-# Rows of nobody are never written to scratch memory, and their sums not used.
+# Scratch memory of rows after the last request is never written, and its sums are unused.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 
 # Outputs are means of values of size 1. Float32 sums of a few hundred terms in another order.
@@ -107,8 +107,8 @@ CASES = {
     "head size that is no power of two": Case((2, 2), (6, 11), head_dim=24),
     "scaled scores, part of wider rows": Case((1, 3), (6, 40), scale=3.0, strided=True),
     "padding requests": Case((2, 2, 2), (7, 0, 0)),
-    "rows behind the last request": Case((3, 2), (7, 20), tail=13),
-    "rows behind and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
+    "rows after the last request": Case((3, 2), (7, 20), tail=13),
+    "rows after the last and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
     "latent": Case((1, 3), (5, 40), heads=3, kv_heads=1, head_dim=10, latent_dim=6, scale=0.7),
     "latent, several tiles": Case((7,), (40,), heads=5, kv_heads=1, head_dim=20, latent_dim=16),
 }
@@ -116,7 +116,7 @@ CASES = {
 
 @pytest.fixture(params=["split", "looked up"])
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to find a request for every case; few splits, for the interpreter is slow."""
+    """Both ways to find a request for every case; few splits, because the interpreter is slow."""
     if request.param == "looked up":
         monkeypatch.setattr(tiling, "MOST_SPLIT_ROWS", 0)
     monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
@@ -128,7 +128,7 @@ def test_matches_the_definition(name: str, regime: str) -> None:
     check(build(CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["verify rows", "rows behind the last request"])
+@pytest.mark.parametrize("name", ["verify rows", "rows after the last request"])
 def test_without_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "FULL_DEVICE", 1)
     check(build(CASES[name]))
@@ -202,7 +202,7 @@ def test_the_padded_reference_is_the_one_of_each_request(name: str) -> None:
 
 
 def test_a_request_does_not_see_its_neighbours(regime: str) -> None:
-    """Bitwise: graphs replay a shape whoever fills the other rows."""
+    """Bitwise: graphs replay a shape whichever requests fill the other rows."""
     case = Case((2, 2, 2), (40, 9, 33))
     one = build(case)
     other = replace(case, lens=(40, 1, 0))

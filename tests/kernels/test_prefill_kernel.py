@@ -1,8 +1,7 @@
-"""The prompts' attention with a copying warp: what it is for, that it compiles for the GPU it is
-made for, and on that GPU its results.
+"""The prefill kernel: which plans it takes, that it compiles, and on a device its results.
 
-Gluon has no interpreter: on a CPU it only compiles, in a process of its own, for here Triton
-interprets.
+Gluon has no interpreter: a CPU only compiles the kernel, in a separate process, because in this one
+Triton interprets.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Inputs:
 
 
 def build(case: Requests, latent_dim: int | None = None) -> Inputs:
-    """Queries over a poisoned cache, some rows behind the last request's, each part of a wider."""
+    """Queries over a poisoned cache, part of wider rows, with rows after the last request's."""
     draw = torch.Generator(case.device).manual_seed(7)
     page = (1,) if latent_dim else (2, case.kv_heads)
     cache, table, _ = poisoned_cache(case, (*page, case.head_dim), draw)
@@ -129,7 +128,7 @@ def case_of(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Request
     return Requests(rows, lens, dtype=torch.bfloat16, block_size=16, **MODELS[model])
 
 
-def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "is_hopper", lambda _: True)
     few = tiling.MOST_SPLIT_ROWS
     case = case_of("128 wide", (few + 1,), (40,))
@@ -153,7 +152,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(query.new_empty(query.numel() + 4)[4:].view(query.shape), inputs.plan)
 
 
-def test_other_devices_have_the_plain_kernel() -> None:
+def test_other_devices_run_the_paged_kernel() -> None:
     inputs = build(case_of("128 wide", (40,), (40,)))
     assert not fits(inputs.query, inputs.plan)
 
@@ -163,7 +162,7 @@ def test_other_devices_have_the_plain_kernel() -> None:
 ROWS = {
     "one tile": ((17,), (17,)),
     "ends on block borders": ((64, 128, 512), (64, 640, 512)),
-    "chunks behind long caches": ((70, 33, 129), (3000, 1111, 1153)),
+    "chunks after long caches": ((70, 33, 129), (3000, 1111, 1153)),
     "a window inside the rows": ((2500,), (2600,)),
     "one row between prompts": ((100, 1, 1, 200), (100, 900, 1, 333)),
     "padding requests": ((90, 30, 1), (90, 0, 0)),
@@ -184,7 +183,7 @@ def on_device(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Reque
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("model", MODELS)
-def test_matches_the_definition(model: str, rows: str) -> None:
+def test_matches_the_reference(model: str, rows: str) -> None:
     check(on_device(model, *ROWS[rows]))
 
 
@@ -205,7 +204,7 @@ def test_half() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 def test_many_requests() -> None:
-    """More than the lanes of a warp have two of each."""
+    """More than two for each lane of a warp."""
     rows = tuple(1 + 7 * b % 40 for b in range(90))
     check(on_device("E4B sliding", rows, tuple(n + 11 * b for b, n in enumerate(rows))))
 

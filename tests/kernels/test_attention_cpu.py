@@ -1,4 +1,4 @@
-"""Paged attention against its definition, in the regimes where an off-by-one would show."""
+"""Paged attention on the CPU against its reference, where an off-by-one would show."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    slack: int = 0  # max_seq_len above the truth
+    slack: int = 0  # max_seq_len above the actual one
     scale: float = 1.0
 
 

@@ -1,5 +1,4 @@
-"""From the projection to attention's result in one kernel: against the two kernels it stands for,
-and against attention's definition.
+"""The fused decode kernel against the two kernels it replaces, and against the reference.
 
 In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the sizes of real models.
 """
@@ -23,7 +22,7 @@ from hydraspec_kernels.attention.reference import (
 from hydraspec_kernels.runtime import breaks
 from torch import Tensor
 
-# Rows of nobody are never written to scratch memory.
+# Scratch memory of rows after the last request is never written.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 
 # Outputs are means of values of size 1. Float32 sums of a few hundred terms in another order.
@@ -81,8 +80,8 @@ CASES = {
     "head size that is no power of two": Case((2, 2), (6, 11), head_dim=24),
     "scaled scores, part of wider rows": Case((1, 3), (6, 40), scale=3.0, strided=True),
     "padding requests": Case((2, 2, 2), (7, 0, 0)),
-    "rows behind the last request": Case((3, 2), (7, 20), tail=13),
-    "rows behind and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
+    "rows after the last request": Case((3, 2), (7, 20), tail=13),
+    "rows after the last and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
     "shared cache": Case((2, 3), (40, 9), writes=False),
     "shared cache, a row each": Case((1, 1), (40, 1), writes=False, starts=False),
     "values are keys": Case((2, 3), (40, 9), k_eq_v=True),
@@ -92,20 +91,20 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["few splits", "many", "many, added up apart", "none", "none, transposed"])
+@pytest.fixture(params=["few splits", "many", "many, second kernel", "none", "none, transposed"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     how = request.param
     full = 8 if how == "few splits" else 64 if how.startswith("many") else 1
     monkeypatch.setattr(tiling, "FULL_DEVICE", full)
     monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
     monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: 1e3 if how == "none, transposed" else 1e-3})
-    monkeypatch.setattr(tiling, "MOST_ADDED", 0 if how.endswith("apart") else 1 << 20)
+    monkeypatch.setattr(tiling, "MOST_ADDED", 0 if how.endswith("second kernel") else 1 << 20)
     monkeypatch.setattr(tiling, "MOST_ADDED_SPLITS", tiling.MAX_SPLITS)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("programs")
-def test_cache_and_result_are_those_of_the_two_steps(name: str) -> None:
+def test_cache_and_result_equal_those_of_the_two_kernels(name: str) -> None:
     check(build(CASES[name]))
 
 
@@ -127,7 +126,7 @@ def test_the_dispatch_off_the_device_is_the_reference() -> None:
     torch.testing.assert_close(cache.float(), other, equal_nan=True)
 
 
-def test_a_capture_in_pieces_is_cut_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piecewise_capture_leaves_it_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
     inputs = build(CASES["verify rows"])
     seen = []
@@ -253,7 +252,7 @@ def test_compiled_batches(model: str, requests: int) -> None:
 def test_a_graph_of_layers_follows_the_inputs_and_is_deterministic(
     model: str, threes: int, rows: int
 ) -> None:
-    """Dependent launches behind one another, counters used again by each."""
+    """Consecutive dependent launches that reuse the same counters."""
     base = replace(MODELS[model], dtype=torch.bfloat16, device="cuda", block_size=16)
     base = replace(base, rows=(rows,) * 3 * threes)
     first = build(replace(base, lens=(900, 64, 640) * threes))

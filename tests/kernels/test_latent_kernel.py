@@ -1,8 +1,7 @@
-"""Few rows over a latent cache: what takes the kernel of its own, that it compiles, and on a device
-that it is what `paged_attention` specifies.
+"""The latent kernel: which plans it takes, that it compiles, and on a device its results.
 
-Gluon has no interpreter: a CPU compiles the kernel in a process of its own, for here Triton
-interprets.
+Gluon has no interpreter: a CPU only compiles the kernel, in a separate process, because in this one
+Triton interprets.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ def test_the_kernel_compiles_and_fits(tmp_path: Path) -> None:
         assert copies > 0, job  # of 16 bytes a thread
 
 
-def test_what_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other devices, dtypes, widths, windows and prompts go to the general kernel."""
+def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other devices, dtypes, widths, windows and prompts go to the paged kernel."""
     case = Case((4, 4), (9, 17), device="cpu")
     inputs = build(case)
     assert not fits(inputs.query, inputs.plan)
@@ -145,8 +144,8 @@ CASES = {
     "decode": Case((1, 1, 1, 1, 1), (640, 1, 17, 5000, 1500)),
     "decode, one request": Case((1,), (4099,)),
     "verify rows, no splits": Case((4,) * 33, tuple(37 * b + 4 for b in range(33))),
-    "rows differ, rows of nobody": Case((8, 1, 3), (1030, 8, 65), tail=5),
-    "no splits, rows of nobody": Case((4,) * 33, (129,) * 33, tail=7),
+    "rows differ, rows after the last request": Case((8, 1, 3), (1030, 8, 65), tail=5),
+    "no splits, rows after the last request": Case((4,) * 33, (129,) * 33, tail=7),
     "padding requests": Case((2, 2, 2), (130, 0, 0), tail=1),
     "padding requests, no splits": Case((4,) * 40, (70,) * 30 + (0,) * 10),
     "16 heads": Case((4, 1, 4), (4, 700, 1000), heads=16),
@@ -159,7 +158,7 @@ CASES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_matches_the_definition(name: str) -> None:
+def test_matches_the_reference(name: str) -> None:
     inputs = build(CASES[name])
     assert_half_close(run(inputs), inputs.expected)
 
