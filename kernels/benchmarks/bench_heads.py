@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
-from hydraspec_kernels.embedding.centroid_head import centroid_greedy
+from hydraspec_kernels.embedding import centroid_greedy
 from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
 from hydraspec_kernels.sampling.rejection import Rule
 from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches

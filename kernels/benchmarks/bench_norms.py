@@ -20,10 +20,8 @@ from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.activation.reference import gated_activation_reference
 from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
 from hydraspec_kernels.attention.reference import write_qkv_reference
-from hydraspec_kernels.embedding import embed
-from hydraspec_kernels.embedding.ple_inputs import ple_inputs
-from hydraspec_kernels.embedding.ple_inputs.reference import ple_inputs_reference
-from hydraspec_kernels.embedding.reference import embed_reference
+from hydraspec_kernels.embedding import embed, ple_inputs
+from hydraspec_kernels.embedding.reference import embed_reference, ple_inputs_reference
 from hydraspec_kernels.norms import add_norm, rms_norm
 from hydraspec_kernels.norms.reference import add_norm_reference, rms_norm_reference
 from hydraspec_kernels.rope import mirrored, rope_frequencies, rope_table

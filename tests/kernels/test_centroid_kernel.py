@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydraspec_kernels.embedding.centroid_head.kernel import centroid_greedy_kernel
-from hydraspec_kernels.embedding.centroid_head.reference import centroid_greedy_reference
+from hydraspec_kernels.embedding.centroid_kernel import centroid_greedy_kernel
+from hydraspec_kernels.embedding.reference import centroid_greedy_reference
 from kernel_places import DEVICES
 from torch import Tensor
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from hydraspec_kernels.activation import gated_activation, gated_silu
 from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
-from hydraspec_kernels.embedding import embed
-from hydraspec_kernels.embedding.ple_inputs import ple_inputs
+from hydraspec_kernels.embedding import embed, ple_inputs
 from hydraspec_kernels.moe import moe, route, route_grouped
 from hydraspec_kernels.norms import add_norm, rms_norm
 from hydraspec_kernels.rope import apply_rope, mirrored, rope_frequencies, rope_table

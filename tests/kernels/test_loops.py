@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_apart import compiled
-from hydraspec_kernels.embedding.centroid_head import kernel as centroids
+from hydraspec_kernels.embedding import centroid_kernel as centroids
 from hydraspec_kernels.sampling.truncation import launches, truncate_
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -69,7 +69,7 @@ from triton._C.libtriton import ir
 target, found = GPUTarget("cuda", 90, 32), []
 backend = make_backend(target)
 for module, name, types, fixed, given in json.loads(sys.argv[1]):
-    kernel = getattr(importlib.import_module(f"hydraspec_kernels.{module}.kernel"), name)
+    kernel = getattr(importlib.import_module(f"hydraspec_kernels.{module}"), name)
     kinds = {name: kind for kind, names in types.items() for name in names.split()}
     names = kernel.arg_names
     source = ASTSource(
@@ -132,7 +132,7 @@ def test_no_thread_rounds_a_sum_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
     names = ("temperature", "top_k", "top_p", "min_p")
     truncate_(torch.zeros(1, 70), batch, SimpleNamespace(**dict.fromkeys(names, one.float())))  # type: ignore[arg-type]
     given = {"num_warps": 1, "enable_fp_fusion": kernel.options.get("enable_fp_fusion", True)}
-    job = ("sampling.truncation", "find_cuts", CUTS, CUT_SIZES | {"ALL_GROUPS": 2}, given)
+    job = ("sampling.truncation.kernel", "find_cuts", CUTS, CUT_SIZES | {"ALL_GROUPS": 2}, given)
     ((fused, shuffles),) = compiled(COMPILE, [job], tmp_path)
     assert fused == 0
     assert shuffles > 0
@@ -157,7 +157,7 @@ def test_lanes_share_one_score_of_a_candidate(
     if dtype is torch.float32:
         jobs = [
             (
-                "embedding.centroid_head",
+                "embedding.centroid_kernel",
                 "_best_of_chosen",
                 CHOSEN,
                 CHOSEN_SIZES,

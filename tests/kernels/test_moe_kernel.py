@@ -5,8 +5,8 @@ import torch
 from hydraspec_kernels.activation import gated_activation, gated_silu
 from hydraspec_kernels.moe.cpu import moe_dense
 from hydraspec_kernels.moe.kernel import group_pairs, moe_cuda
-from hydraspec_kernels.moe.routing.kernel import route_cuda, route_grouped_cuda
-from hydraspec_kernels.moe.routing.reference import route_grouped_reference, route_reference
+from hydraspec_kernels.moe.reference import route_grouped_reference, route_reference
+from hydraspec_kernels.moe.routing_kernel import route_cuda, route_grouped_cuda
 from kernel_places import DEVICES, poison
 from torch import Tensor
 

@@ -11,9 +11,12 @@ from hydraspec_kernels.activation.reference import (
     gated_silu_reference,
 )
 from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
-from hydraspec_kernels.embedding.ple_inputs.kernel import ple_inputs_cuda
-from hydraspec_kernels.embedding.ple_inputs.reference import ple_inputs_reference
-from hydraspec_kernels.embedding.reference import embed_beside_reference, embed_reference
+from hydraspec_kernels.embedding.ple_kernel import ple_inputs_cuda
+from hydraspec_kernels.embedding.reference import (
+    embed_beside_reference,
+    embed_reference,
+    ple_inputs_reference,
+)
 from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda
 from hydraspec_kernels.norms.reference import add_norm_reference, rms_norm_reference
 from hydraspec_kernels.norms.rms_norm_kernel import rms_norm_cuda

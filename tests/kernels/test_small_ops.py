@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydraspec_kernels.activation import gated_activation, gated_silu
-from hydraspec_kernels.embedding.centroid_head import centroid_greedy, centroid_head
+from hydraspec_kernels.embedding import centroid_greedy, centroid_head
 from hydraspec_kernels.moe import moe, route
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference

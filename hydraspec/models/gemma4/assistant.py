@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from hydraspec_kernels.attention import GroupShape, hold_kv, plan_attention
-from hydraspec_kernels.embedding.centroid_head import centroid_greedy, centroid_head
+from hydraspec_kernels.embedding import centroid_greedy, centroid_head
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from hydraspec_kernels.sampling.token_choice import greedy_tokens

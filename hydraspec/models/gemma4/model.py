@@ -12,7 +12,7 @@ import re
 
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.embedding.ple_inputs import ple_inputs
+from hydraspec_kernels.embedding import ple_inputs
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import Frequencies, rope_frequencies, rope_table
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Gathers table rows and scales them on the way."""
+"""Token embeddings in one launch: gathers table rows, scales them, and may append hidden states."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BLOCK = 1024  # columns of a program
 
 @triton.jit
 def embed_kernel(
-    # [T, width + beside]
+    # [T, width + hidden_width]
     out_ptr,
     # [T]
     token_ids_ptr,
     # [vocab, width]
     table_ptr,
-    # [T, beside], or rows of it named by rows_ptr; None: beside is 0
+    # [T, hidden_width], or rows of it at rows_ptr; None: hidden_width is 0
     hidden_ptr,
     # [T] or None
     rows_ptr,
     vocab,
     width,
-    beside,
+    hidden_width,
     hidden_stride,
     scale,
     BLOCK: tl.constexpr,
@@ -42,15 +42,16 @@ def embed_kernel(
     out = (x.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
     if hidden_ptr is not None:
         source = row if rows_ptr is None else tl.load(rows_ptr + row).to(tl.int64)
-        behind = column - width
-        is_behind = (behind >= 0) & (behind < beside)
-        y = tl.load(hidden_ptr + source * hidden_stride + behind, mask=is_behind, other=0.0)
-        out = tl.where(is_behind, y, out)
-    tl.store(out_ptr + row * (width + beside) + column, out, mask=column < width + beside)
+        place = column - width
+        is_hidden = (place >= 0) & (place < hidden_width)
+        y = tl.load(hidden_ptr + source * hidden_stride + place, mask=is_hidden, other=0.0)
+        out = tl.where(is_hidden, y, out)
+    row_width = width + hidden_width
+    tl.store(out_ptr + row * row_width + column, out, mask=column < row_width)
 
 
 def embed_cuda(token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
-    """See `hydraspec_kernels.embedding.embed`."""
+    """See `embedding.embed`."""
     out = table.new_empty(*token_ids.shape, table.shape[1])
     return _launch(out, token_ids.contiguous(), table, scale, None, None)
 
@@ -58,7 +59,7 @@ def embed_cuda(token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
 def embed_beside_cuda(
     token_ids: Tensor, table: Tensor, scale: float | None, hidden: Tensor, rows: Tensor | None
 ) -> Tensor:
-    """See `hydraspec_kernels.embedding.embed_beside`."""
+    """See `embedding.embed_beside`."""
     assert hidden.stride(1) == 1, hidden.stride()
     assert hidden.dtype is table.dtype
     assert rows is not None or len(hidden) == len(token_ids)

@@ -1,4 +1,4 @@
-"""Mixture of experts: the weighted sum of the chosen experts (`routing` chooses them)."""
+"""Mixture of experts: routers, and the weighted sum of the chosen experts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,35 @@ from torch import Tensor
 
 from hydraspec_kernels.activation import gated_activation, gated_silu
 from hydraspec_kernels.moe.cpu import Gated, moe_dense, moe_gather
-from hydraspec_kernels.moe.routing import route, route_grouped
+from hydraspec_kernels.moe.reference import route_grouped_reference, route_reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = ["moe", "route", "route_grouped"]
+
+
+def route(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax router: logits [T, E] -> weights [T, k] float32 (or wider) of the k best experts,
+    summing to 1 and then times scale [E], and experts [T, k].
+    """
+    if runs_kernels(logits) and logits.dtype is not torch.float64:
+        from hydraspec_kernels.moe.routing_kernel import route_cuda  # Triton, where there is a GPU
+
+        return route_cuda(logits, k, scale)
+    return route_reference(logits, k, scale)
+
+
+def route_grouped(
+    logits: Tensor, bias: Tensor, k: int, num_groups: int, kept_groups: int
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek's router: logits [T, E] and selection bias [E] -> sigmoid scores [T, k], not
+    renormalised, and experts [T, k] of the kept_groups best groups.
+    """
+    # Narrow scores tie, and the kernel breaks ties in another order than the reference.
+    if runs_kernels(logits) and logits.dtype is torch.float32:
+        from hydraspec_kernels.moe.routing_kernel import route_grouped_cuda  # Triton, as above
+
+        return route_grouped_cuda(logits, bias, k, num_groups, kept_groups)
+    return route_grouped_reference(logits, bias, k, num_groups, kept_groups)
 
 
 def moe(
@@ -23,13 +48,12 @@ def moe(
 ) -> Tensor:
     """x [T, D], weights and experts [T, k], gate_up [E, D, 2I], down [E, I, D] -> [T, D].
 
-    gated joins the gate and up halves, [..., 2I] -> [..., I].
+    gated combines the gate and up halves, [..., 2I] -> [..., I].
     """
     if runs_kernels(x) and x.dtype is not torch.float64 and gated in (gated_activation, gated_silu):
-        from hydraspec_kernels.moe.kernel import moe_cuda  # Triton, where there is a GPU
+        from hydraspec_kernels.moe.kernel import moe_cuda  # Triton, as above
 
         return moe_cuda(x, weights, experts, gate_up, down, uses_silu=gated is gated_silu)
-    # Gathering copies T * k experts and computes as many; running all reads E in place and
-    # computes T times E.
+    # moe_gather copies and computes T * k experts; moe_dense reads E in place and computes T * E.
     few = 2 * experts.numel() <= gate_up.shape[0]
     return (moe_gather if few else moe_dense)(x, weights, experts, gate_up, down, gated)

@@ -1,5 +1,5 @@
-"""Experts without shapes that depend on routing: gather them when few are used, else run all of
-them.
+"""Experts on a CPU, without shapes that depend on routing: gather them when few are used, else run
+all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Experts as grouped matrix products whose groups only the device knows.
+"""Experts as grouped matrix products, with groups that are known on the device only.
 
-A pair is a token with one of its k experts. Pairs are sorted by expert into blocks of BLOCK_M that
-belong to one expert each; what a launch needs from the host is an upper bound on their number.
-A block streams its expert's weights once, and experts without pairs are never read.
+A pair is a token with one of its k experts. Pairs are sorted by expert into blocks of BLOCK_M
+pairs of one expert; the host launches programs for an upper bound on the number of blocks. A block
+streams its expert's weights once, and experts without pairs are never read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hydraspec_kernels.activation.kernel import gelu_tanh, silu
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 FILL = 128  # entries that group_pairs_kernel writes at once
-MIN_BINS = 128  # of the histogram, a bin a thread
+MIN_BINS = 128  # bins of the histogram, at least one for each thread
 COMBINE_BLOCK = 1024  # columns of a program of combine_kernel
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def group_pairs_kernel(
-    # [max_blocks, BLOCK_M] pairs of a block, num_pairs where it has no more
+    # [max_blocks, BLOCK_M] pairs of a block, num_pairs after its last pair
     pairs_ptr,
     # [max_blocks] its expert, -1 for a block without pairs
     block_experts_ptr,
@@ -79,7 +79,7 @@ def experts_kernel(
     out_ptr,
     # [num_pairs // pairs_per_row, depth] in rows of x_stride
     x_ptr,
-    # [blocks, BLOCK_M]; unused without GROUPED, where block b is pair b alone
+    # [blocks, BLOCK_M]; unused without GROUPED: then block b is pair b alone
     pairs_ptr,
     # [blocks]
     block_experts_ptr,
@@ -185,11 +185,11 @@ class Tiles:
 
 
 def tiles_for(num_pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """By the pairs an expert has on average: up to 16, streaming weights is what takes the time."""
+    """By the average number of pairs per expert: up to 16, streaming the weights dominates."""
     each = num_pairs / experts
-    if dtype == torch.float32:  # no tensor cores, so that it is exact
+    if dtype == torch.float32:  # exact products, without tensor cores
         return Tiles(16, 32, 64, 4, 2) if each <= 16 else Tiles(64, 64, 32, 8, 2)
-    if num_pairs <= 32:  # few programs: small ones, for all multiprocessors to have some
+    if num_pairs <= 32:  # few programs: small ones, to occupy all multiprocessors
         return Tiles(16, 64, 128, 4, 4)
     if each <= 16:
         return Tiles(16, 128, 128, 4, 3)
@@ -207,7 +207,7 @@ class Grouping:
 
 
 def group_pairs(chosen: Tensor, experts: int, block_rows: int) -> Grouping:
-    """chosen [T, k] -> their grouping. The experts of one token differ: nothing to sort."""
+    """The grouping of chosen [T, k]. The experts of one token differ, so T = 1 needs no sorting."""
     num_pairs = chosen.numel()
     if chosen.shape[0] == 1:
         return Grouping(None, chosen, num_pairs)
@@ -280,9 +280,7 @@ def moe_cuda(
     *,
     uses_silu: bool,
 ) -> Tensor:
-    """See `hydraspec_kernels.moe.moe`. Weights in any strides; fast where [E, 2I, D] and [E, D, I]
-    are the storage.
-    """
+    """See `moe.moe`. Weights in any strides; fast where the storage is [E, 2I, D] and [E, D, I]."""
     (rows, width), top_k = x.shape, experts.shape[1]
     assert weights.shape == experts.shape == (rows, top_k)
     assert gate_up.shape == (down.shape[0], width, 2 * down.shape[1])

@@ -1,10 +1,10 @@
 """The best token of the best clusters, in four launches: the clusters' scores, the k best of them,
-the candidates of those, the best candidate.
+the best token of each of these, the best of all.
 
-The k best are not sorted: a program a row finds the k-th score bit by bit, by counting how many
-reach a bound, and lists the clusters above it and as many equal ones, lowest first, as there is
-room for. Scores stay in float32: where the reference rounds them to its dtype, and ties that makes
-are broken arbitrarily by its sort, the better cluster or token wins here.
+The k best clusters are not sorted: one program for each row finds the k-th score bit by bit,
+counting the scores that reach a bound, and lists the clusters above it and, lowest first, as many
+equal ones as are missing to k. Scores stay in float32; the reference rounds them to its dtype,
+which makes ties that its sort breaks arbitrarily.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
+from hydraspec_kernels.sampling.sort_keys.kernel import key_of
 from hydraspec_kernels.sampling.token_choice.kernel import NO_TOKEN, best_of_rows, first_best
 
-BLOCK_ROWS = 16  # the least that tl.dot takes
+BLOCK_ROWS = 16  # the minimum of tl.dot
 BLOCK_CENTROIDS = 16  # 128 programs for 2048 clusters
 TILE_BYTES = 1 << 16  # table rows in registers at once, over eight warps
-FEW_ROWS = 4  # up to here four programs share a cluster, to have more processors read
+FEW_ROWS = 4  # up to here four programs share a cluster, to occupy more multiprocessors
 SOME_ROWS = 16  # and up to here two
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
@@ -84,8 +85,7 @@ def _best_of_cluster(
 def _ordered(scores):
     """float32 -> uint32 in the same order. NaN counts as the largest, as in an argmax."""
     scores = tl.where(scores != scores, float("inf"), scores)
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.uint32, bitcast=True)  # one zero, not two
-    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return key_of(scores, 0).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -117,7 +117,7 @@ def _choose_clusters(
 
 @triton.jit(do_not_specialize=["k"])
 def _best_of_chosen(
-    best_ptr,  # [B, k * P] float32: P parts of each chosen cluster
+    best_ptr,  # [B, k * P] float32 best score of each of P parts of each chosen cluster
     ids_ptr,  # [B, k * P] int32
     d_ptr,  # [B, H]
     chosen_ptr,  # [B, k]
@@ -152,7 +152,7 @@ def _best_of_chosen(
 def centroid_greedy_kernel(
     d: Tensor, table: Tensor, centroids: Tensor, clusters: Tensor, k: int, banned: Tensor | None
 ) -> Tensor:
-    """See `centroid_head.centroid_greedy`."""
+    """See `embedding.centroid_greedy`."""
     (b, width), (num_clusters, size) = d.shape, clusters.shape
     assert d.stride(1) == 1, d.stride()
     assert k <= num_clusters, (k, num_clusters)
@@ -178,8 +178,8 @@ def centroid_greedy_kernel(
     tile = min(triton.next_power_of_2(part), max(1, TILE_BYTES // (block_h * d.element_size())))
     best = torch.empty(b, k * parts, dtype=torch.float32, device=d.device)
     ids = torch.empty(b, k * parts, dtype=torch.int32, device=d.device)
-    # Fused, lanes that share a narrow row round its score differently, and not all find it equal to
-    # the best one. 16-bit products are exact, fused or not.
+    # With fused multiply-adds, lanes that share a narrow row round its score differently, and not
+    # all find it equal to the best one. 16-bit products are exact, fused or not.
     _best_of_chosen[(k, parts, b)](
         best, ids, d, chosen, table, clusters, banned, d.stride(0), k,
         H=width, SIZE=size, BLOCK_H=block_h, PARTS=parts, PART=part, TILE=tile,

@@ -1,4 +1,5 @@
-"""A few layers of one token a program: its table row, its normed projection, their mean."""
+"""Per-layer inputs, a few layers of one token in a program: its table row, its normed projection,
+and their sum over sqrt(2)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-TILE = 1024  # numbers of a program
+TILE = 1024  # elements of a program
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def ple_inputs_kernel(
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1) * LAYERS + tl.arange(0, LAYERS)[:, None]
-    # A whole tile, so that the weight needs no broadcast between threads.
+    # The index is a full tile, so that the weight is loaded without a broadcast between threads.
     i = tl.zeros((LAYERS, WIDTH), tl.int32) + tl.arange(0, WIDTH)[None, :]
     inside = (layer < num_layers) & (i < width)
     weight = tl.load(norm_weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
@@ -70,7 +71,7 @@ def ple_inputs_cuda(
     projection_scale: float,
     eps: float,
 ) -> Tensor:
-    """See `hydraspec_kernels.embedding.ple_inputs.ple_inputs`."""
+    """See `embedding.ple_inputs`."""
     rows, width = token_ids.shape[0], norm_weight.shape[0]
     layers = table.shape[1] // width
     assert table.is_contiguous()

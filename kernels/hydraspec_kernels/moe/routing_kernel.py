@@ -1,6 +1,6 @@
-"""Both routers as one warp a token: scores in registers, the best taken k times.
+"""Both routers, a warp for each token: scores in registers, and k times the best one is taken.
 
-Equal scores go to the lowest expert. A row of NaN chooses some expert, never one out of range.
+Equal scores go to the lowest expert. A row of NaN chooses experts in range.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next
 
 @triton.jit
 def lowest_best(scores, ids, limit):
-    """The largest of scores and the lowest of ids [..] that has it, below limit."""
+    """The largest of scores and the lowest of ids that has it, below limit."""
     best = tl.max(scores)
     return best, tl.minimum(tl.min(tl.where(scores == best, ids, limit)), limit - 1)
 
@@ -125,7 +125,7 @@ def _outputs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def route_cuda(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """See `hydraspec_kernels.moe.routing.route`."""
+    """See `moe.route`."""
     rows, experts = logits.shape
     assert k <= experts
     assert logits.stride(1) == 1
@@ -152,7 +152,7 @@ def route_cuda(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
 def route_grouped_cuda(
     logits: Tensor, bias: Tensor, k: int, num_groups: int, kept_groups: int
 ) -> tuple[Tensor, Tensor]:
-    """See `hydraspec_kernels.moe.routing.route_grouped`."""
+    """See `moe.route_grouped`."""
     rows, experts = logits.shape
     size = experts // num_groups
     assert experts == num_groups * size
