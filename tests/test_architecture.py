@@ -289,7 +289,8 @@ def public_names(path: str) -> Iterator[tuple[str, bool]]:
             continue
         yield node.name, bool(ast.get_docstring(node))
         for inner in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(inner, documented) and not inner.name.startswith("_"):
+            is_public = isinstance(inner, documented) and not inner.name.startswith("_")
+            if is_public and ast.unparse(inner.body[0]) != "...":  # a protocol's declaration
                 yield f"{node.name}.{inner.name}", bool(ast.get_docstring(inner))
 
 

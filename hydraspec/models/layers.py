@@ -57,6 +57,7 @@ class Place:
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor here, of this place's dtype unless another is given."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
 

@@ -70,6 +70,7 @@ class MTPConfig:
 
     @property
     def hidden_size(self) -> int:
+        """Width of the layer's hidden states."""
         return self.block.hidden_size
 
 
