@@ -1,6 +1,6 @@
-"""A benchmark in place of a run: time per output token by engine, method and batch size.
+"""A benchmark in place of a run: a table by engine and method.
 
-Each engine and method runs in a process of its own, one after another, so that none finds the
+Each engine and method runs in a separate process, one after another, so that none finds the
 device's memory taken; this one only starts them and puts their figures side by side.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hydraspec.bench import table as bench_table
+from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config import to_dict
 from hydraspec.config.benches import methods_of
@@ -40,7 +41,6 @@ STOPPED = 130  # exit status after an interrupt
 OWN_KEYS = {"engine", "method", "tracker", "baseline"}
 OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
 STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
-NOTHING_DONE = "before a batch size was finished"
 SECONDS_TO_STOP = 20
 WIDE = 140  # columns of a table that goes to a file
 
@@ -91,7 +91,7 @@ def run(
 def _parts(
     config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
 ) -> Iterator[Json]:
-    """An interrupt comes behind the part that it cut short."""
+    """Measure part after part; an interrupt is raised after the part that it cut short."""
     if config.bench.isolate:
         yield from _in_processes(config, folder, overrides, console)
         return
@@ -106,12 +106,10 @@ def _result(config: RunConfig, parts: Sequence[Json], status: str) -> Json:
         {
             "schema_version": SCHEMA_VERSION,
             "status": status,
+            "bench": config.bench.name,
             "target": config.target.name,
             "dtype": config.target.dtype,
-            "prompt_tokens": config.bench.prompt_tokens,
-            "output_tokens": config.bench.output_tokens,
-            "batches": config.bench.batches,
-            "repeats": config.bench.repeats,
+            **BENCHMARKS[config.bench.name].settings(config),
             "warnings": config.warnings,
             "parts": parts,
         }
@@ -139,9 +137,9 @@ def _in_processes(
             try:
                 code = _wait(command, own / LOG, environment, config.bench.timeout_s)
             except KeyboardInterrupt:
-                yield _part_of(engine, method, own, STOPPED, earlier)
+                yield _part_of(config, engine, method, own, STOPPED, earlier)
                 raise
-            yield _part_of(engine, method, own, code, earlier)
+            yield _part_of(config, engine, method, own, code, earlier)
 
 
 def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str]) -> list[str]:
@@ -214,7 +212,14 @@ def _written(file: Path) -> int | None:
     return file.stat().st_mtime_ns if file.is_file() else None
 
 
-def _part_of(engine: str, method: str, folder: Path, code: int | None, earlier: int | None) -> Json:
+def _part_of(
+    config: RunConfig,
+    engine: str,
+    method: str,
+    folder: Path,
+    code: int | None,
+    earlier: int | None,
+) -> Json:
     """What a process measured, or why it did not. `earlier`: when an older one last wrote here."""
     written = _written(folder / BENCH)
     if code == 0 or (code == STOPPED and written not in (None, earlier)):
@@ -222,7 +227,8 @@ def _part_of(engine: str, method: str, folder: Path, code: int | None, earlier: 
         if parts:
             return parts[0]
     status = "timed out" if code is None else STATUSES.get(code, "failed")
-    reason = NOTHING_DONE if code == STOPPED else _last_words(folder / LOG)
+    nothing_done = f"before a {BENCHMARKS[config.bench.name].unit} was finished"
+    reason = nothing_done if code == STOPPED else _last_words(folder / LOG)
     log.warning("%s, %s %s: %s", engine, method, status, reason)
     return {"engine": engine, "method": method, "status": status, "reason": reason, "rows": []}
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from hydraspec.bench.benchmark import figure
+from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import ratio
 from hydraspec.report import html
 from hydraspec.report.console import print_table
 
@@ -18,19 +21,16 @@ CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 def ratios(result: Json) -> Json:
     """Our times over vLLM's where both were measured, method → figure → ratio: below 1, faster."""
+    benchmark = BENCHMARKS[result["bench"]]
     parts = {(part["engine"], part["method"]): part for part in result["parts"] if part["rows"]}
     found: Json = {}
     for (engine, method), ours in parts.items():
         theirs = parts.get((THEIRS, method))
-        if engine != OURS or theirs is None:
-            continue
-        other = {row["batch"]: row for row in theirs["rows"]}
-        both = [(row, other[row["batch"]]) for row in ours["rows"] if row["batch"] in other]
-        found[method] = {
-            "tpot": {str(a["batch"]): _ratio(a["tpot_ms"], b["tpot_ms"]) for a, b in both},
-            "prefill": {str(a["batch"]): _ratio(a["prefill_s"], b["prefill_s"]) for a, b in both},
-            "first_step": _ratio(ours["first_step_s"], theirs["first_step_s"]),
-        }
+        if engine == OURS and theirs is not None:
+            found[method] = {
+                **benchmark.ratios(ours["rows"], theirs["rows"]),
+                "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
+            }
     return found
 
 
@@ -46,6 +46,7 @@ def page_of(result: Json) -> str:
     return html.render(
         "bench.html",
         title=title_of(result),
+        heading=BENCHMARKS[result["bench"]].heading,
         header=header_of(result),
         lines=list(cells_of(result)),
         notes=list(notes_of(result)),
@@ -54,63 +55,38 @@ def page_of(result: Json) -> str:
 
 def title_of(result: Json) -> str:
     """What is measured, in a line."""
-    return (
-        f"{result['target']}, {result['dtype']}: time per output token, prompts of "
-        f"{result['prompt_tokens']}, {result['output_tokens']} tokens out"
-    )
+    return f"{result['target']}, {result['dtype']}: {BENCHMARKS[result['bench']].title(result)}"
 
 
 def header_of(result: Json) -> list[str]:
-    """The heads of the table's columns: times per batch size, then prefill, drafts, memory."""
-    largest = result["batches"][-1]
-    batches = [f"batch {batch}, ms" for batch in result["batches"]]
-    prefill = f"prefill {largest} x {result['prompt_tokens']}, s"
-    return ["method", "engine", *batches, prefill, "tokens a draft", "first step, s", "peak, GiB"]
+    """Headings: the benchmark's own columns between those of every benchmark."""
+    columns = BENCHMARKS[result["bench"]].columns(result)
+    return ["method", "engine", *columns, "first step, s", "peak, GiB"]
 
 
 def cells_of(result: Json) -> Iterator[list[str]]:
     """A line for each engine and method, and below the two one with their ratios."""
+    benchmark = BENCHMARKS[result["bench"]]
     methods = dict.fromkeys(part["method"] for part in result["parts"])
     for method in methods:
         for part in result["parts"]:
             if part["method"] == method and part["rows"]:
-                yield _cells(part, result)
-        if method in result["ratios"]:
-            yield _ratio_cells(method, result)
-
-
-def _cells(part: Json, result: Json) -> list[str]:
-    rows = {row["batch"]: row for row in part["rows"]}
-    drafts = part["num_speculative_tokens"]
-    last = rows.get(result["batches"][-1], {})
-    peak = part["peak_memory_bytes"].get("allocated")
-    return [
-        f"{part['method']} K={drafts}" if drafts else part["method"],
-        part["engine"],
-        *(_figure(rows.get(batch, {}).get("tpot_ms"), 2) for batch in result["batches"]),
-        _figure(last.get("prefill_s"), 3),
-        _figure(last.get("acceptance_length"), 2),
-        _figure(part["first_step_s"], 1),
-        _figure(None if peak is None else peak / GIB, 1),
-    ]
-
-
-def _ratio_cells(method: str, result: Json) -> list[str]:
-    found = result["ratios"][method]
-    batches = [str(batch) for batch in result["batches"]]
-    return [
-        "",
-        f"{OURS} / {THEIRS}",
-        *(_figure(found["tpot"].get(batch), 3) for batch in batches),
-        _figure(found["prefill"].get(batches[-1]), 3),
-        "-",
-        _figure(found["first_step"], 2),
-        "-",
-    ]
+                peak = part["peak_memory_bytes"].get("allocated")
+                drafts = part["num_speculative_tokens"]
+                yield [
+                    f"{method} K={drafts}" if drafts else method,
+                    part["engine"],
+                    *benchmark.cells(part["rows"], result),
+                    figure(part["first_step_s"], 1),
+                    figure(None if peak is None else peak / GIB, 1),
+                ]
+        if found := result["ratios"].get(method):
+            cells = benchmark.ratio_cells(found, result)
+            yield ["", f"{OURS} / {THEIRS}", *cells, figure(found["first_step"], 2), "-"]
 
 
 def notes_of(result: Json) -> Iterator[tuple[str, str]]:
-    """Name and text: machine, versions, memory of each part, and what is missing."""
+    """Name and text of each note: versions, device and memory of a part, or why it is missing."""
     for part in result["parts"]:
         name = f"{part['engine']}, {part['method']}"
         if part["status"] != "ok":
@@ -140,11 +116,3 @@ def _commit(git: Json | None) -> list[str]:
         return []
     changed = " with changes" if git["uncommitted_changes"] else ""
     return [f"commit {git['commit'][:12]}{changed}"]
-
-
-def _ratio(ours: float, theirs: float) -> float | None:
-    return ours / theirs if theirs else None
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

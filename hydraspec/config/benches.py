@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from hydraspec.config.choices import choices_of
@@ -10,7 +10,7 @@ from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig
 
-PLAIN = "none"
+PLAIN, DECODE, LOAD = "none", "decode", "load"
 
 
 def is_bench(config: RunConfig) -> bool:
@@ -35,8 +35,30 @@ def _known(given: Sequence[str], known: Iterable[str]) -> bool:
     return bool(given) and len(set(given)) == len(given) and set(given) <= set(known)
 
 
-def _num_tokens(c: RunConfig) -> int:
-    return c.bench.prompt_tokens + c.bench.output_tokens
+def _is(name: str) -> Callable[[RunConfig], bool]:
+    """Whether a configuration chooses this benchmark."""
+    return lambda config: config.bench.name == name
+
+
+def _at_least_the_median(key: str) -> Rule:
+    return Rule(
+        f"bench.max_{key}",
+        lambda most, c: most >= getattr(c.bench, key),
+        f"bench.{key}={{c.bench.{key}}} or more",
+        when=_is(LOAD),
+    )
+
+
+def _of_a_bench(rule: Rule) -> Rule:
+    return replace(rule, when=lambda config: is_bench(config) and rule.when(config))
+
+
+def _longest(c: RunConfig) -> tuple[str, int]:
+    """The keys that bound a request's tokens, for messages, and their sum."""
+    keys = ("prompt_tokens", "output_tokens")
+    if c.bench.name == LOAD:
+        keys = ("max_prompt_tokens", "max_output_tokens")
+    return " + ".join(f"bench.{key}" for key in keys), sum(getattr(c.bench, key) for key in keys)
 
 
 def _is_one_part(c: RunConfig) -> bool:
@@ -46,8 +68,8 @@ def _is_one_part(c: RunConfig) -> bool:
 _RULES = (
     Rule(
         "bench.name",
-        lambda name, c: name in choices_of("bench"),
-        lambda name, c: listing(choices_of("bench")),
+        lambda name, c: name in (DECODE, LOAD),
+        listing((PLAIN, DECODE, LOAD)),
         "is unknown",
     ),
     Rule(
@@ -68,25 +90,29 @@ _RULES = (
         lambda batches, c: is_rising(batches),
         "rising whole numbers from 1 on, e.g. [1, 8, 32]",
         "is no list of batch sizes",
+        when=_is(DECODE),
     ),
     at_least("bench.prompt_tokens", 1),
-    at_least("bench.output_tokens", 2),
+    replace(at_least("bench.output_tokens", 2), when=_is(DECODE)),
+    at_least("bench.output_tokens", 1),
     at_least("bench.repeats", 1),
     at_least("bench.timeout_s", 1),
+    replace(at_least("bench.num_requests", 1), when=_is(LOAD)),
+    _at_least_the_median("prompt_tokens"),
+    _at_least_the_median("output_tokens"),
     Rule(
         "bench.batches",
         lambda batches, c: max(batches) <= c.engine.max_num_seqs,
         "up to {c.engine.max_num_seqs}",
         "holds more requests than engine.max_num_seqs={c.engine.max_num_seqs}",
         lambda batches, c: f"add engine.max_num_seqs={max(batches)}",
+        when=_is(DECODE),
     ),
     Rule(
         "target.max_model_len",
-        lambda most, c: most is None or _num_tokens(c) <= most,
-        lambda most, c: f"{_num_tokens(c)} or more, or null",
-        lambda most, c: (
-            f"has no room for bench.prompt_tokens + bench.output_tokens = {_num_tokens(c)}"
-        ),
+        lambda most, c: most is None or _longest(c)[1] <= most,
+        lambda most, c: f"{_longest(c)[1]} or more, or null",
+        lambda most, c: "has no room for {} = {}".format(*_longest(c)),
     ),
     Rule(
         "bench.isolate",
@@ -96,4 +122,4 @@ _RULES = (
         "leave the key out",
     ),
 )
-BENCH = tuple(replace(rule, when=is_bench) for rule in _RULES)
+BENCH = tuple(map(_of_a_bench, _RULES))

@@ -193,18 +193,21 @@ class MetricsConfig:
 
 @dataclass(slots=True, kw_only=True)
 class BenchConfig:
-    """bench=…: a table of timings in place of a run."""
+    """bench=…: a table of timings in place of a run. A key that a choice lacks is zero or empty."""
 
     name: str = "none"  # none: an ordinary run
-    engines: list[str] = field(default_factory=lambda: ["native", "vllm"])
+    engines: list[str] = field(default_factory=list)
     methods: list[str] | None = None  # null: none, and the method chosen
-    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
-    prompt_tokens: int = 512
-    output_tokens: int = 256
-    repeats: int = 3  # timings of a figure, which is their median
+    batches: list[int] = field(default_factory=list)  # bench=decode only
+    num_requests: int = 0  # bench=load only
+    prompt_tokens: int = 0  # bench=load: the median
+    output_tokens: int = 0  # bench=load: the median
+    max_prompt_tokens: int = 0  # bench=load only
+    max_output_tokens: int = 0  # bench=load only
+    repeats: int = 0  # timings of a figure, which is their median; bench=load: passes
     isolate: bool = True  # every engine and method in a process of its own
     vllm_pythonpath: str | None = None  # goes before PYTHONPATH where vLLM runs
-    timeout_s: int = 900  # of one process
+    timeout_s: int = 0  # of one process
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import importlib.resources
 import json
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -185,9 +185,7 @@ def random_requests(config: RunConfig, vocab_size: int) -> Workload:
     num_requests = size.num_requests if size.limit is None else min(size.limit, size.num_requests)
     requests = []
     for index in range(num_requests):
-        sampling = default_sampling(config.sampling, seed=request_seed(config.seed, index))
-        sampling.max_tokens, sampling.ignore_eos = size.output_tokens, True
-        sampling.stop, sampling.stop_token_ids = (), ()
+        sampling = fixed_length_sampling(config, index, size.output_tokens)
         ids = rng.integers(0, vocab_size, size.prompt_tokens).tolist()
         requests.append(
             Request(index=index, id=str(index), sampling=sampling, prompt_token_ids=ids)
@@ -208,6 +206,15 @@ def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
         stop=tuple(config.stop),
         stop_token_ids=tuple(config.stop_token_ids),
         ignore_eos=config.ignore_eos,
+    )
+
+
+def fixed_length_sampling(config: RunConfig, index: int, num_tokens: int) -> SamplingParams:
+    """Sampling as configured for request `index`, which decodes exactly `num_tokens`."""
+    sampling = default_sampling(config.sampling, seed=request_seed(config.seed, index))
+    no_stop: tuple[str, ...] = ()
+    return replace(
+        sampling, max_tokens=num_tokens, ignore_eos=True, stop=no_stop, stop_token_ids=()
     )
 
 

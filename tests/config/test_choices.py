@@ -28,6 +28,7 @@ GROUPS = (
     "experiment",
 )
 DRAFTER = "method.checkpoint=/models/drafter"
+OF_LOAD = ("max_prompt_tokens", "max_output_tokens")
 NEEDED = {  # what a choice asks its user for
     "target=custom": ["target.checkpoint=/models/some"],
     "workload=jsonl": ["workload.path=prompts.jsonl"],
@@ -106,7 +107,8 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
         "workload=tiny": random_only,
         "workload=random": {"workload.path"},
         "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
-        "bench=decode": set(),
+        "bench=decode": {f"bench.{key}" for key in ("num_requests", *OF_LOAD)},
+        "bench=load": {"bench.batches"},
         "engine=native": {key for key in schema_keys() if key.startswith("engine.vllm.")},
         "engine=vllm": {"engine.num_threads", "engine.kv_cache.block_size"},
     }

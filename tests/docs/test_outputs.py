@@ -182,11 +182,20 @@ def test_records_that_few_runs_write_have_the_keys_of_the_schema(
     assert set(record.__dataclass_fields__) == set(schema_of.__annotations__)
 
 
-def test_every_key_of_a_benchmark_is_documented(tmp_path: Path) -> None:
-    small = ["bench.batches=[1]", "bench.prompt_tokens=4", "bench.output_tokens=3"]
-    small += ["bench.engines=[native]", "bench.methods=[none]", "method=none", "bench.repeats=1"]
+SMALL_BENCHES = {
+    "decode": ["bench.batches=[1]", "bench.prompt_tokens=4", "bench.output_tokens=3"],
+    "load": ["bench.num_requests=2", "bench.prompt_tokens=4", "bench.output_tokens=3"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL_BENCHES)
+def test_every_key_of_a_benchmark_is_documented(name: str, tmp_path: Path) -> None:
+    small = [*SMALL_BENCHES[name], "bench.repeats=1", f"bench={name}"]
+    if name == "load":
+        small += ["bench.max_prompt_tokens=8", "bench.max_output_tokens=6"]
+    small += ["bench.engines=[native]", "bench.methods=[none]", "method=none"]
     found = hydraspec.run(
-        ["bench=decode", *small, "bench.isolate=false", "tracker=none", f"hydra.run.dir={tmp_path}"]
+        [*small, "bench.isolate=false", "tracker=none", f"hydra.run.dir={tmp_path}"]
     )
     assert found["parts"][0]["rows"]
     assert undocumented(read(tmp_path / "bench.json")) == set()

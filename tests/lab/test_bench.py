@@ -15,9 +15,11 @@ from bench_runs import SMALL, in_process, planned, run_bench
 from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
+from hydraspec.bench import decode as bench_decode
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
 from hydraspec.bench import table as bench_table
+from hydraspec.bench.passes import Passes
 from hydraspec.cli import main as cli
 from hydraspec.cli.compose import plan
 from hydraspec.config.choices import choices_of
@@ -99,7 +101,7 @@ def test_every_process_is_told_a_run_that_composes(
         (["bench.timeout_s=0"], ["bench.timeout_s=0"]),
         (["target.max_model_len=13"], ["target.max_model_len=13", "= 14", "14 or more"]),
         (["bench.isolate=false"], ["bench.isolate=false", "one engine and one method"]),
-        (["bench.name=x"], ["bench.name=x", "decode, none"]),
+        (["bench.name=x"], ["bench.name=x", "decode, load, none"]),
         (["bench=none"], ["bench.", "choose bench=decode"]),
     ],
     ids=lambda value: value[0],
@@ -142,7 +144,7 @@ def test_a_part_without_drafts_has_no_acceptance(build: list[FakeEngine]) -> Non
 
 def test_prompts_are_the_same_for_every_engine_and_change_with_the_seed() -> None:
     def ids(config: RunConfig) -> list[list[int]]:
-        requests = bench_measure.requests_of(config, FakeEngine(), 2, 9)
+        requests = bench_decode.requests_of(config, FakeEngine(), 2, 9)
         assert all(r.sampling.max_tokens == 9 and r.sampling.ignore_eos for r in requests)
         return [r.prompt_token_ids or [] for r in requests]
 
@@ -155,9 +157,9 @@ def test_prompts_are_the_same_for_every_engine_and_change_with_the_seed() -> Non
 
 def test_a_request_that_ends_early_spoils_the_figure(build: list[FakeEngine]) -> None:
     engine = FakeEngine(Behaviour(error_indices={1}))
-    requests = bench_measure.requests_of(planned(), engine, 2, 9)
+    requests = bench_decode.requests_of(planned(), engine, 2, 9)
     with pytest.raises(RuntimeError, match="prompt is too long"):
-        bench_measure.decode(engine, requests, 9)
+        Passes(engine, requests).run()
 
 
 # ------------------------------------------------------------------ the table

@@ -15,9 +15,11 @@ import pytest
 from bench_runs import in_process, run_bench
 from fake_engine import FakeEngine
 
+from hydraspec.bench import decode as bench_decode
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
 from hydraspec.config.schema import RunConfig
+from hydraspec.types import Request
 
 
 @pytest.mark.parametrize("during", ["a batch", "the first batch"])
@@ -30,7 +32,7 @@ def test_an_interrupt_leaves_what_was_finished(
 ) -> None:
     """Of a process, finished parts and the batches of the one it cut short; nothing else starts."""
     told = in_process(monkeypatch, {})
-    time_batch, batches = bench_measure._time_batch, []
+    time_batch, batches = bench_decode._time_batch, []
 
     def interrupted(config: RunConfig, engine: FakeEngine, batch: int) -> Any:
         batches.append(batch)
@@ -38,7 +40,7 @@ def test_an_interrupt_leaves_what_was_finished(
             raise KeyboardInterrupt
         return time_batch(config, engine, batch)
 
-    monkeypatch.setattr(bench_measure, "_time_batch", interrupted)
+    monkeypatch.setattr(bench_decode, "_time_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_bench(tmp_path)
     saved = json.loads((tmp_path / "run" / "bench.json").read_text())
@@ -58,7 +60,7 @@ def test_an_interrupt_in_this_process_keeps_its_batches(
 ) -> None:
     """Also one while nvidia-smi is asked, when every batch is done."""
 
-    def interrupted(config: RunConfig, engine: FakeEngine) -> Any:
+    def interrupted(engine: FakeEngine, requests: list[Request]) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_measure, "_clocks_under_load", interrupted)

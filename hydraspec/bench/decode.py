@@ -1,0 +1,118 @@
+"""bench=decode: time per output token and prefill time at several batch sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.passes import Passes, make_requests, random_prompts
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.meter import BatchTimes
+from hydraspec.metrics.statistics import ratio
+from hydraspec.types import Request
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 16
+CLOCK_TOKENS = 64
+
+
+class Decode(Benchmark):
+    """Batches of equal requests, each decoded whole and for one token alone."""
+
+    heading = "Milliseconds per output token"
+    unit, units = "batch size", "batch sizes"
+
+    def settings(self, config: RunConfig) -> Json:
+        bench = config.bench
+        return {
+            "prompt_tokens": bench.prompt_tokens,
+            "output_tokens": bench.output_tokens,
+            "batches": bench.batches,
+            "repeats": bench.repeats,
+        }
+
+    def num_rows(self, config: RunConfig) -> int:
+        return len(config.bench.batches)
+
+    def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
+        for batch in config.bench.batches:
+            yield _time_batch(config, engine, batch)
+
+    def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
+        num_tokens = min(CLOCK_TOKENS, config.bench.output_tokens)
+        return requests_of(config, engine, config.bench.batches[-1], num_tokens)
+
+    def title(self, result: Json) -> str:
+        return (
+            f"time per output token, prompts of {result['prompt_tokens']}, "
+            f"{result['output_tokens']} tokens out"
+        )
+
+    def columns(self, result: Json) -> list[str]:
+        batches = [f"batch {batch}, ms" for batch in result["batches"]]
+        prefill = f"prefill {result['batches'][-1]} x {result['prompt_tokens']}, s"
+        return [*batches, prefill, "tokens a draft"]
+
+    def cells(self, rows: Sequence[Json], result: Json) -> list[str]:
+        by_batch = {row["batch"]: row for row in rows}
+        last = by_batch.get(result["batches"][-1], {})
+        return [
+            *(figure(by_batch.get(batch, {}).get("tpot_ms"), 2) for batch in result["batches"]),
+            figure(last.get("prefill_s"), 3),
+            figure(last.get("acceptance_length"), 2),
+        ]
+
+    def ratios(self, ours: Sequence[Json], theirs: Sequence[Json]) -> Json:
+        other = {row["batch"]: row for row in theirs}
+        both = [(row, other[row["batch"]]) for row in ours if row["batch"] in other]
+        return {
+            "tpot": {str(a["batch"]): ratio(a["tpot_ms"], b["tpot_ms"]) for a, b in both},
+            "prefill": {str(a["batch"]): ratio(a["prefill_s"], b["prefill_s"]) for a, b in both},
+        }
+
+    def ratio_cells(self, ratios: Json, result: Json) -> list[str]:
+        batches = [str(batch) for batch in result["batches"]]
+        return [
+            *(figure(ratios["tpot"].get(batch), 3) for batch in batches),
+            figure(ratios["prefill"].get(batches[-1]), 3),
+            "-",
+        ]
+
+
+def _time_batch(config: RunConfig, engine: Engine, batch: int) -> Json:
+    """A warm-up, then bench.repeats times the whole output and one token alone."""
+    num_tokens = config.bench.output_tokens
+    whole = Passes(engine, requests_of(config, engine, batch, num_tokens))
+    first = Passes(engine, requests_of(config, engine, batch, 1))
+    Passes(engine, requests_of(config, engine, batch, WARM_UP_TOKENS)).run()
+    Passes(engine, requests_of(config, engine, batch, 1)).run()
+    for _ in range(config.bench.repeats):
+        whole.run()
+        first.run()
+    times = BatchTimes(
+        num_requests=batch,
+        num_tokens=num_tokens,
+        whole_s=whole.seconds,
+        one_token_s=first.seconds,
+    )
+    tpot_ms = times.time_per_output_token_ms
+    log.info("batch %d: %.3f ms per token, prefill %.3f s", batch, tpot_ms, times.prefill_s)
+    return {
+        "batch": batch,
+        "tpot_ms": tpot_ms,
+        "prefill_s": times.prefill_s,
+        "output_tokens_per_second": times.output_tokens_per_second,
+        "acceptance_length": whole.meter.acceptance_length().mean,
+        "whole_s": times.whole_s,
+        "one_token_s": times.one_token_s,
+    }
+
+
+def requests_of(config: RunConfig, engine: Engine, batch: int, num_tokens: int) -> list[Request]:
+    """`batch` random prompts; each request decodes num_tokens."""
+    prompts = random_prompts(config, engine.info.vocab_size, batch)
+    return make_requests(config, prompts, [num_tokens] * batch)

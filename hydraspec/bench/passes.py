@@ -1,0 +1,84 @@
+"""Timed passes of requests with fixed output lengths through an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine
+from hydraspec.lab.workloads import fixed_length_sampling
+from hydraspec.metrics.meter import Meter
+from hydraspec.types import Completion, Request, StepRecord
+
+STREAM = 0x62656E63  # of the prompts' random numbers
+
+
+class Passes:
+    """Passes of the same requests through an engine, all offered at once.
+
+    Attributes:
+        seconds: of each pass, from the offer to the last token. A step that the engine has launched
+            ahead and that no request needs is not waited for.
+        meter: the counts of all passes together.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self._engine, self._requests = engine, requests
+        self.seconds: list[float] = []
+        self.meter = Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens)
+
+    def run(self) -> None:
+        """Time one pass, then count its steps.
+
+        Raises:
+            RuntimeError: a request ended otherwise than after all its tokens.
+        """
+        events: list[StepRecord | Completion] = []
+        seconds, started = 0.0, time.perf_counter()
+        for event in self._engine.run(self._requests, concurrency=None):
+            events.append(event)
+            if isinstance(event, Completion):
+                seconds = time.perf_counter() - started
+        self._check([event for event in events if isinstance(event, Completion)])
+        self.seconds.append(seconds)
+        for event in events:
+            if isinstance(event, StepRecord):
+                self.meter.add_step(event)
+            else:
+                self.meter.add_completion(event)
+
+    def _check(self, completions: Sequence[Completion]) -> None:
+        wanted = {request.index: request.sampling.max_tokens for request in self._requests}
+        for ended in completions:
+            if len(ended.output_token_ids) != wanted[ended.index]:
+                raise RuntimeError(
+                    f"request {ended.index} ended with {ended.finish_reason!r} after "
+                    f"{len(ended.output_token_ids)} of {wanted[ended.index]} tokens: {ended.error}"
+                )
+        if len(completions) != len(wanted):
+            raise RuntimeError(f"{len(completions)} of {len(wanted)} requests ended")
+
+
+def make_requests(
+    config: RunConfig, prompts: Iterable[list[int]], num_tokens: Iterable[int]
+) -> list[Request]:
+    """A request for each prompt of token ids, which decodes exactly its number of tokens."""
+    return [
+        Request(
+            index=i,
+            id=str(i),
+            sampling=fixed_length_sampling(config, i, count),
+            prompt_token_ids=ids,
+        )
+        for i, (ids, count) in enumerate(zip(prompts, num_tokens, strict=True))
+    ]
+
+
+def random_prompts(config: RunConfig, vocab_size: int, batch: int) -> list[list[int]]:
+    """`batch` prompts of bench.prompt_tokens random tokens, the same for every engine."""
+    rng = np.random.default_rng([config.seed, STREAM, batch])
+    ids: list[list[int]] = rng.integers(0, vocab_size, (batch, config.bench.prompt_tokens)).tolist()
+    return ids

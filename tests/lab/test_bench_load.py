@@ -1,0 +1,148 @@
+"""bench=load: the mixed load, the same for every engine, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_runs import in_process
+from fake_engine import FakeEngine
+
+import hydraspec
+from hydraspec.bench import load
+from hydraspec.bench import measure as bench_measure
+from hydraspec.bench import run as bench
+from hydraspec.cli.compose import plan
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+from hydraspec.types import Completion, StepRecord
+
+SMALL = (
+    *("bench=load", "bench.num_requests=6", "bench.prompt_tokens=5", "bench.output_tokens=4"),
+    *("bench.max_prompt_tokens=9", "bench.max_output_tokens=8", "bench.repeats=2"),
+)
+OURS = ("bench.engines=[native]", "bench.methods=[gemma4_mtp]", "bench.isolate=false")
+
+
+def planned(*overrides: str) -> RunConfig:
+    return plan([*SMALL, *overrides]).jobs[0].config
+
+
+def lengths(config: RunConfig) -> tuple[list[int], list[int]]:
+    requests = load.requests_of(config, FakeEngine())
+    assert [request.index for request in requests] == list(range(config.bench.num_requests))
+    assert all(request.sampling.ignore_eos for request in requests)
+    prompts = [len(request.prompt_token_ids or []) for request in requests]
+    return prompts, [request.sampling.max_tokens for request in requests]
+
+
+def test_lengths_are_lognormal_and_cut() -> None:
+    """The load as shipped: prompts of 340 and outputs of 110 tokens on average with seed 7."""
+    prompts, outputs = map(np.array, lengths(plan(["bench=load", "seed=7"]).jobs[0].config))
+    assert len(prompts) == 256
+    assert (prompts.min(), prompts.max()) == (16, 2048)
+    assert prompts.mean() == pytest.approx(340, rel=0.01)
+    assert (outputs.max(), outputs.mean()) == (384, pytest.approx(110, rel=0.01))
+
+
+def test_every_engine_gets_the_same_requests_and_a_seed_changes_them() -> None:
+    ours = load.requests_of(planned(), FakeEngine())
+    theirs = load.requests_of(planned("engine=vllm", "method=none"), FakeEngine())
+    assert ours == theirs
+    assert lengths(planned("seed=1")) != lengths(planned())
+    prompts, outputs = lengths(planned())
+    assert (min(prompts), min(outputs)) == (5, 4)  # no shorter than the median here
+    assert (max(prompts), max(outputs)) == (9, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["bench.num_requests=0"], ["bench.num_requests=0", "1 or more"]),
+        (
+            ["bench.max_prompt_tokens=4"],
+            ["bench.max_prompt_tokens=4", "bench.prompt_tokens=5 or more"],
+        ),
+        (["bench.batches=[1]"], ["bench.batches", "choose bench=decode"]),
+        (["target.max_model_len=16"], ["max_prompt_tokens + bench.max_output_tokens = 17"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_pass_counts_what_the_engine_reports(build: list[FakeEngine]) -> None:
+    part = bench_measure.measure(planned())
+    outputs = lengths(planned())[1]
+    assert [row["pass"] for row in part["rows"]] == [1, 2]
+    for row in part["rows"]:
+        assert row["num_output_tokens"] == sum(outputs)
+        assert row["tokens_per_second"] == pytest.approx(sum(outputs) / row["seconds"])
+        assert row["num_steps"] > 0
+        assert 1 <= row["acceptance_length"] <= 4
+
+
+def test_an_engine_that_reports_completions_only_has_no_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM, timed without records of its steps."""
+
+    class Silent(FakeEngine):
+        def run(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
+            for event in super().run(requests, concurrency=concurrency):
+                assert isinstance(event, StepRecord | Completion)
+                if isinstance(event, Completion):
+                    yield event
+
+    monkeypatch.setattr(bench_measure.factory, "build_engine", lambda config: Silent())
+    (row, _) = bench_measure.measure(planned())["rows"]
+    assert (row["num_steps"], row["acceptance_length"]) == (None, None)
+    assert row["tokens_per_second"] > 0
+
+
+def test_engines_stand_side_by_side(
+    build: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = in_process(monkeypatch, {"vllm-none": 2})
+    typed = [*SMALL, "bench.engines=[native,vllm]"]
+    config = plan(typed).jobs[0].config
+    result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
+    names = ["native-none", "vllm-none", "native-gemma4_mtp", "vllm-gemma4_mtp"]
+    assert [name for name, *_ in told] == names
+    assert [part["status"] for part in result["parts"]] == ["ok", "refused", "ok", "ok"]
+    ours, theirs = (part["rows"] for part in result["parts"][2:])
+    assert set(result["ratios"]) == {"gemma4_mtp"}
+    assert result["ratios"]["gemma4_mtp"]["seconds"] == [
+        pytest.approx(a["seconds"] / b["seconds"]) for a, b in zip(ours, theirs, strict=True)
+    ]
+    printed = capsys.readouterr().out
+    for text in ("6 requests through", "pass 2, s", "tokens/s", "native / vllm"):
+        assert text in printed
+    page = (tmp_path / "bench.html").read_text(encoding="utf-8")
+    assert "Seconds for all requests" in page
+    assert "native / vllm" in page
+
+
+def test_a_load_on_the_shipped_model_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing faked: what a process of `bench=load` runs, fewer slots than requests."""
+    monkeypatch.chdir(tmp_path)
+    typed = [*SMALL, *OURS, "engine.max_num_seqs=2", "bench.num_requests=3", "hydra.run.dir=run"]
+    result = hydraspec.run(typed)
+    assert (result["status"], result["bench"]) == ("ok", "load")
+    (part,) = result["parts"]
+    assert [row["pass"] for row in part["rows"]] == [1, 2]
+    assert 1 <= part["rows"][0]["acceptance_length"] <= 4
+    saved = json.loads((tmp_path / "run" / "bench.json").read_text(encoding="utf-8"))
+    assert saved["parts"][0]["rows"] == part["rows"]
