@@ -127,18 +127,6 @@ MAX_KERNEL_FUNCTION_LINES = 120  # *kernel.py
 MAX_LEAF_LINES = 130  # a speculator is a list of differences
 SPECULATOR_BASES = {"base.py", "draft_model.py", "autoregressive.py", "parallel.py"}
 
-# To be emptied: each is being rewritten elsewhere.
-WITHOUT_DOCSTRING = {
-    *("DenseBlocks.kv_group", "Event.record", "Event.synchronize", "Given.floats"),
-    *("Given.ints", "GraphModes.enabled", "LatentBlocks.kv_group"),
-    *("MTPConfig.hidden_size", "OfferedRequest.num_tokens"),
-    *("OfferedRequest.output_token_ids", "Place.empty", "Place.folded", "Runner.commit"),
-    *("Runner.verify", "StatLogger.record", "accept", "apply_rope_kernel"),
-    *("chunk_statistics", "cut_rows", "emit", "find_cuts", "gated_activation_kernel"),
-    *("group_statistics", "next_slot", "residual_of_chunks", "rms_norm_kernel"),
-    *("rope_table_kernel", "row_statistics", "value_of"),
-}
-
 
 def parsed(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -306,7 +294,7 @@ def test_public_names_say_what_they_are():
     silent = [
         f"{path}: {name}"
         for path, name, has in names
-        if not has and name not in WITHOUT_DOCSTRING and name.partition(".")[2] not in inherited
+        if not has and name.partition(".")[2] not in inherited
     ]
     assert not silent, f"without a docstring: {', '.join(silent)}"
 

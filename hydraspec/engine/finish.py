@@ -40,10 +40,12 @@ class OfferedRequest:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output."""
         return len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
+        """The tokens after the prompt."""
         return self.token_ids[self.num_prompt :]
 
     def fail(self, message: str) -> None:

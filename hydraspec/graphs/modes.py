@@ -49,6 +49,7 @@ class GraphModes:
 
     @property
     def enabled(self) -> bool:
+        """Whether any part of a step is captured."""
         return (self.decode, self.mixed) != (NONE, NONE)
 
     def as_info(self) -> dict[str, str | None]:

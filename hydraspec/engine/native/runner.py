@@ -80,9 +80,11 @@ class Runner:
         return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
 
     def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
+        """The verifier's decision on the drafts of a batch."""
         return self.verifier(target_step.logits, batch, self.state, batch.flags)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Write the verdict into the request state."""
         commit(self.state, batch, verdict)
 
     def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:

@@ -67,6 +67,7 @@ class StatLogger:
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
+        """Keep the numbers that vLLM reports after a step."""
         self._stats.add(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:

@@ -37,6 +37,7 @@ def gated_activation_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The activated gate half times the up half, one block of a row a program."""
     start_next(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)

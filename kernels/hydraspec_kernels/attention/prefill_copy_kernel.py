@@ -19,6 +19,7 @@ CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memor
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The ring slot after this one, and the phase of its barrier."""
     last = slot == SLOTS - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 

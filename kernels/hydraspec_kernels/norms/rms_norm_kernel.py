@@ -38,6 +38,7 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """RMSNorm of ROWS rows a program, with or without a weight."""
     start_next(PDL)
     # A full tile, so that the weight needs no broadcast between threads.
     column = tl.zeros((ROWS, WIDTH), tl.int32) + tl.arange(0, WIDTH)[None, :]

@@ -29,6 +29,7 @@ def rope_table_kernel(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Cosines and signed sines of positions times frequencies, each half written twice."""
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     i = tl.zeros((ROWS, HALF), tl.int32) + tl.arange(0, HALF)[None, :]
@@ -70,6 +71,7 @@ def apply_rope_kernel(
     PADDED_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Rotates the heads of a row in place."""
     start_next(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -62,6 +62,7 @@ def chunk_statistics(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Peak and mass of each chunk of a row of logits; of greedy rows the lowest id of the peak."""
     start_next(PDL)
     place = tl.program_id(1).to(tl.int64)
     request, j = place // (K + 1), place % (K + 1)
@@ -113,6 +114,7 @@ def row_statistics(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Peak and mass of whole rows from their chunks, and p and q of each draft."""
     start_next(PDL)
     place = tl.program_id(0).to(tl.int64)
     request, j = place // (K + 1), place % (K + 1)
@@ -200,6 +202,7 @@ def residual_of_chunks(
     TRUNCATED: tl.constexpr,  # whether to look for chunks without mass: most may be
     PDL: tl.constexpr,
 ):
+    """Residual mass of each chunk, for block verification and for recovered tokens."""
     start_next(PDL)
     request = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
@@ -256,6 +259,7 @@ def accept(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """How many drafts of a request are accepted, under the rule of RULE."""
     start_next(PDL)
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -338,6 +342,7 @@ def emit(
     FIRST_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Writes the accepted drafts and the recovered or bonus token of a request, and its counts."""
     start_next(PDL)
     request = tl.program_id(0).to(tl.int64)
     chunk, in_chunk = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)

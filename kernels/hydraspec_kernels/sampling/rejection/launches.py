@@ -44,9 +44,11 @@ class Given:
         return (*self.batch.draft_tokens.shape, self.logits.shape[1])
 
     def floats(self, *shape: int) -> Tensor:
+        """A float32 tensor of this shape on the device of the logits."""
         return self.logits.new_empty(shape, dtype=torch.float32)
 
     def ints(self, *shape: int) -> Tensor:
+        """An int32 tensor of this shape on the device of the logits."""
         return self.logits.new_empty(shape, dtype=torch.int32)
 
     @property

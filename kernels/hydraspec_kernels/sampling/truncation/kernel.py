@@ -82,6 +82,7 @@ def group_statistics(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The key of the largest logit and, for top-p, the mass of each group of a row."""
     start_next(PDL)
     place = tl.program_id(1).to(tl.int64)
     request, j = place // (K + 1), place % (K + 1)
@@ -289,6 +290,7 @@ def find_cuts(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The least key that top-k, top-p and min-p keep in a row, and the last id among its ties."""
     start_next(PDL)
     place = tl.program_id(0).to(tl.int64)
     request, j = place // (K + 1), place % (K + 1)
@@ -364,6 +366,7 @@ def cut_rows(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sets the logits of a row that are cut to minus infinity."""
     start_next(PDL)
     place = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
