@@ -42,7 +42,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def columns(self, result: Json) -> list[str]:
-        """Headings of the columns that this benchmark has of its own."""
+        """Headings of the columns that only this benchmark has."""
 
     @abstractmethod
     def cells(self, rows: Sequence[Json], result: Json) -> list[str]:

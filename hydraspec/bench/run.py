@@ -37,7 +37,7 @@ SCHEMA_VERSION = 1
 LOG = "log.txt"
 VLLM = "vllm"
 STOPPED = 130  # exit status after an interrupt
-# What a process is told beside what was typed, and so replaces it.
+# Keys that the command of a process sets itself; what was typed for them is dropped.
 OWN_KEYS = {"engine", "method", "tracker", "baseline"}
 OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
 STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
@@ -52,7 +52,7 @@ def run(
     overrides: Sequence[str],
     quiet: bool = False,
 ) -> Json:
-    """Measure what config.bench asks for; returns what bench.json in `run_dir` holds.
+    """Run the benchmark of config.bench and return the content of `run_dir`/bench.json.
 
     The status is "failed" if a process failed or nothing could be measured. An engine that refuses
     (vLLM that is not installed, say) is left out of the table, with its reason below it.
@@ -143,14 +143,14 @@ def _in_processes(
 
 
 def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """The same command for one engine and one method."""
+    """The command typed, for one engine and one method alone."""
     kept = [typed for typed in overrides if _is_kept(typed.lstrip("+~").partition("=")[0])]
     path = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [
         *(sys.executable, "-m", "hydraspec", *kept),
         *(f"engine={engine}", f"method={method}", "tracker=none", "baseline=false"),
         *(f"bench.engines=[{engine}]", f"bench.methods=[{method}]", "bench.isolate=false"),
-        # vLLM as its own generate() drives it: per-step outputs would cost it time.
+        # As vLLM's own generate() runs: recording every step would cost it time.
         *(["engine.vllm.record_steps=false"] if engine == VLLM else []),
         f"hydra.run.dir='{path}'",
     ]
@@ -175,8 +175,8 @@ def _environment(config: RunConfig, engine: str) -> dict[str, str]:
 def _wait(
     command: Sequence[str], log_file: Path, environment: Mapping[str, str], timeout_s: float
 ) -> int | None:
-    """The exit status; None if the time was up. The process has a session of its own, so that what
-    it starts ends with it."""
+    """The exit status; None if the time was up. The process leads a new session, so that the
+    processes it starts end with it."""
     with log_file.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -190,13 +190,13 @@ def _wait(
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # a session of its own does not hear of an interrupt
+        finally:  # an interrupt from the terminal does not reach another session
             _stop(process)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and whatever it left behind: it may hold device memory. It
-    takes the signal as an interrupt, and saves."""
+    """End a process that still runs, and the rest of its session, which may hold device memory. The
+    process takes the signal as an interrupt, and saves."""
     try:
         if process.poll() is None:
             process.terminate()
@@ -220,7 +220,8 @@ def _part_of(
     code: int | None,
     earlier: int | None,
 ) -> Json:
-    """What a process measured, or why it did not. `earlier`: when an older one last wrote here."""
+    """The part that a process measured, or its status and reason. `earlier`: when bench.json was
+    last written before."""
     written = _written(folder / BENCH)
     if code == 0 or (code == STOPPED and written not in (None, earlier)):
         parts: list[Json] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["parts"]
@@ -234,7 +235,7 @@ def _part_of(
 
 
 def _last_words(log_file: Path) -> str:
-    """The message a process ended with, on one line."""
+    """The message that a process ended with, on one line, quoted from its log."""
     lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]
     words = lines[said[-1] :] if said else lines[-1:]

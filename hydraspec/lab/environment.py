@@ -1,6 +1,6 @@
-"""What a run ran on: versions, processor, commit.
+"""The environment of a run, for env.json: versions, processor, devices, commit.
 
-No user names, no environment variables, no secrets.
+Records no user names, environment variables or secrets.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def describe(info: EngineInfo) -> Json:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held so far."""
+    """The largest resident set size of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> int | None:
-    """Cores this process may use; not every system says."""
+    """Cores this process may use, where the system reports that; else all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

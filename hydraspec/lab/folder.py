@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 OF_A_RUN = (
     *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, TRACKER),
-    *(BENCH, ENVIRONMENT),  # the marks go last
+    *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
 
 
@@ -64,7 +64,7 @@ class RunFolder:
         self._opened = time.time()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()  # better known before anything is loaded
+            tempfile.TemporaryFile(dir=path).close()  # fail before anything is loaded
         except OSError as error:
             raise cannot_write(path, error) from error
         self.holds_older_run = _is_of_a_run(path)

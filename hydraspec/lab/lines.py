@@ -1,4 +1,4 @@
-"""One line of a workload file: JSON to Request, or a message that says what is wrong with it."""
+"""Parsing one line of a workload file: JSON to a Request, or an error with place, key and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydraspec.types import Request, SamplingParams, WorkloadError
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KEYS = ("id", *PROMPTS, "category", "answer", "max_tokens", "sampling", "meta")
-MAX_META_DEPTH = 50  # levels; what is nested deeper could not be written again
+MAX_META_DEPTH = 50  # levels; deeper nesting could not be written to requests.jsonl
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("stop", "stop_token_ids", "ignore_eos"),
@@ -21,7 +21,7 @@ SAMPLING_KEYS = (
 
 
 def parse_line(raw: bytes, *, place: str, index: int, defaults: SamplingParams) -> Request:
-    """Read one line. What it says of sampling is laid over `defaults`; null means not said.
+    """Parse one line. Its sampling keys override `defaults`; a null key is as good as absent.
 
     Raises:
         WorkloadError: beginning with `place`, naming the key, the value and what is allowed.
@@ -102,7 +102,7 @@ class _Line:
         return values
 
     def refuse_half_characters(self, values: Mapping[str, Any]) -> None:
-        """A surrogate without its partner is valid JSON, and no text that a file can hold."""
+        """Refuse an unpaired surrogate, which JSON allows and UTF-8 cannot encode."""
         for key, value in values.items():
             try:
                 json.dumps([key, value], ensure_ascii=False).encode()
@@ -227,7 +227,7 @@ class _Line:
 
 
 def _depth(value: object) -> int:
-    """Levels of lists and objects, counted without recursion."""
+    """Nesting depth of lists and objects, without recursion."""
     depth, level = 0, [value]
     while level := [
         inner

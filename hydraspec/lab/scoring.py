@@ -1,4 +1,4 @@
-"""Exact match of an output with a workload line's answer. Knows nothing of tokens."""
+"""Exact match of an output's text with the answer of its workload line."""
 
 from __future__ import annotations
 

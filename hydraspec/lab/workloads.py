@@ -1,4 +1,4 @@
-"""Workloads: JSON lines from a file, the zoo or another package's function, or random tokens.
+"""Reading a workload: JSON lines from a file, the zoo or another package, or random tokens.
 
 Every line is checked before a run starts.
 """
@@ -17,6 +17,7 @@ import numpy as np
 
 from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
+from hydraspec.config.derive import ZOO
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     RunConfig,
@@ -28,7 +29,6 @@ from hydraspec.config.schema import (
 from hydraspec.lab.lines import parse_line
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
-ZOO_PREFIX = "zoo:"
 FILE_TYPES = {
     stat.S_IFIFO: "FIFO",
     stat.S_IFCHR: "device",
@@ -97,7 +97,7 @@ def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
 def read(config: RunConfig) -> Workload | None:
     """Read and check the lines of a workload. None for random, which needs a vocabulary first.
 
-    Its warnings name what is set and overridden by every line.
+    Its warnings name the sampling keys that are set and that every line overrides.
 
     Raises:
         WorkloadError: with file and line (exit status 3).
@@ -136,7 +136,7 @@ def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
 
 def depends_on_seed(config: RunConfig) -> bool:
     """Whether another `seed` changes any output: random prompts, random weights, synthetic
-    acceptance, or a request that samples and has no seed of its own.
+    acceptance, or a request that samples with the run's seed.
 
     Raises:
         WorkloadError: as `read`.
@@ -195,7 +195,7 @@ def random_requests(config: RunConfig, vocab_size: int) -> Workload:
 
 
 def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
-    """What a line that says nothing about sampling gets."""
+    """The sampling parameters of a line that gives none."""
     return SamplingParams(
         temperature=config.temperature,
         top_k=config.top_k,
@@ -245,7 +245,7 @@ def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
             f"workload.path is null; workload={config.name} needs a file of JSON lines: "
             "workload.path=/path/to/file.jsonl"
         )
-    if config.path.startswith(ZOO_PREFIX):
+    if config.path.startswith(ZOO):
         return config.path, _read_zoo(config.path)
     path = Path(config.path).expanduser()
     try:
@@ -257,7 +257,7 @@ def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
             f"workload.path={config.path} cannot be read: {reason} (seen from {Path.cwd()}); "
             "give the path of a file of JSON lines"
         ) from error
-    if kind is not None:  # reading it could wait for ever, or never end
+    if kind is not None:  # reading it could block, or never end
         raise WorkloadError(
             f"workload.path={config.path} is a {kind}; give the path of a file of JSON lines that "
             "is written whole"
@@ -271,8 +271,8 @@ def _read_zoo(path: str) -> bytes:
         for entry in (importlib.resources.files("hydraspec.zoo") / "data").iterdir()
         if entry.name.endswith(".jsonl")
     }
-    name = path.removeprefix(ZOO_PREFIX)
+    name = path.removeprefix(ZOO)
     if name not in files:
-        known = ", ".join(f"{ZOO_PREFIX}{n}" for n in sorted(files)) or "nothing"
+        known = ", ".join(f"{ZOO}{n}" for n in sorted(files)) or "nothing"
         raise WorkloadError(f"workload.path={path}: the package ships {known}; choose one of them")
     return files[name].read_bytes()

@@ -1,6 +1,6 @@
-"""Plain JSON onto disk: finite numbers only, whole files or none.
+"""Writing JSON files: finite numbers only, and each file whole or not at all.
 
-Knows no file of the run folder by name.
+The files of a run folder are named in run_files.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def json_line(value: object) -> str:
 
 
 def pretty_json(value: object) -> str:
-    """JSON to be read by people, newline at the end."""
+    """Indented JSON, newline at the end."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=2) + "\n"
 
 
@@ -79,7 +79,7 @@ def write_json_lines(path: Path, rows: Iterable[object]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CannotWriteError:
-    """The same error, saying which file it was and what to do."""
+    """The same error with the path and a remedy."""
     reason = error.strerror or str(error)
     message = (
         f"cannot write the run folder: {reason}; free some space, "
@@ -89,7 +89,7 @@ def cannot_write(path: Path, error: OSError) -> CannotWriteError:
 
 
 class JsonLinesFile:
-    """A JSON-lines file that grows while a run goes on."""
+    """A JSON-lines file that a run appends to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class JsonLinesFile:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Write what is buffered and close."""
+        """Flush and close."""
         try:
             self._file.close()
         except OSError as error:

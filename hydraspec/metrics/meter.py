@@ -1,6 +1,6 @@
-"""Counts what an engine reports and defines every metric once, in the docstring that computes it.
+"""Counts what an engine reports, and defines every metric once, in the docstring that computes it.
 
-Knows nothing of engines, configurations or files: StepRecords and Completions in, numbers out.
+StepRecords and Completions in, numbers out: independent of engines, configurations and files.
 """
 
 from __future__ import annotations

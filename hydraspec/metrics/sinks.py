@@ -1,4 +1,7 @@
-"""Where a run's records go. A sink only writes: metrics are the meter's, decisions the lab's."""
+"""Sinks: hooks that a run calls with each record, and the JSON-lines files of steps and traces.
+
+A sink only writes. The meter computes, and the lab decides.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Side(Enum):
 
 
 class Sink:
-    """Hooks of a run, in the order they are called. A sink overrides those it cares about."""
+    """Hooks of a run, in the order they are called. A sink overrides those it needs."""
 
     def on_round(self, side: Side, number: int, num_rounds: int) -> None:
         """A round begins: `side` decodes its share of the workload. Rounds count from 1."""
@@ -37,7 +40,7 @@ class Sink:
         return []
 
     def close(self) -> None:
-        """Let go of files and threads; also called when the run failed."""
+        """Release files and threads; also called when the run failed."""
 
 
 class StepsFile(Sink):

@@ -1,4 +1,4 @@
-"""Ratios of sums with bootstrap intervals over requests. Knows no metric by name."""
+"""Ratios of sums with bootstrap intervals over requests, for any metric."""
 
 from __future__ import annotations
 

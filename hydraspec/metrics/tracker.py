@@ -1,8 +1,6 @@
-"""Weights & Biases, kept at arm's length: its own thread, bounded waits, and a failure is a
-warning, never an error.
+"""Logging to Weights & Biases, in a separate thread with bounded waits: a failure is a warning.
 
-Nothing here may hold up a step: curves are thinned, and wandb is only ever called from the
-tracker's thread.
+No step waits for it: curves are thinned, and wandb is called from the tracker's thread only.
 """
 
 from __future__ import annotations
@@ -121,15 +119,13 @@ class WandbSink(Sink):
             while (job := self._jobs.get()) is not None:
                 job()
             self._run.finish()
-        except (
-            BaseException
-        ) as error:  # wandb may also raise SystemExit or KeyboardInterrupt of its own
+        except BaseException as error:  # wandb itself may raise SystemExit or KeyboardInterrupt
             self._give_up(f"wandb failed: {described(error)}")
         self._ready.set()
         self._idle.set()
 
     def _start(self) -> None:
-        """Start a run; what cannot go online is recorded offline, and says so."""
+        """Start a run; if it cannot go online, record it offline with a warning."""
         try:
             self._run = self._init(self._options.mode)
         except Exception as error:
@@ -187,8 +183,8 @@ class WandbSink(Sink):
 
 
 def _settings(wandb: Any, mode: str, options: TrackerOptions) -> Any:
-    """Silent, and nothing of the machine or the checkout is collected: no console, code, git,
-    host or usage.
+    """Settings that print nothing and collect nothing about the machine or the checkout: no
+    console, code, git, host or usage.
     """
     values = {
         "mode": mode,
@@ -212,7 +208,7 @@ def _settings(wandb: Any, mode: str, options: TrackerOptions) -> Any:
 
 
 def _require_key(wandb: Any) -> None:
-    """Nobody is asked for a key in the middle of a run: without one, wandb.init would prompt."""
+    """Raise without an API key: wandb.init would prompt for one in the middle of a run."""
     can_ask_silently = "prompt" in inspect.signature(wandb.login).parameters
     if can_ask_silently and not wandb.login(prompt=False):
         raise RuntimeError("no API key is configured; log in first with: wandb login")

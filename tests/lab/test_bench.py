@@ -49,7 +49,7 @@ def test_every_preset_is_listed() -> None:
     assert presets == {name.split()[0] for name in PRESETS}
 
 
-# ------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------ configuration
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -68,7 +68,7 @@ def test_a_preset_is_the_table_of_its_target(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["bench_gemma4", "bench_heads method=peagle", DEEPSEEK])
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["none", "drafts"])
-def test_every_process_is_told_a_run_that_composes(
+def test_the_command_of_every_process_composes(
     preset: str, engine: str, drafts: bool, tmp_path: Path
 ) -> None:
     target, method, *_ = PRESETS[preset]
@@ -113,7 +113,7 @@ def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[st
         assert part in str(caught.value)
 
 
-def test_a_method_left_to_the_drafter_is_the_tables() -> None:
+def test_method_auto_is_a_method_of_the_table() -> None:
     config = planned("method=auto", "bench.methods=null")
     assert bench.methods_of(config) == ["none", "auto"]
 
@@ -226,7 +226,7 @@ def test_what_is_missing_has_its_reason(
     assert bench_table.page_of(result)
 
 
-def test_a_process_and_what_it_started_end_with_the_time(tmp_path: Path) -> None:
+def test_a_process_and_its_children_end_at_the_time_limit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     program = "import os, sys; print(os.environ['A']); sys.exit(3)"
     environment = {**os.environ, "A": "b"}

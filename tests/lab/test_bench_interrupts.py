@@ -1,4 +1,4 @@
-"""Benchmarks that are interrupted: what was finished is saved, and no process is left behind."""
+"""Benchmarks that are interrupted: what was finished is saved, and no process outlives it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_interrupt_in_this_process_keeps_its_batches(
 
 
 def test_a_process_hears_of_an_interrupt_and_may_save(tmp_path: Path) -> None:
-    """It has a session of its own, where a Ctrl-C does not arrive by itself."""
+    """It leads another session, which a Ctrl-C of the terminal does not reach."""
     log = tmp_path / "log.txt"
     program = (
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n"

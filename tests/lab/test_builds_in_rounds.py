@@ -14,7 +14,7 @@ Run = Callable[[], dict[str, Any]]
 NOTHING = {"kernels": 0, "graphs": 0}
 
 
-def test_what_the_warm_up_builds_is_no_matter(use_engine: Use, run_config: Run) -> None:
+def test_builds_of_the_warm_up_are_not_counted(use_engine: Use, run_config: Run) -> None:
     use_engine(FakeEngine(Behaviour(builds_at_step=0)))
     summary = run_config()
     assert summary["built_in_rounds"] == summary["baseline"]["built_in_rounds"] == NOTHING

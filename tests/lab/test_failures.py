@@ -104,7 +104,7 @@ def test_a_run_of_broken_logits_fails(
         assert "NaN or infinite" in text
 
 
-def test_an_engine_that_looks_itself_is_not_asked_again(
+def test_an_engine_that_checks_its_logits_is_not_checked_again(
     config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
 ) -> None:
     """Its error ends the run, and what had finished is saved with the request's name."""

@@ -155,7 +155,7 @@ def test_figures_agree_with_each_other(
     assert summary["accuracy"]["exact_match"] == pytest.approx(4 / 6)
     assert summary["baseline"]["accuracy"] == summary["accuracy"]
     assert summary["lossless"]["verdict"] == "identical"
-    for row in rows:  # a trace line's outputs stand right behind its newest token
+    for row in rows:  # a trace line's outputs directly follow its newest token
         whole = row["prompt_token_ids"] + row["output_token_ids"]
         for line in (line for line in trace if line["request"] == row["id"]):
             start = line["num_computed_tokens"] + 1

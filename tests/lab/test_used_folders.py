@@ -61,10 +61,10 @@ def test_a_run_that_is_refused_leaves_the_results_of_the_older(
     assert contents(tmp_path / "run") == before
 
 
-def test_a_run_that_is_refused_in_a_new_folder_leaves_what_was_asked(
+def test_a_refused_run_leaves_its_configuration_in_a_new_folder(
     run_config: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Catches a run ended while it loads (memory, a node) that nobody can name afterwards."""
+    """Catches a run ended while it loads (memory, a node) that no file records."""
 
     def build_engine(config: RunConfig) -> FakeEngine:
         raise CheckpointError("cut off")
@@ -75,7 +75,7 @@ def test_a_run_that_is_refused_in_a_new_folder_leaves_what_was_asked(
     assert contents(tmp_path / "run").keys() == {"config.yaml", "overrides.yaml"}
 
 
-def test_a_benchmark_writes_what_was_asked_before_it_measures(
+def test_a_benchmark_writes_its_configuration_before_it_measures(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found: list[set[str]] = []
@@ -89,7 +89,7 @@ def test_a_benchmark_writes_what_was_asked_before_it_measures(
     assert found == [{"config.yaml", "overrides.yaml"}]
 
 
-def test_a_tracker_does_not_start_among_files_that_are_to_go(
+def test_a_tracker_starts_after_the_older_files_are_removed(
     config: RunConfig,
     use_engine: Use,
     run_config: Run,

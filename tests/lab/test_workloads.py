@@ -143,7 +143,7 @@ def test_files_that_cannot_be_used(config: RunConfig, path: Path, tmp_path: Path
         workloads.read(config)
 
 
-def test_a_line_is_laid_over_the_defaults(config: RunConfig, path: Path) -> None:
+def test_a_line_overrides_the_defaults(config: RunConfig, path: Path) -> None:
     config.sampling.temperature, config.sampling.stop = 0.7, ["END"]
     config.sampling.stop_token_ids, config.sampling.max_tokens = [5], 11
     full = {
@@ -176,7 +176,7 @@ def test_a_key_that_every_line_overrides_is_warned_about(config: RunConfig, path
     assert workload.warnings == []
 
 
-def test_defaults_that_lines_override_are_no_matter(config: RunConfig, path: Path) -> None:
+def test_default_values_that_lines_override_need_no_warning(config: RunConfig, path: Path) -> None:
     line = {**GOOD, "max_tokens": 9, "sampling": {"temperature": 1}}
     assert read_lines(config, path, line).warnings == []
 

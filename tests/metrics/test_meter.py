@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from hydraspec.metrics.meter import Meter, speedup
+from hydraspec.metrics.meter import BatchTimes, Meter, speedup
 from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_rates, ratio_of_sums
 from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 
@@ -192,6 +192,17 @@ def test_latencies() -> None:
     assert meter.time_per_output_token_ms() == pytest.approx((20 + 5) / (10 + 1))
     assert meter.time_to_first_token_ms() == pytest.approx(20)
     assert meter.num_output_tokens() == 14
+
+
+def test_times_of_a_batch() -> None:
+    """Medians of 4.0 s for 5 tokens each and 2.0 s for the first: 4 more tokens in 2 s. Catches a
+    mean, which the outlier would move, and tokens of one request only."""
+    times = BatchTimes(
+        num_requests=3, num_tokens=5, whole_s=[4.0, 3.9, 9.0], one_token_s=[2.0, 2.1, 0.1]
+    )
+    assert times.prefill_s == 2.0
+    assert times.time_per_output_token_ms == pytest.approx(500.0)
+    assert times.output_tokens_per_second == pytest.approx(6.0)
 
 
 def test_unfinished_requests_are_left_out_but_totals_are_live() -> None:

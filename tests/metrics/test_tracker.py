@@ -194,7 +194,7 @@ def test_offline_where_the_server_cannot_be_reached(monkeypatch: pytest.MonkeyPa
     assert fake.finished
 
 
-def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_prompted_for(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setattr(fake, "login", lambda prompt: False)
     sink = start(fake, monkeypatch, mode="online")
