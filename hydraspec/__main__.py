@@ -1,6 +1,6 @@
 """The command: `python -m hydraspec`, and the console script `hydraspec`.
 
-Needs no package but ours, so that it can say which are absent.
+Imports only the standard library and ours, so that it can name the packages that are missing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from hydraspec.signals import terminations_as_interrupts
 
-# Of a checkout that was never installed: pip's packages, conf/ and kernels/ are not there.
+# A checkout that was never installed lacks pip's packages, and conf/ and kernels/ as packages.
 NEEDED = (
     *("hydraspec.conf", "hydraspec_kernels"),
     *("hydra", "omegaconf", "yaml", "numpy", "torch", "safetensors", "transformers", "rich"),
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """The exit status of what sys.argv asks for."""
+    """Run the command line in sys.argv and return its exit status."""
     absent = [name for name in NEEDED if find_spec(name) is None]
     if absent:
         sys.stderr.write(

@@ -1,6 +1,6 @@
-"""What comes from outside while a run goes on: interrupts, and output that nobody takes.
+"""Signals and standard streams during a run: interrupts, terminations, output whose reader left.
 
-Light to import: the command line does, before it knows whether anything is to run.
+Imports the standard library only, as it is the first module that a command loads.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, TextIO, cast
 
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)  # docker stop, Slurm; a terminal that is closed
 INTERRUPTS = (signal.SIGINT, *TERMINATIONS)
-IMPORT_SYSTEM = "<frozen importlib"  # the files of its frames
-SECONDS_TO_IMPORT = 0.05  # until an interrupt is tried again
+IMPORT_SYSTEM = "<frozen importlib"  # the file name of the import system's stack frames
+RETRY_AFTER_S = 0.05  # of an interrupt that arrived during an import
 
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a run as a Ctrl-C does; a second one is ignored.
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, as Ctrl-C is; a second one is ignored.
 
-    All three wait while a module is imported: in the middle of torch's or numpy's an exception
-    aborts the process, is swallowed, or leaves half a module for later.
+    All three are delayed while a module is imported: in the middle of torch's or numpy's import an
+    exception aborts the process, is swallowed, or leaves the module half loaded.
     """
     process = os.getpid()
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # a fork would go on as another parent
+        if os.getpid() != process:  # a forked child would run the parent's cleanup too
             os._exit(128 + number)
         if _is_importing(frame):
             _again(number)
@@ -55,16 +55,16 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _again(number: int) -> None:
-    """The signal once more, to the main thread itself: a flag alone would not end its sleep."""
+    """Send the signal again later, to the main thread itself: a flag would not end its sleep."""
     main = threading.main_thread().ident
-    later = threading.Timer(SECONDS_TO_IMPORT, signal.pthread_kill, (main, number))
+    later = threading.Timer(RETRY_AFTER_S, signal.pthread_kill, (main, number))
     later.daemon = True
     later.start()
 
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Let an interrupt wait until the files are written; it is raised at the end."""
+    """Delay interrupts until the end of the block, where one KeyboardInterrupt is raised."""
     received: list[int] = []
     handled = [number for number in INTERRUPTS if callable(signal.getsignal(number))]
     try:
@@ -77,7 +77,7 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def interrupts_stay_interrupts() -> Iterator[None]:
-    """Raise an interrupt again where a library, cut short by it, ends with an error of its own."""
+    """Raise KeyboardInterrupt where a library that was interrupted raises another error instead."""
     try:
         yield
     except Exception as error:
@@ -90,7 +90,7 @@ def interrupts_stay_interrupts() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """From here on the process only ends."""
+    """Ignore all interrupts from here on, while the process ends."""
     if _in_main_thread():
         for number in INTERRUPTS:
             signal.signal(number, signal.SIG_IGN)
@@ -98,8 +98,8 @@ def ignore_interrupts() -> None:
 
 @contextmanager
 def output_may_be_cut() -> Iterator[None]:
-    """Let a run go on where what it prints goes nowhere: the reader has left, as in `| head -1`,
-    the disk is full, the terminal is closed.
+    """Keep running where output cannot be written: the reader of a pipe has left (`| head -1`), the
+    disk is full, the terminal is closed.
     """
     _open_standard_streams()
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
@@ -112,8 +112,8 @@ def output_may_be_cut() -> Iterator[None]:
 
 
 def _open_standard_streams() -> None:
-    """A process may be started without them; the next file would get such a number, and with it
-    what libraries print.
+    """Open /dev/null for standard streams that the process was started without: the next file to be
+    opened would take the descriptor, and receive what libraries print.
     """
     for number in range(3):
         try:
@@ -123,7 +123,7 @@ def _open_standard_streams() -> None:
 
 
 class _Output:
-    """A stream that cannot be written is no error: what comes from then on is dropped."""
+    """A stream that drops its output, without an error, once it cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream  # None where the process was started without one
@@ -147,7 +147,7 @@ class _Output:
                 self._drop(self._stream)
 
     def _drop(self, stream: TextIO) -> None:
-        """The descriptor too: at its end Python flushes what is left."""
+        """Redirect the descriptor too: Python flushes the rest when the process ends."""
         with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -156,8 +156,8 @@ class _Output:
 def _handled(
     numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Signals go to `handler` for a while; they can be had in the main thread only. Who is ignored
-    meanwhile, stays so.
+    """Handle signals with `handler` for a while, in the main thread only. Signals that are ignored
+    by the end of the block stay ignored.
     """
     previous = {n: signal.signal(n, handler) for n in numbers} if _in_main_thread() else {}
     try:

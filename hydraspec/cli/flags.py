@@ -9,9 +9,8 @@ from importlib.metadata import version
 from hydra import version as hydra_version
 from hydra._internal.utils import _run_hydra, get_args_parser
 
-from hydraspec.cli.compose import (
-    CONFIG_MODULE,
-    CONFIG_NAME,
+from hydraspec.cli.compose import CONFIG_MODULE, CONFIG_NAME
+from hydraspec.cli.overrides import (
     check_keys,
     parse,
     search_places,
@@ -55,7 +54,7 @@ def show(args: Namespace) -> None:
         ConfigurationError: for a key that does not exist.
         SystemExit: after --help and --hydra-help.
     """
-    if not args.shell_completion:  # whose overrides are words of its own
+    if not args.shell_completion:  # its arguments are no overrides
         search_places(args.overrides)
         args.overrides = with_method(args.overrides)
         check_keys(parse(args.overrides))

@@ -1,7 +1,4 @@
-"""The folders that runs and sweeps write to: named, made, and used by one process at a time.
-
-Belongs to the command line's layer.
-"""
+"""Folders of runs and sweeps: naming, creation, and locks that admit one process at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _held: set[int] = set()  # descriptors of locks
 
 
 def refuse_no_folder(overrides: Sequence[str]) -> None:
-    """An empty name would be the folder one is in."""
+    """Refuse empty folder names, which would mean the current folder."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key in (RUN_DIR, SWEEP_DIR) and value.strip(" '\"") in ("", "null"):
@@ -48,12 +45,12 @@ def refuse_no_folder(overrides: Sequence[str]) -> None:
 
 
 def is_typed(key: str, overrides: Sequence[str]) -> bool:
-    """Whether a folder is the user's choice; by default it is named by the second."""
+    """Whether the user chose a folder's name; by default it is the time of day, to the second."""
     return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
 
 
 def fresh(folder: Path) -> Path:
-    """`folder`, made, and numbered where it exists: two runs may start in one second.
+    """Create `folder`, with a number added where it exists: two runs may start in one second.
 
     Raises:
         ConfigurationError: it cannot be made.
@@ -72,11 +69,10 @@ def fresh(folder: Path) -> Path:
 
 @contextmanager
 def claimed(folder: Path, key: str) -> Iterator[None]:
-    """Make a folder and keep other processes, and other runs of this one, out of it for a while.
+    """Create a folder and lock it against other processes, and other runs of this one, for a while.
 
-    The claim is a lock on a file in it, which the system releases when the process ends, however it
-    ends. Where the file system has no locks a warning is logged. `key` names the folder in
-    messages.
+    The lock is on a file in it; the system releases it when the process ends, however it ends.
+    Where the file system has no locks a warning is logged. `key` names the folder in messages.
 
     Raises:
         ConfigurationError: another run holds it, or it cannot be made or written.
@@ -107,7 +103,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int | None:
-    """The descriptor of the locked file; None if another one holds it."""
+    """The descriptor of the locked file; None if another run holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -132,12 +128,12 @@ def _holder(path: Path) -> str:
     try:
         who = json.loads(path.read_bytes())
         return f"process {who['pid']} on {who['host']} since {who['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has just begun, or just ended
+    except (OSError, ValueError, KeyError, TypeError):  # it is being written, or just removed
         return "another run"
 
 
 def _drop_locks() -> None:
-    """A forked process may outlive this one, and holds nothing."""
+    """Close the locks in a forked process, which may outlive this one."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -147,14 +143,14 @@ os.register_at_fork(after_in_child=_drop_locks)
 
 
 def results(folder: Path) -> dict[Path, int]:
-    """What is saved in a run's folder, a benchmark's or a sweep's, and when it was written."""
+    """Summaries saved in the folder of a run, a benchmark or a sweep, with the time of writing."""
     folder = folder.absolute()
     files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
     return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
 
 
 def is_of(folder: Path, error: OSError) -> bool:
-    """Whether an error is about a folder: a part of its path, or something inside it."""
+    """Whether an error is about a folder: a part of its path, or a file inside it."""
     if not isinstance(error.filename, str):
         return False
     path, folder = Path(error.filename).absolute(), folder.absolute()

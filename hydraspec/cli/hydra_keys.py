@@ -1,7 +1,5 @@
-"""What may be overridden of Hydra's own configuration: nothing that names code, or leads outside
-the run folder. Hydra itself would import and call what `_target_`, `class` or `ext://` names.
-
-Belongs to the command line's layer.
+"""Checks of overrides of Hydra's own configuration: none may name code, or a folder outside the
+run folder. Hydra itself would import and call what `_target_`, `class` or `ext://` names.
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from pathlib import PurePosixPath
 from hydraspec.config.messages import listing, refusal
 from hydraspec.errors import ConfigurationError
 
-CHOICES = {  # of groups whose files name classes: those that ship with Hydra, and ours
+# Choices of groups whose files name classes: those that ship with Hydra, and ours.
+CHOICES = {
     "hydra/job_logging": ("console", "default", "disabled", "none", "stdout"),
     "hydra/hydra_logging": ("default", "disabled", "hydra_debug", "none"),
     "hydra/launcher": ("basic",),

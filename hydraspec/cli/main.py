@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.cli import sweep
-from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan, translate, with_config_dir
+from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
 from hydraspec.cli.folders import (
     RUN_DIR,
@@ -34,6 +34,8 @@ from hydraspec.cli.folders import (
     results,
 )
 from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
+from hydraspec.cli.overrides import with_config_dir
+from hydraspec.cli.translate import translate
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
 from hydraspec.lab.outcome import INTERRUPTED, Outcome, exit_status, last_line, outcome
 from hydraspec.signals import (
@@ -47,11 +49,11 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run what sys.argv asks for.
+    """Run the command line in sys.argv.
 
     Returns:
         The exit status. A user's mistake prints one message to stderr; an unexpected exception
-        keeps its traceback. After an interrupt the process is to end: further ones are ignored.
+        keeps its traceback. After an interrupt the process must end: further ones are ignored.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
     with output_may_be_cut(), terminations_as_interrupts():

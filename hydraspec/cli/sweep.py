@@ -1,8 +1,8 @@
-"""The folders of a sweep: equal jobs run once, and a sweep started again into its folder resumes.
+"""Reuse of results in a sweep: equal jobs run once, and a sweep resumes in its folder.
 
-Belongs to the command line's layer; runs nothing itself. Jobs are equal when their configurations
-are, the tracker aside. What `method=auto` stands for is recorded, and compared. A finished job
-counts for nothing once a local file of its workload or checkpoints has changed since it began.
+Nothing runs here. Jobs are equal when their configurations are, apart from the tracker; compared is
+the method that `method=auto` was resolved to. The results of a finished job are not used again once
+a local file of its workload or checkpoints has changed after it began.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
-    """Refuse a sweep folder whose jobs are others: they would be overwritten.
+    """Refuse a folder that holds the jobs of another sweep, which would be overwritten.
 
     Raises:
         ConfigurationError: naming the first job that differs.
@@ -47,7 +47,7 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
 
 
 def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
-    """The folder of a finished job with an equal configuration; `config` is resolved."""
+    """The folder of a finished job that equals `config`, which is resolved; None without one."""
     for path in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
         folder, summary = path.parent, _summary(path.parent)
         ran = summary.get("status") == "ok" and "reused_from" not in summary
@@ -60,7 +60,7 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
 
 
 def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Give `run_dir` the results of the equal job in `source`; its summary says whose they are."""
+    """Copy the results of the equal job in `source` to `run_dir`; the summary names that job."""
     if source.resolve() == run_dir.resolve():
         log.info("%s is finished: not run again", run_dir)
         return _summary(run_dir)
@@ -77,7 +77,7 @@ def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str
 
 
 def note_idle_seed(config: RunConfig, jobs: Sequence[RunConfig]) -> None:
-    """Warn, in config.warnings, where a sweep over `seed` repeats this job's outputs.
+    """Add a warning to config.warnings where a sweep over `seed` repeats this job's outputs.
 
     Raises:
         WorkloadError: the job's workload cannot be read.
@@ -103,7 +103,7 @@ def group_name(sweep_dir: Path) -> str:
 def _is_equal(folder: Path, config: RunConfig) -> bool:
     try:
         return _recorded(folder) == _identity(config)
-    except ConfigurationError:  # of another folder beside the jobs
+    except ConfigurationError:  # a folder in the sweep's that is no job
         return False
 
 
@@ -148,8 +148,8 @@ def _damaged(path: Path, reason: str) -> ConfigurationError:
 
 
 def _changed_input(folder: Path, config: RunConfig) -> Path | None:
-    """A local file the job reads that was written, or put in its place, after the job began: its
-    configuration has that time.
+    """A local file of the job's input that was written or replaced after the job began, which is
+    when its configuration was written; None without one.
     """
     began = (folder / "config.yaml").stat().st_mtime
     for file in _local_inputs(config):
@@ -169,7 +169,7 @@ def _local_inputs(config: RunConfig) -> Iterator[Path]:
 
 
 def _retyped(warnings: Sequence[str], before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Warnings that name what the other job's command typed, with what this one's did."""
+    """The warnings of another job with the overrides they quote replaced by this job's."""
     values = dict(override.partition("=")[::2] for override in now)
     named = []
     for warning in warnings:

@@ -1,7 +1,8 @@
-"""DictConfig → RunConfig, the single boundary: below it nobody has seen a DictConfig.
+"""DictConfig → RunConfig: the only place that converts one, and checks keys and types.
 
-Knows types and keys. Ranges and combinations are checked in checks.py, defaults that depend on
-other keys in derive.py.
+Ranges and combinations are checked in checks.py; derive.py fills in defaults that depend on other
+keys. Types are checked here and not by OmegaConf's structured configs, which convert instead of
+refusing: they take baseline=1 for true, 7 for text and "3" for a number.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from hydraspec.errors import ConfigurationError, UserError
 
 MISSING = "???"
 OPTIONS = "options"  # of a method; left out where it has none
-NAME = "name"  # of every group: the choice's own, chosen with <group>=<choice>
+NAME = "name"  # of the choice, a key of every group
 HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
-MEANINGS = {  # what text stands for, where "text" would not help
+MEANINGS = {  # descriptions of keys for which "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
 }
@@ -65,14 +66,14 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def keys_of(schema: type) -> dict[str, Any]:
-    """Field name → type of what may stand in the YAML of a dataclass."""
+    """Field name → type, of the fields of a dataclass that YAML may hold."""
     hints = typing.get_type_hints(schema)
     fields = dataclasses.fields(schema)
     return {field.name: hints[field.name] for field in fields if not field.metadata.get("derived")}
 
 
 def check_key(path: str, value: object) -> None:
-    """Refuse a dotted key that no dataclass knows. Composition itself would only hint at `+`."""
+    """Refuse an unknown dotted key. Hydra's own message would recommend to add it with `+`."""
     schema: Any = RunConfig
     seen: list[str] = []
     for part in path.split("."):

@@ -1,4 +1,4 @@
-"""Defaults that depend on other keys. What the user set and is changed here is warned about."""
+"""Defaults that depend on other keys. A warning names each value of the user's that is changed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hydraspec.config.schema import (
 from hydraspec.errors import ConfigurationError
 
 ZOO, SHAPE = "zoo:", "shape:"
-# Drafters' shapes that may ship beside a target's: method -> what follows the target's name.
+# Names of drafters' shapes that may ship with a target's: method -> suffix of the target's name.
 BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
 
 def derive(config: RunConfig) -> None:
-    """Fill in the target's name and the drafter; blank what plain decoding ignores.
+    """Fill in the target's name and the drafter; reset what plain decoding ignores.
 
-    A method without a drafter is refused here for a checkpoint that is the target choice's own. Any
-    other may be a drafter's folder itself: it is asked once it is opened, and what the target's
-    YAML names is taken where it is none (`named_drafter`).
+    A method without a drafter is refused here if the checkpoint is the one that the target's choice
+    names. Any other checkpoint may be a drafter's folder itself, which is known once it is opened;
+    if it is not, the drafter is that of the target's YAML (`named_drafter`).
     """
     known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE)
     _name_target(config.target)
@@ -46,7 +46,7 @@ def derive(config: RunConfig) -> None:
 
 
 def take_over(config: RunConfig, method: str, drafter: str, target: str, proposed: int) -> None:
-    """Fill in what folders say where `method=auto`: method, drafter, target, and K if it is 0."""
+    """Fill in what `method=auto` was resolved to: method, drafter, target, and K if it is 0."""
     config.method.name, config.method.checkpoint = method, drafter
     config.method.num_speculative_tokens = config.method.num_speculative_tokens or proposed
     if target != config.target.checkpoint:
@@ -54,7 +54,7 @@ def take_over(config: RunConfig, method: str, drafter: str, target: str, propose
 
 
 def no_drafter(config: RunConfig) -> ConfigurationError:
-    """The refusal of a method that nothing names a drafter for."""
+    """The error of a method without a drafter: none given, none named by the target."""
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
     choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
@@ -76,7 +76,7 @@ def _is_own(target: TargetConfig) -> bool:
 
 
 def _name_target(target: TargetConfig) -> None:
-    """Call a checkpoint that is not the choice's own by its folder, lest it pass for another."""
+    """Name a checkpoint after its folder unless it is the one of the target's choice."""
     own = packaged_value("target", target.name, "checkpoint")
     if target.name == "custom" or (own is not None and own != target.checkpoint):
         target.name = folder_name(target.checkpoint) or target.name
@@ -88,8 +88,8 @@ def folder_name(checkpoint: str) -> str:
 
 
 def _take_shapes(config: RunConfig, known: bool) -> None:
-    """Where weights are drawn at random, the shape that ships with the package stands for the hub
-    id that the target's YAML names: there is nothing to download but that shape."""
+    """With random weights, replace the hub id of the target's YAML by the shape that ships with the
+    package, so that nothing is downloaded; name the drafters' shapes that ship with it."""
     target = config.target
     shape, given = target.checkpoint.removeprefix(SHAPE), target.checkpoint.startswith(SHAPE)
     if known and not given and target.weights is Weights.random and target.name in shipped_shapes():
@@ -109,7 +109,7 @@ def _take_shapes(config: RunConfig, known: bool) -> None:
 
 
 def _draw_drafter(config: RunConfig) -> None:
-    """A shape has no weights: a drafter that the target's shape brings is drawn at random too."""
+    """Give random weights to a drafter that is named by the target's shape: shapes have none."""
     method = config.method
     named = named_drafter(config)
     if (method.checkpoint or "").startswith(SHAPE) and method.checkpoint == named:
@@ -122,7 +122,7 @@ def _draw_drafter(config: RunConfig) -> None:
 
 
 def _drop_baseline(config: RunConfig) -> None:
-    """vLLM plans the whole device for one engine: a second one cannot run beside it."""
+    """Turn the baseline off with vLLM, whose one engine takes the whole device."""
     if config.engine.name != VLLM or not config.baseline:
         return
     config.baseline = False
@@ -134,7 +134,7 @@ def _drop_baseline(config: RunConfig) -> None:
 
 
 def _turn_off_tracker(tracker: TrackerConfig, warnings: list[str]) -> None:
-    """`tracker=none` tracks nothing, whatever its mode."""
+    """Record the mode "disabled" with tracker=none."""
     if tracker.name == "none" and tracker.mode is not TrackerMode.disabled:
         warnings.append(
             f"tracker.mode={tracker.mode.value} has no effect with tracker=none: "
@@ -144,7 +144,7 @@ def _turn_off_tracker(tracker: TrackerConfig, warnings: list[str]) -> None:
 
 
 def _plain_decoding(config: RunConfig) -> MethodConfig:
-    """`method=none` with its own values; what was set besides is warned about."""
+    """The values of `method=none`; a warning names each other value that was set."""
     plain = MethodConfig(name="none", num_speculative_tokens=0)
     for field in dataclasses.fields(MethodConfig):
         given = getattr(config.method, field.name)
@@ -160,7 +160,7 @@ def _plain_decoding(config: RunConfig) -> MethodConfig:
 
 
 def named_drafter(config: RunConfig) -> str | None:
-    """What the target's YAML names for the method; for `auto` the first it names, if any."""
+    """The drafter in the target's YAML for the method; for `auto` the first; None without one."""
     drafters, method = config.target.drafters, config.method.name
     if method == AUTO:
         return next(iter(drafters.values()), None)
@@ -168,9 +168,9 @@ def named_drafter(config: RunConfig) -> str | None:
 
 
 def _default_drafter(config: RunConfig, known: bool) -> str | None:
-    """`named_drafter`, or the target itself for methods whose layers it brings.
+    """`named_drafter`, or the target itself for methods whose layers it contains.
 
-    None where the checkpoint is not `known`: its folder is asked first.
+    None where the checkpoint is not `known`: its folder decides, once it is opened.
     """
     own_layers = config.method.name in DRAFTS_ITSELF
     if own_layers and not (known and config.method.name in config.target.drafters):

@@ -22,7 +22,7 @@ from hydraspec.config.schema import (
 )
 
 NATIVE, VLLM = "native", "vllm"
-STAGES = (
+STAGES = (  # a warning
     "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
     "answers may be wrong; compare them with method=none"
 )
@@ -30,7 +30,7 @@ STAGES = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Offer:
-    """What an engine takes; other values are refused."""
+    """The values that an engine takes; others are refused."""
 
     methods: tuple[str, ...]
     keys: tuple[str, ...]  # of the engine's group

@@ -1,4 +1,4 @@
-"""The one form a refusal takes: key, value given, what is wrong, what is allowed, what to do."""
+"""The form of a configuration error: key, value given, what is wrong, what is allowed, remedy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 from hydraspec.errors import ConfigurationError
 
-REMEDY = "choose a value that is allowed"  # where the value alone is wrong
+REMEDY = "choose a value that is allowed"  # unless a better one is known
 
 
 def refusal(
     key: str, value: object, problem: str, *, allowed: str, remedy: str = ""
 ) -> ConfigurationError:
-    """An error to raise. `value` is shown as it would be typed."""
+    """The error of a value, which is shown as it would be typed."""
     return ConfigurationError(
         f"{key}={show(value)} {problem}\n  allowed: {allowed}\n  to do: {remedy or REMEDY}",
         key=key,

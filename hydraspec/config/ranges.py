@@ -1,4 +1,4 @@
-"""What sampling parameters may be, for the configuration and for workload lines alike."""
+"""Ranges of sampling parameters, for the configuration and for lines of a workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Range:
-    """The values a key may have, and the words for them."""
+    """The values that a key may have, and their description in messages."""
 
     holds: Callable[[float], bool]
     allowed: str
@@ -21,7 +21,7 @@ class Range:
     is_whole: bool = True
 
     def allows(self, value: object) -> bool:
-        """Whether `value` is a number of the right kind in range; true and false are none."""
+        """Whether `value` is a number of the right type and in range; true and false are not."""
         kinds = int if self.is_whole else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool) and self.holds(value)
 
@@ -60,7 +60,7 @@ SAMPLING_RANGES = {
         allowed=f"a whole number, 1 to {MAX_INT32}",
         remedy="write the most tokens an answer may have",
     ),
-    "stop_token_ids": Range(  # each of them
+    "stop_token_ids": Range(  # of each id
         holds=lambda v: 0 <= v <= MAX_INT32,
         allowed=f"whole numbers, 0 to {MAX_INT32}",
         remedy="give ids of the target's tokenizer",

@@ -205,7 +205,7 @@ class BenchConfig:
     max_prompt_tokens: int = 0  # bench=load only
     max_output_tokens: int = 0  # bench=load only
     repeats: int = 0  # timings of a figure, which is their median; bench=load: passes
-    isolate: bool = True  # every engine and method in a process of its own
+    isolate: bool = True  # every engine and method in its own process
     vllm_pythonpath: str | None = None  # goes before PYTHONPATH where vLLM runs
     timeout_s: int = 0  # of one process
 

@@ -1,6 +1,6 @@
-"""How a run ends: its exit status, and the last line of its output where answers are wrong.
+"""The end of a run: its exit status, and the last line of its output where outputs diverged.
 
-Reads summaries only; light to import.
+Reads summaries only, and imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Outcome:
 
     Attributes:
         status: 0, or why the process exits otherwise (README, "Exit status").
-        diverged: what differs from the baseline, where and what to do; None if nothing does.
+        diverged: what differs from the baseline, where, and what to do; None if nothing does.
         job: the job's number in its sweep.
     """
 
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def outcome(summary: Mapping[str, Any], job: str = "") -> Outcome:
-    """The end of the run, or the benchmark, that a summary is of."""
+    """The end of a run, or of a benchmark, from its summary."""
     if summary["status"] != "ok":
         status = INTERRUPTED if summary["status"] == "interrupted" else FAILED
         return Outcome(status=status, job=job)
@@ -40,12 +40,12 @@ def outcome(summary: Mapping[str, Any], job: str = "") -> Outcome:
 
 
 def exit_status(outcomes: Sequence[Outcome]) -> int:
-    """Of a run or a sweep: the lowest that is not 0, so 1 before 2 before 3 before 4."""
+    """The exit status of a run or a sweep: the lowest that is not 0."""
     return min((found.status for found in outcomes if found.status), default=OK)
 
 
 def last_line(outcomes: Sequence[Outcome]) -> str | None:
-    """What diverged in a run or a sweep, on one line; of several jobs the first is spelt out."""
+    """What diverged in a run or a sweep, on one line; of several jobs the first in full."""
     wrong = [found for found in outcomes if found.diverged is not None]
     if not wrong:
         return None

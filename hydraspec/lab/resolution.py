@@ -1,7 +1,7 @@
-"""What a run settles before its folder is written: the device, and the checkpoints' say in the
-configuration.
+"""Settings that are decided before the run folder is written: the device, and what the
+checkpoints' own configurations say.
 
-Light to import: the command line asks here before it knows whether anything is to run.
+Imports no torch by itself: the command line calls it before a run is certain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hydraspec.config.schema import RunConfig
 
 
 def resolve(config: RunConfig) -> None:
-    """Fill in, in place, what checkpoints decide; see `factory`."""
+    """Check the device and fill in, in place, what checkpoints decide; see `factory`."""
     factory.check_speculator(config)
     factory.check_device(config)
     factory.resolve_drafter(config)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hydraspec.cli.compose import plan, with_method
+from hydraspec.cli.compose import plan
+from hydraspec.cli.overrides import with_method
 from hydraspec.config import to_dict
 from hydraspec.config.schema import Dtype
 

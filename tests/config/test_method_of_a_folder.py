@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hydraspec import factory
-from hydraspec.cli.compose import DEFAULT_METHOD, plan, with_method
+from hydraspec.cli.compose import plan
+from hydraspec.cli.overrides import DEFAULT_METHOD, with_method
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models import load_target

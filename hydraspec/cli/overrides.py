@@ -1,0 +1,155 @@
+"""Overrides as typed: parsed, completed, and checked before anything is composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from hydraspec.cli.hydra_keys import check_hydra_key
+from hydraspec.cli.translate import translated, unreadable
+from hydraspec.config.build import check_key
+from hydraspec.config.choices import SEARCH_PATH, choices_of, packaged_drafters, search
+from hydraspec.config.messages import listing, refusal
+from hydraspec.config.schema import AUTO
+from hydraspec.errors import ConfigurationError
+
+DEFAULT_METHOD = "gemma4_mtp"  # as in conf/config.yaml
+EXPERIMENT = "experiment"
+
+
+def with_method(overrides: Sequence[str]) -> list[str]:
+    """`overrides`, with `method=auto` where the default method does not fit the rest.
+
+    That is so with a drafter's folder (method.checkpoint), a folder that may be one
+    (target.checkpoint), or a target without a drafter for the default method; one such target of
+    several is enough, as `auto` is decided for each job. A method that is chosen is kept, and so is
+    an experiment, which may choose one. `experiment=null` becomes `experiment=[]`, its form in
+    Hydra's grammar.
+    """
+    overrides = [_without_null(typed) for typed in parse(overrides)]
+    parsed = parse(overrides)
+    if {"method", "method.name", EXPERIMENT} & {override.key_or_group for override in parsed}:
+        return overrides
+    with translated():
+        if any(_says_the_method(override) for override in parsed):
+            return [*overrides, f"method={AUTO}"]
+    return overrides
+
+
+def _without_null(override: Override) -> str:
+    if override.key_or_group != EXPERIMENT or override.is_delete():
+        return override.input_line or ""
+    values = [line.partition("=")[2] for line in values_of(override)]
+    chosen = ["[]" if value == "null" else value for value in values]
+    return f"{override.get_key_element()}={','.join(chosen)}"
+
+
+def _says_the_method(override: Override) -> bool:
+    key = override.key_or_group
+    if override.is_delete() or key not in ("method.checkpoint", "target.checkpoint", "target"):
+        return False
+    if key != "target":
+        return override.is_sweep_override() or override.value() is not None
+    swept = override.is_sweep_override()
+    names = override.sweep_string_iterator() if swept else [str(override.value())]
+    return any(
+        name in choices_of("target") and DEFAULT_METHOD not in packaged_drafters(name)
+        for name in names
+    )
+
+
+def values_of(override: Override) -> list[str]:
+    """An override with several values as one line a value."""
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    key = override.get_key_element()
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Overrides parsed by Hydra's grammar.
+
+    Raises:
+        ConfigurationError: for the first that cannot be read.
+    """
+    parser = OverridesParser.create()
+    parsed = []
+    for line in overrides:
+        try:
+            parsed.extend(parser.parse_overrides([line]))
+        except HydraException as error:
+            raise unreadable(line) from error
+    return parsed
+
+
+def check_keys(overrides: Sequence[Override]) -> None:
+    """Refuse unknown keys, and those of Hydra's that name code.
+
+    Raises:
+        ConfigurationError: for the first.
+    """
+    for override in overrides:
+        for typed in parse(values_of(override)):
+            _check_override_key(typed)
+
+
+def _check_override_key(override: Override) -> None:
+    key = override.key_or_group
+    if override.is_hydra_override() or key.startswith("hydra/"):
+        for leaf, value in leaves(override):
+            check_hydra_key(leaf, value)
+        return
+    if choices_of(key) and override.value() is None and not override.is_delete():
+        known = listing(choices_of(key))
+        raise refusal(key, None, "leaves the group empty", allowed=known)
+    for leaf, value in leaves(override):
+        if not choices_of(leaf):
+            check_key(leaf, value)
+
+
+def leaves(override: Override) -> Iterator[tuple[str, object]]:
+    """Dotted keys with the values typed for them; none for an override with several values."""
+    if not override.is_sweep_override():
+        yield from _flat(override.key_or_group, override.value())
+
+
+def _flat(key: str, value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _flat(f"{key}.{name}", inner)
+
+
+def search_places(overrides: Sequence[str]) -> None:
+    """Take choices from the folders that hydra.searchpath names, and from no earlier command's.
+
+    Raises:
+        ConfigurationError: as `choices.search`.
+    """
+    typed = [override for override in parse(overrides) if override.key_or_group == SEARCH_PATH]
+    if len(typed) > 1:
+        raise ConfigurationError(
+            f"{SEARCH_PATH}: given twice (--config-dir is its short form)\n"
+            f"  allowed: one list of folders\n  to do: write '{SEARCH_PATH}=[…, …]'"
+        )
+    places = typed[0].value() if typed and not typed[0].is_sweep_override() else None
+    search([str(place) for place in places] if isinstance(places, list) else [])
+
+
+def search_override(places: Sequence[str]) -> str:
+    """Places with further choices as an override, which every composition of the run then reads."""
+    escaped = (place.replace("\\", "\\\\").replace("'", "\\'") for place in places)
+    quoted = ",".join(f"'{place}'" for place in escaped)
+    return f"{SEARCH_PATH}=[{quoted}]"
+
+
+def with_config_dir(folder: str | None, overrides: Sequence[str]) -> list[str]:
+    """`overrides`, after `--config-dir FOLDER` as an override."""
+    if folder is None:
+        return list(overrides)
+    return [search_override([f"file://{Path(folder).expanduser().absolute()}"]), *overrides]

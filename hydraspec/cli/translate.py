@@ -1,0 +1,96 @@
+"""Errors of Hydra and OmegaConf as ours: key, value given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraspec.config.build import NAME
+from hydraspec.config.choices import choices_of, choices_with
+from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.errors import ConfigurationError
+
+# The only place where Hydra names the override that it refuses is its message.
+MISSING_KEY = re.compile(r"Could not override '.*?'\.\s+To append .* use \+(.*?)=(.*)", re.DOTALL)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise errors of Hydra and OmegaConf as ConfigurationError."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate(error) from error
+
+
+def translate(error: Exception) -> ConfigurationError:
+    """An error of Hydra or OmegaConf as ours."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error)
+    if isinstance(error, OverrideParseException):
+        return unreadable(error.override)
+    missing = MISSING_KEY.match(str(error))
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    first = str(error).splitlines()[0]
+    if not key:
+        return ConfigurationError(
+            f"{first}\n  allowed: group=choice, key=value, each once\n"
+            "  to do: see groups and keys with --help"
+        )
+    parent, _, name = str(key).rpartition(".")
+    node = getattr(cause, "parent_node", None)
+    allowed = [str(known) for known in node] if isinstance(node, DictConfig) else []
+    if missing and isinstance(node, DictConfig):
+        return _missing_key(missing[1], missing[2], parent, node)
+    meant = nearest(name, allowed)
+    lines = [f"{key}: {first}"]
+    if allowed:
+        lines.append(f"  allowed: keys of {parent or 'the configuration'} are {listing(allowed)}")
+    lines.append(f"  to do: did you mean {parent}.{meant}?" if meant else "  to do: leave it out")
+    return ConfigurationError("\n".join(lines))
+
+
+def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> ConfigurationError:
+    """The error of a key that the choice of its group lacks."""
+    group, known = key.partition(".")[0], [str(name) for name in node if name != NAME]
+    where = parent or "the configuration"
+    if choices_of(group):
+        where = f"{group}={node._get_root()[group][NAME]}"
+    meant = nearest(key.removeprefix(f"{parent}."), known)
+    remedy = f"did you mean {parent}.{meant}?" if meant else "leave it out"
+    others = choices_with(key)
+    if others and where not in others:
+        remedy = f"choose {' or '.join(others)}, or leave it out"
+    allowed = f"keys of {parent} are {listing(known)}" if known else f"{where} has no keys"
+    return refusal(key, value, f"is no key of {where}", allowed=allowed, remedy=remedy)
+
+
+def _unknown_choice(error: MissingConfigException) -> ConfigurationError:
+    group, _, choice = str(error.missing_cfg_file).rpartition("/")
+    if not group:
+        return ConfigurationError(str(error).splitlines()[0])
+    options = list(error.options or ())
+    meant = nearest(choice, options)
+    remedy = f"did you mean {group}={meant}?" if meant else f"choose {group}=<choice> from these"
+    return ConfigurationError(
+        f"{group}={choice} is no choice\n  allowed: {listing(options)}\n  to do: {remedy}"
+    )
+
+
+def unreadable(line: str) -> ConfigurationError:
+    """The error of an override that Hydra's grammar does not take."""
+    remedy = "write key=value"
+    if "=" in line:
+        key, value = line.split("=", 1)
+        remedy = f"quote a value with special characters, e.g. \"{key}='{value}'\""
+    elif line.startswith("-"):
+        remedy = "see the flags with --help"
+    return ConfigurationError(
+        f"{line}: cannot be read\n  allowed: group=choice, key=value\n  to do: {remedy}"
+    )
