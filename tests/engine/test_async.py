@@ -28,8 +28,8 @@ from step_ahead import (
 )
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
-from hydraspec.config.engines import check_offer
-from hydraspec.config.schema import DraftSampling, EngineConfig, MethodConfig, Weights
+from hydraspec.cli.compose import plan
+from hydraspec.config.schema import DraftSampling, Weights
 from hydraspec.engine.native.collect import Collected, Collector, Flight
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.engine import NativeEngine
@@ -321,9 +321,9 @@ def test_a_slow_launch_is_charged_to_its_own_step(
 
 
 def test_other_engines_have_no_such_key() -> None:
-    engine = EngineConfig(name="transformers", async_scheduling=True)
+    typed = ["engine=transformers", "method=none", "+engine.async_scheduling=true"]
     with pytest.raises(ConfigurationError, match=r"engine\.async_scheduling"):
-        check_offer(engine, MethodConfig(name="none", num_speculative_tokens=0))
+        plan(typed)
 
 
 def slide_to_the_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
