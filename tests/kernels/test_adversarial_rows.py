@@ -1,6 +1,6 @@
-"""Truncation and choices end, and are right, on rows and parameters chosen to upset them.
+"""Truncation and token choice end, and are right, on adversarial rows and parameters.
 
-On a GPU every truncation meets every row at vocabularies up to 300,000, under a time limit that
+On a GPU every truncation runs on every row at vocabularies up to 300,000, under a time limit that
 ends the process: a kernel that never ends cannot be interrupted otherwise.
 """
 

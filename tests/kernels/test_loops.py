@@ -1,6 +1,6 @@
-"""Loops of kernels end: each `while` says what bounds it, and threads of one program cannot part.
+"""Loops of kernels end: each `while` says what bounds it, and threads of a program stay together.
 
-The interpreter runs a program as one thread, so what threads do apart is read from the PTX.
+The interpreter runs a program as one thread, so what separate threads do is read from the PTX.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class Recorded:
         return lambda *args, **options: self.options.update(options)
 
 
-def test_no_thread_rounds_a_sum_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The mass of a row with 2 to 32 groups is added up within a warp: as fused products, a thread
-    rounds all but its own. Threads then search for different keys, and one that ends a trip
-    earlier never meets the others again: top_p alone hung GPUs at vocabularies of 65 to 2,048."""
+def test_threads_round_a_shared_sum_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The mass of a row with 2 to 32 groups is added up within a warp: with fused multiply-adds, a
+    thread rounds all products but one. Threads then search for different keys, and one that ends
+    earlier leaves the others waiting: top_p alone hung GPUs at vocabularies of 65 to 2,048."""
     kernel = Recorded()
     monkeypatch.setattr(launches, "find_cuts", kernel)
     monkeypatch.setattr(launches, "group_statistics", Recorded())

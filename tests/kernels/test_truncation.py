@@ -154,7 +154,7 @@ def test_nothing_allowed_and_nan_leave_something(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_more_tokens_than_are_listed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a nucleus may reach many tokens their groups are searched instead."""
+    """If too many tokens may be in the nucleus, their groups are searched instead."""
     monkeypatch.setattr(launches, "MAX_LISTED", 16)
     monkeypatch.setattr(launches, "WIDE", 128)
     logits = (randn(8, 700) * 2).half().float()
@@ -166,8 +166,8 @@ def test_more_tokens_than_are_listed(device: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_nobody_needs_stay(device: str) -> None:
-    """Behind a request's drafts, of requests that do not sample or are greedy or not truncated."""
+def test_rows_that_no_request_needs_stay(device: str) -> None:
+    """After a request's drafts, of requests that do not sample or are greedy or not truncated."""
     wide = torch.full((12, 101), torch.nan)
     wide[:, :100] = randn(12, 100)
     logits = wide[:, :100]

@@ -1,7 +1,7 @@
-"""Verdicts on rows and truncations chosen to upset them: an end, and the verifiers' own tokens.
+"""Verdicts on adversarial rows and truncations: kernels end, and emit the reference's tokens.
 
-What truncation keeps is judged in `tests/kernels/test_adversarial_rows.py`; here verifiers in torch
-read what the kernels kept.
+`tests/kernels/test_adversarial_rows.py` tests what truncation keeps; here the reference verifies
+rows that the kernels have truncated.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def check_verdicts(
     cases: list[tuple[str, bool]],
     stride: int = 1,
 ) -> None:
-    """The kernels' verdict on truncated rows is that of torch on the rows as the kernels cut them;
-    of rows without a distribution tokens are in the vocabulary."""
+    """The kernels' verdict on truncated rows is the reference's on the same truncated rows; tokens
+    of rows without a distribution are in the vocabulary."""
     for i, (rule, sampled) in enumerate(cases):
         step, whole = odd_step(make_step, vocab, vocab + 7 * i, sampled, dtype, stride)
         step, verify = step.to(device), build(rule)
@@ -112,7 +112,7 @@ def test_a_few_verdicts(rule: str, make_step: Any) -> None:
 def test_verdicts_at_all_vocabularies(
     dtype: str, vocabularies: tuple[int, ...], make_step: Any
 ) -> None:
-    """Every rule, outright and sampled drafts: it ends though no row of a request may be usual."""
+    """Every rule, argmax and sampled drafts: kernels end although every row may be adversarial."""
     cases = [(rule, sampled) for rule in RULES for sampled in (False, True)]
     small = [
         (odd_step(make_step, vocab, 0, sampled, DTYPES[dtype], 99)[0].to("cuda"), build(rule))

@@ -1,4 +1,4 @@
-"""Verification by kernels decides and emits what the verifiers in torch do, request by request."""
+"""Verification by kernels decides and emits what its reference does, request by request."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("verification", RULES)
-def test_verdicts_are_those_of_the_verifiers(
+def test_verdicts_are_those_of_the_reference(
     verification: str, num_drafts: int, drafts: str, make_step: Any, device: str
 ) -> None:
     """Catches a draw under another key, a row too far, a ratio that is not capped, a residual of
-    the wrong row; NaN stands wherever nothing may be read."""
+    the wrong row; everything that must not be read is NaN."""
     if num_drafts == 0 and verification == "synthetic":
         pytest.skip("an acceptance length of 1 is all that fits")
     lengths = []
@@ -118,7 +118,7 @@ def test_rows_that_are_not_finite_are_marked(
     verification: str, drafts: str, make_step: Any, device: str
 ) -> None:
     """Catches a draft accepted by such a row, a mark lost after the statistics of chunks, and one
-    for a row that no token came from; kernels mark what the verifiers in torch do."""
+    for a row that no token came from; kernels mark what the reference marks."""
     step = steps(make_step, 3, 11, 0, drafts)
     batch, count = step.batch, len(step.batch.samples)
     clean = by_torch(step, verification, 3)
@@ -152,7 +152,7 @@ TRUNCATIONS = {
     "top_k": {"top_k": 4},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.2},
-    "each its own": {
+    "all combined": {
         "top_k": torch.tensor([0, 3, 0, 1, 5, 0, 99, 2, 4]),
         "top_p": torch.tensor([1, 1, 0.5, 0.9, 0.7, 0.8, 0.6, 1, 0.01]),
         "min_p": torch.tensor([0, 0, 0, 0.1, 0, 0.3, 0, 0.9, 0]),
@@ -163,13 +163,13 @@ TRUNCATIONS = {
 @pytest.mark.parametrize(
     ("device", "truncation"),
     [
-        ("cpu", "each its own"),
+        ("cpu", "all combined"),
         *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in TRUNCATIONS),
     ],
 )
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
 @pytest.mark.parametrize("verification", RULES)
-def test_truncated_verdicts_are_those_of_the_verifiers(
+def test_truncated_verdicts_are_those_of_the_reference(
     verification: str,
     truncation: str,
     drafts: str,
@@ -177,8 +177,8 @@ def test_truncated_verdicts_are_those_of_the_verifiers(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The road that a verifier takes where kernels run, told what truncations there are. Catches
-    rows that are cut after they are read, or under another row's parameters."""
+    """The path of a verifier where kernels run, with flags for the truncations in use. Catches rows
+    that are cut after they are read, or under another row's parameters."""
     given = TRUNCATIONS[truncation]
     flags = SamplingFlags(**{f"any_{name}": name in given for name in ("top_k", "top_p", "min_p")})
     verify = build_verifier(
@@ -201,7 +201,7 @@ def test_truncated_verdicts_are_those_of_the_verifiers(
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
 @pytest.mark.parametrize("verification", RULES)
-def test_chunks_without_mass_may_be_passed_over(
+def test_chunks_without_mass_may_be_skipped(
     verification: str,
     drafts: str,
     is_cut: bool,
@@ -209,7 +209,7 @@ def test_chunks_without_mass_may_be_passed_over(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where hardly a chunk has mass, and where all have: the race ends the same."""
+    """Where few chunks have mass, and where all have: the race has the same winner."""
     monkeypatch.setattr(launches, "CHUNK", 16)
     monkeypatch.setattr(reference, "CHUNK", 16)
     step = steps(make_step, 3, 90, 5, drafts)
@@ -250,7 +250,7 @@ def test_drafts_from_a_narrower_vocabulary(verification: str, make_step: Any, de
 def test_rows_of_several_chunks(
     verification: str, drafts: str, make_step: Any, device: str
 ) -> None:
-    """Peaks and masses of chunks come together; masked tokens have no mass."""
+    """Peaks and masses of chunks are combined; masked tokens have no mass."""
     draw = torch.Generator().manual_seed(9)
     logits = torch.randn(4, 3, 5000, generator=draw) * 3
     logits[..., 100:4000] = -torch.inf
@@ -294,7 +294,7 @@ def test_broken_logits_give_legal_ids(verification: str, make_step: Any, device:
 
 @pytest.mark.parametrize("verification", RULES)
 def test_greedy_batches_need_choices_only(verification: str, make_step: Any) -> None:
-    """The road of a batch that is greedy throughout ends where the general one does."""
+    """The path of all-greedy batches gives the verdicts of the general path."""
     for seed in range(6):
         step = steps(make_step, 3, 5, seed, ["one_hot", "probabilistic"][seed % 2])
         step.state.temperature.zero_()

@@ -259,14 +259,14 @@ def test_mutation_noise_shared_by_draft_and_residual_is_caught(
 
 @pytest.mark.parametrize("verification", ["standard", "block"])
 def test_mutation_softmax_for_argmax_drafts_is_caught(verification: str, make_step: Any) -> None:
-    """A draft chosen outright was not sampled from the softmax it is the argmax of."""
+    """An argmax draft was not sampled from the softmax it is the argmax of."""
     setup = Setup(verification=verification)
     assert goodness_of_fit(setup, make_step) > ALPHA
     assert goodness_of_fit(replace(setup, softmax_for_argmax=True), make_step) < ALPHA
 
 
 def test_mutation_draft_noise_without_the_draft_index_is_caught(make_step: Any) -> None:
-    """Block verification looks behind the rejection: re-drafting with old noise is biased."""
+    """Block verification looks past the rejection: re-drafting with old noise is biased."""
     setup = Setup(verification="block", table_seed=3)
     assert goodness_of_fit(setup, make_step) > ALPHA
     assert goodness_of_fit(replace(setup, index_drafts=False), make_step) < ALPHA

@@ -51,7 +51,7 @@ EXPECTED = [[1, 2, 3, 4], [1, 2, 3, -1], [1, 2, -1, -1], [1, -1, -1, -1],
 @pytest.mark.parametrize("verification", LOSSLESS)
 @pytest.mark.parametrize("rule", ["all_greedy", "temperature_0", "certain_target"])
 def test_every_accepted_length(rule: str, verification: str, drafts: str, make_step: Any) -> None:
-    """Always, sometimes, never accepted; nothing behind a missing draft; same by all three roads.
+    """Always, sometimes, never accepted; nothing after a missing draft; the same on three paths.
 
     temperature_0 is a greedy request in a mixed batch; certain_target samples at temperature 1.
     """
@@ -332,7 +332,7 @@ def test_draws_are_keyed_by_predicted_position_purpose_and_index(
 def test_synthetic_length_is_met_whatever_the_drafts(
     length: float, all_greedy: bool, make_step: Any
 ) -> None:
-    """L - 1 is ones, one fraction, zeros; the token behind the drafts is the target's own."""
+    """L - 1 is ones, one fraction, zeros; the token after the drafts is the target's."""
     count = 4000
     step = make_step(
         sure([[1, 2, 3, 4]] * count),

@@ -1,4 +1,4 @@
-"""Rows of logits that searches and draws may stumble over, and a judge of what is kept of them."""
+"""Adversarial rows of logits for searches and draws, and a check of what truncation keeps."""
 
 from __future__ import annotations
 

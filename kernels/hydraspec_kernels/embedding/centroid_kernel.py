@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
-from hydraspec_kernels.sampling.sort_keys.kernel import key_of
+from hydraspec_kernels.sampling.sort_keys_kernel import key_of
 from hydraspec_kernels.sampling.token_choice.kernel import NO_TOKEN, best_of_rows, first_best
 
 BLOCK_ROWS = 16  # the minimum of tl.dot

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hydraspec_kernels.runtime.launch_kernel import start_next, wait_for_inputs
-from hydraspec_kernels.sampling.sort_keys.kernel import (
+from hydraspec_kernels.sampling.sort_keys_kernel import (
     INFINITY_BITS,
     NO_KEY,
     halved,

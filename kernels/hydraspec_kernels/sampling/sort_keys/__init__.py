@@ -1,1 +1,0 @@
-"""The order of floating-point numbers as integers, for binary searches of thresholds."""
