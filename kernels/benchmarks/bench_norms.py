@@ -120,7 +120,7 @@ def elementwise_cases(rows: int, width: int, inner: int) -> Iterator[Case]:
         "gated_activation",
         f"{rows}x{inner}",
         gated_activation,
-        gated_activation_reference,
+        lambda gate_up: gated_activation_reference(gate_up, "gelu_tanh"),
         lambda: (normal(rows, 2 * inner),),
         6 * rows * inner,
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hydraspec_kernels.activation import gated_silu
+from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.attention import GroupShape, paged_attention, plan, plan_attention
 from hydraspec_kernels.attention.reference import paged_attention_reference
 from hydraspec_kernels.moe import moe, route_grouped
@@ -103,10 +103,10 @@ def test_experts_with_silu_gates(path: object) -> None:
     rows = []
     for t in range(4):
         parts = [
-            gated_silu(x[t] @ gate_up[e]) @ down[e] * w
+            gated_activation(x[t] @ gate_up[e], "silu") @ down[e] * w
             for e, w in zip(experts[t], weights[t], strict=True)
         ]
         rows.append(torch.stack(parts).sum(0))
-    out = path(x, weights, experts, gate_up, down, gated_silu)  # type: ignore[operator]
+    out = path(x, weights, experts, gate_up, down, "silu")  # type: ignore[operator]
     assert torch.allclose(out, torch.stack(rows))
     assert not torch.allclose(out, moe_reference(x, weights, experts, gate_up, down))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hydraspec_kernels.activation import gated_activation, gated_silu
+from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
 from hydraspec_kernels.embedding import embed, ple_inputs
 from hydraspec_kernels.moe import moe, route, route_grouped
@@ -67,7 +67,7 @@ class World:
             grouped, _ = route_grouped(logits.float(), self.scale.float(), 3, 4, 2)
             mixed = done(moe(y, weights * done(grouped), chosen, self.gate_up, self.down))
             gates = torch.cat((mixed, h), -1)
-            mixed = done(gated_activation(gates)) + done(gated_silu(gates))
+            mixed = done(gated_activation(gates)) + done(gated_activation(gates, "silu"))
             mixed[:, :64] += inputs[:, layer]
             h, y = done_pair(
                 add_norm(h, mixed, post_weight=post, next_weight=following, eps=EPS, scale=0.9),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hydraspec_kernels.activation import gated_activation, gated_silu
+from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.moe.cpu import moe_dense
 from hydraspec_kernels.moe.kernel import group_pairs, moe_cuda
 from hydraspec_kernels.moe.reference import route_grouped_reference, route_reference
@@ -57,9 +57,9 @@ def test_experts_in_float32(rows, experts, k, size, inner, transposed, device):
     gate_up, down = experts_of(experts, size, inner, torch.float32, device, transposed=transposed)
     weights, chosen = routed(rows, experts, k, device)
     (x,) = (torch.randn(rows, size, generator=torch.Generator().manual_seed(8)).to(device),)
-    for uses_silu, gated in ((False, gated_activation), (True, gated_silu)):
-        expected = moe_dense(x, weights, chosen, gate_up, down, gated)
-        found = moe_cuda(x, weights, chosen, gate_up, down, uses_silu=uses_silu)
+    for activation in ("gelu_tanh", "silu"):
+        expected = moe_dense(x, weights, chosen, gate_up, down, activation)
+        found = moe_cuda(x, weights, chosen, gate_up, down, activation)
         torch.testing.assert_close(found, expected, **CLOSE[torch.float32])
 
 
@@ -92,14 +92,14 @@ def test_experts_at_model_sizes_are_near_float64(shape, rows, dtype):
     gate_up, down = experts_of(experts, size, inner, dtype, "cuda", transposed=True)
     weights, chosen = routed(rows, experts, k, "cuda")
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(8)).to("cuda", dtype)
-    found = moe_cuda(x, weights, chosen, gate_up, down, uses_silu=False)
+    found = moe_cuda(x, weights, chosen, gate_up, down, "gelu_tanh")
     exact = torch.zeros(rows, size, dtype=torch.float64, device="cuda")
     for e in range(experts):
         share = (weights * (chosen == e)).sum(-1, keepdim=True).double()
         inner_rows = gated_activation(x.double() @ gate_up[e].double())
         exact += share * (inner_rows @ down[e].double())
     torch.testing.assert_close(found.double(), exact, **CLOSE[dtype])
-    again = moe_cuda(x, weights, chosen, gate_up, down, uses_silu=False)
+    again = moe_cuda(x, weights, chosen, gate_up, down, "gelu_tanh")
     assert torch.equal(found, again)
 
 

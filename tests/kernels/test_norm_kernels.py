@@ -8,7 +8,6 @@ from hydraspec_kernels import norms
 from hydraspec_kernels.activation.kernel import gated_activation_cuda
 from hydraspec_kernels.activation.reference import (
     gated_activation_reference,
-    gated_silu_reference,
 )
 from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
 from hydraspec_kernels.embedding.ple_kernel import ple_inputs_cuda
@@ -183,37 +182,39 @@ def test_rms_norm_at_model_sizes_is_within_a_rounding_of_float64(shape, dtype):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # meant: the result is -0
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("uses_silu", [False, True])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 70), (2, 3, 34), (2, 2100)])
 def test_gated_activation_kernels_are_their_references(
-    monkeypatch, shape, uses_silu, dtype, device
+    monkeypatch, shape, activation, dtype, device
 ):
     (x,) = draws(4, dtype, device, shape)
     x *= 6  # into the tails, where exp overflows or vanishes
     x.flatten()[0] = -90.0
-    reference = gated_silu_reference if uses_silu else gated_activation_reference
-    expected = reference(x)
+    expected = gated_activation_reference(x, activation)
     with monkeypatch.context() as patch:
         poison(patch)
-        found = gated_activation_cuda(x, uses_silu=uses_silu)
+        found = gated_activation_cuda(x, activation)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gated_activation_reads_rows_out_of_a_wider_tensor(device):
     (x,) = draws(5, torch.float32, device, (4, 60))
-    found = gated_activation_cuda(x[:, 10:50], uses_silu=True)
-    torch.testing.assert_close(found, gated_silu_reference(x[:, 10:50]), **CLOSE[torch.float32])
+    found = gated_activation_cuda(x[:, 10:50], "silu")
+    torch.testing.assert_close(
+        found, gated_activation_reference(x[:, 10:50], "silu"), **CLOSE[torch.float32]
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("uses_silu", [False, True])
-def test_gated_activations_at_model_sizes_are_near_float64(uses_silu, dtype):
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+def test_gated_activations_at_model_sizes_are_near_float64(activation, dtype):
     (x,) = draws(4, dtype, "cuda", (1031, 2 * 10240))
-    reference = gated_silu_reference if uses_silu else gated_activation_reference
-    found = gated_activation_cuda(x, uses_silu=uses_silu)
-    torch.testing.assert_close(found.double(), reference(x.double()), **CLOSE[dtype])
+    found = gated_activation_cuda(x, activation)
+    torch.testing.assert_close(
+        found.double(), gated_activation_reference(x.double(), activation), **CLOSE[dtype]
+    )
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hydraspec_kernels.activation import gated_silu
 from hydraspec_kernels.moe import moe, route_grouped
 from torch import Tensor
 
@@ -58,7 +57,7 @@ class Experts:
         )
         if shape.renormalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return moe(x, weights * shape.scale, experts, self.gate_up, self.down, gated_silu)
+        return moe(x, weights * shape.scale, experts, self.gate_up, self.down, "silu")
 
 
 class DeepseekLayer:

@@ -1,32 +1,24 @@
-"""Gated activations: gelu_tanh(gate) * up, and silu(gate) * up."""
+"""Gated activations: act(gate) * up."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.activation.reference import (
-    gated_activation_reference,
-    gated_silu_reference,
-)
+from hydraspec_kernels.activation.reference import gated_activation_reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-__all__ = ["gated_activation", "gated_silu"]
+__all__ = ["Activation", "gated_activation"]
+
+Activation = Literal["gelu_tanh", "silu"]
 
 
-def gated_activation(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2I], gate half first -> gelu_tanh(gate) * up, [..., I] in the same dtype."""
+def gated_activation(gate_up: Tensor, activation: Activation = "gelu_tanh") -> Tensor:
+    """gate_up [..., 2I], gate half first -> act(gate) * up, [..., I] in the same dtype."""
     if runs_kernels(gate_up) and gate_up.dtype is not torch.float64:
         from hydraspec_kernels.activation.kernel import gated_activation_cuda  # Triton
 
-        return gated_activation_cuda(gate_up, uses_silu=False)
-    return gated_activation_reference(gate_up)
-
-
-def gated_silu(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2I], gate half first -> silu(gate) * up, [..., I] in the same dtype."""
-    if runs_kernels(gate_up) and gate_up.dtype is not torch.float64:
-        from hydraspec_kernels.activation.kernel import gated_activation_cuda  # Triton
-
-        return gated_activation_cuda(gate_up, uses_silu=True)
-    return gated_silu_reference(gate_up)
+        return gated_activation_cuda(gate_up, activation)
+    return gated_activation_reference(gate_up, activation)

@@ -52,8 +52,8 @@ def gated_activation_kernel(
     tl.store(out_ptr + row * inner + column, out.to(dtype), mask=inside)
 
 
-def gated_activation_cuda(gate_up: Tensor, *, uses_silu: bool) -> Tensor:
-    """See `hydraspec_kernels.activation`; gate_up [..., 2I]."""
+def gated_activation_cuda(gate_up: Tensor, activation: str) -> Tensor:
+    """See `hydraspec_kernels.activation.gated_activation`."""
     inner = gate_up.shape[-1] // 2
     assert gate_up.shape[-1] == 2 * inner
     if gate_up.stride(-1) != 1 or (gate_up.dim() != 2 and not gate_up.is_contiguous()):
@@ -67,7 +67,7 @@ def gated_activation_cuda(gate_up: Tensor, *, uses_silu: bool) -> Tensor:
         gate_up,
         inner,
         stride,
-        USES_SILU=uses_silu,
+        USES_SILU=activation == "silu",
         BLOCK=BLOCK,
         num_warps=4,
         **dependent_launch(gate_up),

@@ -8,13 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gated_activation_reference(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2I], gate half first -> gelu_tanh(gate) * up, [..., I]."""
+def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
+    """See `hydraspec_kernels.activation.gated_activation`."""
     gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-def gated_silu_reference(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2I], gate half first -> silu(gate) * up, [..., I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)

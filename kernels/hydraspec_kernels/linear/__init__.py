@@ -6,11 +6,10 @@ than 128 rows, and shapes at which the library is faster (see plan.py) run `torc
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.activation import Activation
 from hydraspec_kernels.linear.plan import tiling_for
 from hydraspec_kernels.linear.reference import (
     gated_linear_reference,
@@ -21,8 +20,6 @@ from hydraspec_kernels.linear.reference import (
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = ["Activation", "gated_linear", "linear", "linear_partials", "scaled_gelu_linear"]
-
-Activation = Literal["gelu_tanh", "silu"]
 
 
 def linear(

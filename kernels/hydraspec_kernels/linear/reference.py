@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydraspec_kernels.activation import gated_activation, gated_silu
+from hydraspec_kernels.activation import Activation, gated_activation
 
 __all__ = [
     "gated_linear_reference",
@@ -32,11 +32,11 @@ def linear_partials_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
 ) -> Tensor:
     """act(x @ gate) * (x @ up) for weight [K, 2I] and bias [2I] that hold the gate half first."""
     y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-    return gated_activation(y) if activation == "gelu_tanh" else gated_silu(y)
+    return gated_activation(y, activation)
 
 
 def scaled_gelu_linear_reference(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.activation import gated_activation, gated_silu
-from hydraspec_kernels.moe.cpu import Gated, moe_dense, moe_gather
+from hydraspec_kernels.activation import Activation
+from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import route_grouped_reference, route_reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
@@ -44,16 +44,13 @@ def moe(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gated: Gated = gated_activation,
+    activation: Activation = "gelu_tanh",
 ) -> Tensor:
-    """x [T, D], weights and experts [T, k], gate_up [E, D, 2I], down [E, I, D] -> [T, D].
-
-    gated combines the gate and up halves, [..., 2I] -> [..., I].
-    """
-    if runs_kernels(x) and x.dtype is not torch.float64 and gated in (gated_activation, gated_silu):
+    """x [T, D], weights and experts [T, k], gate_up [E, D, 2I], down [E, I, D] -> [T, D]."""
+    if runs_kernels(x) and x.dtype is not torch.float64:
         from hydraspec_kernels.moe.kernel import moe_cuda  # Triton, as above
 
-        return moe_cuda(x, weights, experts, gate_up, down, uses_silu=gated is gated_silu)
+        return moe_cuda(x, weights, experts, gate_up, down, activation)
     # moe_gather copies and computes T * k experts; moe_dense reads E in place and computes T * E.
     few = 2 * experts.numel() <= gate_up.shape[0]
-    return (moe_gather if few else moe_dense)(x, weights, experts, gate_up, down, gated)
+    return (moe_gather if few else moe_dense)(x, weights, experts, gate_up, down, activation)

@@ -4,33 +4,39 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.activation import gated_activation
-
-Gated = Callable[[Tensor], Tensor]  # [..., 2I] -> [..., I]
+from hydraspec_kernels.activation import Activation, gated_activation
 
 # Numbers held at once by the all-experts path (gate and up of a chunk of experts for every row).
 MAX_CHUNK_NUMBERS = 1 << 24
 
 
 def moe_gather(
-    x: Tensor, w: Tensor, e: Tensor, gate_up: Tensor, down: Tensor, gated: Gated = gated_activation
+    x: Tensor,
+    w: Tensor,
+    e: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "gelu_tanh",
 ) -> Tensor:
     """Copies the k experts of every row: right while T * k is well below E."""
     rows, k = e.shape
     chosen = e.reshape(-1)
     each = x[:, None].expand(rows, k, x.shape[1]).reshape(rows * k, 1, x.shape[1])
-    inner = gated(torch.bmm(each, gate_up.index_select(0, chosen)))
+    inner = gated_activation(torch.bmm(each, gate_up.index_select(0, chosen)), activation)
     out = torch.bmm(inner, down.index_select(0, chosen)).view(rows, k, x.shape[1])
     return torch.bmm(w.to(x.dtype)[:, None], out).squeeze(1)
 
 
 def moe_dense(
-    x: Tensor, w: Tensor, e: Tensor, gate_up: Tensor, down: Tensor, gated: Gated = gated_activation
+    x: Tensor,
+    w: Tensor,
+    e: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "gelu_tanh",
 ) -> Tensor:
     """Every expert on every row, weighted by zero where it was not chosen; experts go in chunks."""
     rows, experts = x.shape[0], gate_up.shape[0]
@@ -40,7 +46,7 @@ def moe_dense(
     for start in range(0, experts, step):
         part = slice(start, start + step)
         size = min(step, experts - start)
-        inner = gated(torch.bmm(x.expand(size, *x.shape), gate_up[part]))
+        inner = gated_activation(torch.bmm(x.expand(size, *x.shape), gate_up[part]), activation)
         out = torch.bmm(inner.mul_(share[part]), down[part]).sum(0)
         total = out if total is None else total.add_(out)
     assert total is not None

@@ -277,8 +277,7 @@ def moe_cuda(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    *,
-    uses_silu: bool,
+    activation: str,
 ) -> Tensor:
     """See `moe.moe`. Weights in any strides; fast where the storage is [E, 2I, D] and [E, D, I]."""
     (rows, width), top_k = x.shape, experts.shape[1]
@@ -292,7 +291,6 @@ def moe_cuda(
     tiles = tiles_for(experts.numel(), gate_up.shape[0], x.dtype)
     grouping = group_pairs(experts, gate_up.shape[0], tiles.rows)
     x = x if x.stride(1) == 1 else x.contiguous()
-    activation = "silu" if uses_silu else "gelu_tanh"
     inner = run_experts(x, gate_up, grouping, experts, tiles, activation)
     parts = run_experts(inner, down, grouping, experts, tiles, "none")
     combine_kernel[(rows, triton.cdiv(width, COMBINE_BLOCK))](
