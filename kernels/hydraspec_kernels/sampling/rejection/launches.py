@@ -1,4 +1,4 @@
-"""The launches of `kernel.py` in their order, and the tensors between them."""
+"""The launches of speculative sampling in their order, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from torch import Tensor
 
 from hydraspec_kernels.runtime.launch_kernel import check_contiguous, dependent_launch
 from hydraspec_kernels.sampling.records import SlotSampling, Verdict, VerifiedBatch
-from hydraspec_kernels.sampling.rejection.kernel import (
-    accept,
-    chunk_statistics,
-    emit,
-    residual_of_chunks,
-    row_statistics,
-)
+from hydraspec_kernels.sampling.rejection.kernel import accept, emit, residual_of_chunks
 from hydraspec_kernels.sampling.rejection.reference import Rule
+from hydraspec_kernels.sampling.rejection.statistics_kernel import chunk_statistics, row_statistics
 from hydraspec_kernels.sampling.token_choice.reference import CHUNK, FIRST_CHUNK
 
 CHUNKS_EACH = 2  # chunks of a row that one program reads
