@@ -1,5 +1,5 @@
-"""The records that flow through a step; from the kernels those that verification writes, from
-errors.py what a user can do wrong. Imports no other room of the project.
+"""The records that flow through a step; from the kernels those that attention and verification
+share with the engine, from errors.py what a user can do wrong. Imports no other room.
 
 Shape legend, the same letters everywhere:
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from hydraspec_kernels.attention.plan import GroupShape as GroupShape
+from hydraspec_kernels.attention.plan import RowSegment as RowSegment
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import Verdict as Verdict
@@ -115,35 +117,24 @@ class StepRecord:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVGroupSpec:
-    """Layers that share a block table. A page row of one layer is [2, num_kv_heads, head_dim] (K,
-    then V), unless `row_shape` says otherwise (a latent cache: values are a part of the key)."""
+    """Layers that share a block table."""
 
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # indices into KVCache.caches: target layers, then a drafter's own
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    window: int | None  # a query at p sees positions > p - window; None sees all
-    row_shape: tuple[int, ...] | None = None  # None: [2, num_kv_heads, head_dim]
+    shape: GroupShape
 
     @property
-    def page_row(self) -> tuple[int, ...]:
-        """Shape of what one token takes in the cache of one layer."""
-        return self.row_shape or (2, self.num_kv_heads, self.head_dim)
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.shape.block_size
+
+    @property
+    def window(self) -> int | None:
+        """A query at p sees positions > p - window; None sees all."""
+        return self.shape.window
 
 
 # --------------------------------------------------------------------------- a step
-
-
-@dataclass(slots=True, frozen=True)
-class RowSegment:
-    """A run of requests with equally many rows; host numbers, so shapes never depend on data."""
-
-    first_row: int
-    first_request: int
-    num_requests: int
-    rows_per_request: int
-    max_seq_len: int  # upper bound of seq_lens over the segment's requests
 
 
 @dataclass(slots=True, frozen=True)
@@ -259,6 +250,7 @@ class Batch(Rows):
 
     @property
     def num_requests(self) -> int:
+        """B, padding included."""
         return self.slots.shape[0]
 
 

@@ -32,17 +32,7 @@ def group_layers(
         if not owners:
             continue
         shape = shapes[kind] = shape_of(kind)
-        specs.append(
-            KVGroupSpec(
-                name=names[kind],
-                layers=owners,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                block_size=shape.block_size,
-                window=shape.window,
-                row_shape=None if shape.latent_dim is None else (1, shape.head_dim),
-            )
-        )
+        specs.append(KVGroupSpec(name=names[kind], layers=owners, shape=shape))
     return shapes, specs
 
 

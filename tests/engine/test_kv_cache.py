@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks, row_bytes
-from hydraspec.types import KVGroupSpec
+from hydraspec.types import GroupShape, KVGroupSpec
 
-FULL = KVGroupSpec(name="full", layers=(1,), num_kv_heads=1, head_dim=8, block_size=4, window=None)
+FULL = KVGroupSpec(
+    name="full",
+    layers=(1,),
+    shape=GroupShape(num_heads=1, num_kv_heads=1, head_dim=8, block_size=4, window=None),
+)
 SLIDING = KVGroupSpec(
-    name="sliding", layers=(0, 2), num_kv_heads=2, head_dim=4, block_size=2, window=5
+    name="sliding",
+    layers=(0, 2),
+    shape=GroupShape(num_heads=2, num_kv_heads=2, head_dim=4, block_size=2, window=5),
 )
 
 
@@ -118,11 +124,9 @@ def test_a_latent_row_is_counted_and_allocated_by_its_shape() -> None:
     latent = KVGroupSpec(
         name="latent",
         layers=(0, 1),
-        num_kv_heads=1,
-        head_dim=24,
-        block_size=4,
-        window=None,
-        row_shape=(1, 24),
+        shape=GroupShape(
+            num_heads=1, num_kv_heads=1, head_dim=24, block_size=4, window=None, latent_dim=16
+        ),
     )
     assert row_bytes(latent, torch.float32) == 2 * 24 * 4
     cache = KVCache(

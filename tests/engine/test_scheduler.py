@@ -7,15 +7,14 @@ import torch
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
-from hydraspec.types import KVGroupSpec, Request, SamplingParams
+from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 
 
 def make_scheduler(
     *, num_blocks: int = 65, max_num_seqs: int = 4, budget: int = 16, max_len: int = 64, k: int = 3
 ) -> Scheduler:
-    spec = KVGroupSpec(
-        name="full", layers=(0,), num_kv_heads=1, head_dim=2, block_size=4, window=None
-    )
+    shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=2, block_size=4, window=None)
+    spec = KVGroupSpec(name="full", layers=(0,), shape=shape)
     kv = KVCache(
         [spec],
         [num_blocks],
@@ -101,9 +100,8 @@ def test_prompts_that_cannot_be_served_fail_alone() -> None:
 
 def test_lookahead_counts_when_a_window_has_to_fit() -> None:
     """Otherwise a request would wait for ever for a cache that can never take its first row."""
-    spec = KVGroupSpec(
-        name="sliding", layers=(0,), num_kv_heads=1, head_dim=2, block_size=4, window=4
-    )
+    shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=2, block_size=4, window=4)
+    spec = KVGroupSpec(name="sliding", layers=(0,), shape=shape)
     for num_blocks, fits in ((3, False), (5, True)):
         kv = KVCache(
             [spec],

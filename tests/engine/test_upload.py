@@ -14,7 +14,14 @@ from hydraspec.engine.native.plans import split_plan
 from hydraspec.engine.native.results import RESULT_RING, ResultRing
 from hydraspec.engine.native.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
 from hydraspec.graphs import Descriptor
-from hydraspec.types import BlockTable, KVGroupSpec, RowSegment, SamplingFlags, StepPlan
+from hydraspec.types import (
+    BlockTable,
+    GroupShape,
+    KVGroupSpec,
+    RowSegment,
+    SamplingFlags,
+    StepPlan,
+)
 
 FLAGS = SamplingFlags()
 OWNERS = itertools.count(1)
@@ -163,7 +170,11 @@ def test_tables_on_the_device_follow_the_cache() -> None:
     the device has after a plan is what the cache said when the plan was made."""
     rng = np.random.default_rng(0)
     specs = [
-        KVGroupSpec(name=name, layers=(g,), num_kv_heads=1, head_dim=1, block_size=2, window=window)
+        KVGroupSpec(
+            name=name,
+            layers=(g,),
+            shape=GroupShape(num_heads=1, num_kv_heads=1, head_dim=1, block_size=2, window=window),
+        )
         for g, (name, window) in enumerate((("full", None), ("sliding", 5)))
     ]
     kv = KVCache(

@@ -4,21 +4,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hydraspec_kernels.attention import GroupShape, paged_attention, plan, plan_attention
+from hydraspec_kernels.attention import (
+    GroupShape,
+    RowSegment,
+    paged_attention,
+    plan,
+    plan_attention,
+)
 from hydraspec_kernels.attention.reference import paged_attention_reference
 from torch import Tensor
 
 # float64 on both sides: only the order of summation differs.
 TOLERANCE = 1e-10
-
-
-@dataclass(frozen=True)
-class Segment:
-    first_row: int
-    first_request: int
-    num_requests: int
-    rows_per_request: int
-    max_seq_len: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ CASES = {
 }
 
 
-def build(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Segment, ...]]:
+def build(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[RowSegment, ...]]:
     """A NaN-poisoned cache in which only the entries of the requests hold numbers."""
     draw = torch.Generator().manual_seed(7)
     per_request = -(-max(case.lens) // case.block_size)
@@ -89,7 +86,7 @@ def build(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Seg
     for count in sorted(set(case.rows)):
         num = case.rows.count(count)
         longest = max(case.lens[request : request + num]) + case.slack
-        segments.append(Segment(row, request, num, count, longest))
+        segments.append(RowSegment(row, request, num, count, longest))
         row, request = row + num * count, request + num
     return query, cache, table, torch.tensor(case.lens), positions, tuple(segments)
 

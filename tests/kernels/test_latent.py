@@ -1,11 +1,15 @@
 """What DeepSeek-V3 adds to the kernels: attention over a latent cache, and routing in groups."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hydraspec_kernels.activation import gated_activation
-from hydraspec_kernels.attention import GroupShape, paged_attention, plan, plan_attention
+from hydraspec_kernels.attention import (
+    GroupShape,
+    RowSegment,
+    paged_attention,
+    plan,
+    plan_attention,
+)
 from hydraspec_kernels.attention.reference import paged_attention_reference
 from hydraspec_kernels.moe import moe, route_grouped
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
@@ -13,15 +17,6 @@ from hydraspec_kernels.moe.reference import moe_reference
 
 TOLERANCE = 1e-12  # float64 sums in another order
 LATENT, ROTARY, HEADS, SCALE = 6, 4, 3, 0.7
-
-
-@dataclass
-class Segment:
-    first_row: int
-    first_request: int
-    num_requests: int
-    rows_per_request: int
-    max_seq_len: int
 
 
 CASES = {  # rows of each request, lengths, block size
@@ -56,7 +51,9 @@ def test_latent_attention_reads_values_from_its_keys(
     segments, row, request = [], 0, 0
     for count in sorted(set(rows)):
         num = rows.count(count)
-        segments.append(Segment(row, request, num, count, max(lens[request : request + num]) + 3))
+        segments.append(
+            RowSegment(row, request, num, count, max(lens[request : request + num]) + 3)
+        )
         row, request = row + num * count, request + num
     shape = GroupShape(
         num_heads=HEADS,

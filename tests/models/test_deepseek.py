@@ -67,7 +67,7 @@ def test_the_random_shapes_cover_every_field() -> None:
 def test_a_token_caches_one_latent_and_one_rotary_key(tmp_path: Path) -> None:
     make_deepseek(deepseek_config(), 0).save_pretrained(tmp_path)
     (group,) = load(tmp_path).kv_groups(4)
-    assert group.page_row == (1, 16 + 8)
+    assert group.shape.page_row == (1, 16 + 8)
     assert group.layers == (0, 1, 2)
 
 

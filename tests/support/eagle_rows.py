@@ -23,7 +23,7 @@ class PagedRows:
         blocks = -(-length // BLOCK)
         self.table = 1 + torch.randperm(blocks)[None]
         self.caches = [
-            torch.zeros((blocks + 1) * BLOCK, 2, spec.num_kv_heads, spec.head_dim).double()
+            torch.zeros((blocks + 1) * BLOCK, *spec.shape.page_row).double()
             for spec in self.specs
             for _ in spec.layers
         ]

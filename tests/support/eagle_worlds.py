@@ -92,7 +92,7 @@ def fresh_states(
     caches: list[Tensor | None] = [None] * target.num_layers
     for group in groups:
         for layer in group.layers:
-            shape = ((table.shape[1] + 1) * 8, 2, group.num_kv_heads, group.head_dim)
+            shape = ((table.shape[1] + 1) * 8, *group.shape.page_row)
             caches[layer] = torch.zeros(shape, dtype=target.dtype)
     rows = Rows(
         segments=(RowSegment(0, 0, 1, n, n),),

@@ -256,7 +256,7 @@ class PagedRun:
         ]
         self.caches: list[Tensor | None] = [None] * self.target.num_layers
         for group in self.groups:
-            shape = ((blocks + 1) * self.block_size, *group.page_row)
+            shape = ((blocks + 1) * self.block_size, *group.shape.page_row)
             for layer in group.layers:
                 cache = torch.full(shape, torch.nan, dtype=self.target.dtype)
                 cache[: self.block_size] = 0

@@ -60,7 +60,7 @@ class CacheSize:
 
 def row_bytes(spec: KVGroupSpec, dtype: torch.dtype) -> int:
     """Bytes one token takes in one group, over all its layers."""
-    return len(spec.layers) * math.prod(spec.page_row) * dtype.itemsize
+    return len(spec.layers) * math.prod(spec.shape.page_row) * dtype.itemsize
 
 
 def plan_num_blocks(
@@ -173,7 +173,7 @@ class Lease:
 class KVCache:
     """Block tables, pools and cache tensors of all groups.
 
-    `caches[layer]` is [num_blocks * block_size, *page_row] (see KVGroupSpec) for a layer that owns
+    `caches[layer]` is [num_blocks * block_size, *page_row] (see GroupShape) for a layer that owns
     KV, else None.
     """
 
@@ -198,7 +198,7 @@ class KVCache:
         self.caches: list[Tensor | None] = [None] * num_layers
         for group in self._groups:
             spec = group.spec
-            shape = (group.num_blocks * spec.block_size, *spec.page_row)
+            shape = (group.num_blocks * spec.block_size, *spec.shape.page_row)
             for layer in spec.layers:
                 self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -9,10 +9,10 @@ uses p + 1; the weights are the same, and the target's cache at p is what both r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from hydraspec_kernels.attention import GroupShape, hold_kv, plan_attention
+from hydraspec_kernels.attention import hold_kv, plan_attention
 from hydraspec_kernels.embedding import centroid_greedy, centroid_head
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
@@ -128,13 +128,9 @@ class Gemma4Assistant:
         segments = (RowSegment(0, 0, b, 1, max_seq_len),)
         context = DraftContext({}, {})
         for kind, (g, spec) in self.sources.items():
-            shape = GroupShape(
-                num_heads=self.config.text.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                block_size=spec.block_size,
-                window=self.config.text.sliding_window if spec.window is not None else None,
-            )
+            text = self.config.text
+            window = text.sliding_window if spec.window is not None else None
+            shape = replace(spec.shape, num_heads=text.num_heads, window=window)
             plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
@@ -258,8 +254,8 @@ def match_target(
             continue
         sources[layer.kind] = groups[name]
         spec = groups[name][1]
-        compare(f"head_dim of {layer.kind} layers", layer.head_dim, spec.head_dim)
-        compare(f"KV heads of {layer.kind} layers", layer.num_kv_heads, spec.num_kv_heads)
+        compare(f"head_dim of {layer.kind} layers", layer.head_dim, spec.shape.head_dim)
+        compare(f"KV heads of {layer.kind} layers", layer.num_kv_heads, spec.shape.num_kv_heads)
         if spec.window is not None:
             compare("sliding_window", config.text.sliding_window, spec.window)
     if contradictions:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,28 +23,15 @@ from hydraspec_kernels.runtime.launch import runs_kernels
 MAX_TILE_SCORES = 1 << 23
 
 
-class Segment(Protocol):
-    """Consecutive requests with equally many rows."""
+@dataclass(slots=True, frozen=True)
+class RowSegment:
+    """Consecutive requests with equally many rows. Host numbers: shapes never depend on data."""
 
-    @property
-    def first_row(self) -> int:
-        """Row of the step at which the segment begins."""
-
-    @property
-    def first_request(self) -> int:
-        """Request of the step at which the segment begins."""
-
-    @property
-    def num_requests(self) -> int:
-        """Requests of the segment."""
-
-    @property
-    def rows_per_request(self) -> int:
-        """Rows of each request."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """Upper bound of the segment's sequence lengths."""
+    first_row: int
+    first_request: int
+    num_requests: int
+    rows_per_request: int
+    max_seq_len: int  # upper bound of the segment's sequence lengths
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,6 +50,13 @@ class GroupShape:
     window: int | None
     scale: float = 1.0
     latent_dim: int | None = None
+
+    @property
+    def page_row(self) -> tuple[int, ...]:
+        """Shape of what one token takes in the cache of one layer: keys, then values."""
+        if self.latent_dim is not None:
+            return 1, self.head_dim
+        return 2, self.num_kv_heads, self.head_dim
 
     @property
     def head_rows(self) -> int:
@@ -197,7 +190,7 @@ AttentionPlan = TiledPlan | DevicePlan
 
 def plan_attention(
     shape: GroupShape,
-    segments: Sequence[Segment],
+    segments: Sequence[RowSegment],
     block_table: Tensor,
     seq_lens: Tensor,
     positions: Tensor,
@@ -218,7 +211,7 @@ def plan_attention(
 
 def device_plan(
     shape: GroupShape,
-    segments: Sequence[Segment],
+    segments: Sequence[RowSegment],
     block_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
@@ -241,7 +234,7 @@ def device_plan(
 
 def _tiled_plan(
     shape: GroupShape,
-    segments: Sequence[Segment],
+    segments: Sequence[RowSegment],
     block_table: Tensor,
     seq_lens: Tensor,
     positions: Tensor,
@@ -262,7 +255,7 @@ def _tiled_plan(
     return TiledPlan(shape, num_rows, tiles)
 
 
-def _rows_per_tile(shape: GroupShape, segment: Segment) -> int:
+def _rows_per_tile(shape: GroupShape, segment: RowSegment) -> int:
     rows = segment.rows_per_request
     keys = segment.max_seq_len
     if shape.window is not None:
@@ -274,7 +267,7 @@ def _rows_per_tile(shape: GroupShape, segment: Segment) -> int:
 
 def _plan_tile(
     shape: GroupShape,
-    segment: Segment,
+    segment: RowSegment,
     start: int,
     stop: int,
     table: Tensor,  # [b, P]
