@@ -128,7 +128,7 @@ def _finish(
     elif END == "softcap":
         y = softcap * (2 * _logistic(2 * y / softcap) - 1)
     v = y.to(out.dtype.element_ty)
-    if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes a thread
+    if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes per thread
         ACROSS: gl.constexpr = min(R // 8, 32)
         LAYOUT: gl.constexpr = gl.BlockedLayout(
             [1, 8], [32 // ACROSS, ACROSS], [BM // 16, 1], [1, 0]
@@ -146,7 +146,7 @@ def _multiply(
     """The multiplying warps, 16 rows of x each. A slot is released once the next products run."""
     WARPS: gl.constexpr = BM // 16
     LAYOUT_0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BRANCHES * R0, 16])
-    TILES: gl.constexpr = w0.type.layout
+    TILES: gl.constexpr = w0.layout
     v0 = view_tiles(w0, STAGES, BRANCHES * R0, BK, TILES)
     if R1:
         LAYOUT_1: gl.constexpr = gl.NVMMADistributedLayout(
