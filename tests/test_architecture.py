@@ -22,12 +22,13 @@ MAY_IMPORT = {
     "errors": set(),
     "types": {"kernels"},  # for their records
     "signals": set(),
+    "shipped": set(),
     "plugins": set(),
-    "config": {"types", "plugins"},
+    "config": {"types", "plugins", "shipped"},
     "sampling": {"kernels", "types"},
     "distributed": {"kernels", "types"},
     "graphs": {"kernels", "types"},
-    "models": {"kernels", "types", "distributed", "plugins"},
+    "models": {"kernels", "types", "distributed", "plugins", "shipped"},
     "speculators": {"kernels", "types", "config", "sampling", "models", "distributed", "graphs"},
     "engine": {
         *("kernels", "types", "config", "sampling", "models", "distributed", "graphs"),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "report": {"types", "metrics"},
     "lab": {
         *("root", "signals", "types", "plugins", "config", "metrics", "engine.base", "factory"),
-        "report",
+        *("report", "shipped"),
     },
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "report"),

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from hydraspec.config.benches import BENCH, is_bench, is_rising
 from hydraspec.config.choices import added_workload, choices_of, shipped_shapes
-from hydraspec.config.derive import SHAPE
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
@@ -24,6 +23,7 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
+from hydraspec.shipped import SHAPE_PREFIX
 
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
 # drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
@@ -110,10 +110,10 @@ def _shape(group: str) -> Iterator[Rule]:
     key = f"{group}.checkpoint"
 
     def is_shape(c: RunConfig) -> bool:
-        return (getattr(c, group).checkpoint or "").startswith(SHAPE)
+        return (getattr(c, group).checkpoint or "").startswith(SHAPE_PREFIX)
 
     def known() -> list[str]:
-        return [SHAPE + name for name in shipped_shapes()]
+        return [SHAPE_PREFIX + name for name in shipped_shapes()]
 
     yield Rule(
         key,

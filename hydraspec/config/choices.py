@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 
 from hydraspec import plugins
 from hydraspec.config.messages import refusal
+from hydraspec.shipped import SHAPES
 
 SEARCH_PATH = "hydra.searchpath"  # Hydra's key; --config-dir is its short form
-SHAPES = Path(__file__).resolve().parent.parent / "models" / "shapes"
 
 _places: tuple[str, ...] = ()  # beside the package's own
 

@@ -17,8 +17,8 @@ from hydraspec.config.schema import (
     Weights,
 )
 from hydraspec.errors import ConfigurationError
+from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 
-ZOO, SHAPE = "zoo:", "shape:"
 # Names of drafters' shapes that may ship with a target's: method -> suffix of the target's name.
 BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
@@ -31,7 +31,7 @@ def derive(config: RunConfig) -> None:
     names. Any other checkpoint may be a drafter's folder itself, which is known once it is opened;
     if it is not, the drafter is that of the target's YAML (`named_drafter`).
     """
-    known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE)
+    known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE_PREFIX)
     _name_target(config.target)
     _take_shapes(config, known)
     if not _is_own(config.target):
@@ -84,25 +84,33 @@ def _name_target(target: TargetConfig) -> None:
 
 def folder_name(checkpoint: str) -> str:
     """The last part of a folder, a hub id, a zoo name or a shape's."""
-    return checkpoint.removeprefix(ZOO).removeprefix(SHAPE).rstrip("/").rsplit("/", 1)[-1]
+    return (
+        checkpoint.removeprefix(ZOO_PREFIX)
+        .removeprefix(SHAPE_PREFIX)
+        .rstrip("/")
+        .rsplit("/", 1)[-1]
+    )
 
 
 def _take_shapes(config: RunConfig, known: bool) -> None:
     """With random weights, replace the hub id of the target's YAML by the shape that ships with the
     package, so that nothing is downloaded; name the drafters' shapes that ship with it."""
     target = config.target
-    shape, given = target.checkpoint.removeprefix(SHAPE), target.checkpoint.startswith(SHAPE)
+    shape, given = (
+        target.checkpoint.removeprefix(SHAPE_PREFIX),
+        target.checkpoint.startswith(SHAPE_PREFIX),
+    )
     if known and not given and target.weights is Weights.random and target.name in shipped_shapes():
         shape, given = target.name, True
         config.warnings.append(
             f"target.weights=random: {target.checkpoint} is not read, its shape ships with the "
-            f"package: recorded as {SHAPE}{shape}"
+            f"package: recorded as {SHAPE_PREFIX}{shape}"
         )
-        target.checkpoint = SHAPE + shape
+        target.checkpoint = SHAPE_PREFIX + shape
     if not given:
         return
     beside = {m: f"{shape}-{end}" for m, end in BESIDE.items()}
-    drafters = {m: SHAPE + name for m, name in beside.items() if name in shipped_shapes()}
+    drafters = {m: SHAPE_PREFIX + name for m, name in beside.items() if name in shipped_shapes()}
     itself = DRAFTS_ITSELF & {config.method.name, *target.drafters}
     drafters |= dict.fromkeys(itself, target.checkpoint)
     target.drafters = {**target.drafters, **drafters}
@@ -112,7 +120,7 @@ def _draw_drafter(config: RunConfig) -> None:
     """Give random weights to a drafter that is named by the target's shape: shapes have none."""
     method = config.method
     named = named_drafter(config)
-    if (method.checkpoint or "").startswith(SHAPE) and method.checkpoint == named:
+    if (method.checkpoint or "").startswith(SHAPE_PREFIX) and method.checkpoint == named:
         if method.weights is not Weights.random:
             config.warnings.append(
                 "method.weights=checkpoint: the drafter of a target with random weights is drawn "

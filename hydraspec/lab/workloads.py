@@ -17,7 +17,6 @@ import numpy as np
 
 from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
-from hydraspec.config.derive import ZOO
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     RunConfig,
@@ -27,6 +26,7 @@ from hydraspec.config.schema import (
     WorkloadConfig,
 )
 from hydraspec.lab.lines import parse_line
+from hydraspec.shipped import ZOO_PREFIX
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
 FILE_TYPES = {
@@ -245,7 +245,7 @@ def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
             f"workload.path is null; workload={config.name} needs a file of JSON lines: "
             "workload.path=/path/to/file.jsonl"
         )
-    if config.path.startswith(ZOO):
+    if config.path.startswith(ZOO_PREFIX):
         return config.path, _read_zoo(config.path)
     path = Path(config.path).expanduser()
     try:
@@ -271,8 +271,8 @@ def _read_zoo(path: str) -> bytes:
         for entry in (importlib.resources.files("hydraspec.zoo") / "data").iterdir()
         if entry.name.endswith(".jsonl")
     }
-    name = path.removeprefix(ZOO)
+    name = path.removeprefix(ZOO_PREFIX)
     if name not in files:
-        known = ", ".join(f"{ZOO}{n}" for n in sorted(files)) or "nothing"
+        known = ", ".join(f"{ZOO_PREFIX}{n}" for n in sorted(files)) or "nothing"
         raise WorkloadError(f"workload.path={path}: the package ships {known}; choose one of them")
     return files[name].read_bytes()

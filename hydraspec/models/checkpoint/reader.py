@@ -21,9 +21,8 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.checkpoint.hub import download
+from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
-ZOO = Path(__file__).resolve().parents[2] / "zoo" / "checkpoints"
-SHAPES = Path(__file__).resolve().parents[1] / "shapes"  # public shapes: config.json, no weights
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_LISTED = 10  # names a message lists before it only counts
 
@@ -94,10 +93,9 @@ def resolve_folder(checkpoint: str) -> Path:
 
     Raises CheckpointError with the remedy.
     """
-    if checkpoint.startswith("zoo:"):
-        return _packaged_folder("zoo", ZOO, checkpoint.removeprefix("zoo:"))
-    if checkpoint.startswith("shape:"):
-        return _packaged_folder("shape", SHAPES, checkpoint.removeprefix("shape:"))
+    for prefix, place in ((ZOO_PREFIX, ZOO), (SHAPE_PREFIX, SHAPES)):
+        if checkpoint.startswith(prefix):
+            return _packaged_folder(prefix, place, checkpoint.removeprefix(prefix))
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         return folder
@@ -116,13 +114,13 @@ def resolve_folder(checkpoint: str) -> Path:
     return download(checkpoint)
 
 
-def _packaged_folder(kind: str, root: Path, name: str) -> Path:
+def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
     if any((root / name / config).is_file() for config in ("config.json", "params.json")):
         return root / name
     known = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    where = "in the zoo; it holds" if kind == "zoo" else "in the package; its shapes are"
+    where = "in the zoo; it holds" if prefix == ZOO_PREFIX else "in the package; its shapes are"
     raise CheckpointError(
-        f"checkpoint '{kind}:{name}' is not {where} {', '.join(known) or 'nothing yet'}"
+        f"checkpoint '{prefix}{name}' is not {where} {', '.join(known) or 'nothing yet'}"
     )
 
 
