@@ -1,4 +1,4 @@
-"""Which results of a sweep's folder a job may take over. The command line's part: test_cli.py."""
+"""Which results of a sweep's folder a job may take over. The command line's part: test_main.py."""
 
 import json
 import os
