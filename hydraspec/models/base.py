@@ -70,7 +70,7 @@ class TargetModel(Protocol):
         ...
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """`embed` of token_ids [B], and behind each its row of hidden [B, H], or of hidden [T, H]
+        """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
         at rows [B] -> [B, D + H].
         """
         ...

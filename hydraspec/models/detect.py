@@ -184,7 +184,7 @@ def _detect_eagle(opened: Checkpoint) -> Detected | None:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Resolved:
-    """What runs where nobody chose a method."""
+    """What runs where no method is chosen."""
 
     method: str
     drafter: str
@@ -226,7 +226,7 @@ def check_method(opened: Checkpoint, method: str) -> Detected:
     """What the folder holds, which must be of `method`.
 
     Raises CheckpointError naming both sides. A folder that could be either of EAGLE-3 and P-EAGLE
-    (names of EAGLE's authors) passes as what is asked for: what P-EAGLE lacks is named on reading.
+    (names of EAGLE's authors) passes as the requested one: what P-EAGLE lacks is named on reading.
     """
     found = detect(opened)
     if found is None:

@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
+from hydraspec.shipped import ZOO_PREFIX
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class DraftSpec:
     hidden_width: int  # width of the hidden state that enters a step and is fed back
     draft_width: int  # width inside the draft
     vocab_size: int  # rows of the draft's head
-    kv_mode: Literal["own", "target"]  # writes KV of its own, or reads the target's
+    kv_mode: Literal["own", "target"]  # writes its own KV, or reads the target's
     position_mode: Literal["advance", "constant"]  # positions of steps 1, 2, ...
     feedback: Literal[
         "pre_norm", "post_norm", "post_projection"
@@ -38,9 +39,9 @@ class DraftSpec:
     norm_before_residual: bool = False
     has_vocab_map: bool = False  # draft ids differ from target ids
     mask_token_id: int | None = None  # parallel drafting
-    num_layers: int = 0  # decoder layers with KV of their own
+    num_layers: int = 0  # decoder layers that own KV
     format: str = ""  # which published format the checkpoint is in
-    notes: tuple[str, ...] = ()  # what was assumed; goes into the summary's warnings
+    notes: tuple[str, ...] = ()  # assumptions made on reading; they go into the summary's warnings
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
     verifier: str | None = None  # the target it was made for, where the checkpoint says
 
@@ -70,6 +71,6 @@ class DraftSpec:
 
 def _model_name(checkpoint: str) -> str:
     """The last part of a folder, hub id or zoo name, in small letters; in a hub cache, the id's."""
-    parts = checkpoint.removeprefix("zoo:").rstrip("/").split("/")
+    parts = checkpoint.removeprefix(ZOO_PREFIX).rstrip("/").split("/")
     cached = [part.rsplit("--", 1)[-1] for part in parts if part.startswith("models--")]
     return (cached or parts)[-1].lower()

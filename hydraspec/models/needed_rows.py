@@ -1,7 +1,7 @@
-"""Which rows of a step anybody reads behind the last keys and values that are written.
+"""Rows whose hidden states are needed after the last layer that writes KV.
 
 A prefill chunk needs the hidden states of the rows that are sampled from, and all rows' keys and
-values. The last layer that writes them, and those behind it that share KV (Gemma 4's E models),
+values. The last layer that writes them, and those after it that share KV (Gemma 4's E models),
 can run on the few rows alone.
 """
 

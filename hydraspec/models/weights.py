@@ -51,7 +51,7 @@ def randomise(tensors: Mapping[str, Tensor], seed: int) -> None:
 
 
 def memory_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes behind the tensors, each storage counted once."""
+    """Bytes of the tensors' storages, each counted once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()
     }

@@ -44,12 +44,12 @@ class ExpertsShape:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """The model's shape. Heads are split as [nope, rope]; values have a width of their own."""
+    """The model's shape. Heads are split as [nope, rope]; values have another width."""
 
     intermediate_size: int  # of dense layers
     num_layers: int
     num_dense_layers: int  # leading layers without experts
-    num_mtp_layers: int  # behind the last layer; a target ignores them
+    num_mtp_layers: int  # after the last layer; a target ignores them
     q_rank: int | None  # None: queries are one projection
     kv_rank: int  # width of the cached latent
     nope_dim: int

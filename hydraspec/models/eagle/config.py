@@ -24,7 +24,7 @@ from hydraspec.models.detect import (
 from hydraspec.models.kv_groups import SLIDING
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published in both countings, by nobody's rule
+UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published in both countings
 COMPUTED = {  # what a head's layers do here, whatever a config says
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,

@@ -1,7 +1,7 @@
 """Multi-token-prediction heads: DeepSeek-V3's, MiMo's, and those of the speculators format.
 
 A row at position t joins the embedding of token t + 1 with a hidden state at t, and runs a decoder
-layer over a cache of its own. The first state is the target's output after its final norm: it is
+layer over its own cache. The first state is the target's output after its final norm: it is
 what transformers and vLLM hand over, and what the checkpoints' hidden norm was trained on. What a
 layer returns after its own final norm is scored by the target's head and fed back
 (docs/adr/0008; DeepSeek-V3 report, arXiv 2412.19437, section 2.2).

@@ -39,9 +39,12 @@ def linear(
 def linear_partials(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] @ weight [K, N] -> [S, T, N]: partial sums for the consumer to add up.
 
-    S is fixed by shape and strides. From the kernel they are float32; elsewhere S = 1 in x's dtype.
+    S is fixed by shape and strides. From the kernel they are float32; from the library S = 1 in x's
+    dtype, and on the CPU the sum itself, [T, N].
     """
-    if runs_kernels(x) and (tiling := tiling_for(x, weight, partials=True)):
+    if not runs_kernels(x):
+        return torch.mm(x, weight)
+    if tiling := tiling_for(x, weight, partials=True):
         from hydraspec_kernels.linear.kernel import launch  # Triton
 
         sizes = tiling.splits, x.shape[0], weight.shape[1]
