@@ -16,10 +16,10 @@ from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, summary, verdict, workloads
-from hydraspec.lab.cautions import warnings_of
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
+from hydraspec.lab.run_warnings import warnings_of
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side

@@ -12,8 +12,8 @@ import pytest
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.lab.cautions import failure_warnings
 from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.run_warnings import failure_warnings
 from hydraspec.types import Completion, ConfigurationError, NotFiniteError, WorkloadError
 
 Use = Callable[[FakeEngine], FakeEngine]

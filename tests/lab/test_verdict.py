@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_engine import Behaviour, FakeEngine, make_info
 
-from hydraspec.lab.cautions import verdict_warnings
+from hydraspec.lab.run_warnings import verdict_warnings
 from hydraspec.lab.verdict import judge
 from hydraspec.types import Completion, Request, SamplingParams
 

@@ -31,8 +31,8 @@ def warnings_of(config: RunConfig, summary: Summary, measurement: Measurement) -
         *build_warnings(method.built + (Built() if baseline is None else baseline.built)),
         *failure_warnings(method.completions, others),
         *verdict_warnings(summary["lossless"], method.engine.info),
-        *accuracy_caution(measurement.requests, method.completions, others),
-        *cautions(config, summary),
+        *accuracy_warnings(measurement.requests, method.completions, others),
+        *figure_warnings(config, summary),
     ]
 
 
@@ -81,7 +81,8 @@ def build_warnings(built: Built) -> list[str]:
 
 
 def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
-    """What a reader of the verdict should know besides."""
+    """Warnings beside the verdict: requests that only one side lost, logits that are not finite,
+    and ties where outputs are expected to be identical."""
     found = []
     sides = f"method={info.method}", "the baseline"
     for count, failed, finished in (
@@ -105,7 +106,7 @@ def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
     return found
 
 
-def cautions(config: RunConfig, summary: Summary) -> list[str]:
+def figure_warnings(config: RunConfig, summary: Summary) -> list[str]:
     """Warnings for a run with drafts: random text, drafts that are hardly ever accepted, no
     speedup."""
     if not summary["num_drafts"]:
@@ -175,7 +176,7 @@ def _why_slower(summary: Summary, *, hardly: bool) -> str:
     )
 
 
-def accuracy_caution(
+def accuracy_warnings(
     requests: Sequence[Request],
     method: Mapping[int, Completion],
     baseline: Mapping[int, Completion],

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
-from hydraspec.lab.cautions import ENOUGH_DRAFTS, accuracy_caution, cautions, sign_test
+from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings, sign_test
 from hydraspec.types import Completion, Request, SamplingParams
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -35,21 +35,21 @@ GOOD = {"acceptance_rate_per_position": [0.7, 0.5, 0.3]}
 
 def test_drafts_that_are_hardly_ever_accepted_are_named(config: RunConfig) -> None:
     """Catches a dropped lm_head: a run that ends ok with an acceptance length of 1.008."""
-    (said,) = cautions(config, figures())
+    (said,) = figure_warnings(config, figures())
     assert "hardly ever accepted: 0.8% of first drafts, acceptance length 1.01 of at most 4" in said
     assert "likely cause: the drafter was trained for another target" in said
     assert "to try: the drafter made for this target as method.checkpoint" in said
     config.method.weights = Weights.random
-    assert "method.weights=random" in cautions(config, figures())[0]
+    assert "method.weights=random" in figure_warnings(config, figures())[0]
     config.method.verification = Verification.synthetic
-    assert cautions(config, figures()) == []
+    assert figure_warnings(config, figures()) == []
 
 
 @pytest.mark.parametrize(
     "changes", [GOOD, {"num_drafts": ENOUGH_DRAFTS - 1}, {"num_drafts": 0}], ids=str
 )
 def test_good_or_few_drafts_are_not(config: RunConfig, changes: dict[str, Any]) -> None:
-    assert cautions(config, figures(**changes)) == []
+    assert figure_warnings(config, figures(**changes)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_run_that_is_slower_says_why(
 ) -> None:
     """And says whether that is certain: the interval lies below 1, includes it, or is missing."""
     speedup = {"mean": 0.62, "ci95": ci95}
-    (said,) = cautions(config, figures(**GOOD, speedup=speedup, device=device))
+    (said,) = figure_warnings(config, figures(**GOOD, speedup=speedup, device=device))
     is_certain = ci95 is not None and ci95[1] < 1
     verb = "is" if is_certain else "may be"
     assert f" {verb} slower than method=none here: speedup 0.62x" in said
@@ -76,16 +76,16 @@ def test_a_run_that_is_slower_says_why(
 
 def test_a_run_that_is_faster_says_nothing(config: RunConfig) -> None:
     speedup = {"mean": 1.02, "ci95": (0.9, 1.1)}
-    assert cautions(config, figures(**GOOD, speedup=speedup)) == []
+    assert figure_warnings(config, figures(**GOOD, speedup=speedup)) == []
 
 
 def test_random_text_is_no_measure_of_acceptance(config: RunConfig) -> None:
     config.workload.name = "random"
-    random, hardly = cautions(config, figures())
+    random, hardly = figure_warnings(config, figures())
     assert "method.verification=synthetic" in random
     assert "likely cause: workload=random" in hardly
     config.method.verification = Verification.synthetic
-    assert cautions(config, figures()) == []
+    assert figure_warnings(config, figures()) == []
 
 
 def test_a_run_prints_and_saves_them(
@@ -147,12 +147,12 @@ def test_answers_that_differ_beyond_noise_are_said_loudly(
         Request(index=i, id=str(i), sampling=SamplingParams(), answer="5")
         for i in range(len(method))
     ]
-    said = accuracy_caution(requests, answered(method), answered(baseline))
+    said = accuracy_warnings(requests, answered(method), answered(baseline))
     assert len(said) == (says is not None)
     if says is not None:
         assert "EXACT MATCH DIFFERS" in said[0]
         assert says in said[0]
-    assert accuracy_caution(requests, answered(method), {}) == []
+    assert accuracy_warnings(requests, answered(method), {}) == []
 
 
 def test_the_sign_test_is_exact() -> None:
