@@ -1,4 +1,4 @@
-"""What comes from outside: SIGTERM, second and third interrupts, output that nobody takes."""
+"""Signals and standard streams: SIGTERM, repeated interrupts, output that cannot be written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hydraspec.signals import (
 
 
 def test_a_termination_is_an_interrupt_once() -> None:
-    """Another must not cut the saving short; and it is the command line's only."""
+    """A second one must not cut saving short; the handler is removed afterwards."""
     before = signal.getsignal(signal.SIGTERM)
     with terminations_as_interrupts():
         with pytest.raises(KeyboardInterrupt):
@@ -46,7 +46,7 @@ def test_a_termination_waits_for_whole_files() -> None:
     assert len(steps) == 3
 
 
-def test_who_ignores_terminations_goes_on() -> None:
+def test_terminations_that_were_ignored_stay_ignored() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with terminations_as_interrupts(), interrupts_held_back():
@@ -59,7 +59,7 @@ def test_who_ignores_terminations_goes_on() -> None:
 def test_interrupts_wait_for_imports(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of torch's or numpy's they abort the process (134), or are swallowed."""
+    """In the middle of importing torch or numpy they abort the process (134), or are swallowed."""
     name = f"imported_under_{number}"
     source = f"import signal\nsignal.raise_signal({number})\nfor _ in range(9): finished = _"
     (tmp_path / f"{name}.py").write_text(source)
@@ -72,8 +72,8 @@ def test_interrupts_wait_for_imports(
     assert time.monotonic() - began < 30, "it waited for the sleep to end"
 
 
-def test_an_interrupt_that_a_library_turns_into_its_own_error_stays_one() -> None:
-    """argparse, cut short, ends with an AttributeError of its cleaning up."""
+def test_an_error_of_an_interrupted_library_is_raised_as_the_interrupt() -> None:
+    """argparse, interrupted, raises an AttributeError while it cleans up."""
 
     def parse() -> None:
         try:
@@ -102,7 +102,7 @@ def test_other_threads_get_no_signals() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
 def test_a_fork_ends_at_a_termination() -> None:
-    """It would go on as another parent."""
+    """Catches a forked child that runs its parent's cleanup."""
     program = """
 import os, signal
 from hydraspec.signals import terminations_as_interrupts
@@ -121,7 +121,7 @@ with terminations_as_interrupts():
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_run_outlives_the_reader_of_its_output(stream: str) -> None:
-    """Rich would leave with status 1, print with an error, Python with 120 at its end."""
+    """Rich would exit with status 1, print would raise, and Python would exit with status 120."""
     program = f"""
 import sys
 from rich.console import Console

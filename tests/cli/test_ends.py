@@ -1,4 +1,4 @@
-"""How the command line ends: interrupts, folders that cannot be, flags that exclude each other."""
+"""Ends of the command line: interrupts, unusable folders, flags that exclude each other."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ TYPED = ["tracker=none", "hydra.run.dir=run"]
 
 @pytest.fixture
 def hydraspec_main(monkeypatch, tmp_path, capsys):
-    """Its status and what it prints to stderr; nothing of what is tried here gets to run."""
+    """The exit status and stderr of a command; no command of these tests reaches a run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
 
@@ -40,7 +40,7 @@ def start(*argv, cwd):
 
 
 def test_a_termination_saves_what_was_finished(tmp_path):
-    """Catches a docker stop that loses a night's run."""
+    """Catches results lost when a container is stopped."""
     process = start(cwd=tmp_path)
     while "round 2" not in process.stdout.readline():
         assert process.poll() is None
@@ -55,7 +55,7 @@ def test_a_termination_saves_what_was_finished(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_before_anything_was_finished_says_so(tmp_path, number):
-    """And another one, while the process ends, adds no traceback."""
+    """A second interrupt, while the process ends, adds no traceback."""
     process = start(cwd=tmp_path)
     line = process.stderr.readline()  # of the engine that loads
     process.send_signal(number)
@@ -100,7 +100,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
     ("key", "flags"), [("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=1,2"])]
 )
 @pytest.mark.parametrize("folder", ["a file", "n" * 300, "/proc/hydraspec", "a file/below"])
-def test_a_folder_that_cannot_be_is_one_message(hydraspec_main, tmp_path, key, flags, folder):
+def test_a_folder_that_cannot_be_made_is_one_message(hydraspec_main, tmp_path, key, flags, folder):
     if folder.startswith("/proc") and not Path("/proc/self").exists():
         pytest.skip("no /proc here")
     (tmp_path / "a file").touch()
@@ -155,6 +155,6 @@ def test_the_version_is_ours(hydraspec_main, capsys):
 
 
 @pytest.mark.parametrize("overrides", ["method=none", ["method=none", 3], None], ids=repr)
-def test_python_is_told_that_a_list_of_strings_is_expected(overrides):
+def test_run_from_python_takes_a_list_of_strings_only(overrides):
     with pytest.raises(ConfigurationError, match="a list of strings"):
         hydraspec.run(overrides)

@@ -21,14 +21,14 @@ from pathlib import Path
 from hydraspec.cli.folders import claimed
 with claimed(Path(sys.argv[1]), "hydra.run.dir"):
     if len(sys.argv) > 2 and os.fork():
-        os._exit(0)  # without a word to anybody
+        os._exit(0)  # without cleaning up
     print(os.getpid(), flush=True)
     time.sleep(600)
 """
 
 
 def holder(folder: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
-    """A process that claims a folder, and the id of what goes on sleeping."""
+    """A process that claims a folder, and the id of the process that sleeps."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), *more], stdout=subprocess.PIPE, text=True
     )
@@ -63,8 +63,8 @@ def test_runs_of_one_process_exclude_each_other_too(tmp_path: Path) -> None:
         claimed(tmp_path, RUN_DIR).__enter__()
 
 
-def test_a_forked_process_holds_nothing(tmp_path: Path) -> None:
-    """Workers that are left when their run is killed."""
+def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
+    """Catches a lock that workers keep after their run was killed."""
     process, sleeping = holder(tmp_path, "fork")
     try:
         process.wait()
@@ -76,7 +76,7 @@ def test_a_forked_process_holds_nothing(tmp_path: Path) -> None:
         process.communicate()
 
 
-def test_a_lock_that_is_damaged_or_left_behind_stops_nobody(tmp_path: Path) -> None:
+def test_a_lock_file_that_is_damaged_or_left_over_is_ignored(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("{")
     with claimed(tmp_path, RUN_DIR):
         pass

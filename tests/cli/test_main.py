@@ -21,7 +21,7 @@ from hydraspec.errors import CannotWriteError, CheckpointError, ConfigurationErr
 
 @dataclass
 class StandIn:
-    """In place of hydraspec.lab: remembers what it is asked, writes the files of a run folder."""
+    """A stand-in for hydraspec.lab: records its calls and writes the files of a run folder."""
 
     runs: list = field(default_factory=list)
     compared: list = field(default_factory=list)
@@ -87,8 +87,8 @@ def test_a_run_reaches_the_lab_whole(lab, hydraspec_main, tmp_path):
     assert lab.compared == []
 
 
-def test_runs_of_one_second_have_folders_of_their_own(lab, hydraspec_main, monkeypatch, tmp_path):
-    """Catches the clock's second as the only name: the later run would overwrite the other."""
+def test_runs_of_one_second_have_different_folders(lab, hydraspec_main, monkeypatch, tmp_path):
+    """Catches folders named by the second alone: the later run would overwrite the other."""
     planned = cli.plan
 
     def at_noon(*args, **options):
@@ -109,14 +109,14 @@ def test_runs_of_one_second_have_folders_of_their_own(lab, hydraspec_main, monke
     assert lab.runs[0][2] == ["method=none"]
 
 
-def test_warnings_of_the_configuration_are_the_labs_to_print(lab, hydraspec_main, capsys):
-    """Catches each of them twice, once from the log and once from the final block."""
+def test_warnings_of_the_configuration_are_printed_by_the_lab_only(lab, hydraspec_main, capsys):
+    """Catches a warning that is printed twice, in the log and in the final block."""
     assert hydraspec_main("sampling.top_k=5") == 0
     assert lab.runs[0][0].warnings == ["sampling.top_k=5 has no effect at temperature 0"]
     assert "no effect" not in "".join(capsys.readouterr())
 
 
-def test_run_folder_is_where_it_is_said_to_be(lab, hydraspec_main, tmp_path):
+def test_the_run_folder_is_that_of_hydra_run_dir(lab, hydraspec_main, tmp_path):
     assert hydraspec_main("hydra.run.dir=here") == 0
     assert hydraspec_main("++hydra.run.dir=here") == 0
     hydraspec.run(["hydra.run.dir=here"])
@@ -390,7 +390,7 @@ def test_module_and_exit_status():
 
 
 def test_the_lab_has_the_hooks_we_call():
-    """The stand-in above is only worth something while it looks like the real one."""
+    """Catches a stand-in that no longer has the signature of the real lab."""
     from hydraspec.lab import run
     from hydraspec.report import compare
 

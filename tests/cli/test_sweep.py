@@ -1,4 +1,4 @@
-"""Which results of a sweep's folder a job may take over. The command line's part: test_main.py."""
+"""Results in a sweep's folder that a job takes over. Whole commands are in test_main.py."""
 
 import json
 import os
@@ -121,7 +121,7 @@ SYNTHETIC = ["method.verification=synthetic", "method.synthetic_acceptance_lengt
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_seed_that_changes_nothing_is_said(lines, typed, is_idle, tmp_path, monkeypatch):
+def test_a_seed_without_effect_is_warned_about(lines, typed, is_idle, tmp_path, monkeypatch):
     """Catches two jobs with the same outputs taken for two samples; sampled runs are not warned."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(LINES[x]) + "\n" for x in lines))

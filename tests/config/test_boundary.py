@@ -1,4 +1,4 @@
-"""What the boundary fills in: names, drafters, and what plain decoding ignores."""
+"""Values that are filled in after composition: names, drafters, and what plain decoding ignores."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_plain_decoding_records_no_drafts_and_says_so():
 
 
 def test_out_of_range_k_is_no_matter_where_k_is_not_used():
-    """Sweeps cross the two."""
+    """A sweep combines method=none with every K."""
     config = one("method=none", "method.num_speculative_tokens=100")
     assert config.method.num_speculative_tokens == 0
 

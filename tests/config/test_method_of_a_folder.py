@@ -1,4 +1,4 @@
-"""A drafter's folder given without a method chooses it: what is composed, and what then runs."""
+"""A drafter's folder chooses the method where none is given, in composition and in the run."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def speculators(kind: str, k: int | None = 5, verifier: str | None = "zoo:tiny_g
         (["method.checkpoint=/d", "experiment=k_sweep", "seed=1"], "gemma4_mtp"),
     ],
 )
-def test_a_folder_without_a_method_is_asked(typed, name):
+def test_a_folder_without_a_method_chooses_it(typed, name):
     assert plan(typed).jobs[0].config.method.name == name
 
 
-def test_every_job_of_a_sweep_over_folders_is_asked():
+def test_every_folder_of_a_sweep_chooses_its_method():
     jobs = [job.config for job in plan(["method.checkpoint=/a,/b"], multirun=True).jobs]
     assert [(job.method.name, job.method.checkpoint) for job in jobs] == [
         ("auto", "/a"),
@@ -67,7 +67,7 @@ def test_every_job_of_a_sweep_over_folders_is_asked():
     assert with_method(["method.checkpoint=/a,/b"])[-1] == "method=auto"
 
 
-def test_every_job_of_a_sweep_over_targets_takes_a_drafter_of_its_own():
+def test_every_target_of_a_sweep_takes_its_own_drafter():
     jobs = [job.config for job in plan(["target=tiny_qwen3,tiny_gemma4"], multirun=True).jobs]
     for job in jobs:
         factory.resolve_drafter(job)
@@ -157,7 +157,7 @@ def test_another_checkpoint_gets_the_drafters_that_the_target_names(
     assert (config.target.name, config.target.checkpoint) == ("finetune", str(target))
 
 
-def test_a_method_nobody_names_a_drafter_for_is_refused(tmp_path):
+def test_a_method_without_a_named_drafter_is_refused(tmp_path):
     target = folder(tmp_path / "finetune", model_type="gemma4_text")
     with pytest.raises(ConfigurationError) as refused:
         factory.resolve_drafter(
