@@ -107,7 +107,7 @@ class PieceCapture(breaks.PieceRecorder):
 
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
         self.close()
-        with breaks.uncut():
+        with breaks.recording(None):
             static = self._kept.copied(self._num_breaks, function(*args))
         self._num_breaks += 1
 
@@ -182,12 +182,8 @@ class CudaGraphBackend:
         with self._aside(), _no_collection():
             recorder = PieceCapture(lambda: _OpenCudaGraph(handle), self._kept[pool])
             try:
-                if in_pieces:
-                    with breaks.recording(recorder):
-                        outputs = run()
-                else:
-                    with breaks.uncut():
-                        outputs = run()
+                with breaks.recording(recorder if in_pieces else None):
+                    outputs = run()
             except BaseException:
                 recorder.abandon()
                 raise

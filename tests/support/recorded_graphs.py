@@ -101,7 +101,7 @@ class RecordedOps:
         self.is_capturing = True
         recorder = PieceCapture(_OpenRecording, self._kept[pool])
         try:
-            with breaks.recording(recorder) if in_pieces else breaks.uncut():
+            with breaks.recording(recorder if in_pieces else None):
                 out = run()
         except BaseException:
             recorder.abandon()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["PieceRecorder", "recording", "run", "uncut"]
+__all__ = ["PieceRecorder", "recording", "run"]
 
 T = TypeVar("T")
 
@@ -39,21 +39,10 @@ def run(function: Callable[..., T], *args: Any) -> T:
 
 
 @contextmanager
-def recording(recorder: PieceRecorder) -> Iterator[None]:
-    """Pass calls of `run` to `recorder`."""
+def recording(recorder: PieceRecorder | None) -> Iterator[None]:
+    """Pass calls of `run` to `recorder`; None: make them directly."""
     global _recorder
     before, _recorder = _recorder, recorder
-    try:
-        yield
-    finally:
-        _recorder = before
-
-
-@contextmanager
-def uncut() -> Iterator[None]:
-    """Calls of `run` bypass the recorder."""
-    global _recorder
-    before, _recorder = _recorder, None
     try:
         yield
     finally:
