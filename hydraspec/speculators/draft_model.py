@@ -44,7 +44,7 @@ class DraftHead(Protocol):
 
 
 class OwnCacheHead(DraftHead, Protocol):
-    """A draft head whose layers write KV of their own."""
+    """A draft head whose layers write KV."""
 
     def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
         """Its KV groups; layer i of the head is number `first_layer` + i."""
@@ -119,7 +119,7 @@ class DraftModelSpeculator(BaseSpeculator):
 
     def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRows:
         """Where drafting starts: each request's newest computed row after verification, at p, and
-        the token sampled behind it. Requests that did not sample give a harmless row.
+        the token sampled after it. Requests that did not sample give some valid row.
         """
         return newest_rows(verdict, batch, state.num_computed)
 
@@ -128,7 +128,7 @@ class DraftModelSpeculator(BaseSpeculator):
     ) -> tuple[Tensor, Tensor | None]:
         """Draft token [B] number `index`, and what it was drawn from.
 
-        seq_lens [B] are p + 1: the sampled token stands there, so the draft predicts position
+        seq_lens [B] are p + 1: the sampled token has that position, so the draft predicts
         p + 2 + index. The probabilities [B, V_draft] are None for greedy drafts.
         """
         if not self.is_probabilistic or batch.all_greedy:

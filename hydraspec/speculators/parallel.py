@@ -1,4 +1,4 @@
-"""Drafters that propose all K tokens in one pass, through mask rows behind the newest row."""
+"""Drafters that propose all K tokens in one pass, through mask rows after the newest row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydraspec.types import Batch, Draft, RequestState, Rows, RowSegment, Target
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MaskRow:
-    """What every mask row reads."""
+    """The token and the hidden state that every mask row reads."""
 
     token_id: int
     hidden: Tensor  # [H]
@@ -33,7 +33,7 @@ class ParallelSpeculator(DraftModelSpeculator):
 
     @abstractmethod
     def mask_row(self) -> MaskRow:
-        """What a mask row reads."""
+        """The inputs of mask rows."""
 
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
@@ -42,7 +42,7 @@ class ParallelSpeculator(DraftModelSpeculator):
         hidden = self.head.combine_target_hidden(target_step).index_select(0, laid.source)
         hidden = torch.where(laid.is_valid.unsqueeze(1), hidden, self.mask_row().hidden)
         states, _ = self.head.forward(rows, hidden, self.draft_caches, step=0)
-        if target_step.logits.shape[0] == 0:  # nobody samples in this step, so nobody drafts
+        if target_step.logits.shape[0] == 0:  # no request samples, so none needs drafts
             return None
         k = self.num_speculative_tokens
         # [B, K]: the newest row, then the masks. They predict positions p + 2, p + 3, ...

@@ -1,4 +1,4 @@
-"""Row layouts of draft passes: what a draft head reads in a pass over its own cache."""
+"""Row layouts of draft passes over a draft head's own cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hydraspec.types import Batch, KVGroupSpec, RequestState, Rows, RowSegment
 
 
 def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec]) -> Rows:
-    """The step's rows as draft rows: the token behind each, at the same position and slot.
+    """The step's rows as draft rows: each reads the following token, at the same position and cache
+    row.
 
-    A prompt row reads the next prompt token, the newest row the token sampled behind it. Rows of
-    rejected drafts read whatever stands there; their KV is overwritten before any row may see it.
+    A prompt row reads the next prompt token, the newest row the token sampled after it. Rows of
+    rejected drafts read arbitrary tokens; their KV is overwritten before any row may see it.
     """
     first = len(batch.slot_mapping) - len(specs)
     return Rows(
@@ -43,7 +44,7 @@ def single_rows(
     lookahead: int,
     query_start_loc: Tensor,
 ) -> Rows:
-    """One row per request, `lookahead` positions behind its newest row."""
+    """One row per request, `lookahead` positions after its newest row."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
     groups = GroupTables(tables, [spec.block_size for spec in specs])

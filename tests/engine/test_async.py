@@ -119,7 +119,7 @@ def trained_head(world: World, scenario: Scenario) -> BaseSpeculator:
 def test_heads_beside_hybrid_groups(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads with KV groups of their own beside a target's sliding and full ones.
+    """Heads with their own KV groups beside a target's sliding and full ones.
 
     Catches a draft group that is freed, slid or sized by other marks than the target's.
     """

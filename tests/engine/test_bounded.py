@@ -165,7 +165,7 @@ def test_a_process_that_dies_is_told_from_one_that_is_slow() -> None:
 
 
 def test_an_interrupt_ends_the_process_too() -> None:
-    """The parent waits in a read; Ctrl-C has to come through, and nothing may stay behind."""
+    """The parent waits in a read; Ctrl-C has to come through, and no process may stay."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

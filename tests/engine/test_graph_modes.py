@@ -166,7 +166,7 @@ def tables_are_written_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceTables, "changes", changes)
 
 
-def padding_is_somebody(patch: pytest.MonkeyPatch) -> None:
+def padding_is_a_request(patch: pytest.MonkeyPatch) -> None:
     """Padding requests have the slot and the rows of the first request."""
     true_header = PlanUpload._write_header
 
@@ -199,7 +199,7 @@ def a_graph_freezes_a_number_of_the_host(patch: pytest.MonkeyPatch) -> None:
     "plant",
     [
         pytest.param(tables_are_written_once, marks=pytest.mark.slow),
-        pytest.param(padding_is_somebody, marks=pytest.mark.slow),
+        pytest.param(padding_is_a_request, marks=pytest.mark.slow),
         the_decode_pass_reads_what_it_was_captured_with,
         a_graph_freezes_a_number_of_the_host,
     ],
@@ -253,7 +253,7 @@ def test_only_the_sizes_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) 
     assert counts["decode"] > 5
 
 
-def test_a_drafter_that_cannot_be_captured_drafts_behind_the_graph(
+def test_a_drafter_that_cannot_be_captured_drafts_after_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Gemma4Speculator, "cannot_be_captured", "it asks the device")

@@ -145,7 +145,7 @@ def test_steps_never_wait_for_the_device(method: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
-def test_rows_that_nobody_reads_are_left_out_without_waiting(mode: str) -> None:
+def test_unneeded_rows_are_left_out_without_waiting(mode: str) -> None:
     """The last layers share KV: prefills run them on few rows, and give the CPU's tokens."""
     fields = {"pair": SHARING, "dtype": Dtype.float32, "max_num_batched_tokens": 64}
     cpu = make_graph_engine(graph_config("gemma4_mtp", "none", **fields), None)

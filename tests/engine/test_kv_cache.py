@@ -43,7 +43,7 @@ def test_only_owning_layers_have_a_cache() -> None:
 
 
 def test_allocation_is_all_or_nothing() -> None:
-    """A group that runs out must not leave blocks behind in the other."""
+    """A group that runs out must not leave blocks taken in the other."""
     cache = make_cache(num_blocks=(9, 4))
     assert not cache.allocate(0, 8)  # sliding has 3 blocks of 2
     assert cache.usage == 0.0

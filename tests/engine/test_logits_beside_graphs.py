@@ -57,7 +57,7 @@ def test_logits_of_a_prompt_that_looks_like_a_decode(lengths: tuple[int, int]) -
     assert run.tokens == run_requests(plain, zoo_requests(FEW)).tokens
 
 
-def test_nobody_keeps_the_logits_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_step_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of many requests over a large vocabulary are gigabytes."""
     engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
     runner, made = engine.parts.runner, []

@@ -57,4 +57,4 @@ def test_random_requests_that_would_be_cut_short_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)prompt_tokens=200 and .*make 257 .* 256"):
         model_length(config, 256)
     bench = composed("workload=random", *sizes, "bench=decode", "engine.max_num_seqs=32")
-    assert model_length(bench, 256) == 256  # which has lengths of its own
+    assert model_length(bench, 256) == 256  # which sets its lengths

@@ -1,4 +1,4 @@
-"""From the last layer that writes KV on, rows that nobody reads are left out: same tokens, fewer
+"""From the last layer that writes KV on, rows without readers are left out: same tokens, fewer
 rows.
 
 On trained targets, above all the one whose last layers share KV, with its assistant. A row left
@@ -75,7 +75,7 @@ def engine_of(method: str, kind: str, max_num_batched_tokens: int = 40) -> Nativ
 
 def name_no_rows(patch: pytest.MonkeyPatch) -> None:
     for module in (inputs, device_runner):
-        patch.setattr(module, "rows_worth_naming", lambda plan: None)
+        patch.setattr(module, "needed_unless_all", lambda plan: None)
 
 
 def others_engine(target: str, method: str, kind: str) -> NativeEngine:
@@ -88,7 +88,7 @@ def others_engine(target: str, method: str, kind: str) -> NativeEngine:
 
 
 def count_rows(engine: NativeEngine, patch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """(rows, rows somebody reads, rows of the last layer) of every plan that runs eagerly."""
+    """(rows, rows that are read, rows of the last layer) of every plan that runs eagerly."""
     runner, counts = engine.parts.runner, []
     target = runner.target
     assert isinstance(target, Decoder)
@@ -218,7 +218,7 @@ def test_a_large_prefill_reads_one_row_a_prompt(
         request = Request(index=index, id=str(index), sampling=SamplingParams())
         sequence = Sequence(request=request, token_ids=[3] * 512, num_prompt=512)
         engine.parts.scheduler.add(sequence)
-    _, plan = engine._next_plan()
+    _, plan = engine._schedule()
     assert plan is not None
     runner = engine.parts.runner
     batch = runner.prepare(runner.place(plan))
@@ -233,7 +233,7 @@ def test_a_large_prefill_reads_one_row_a_prompt(
 
 
 def test_drafters_that_read_every_row_get_every_row() -> None:
-    """EAGLE-1 and MTP fill a cache of their own from the target's last states. Those that read
+    """EAGLE-1 and MTP fill their own cache from the target's last states. Those that read
     auxiliary states, or the newest row alone, do not need them."""
     wanted = {
         ("tiny_mistral", "eagle"): True,

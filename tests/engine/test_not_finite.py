@@ -107,7 +107,7 @@ def test_the_first_token_of_broken_logits_fails_its_request_and_the_run(
         method, mode, device=Device(device), dtype=Dtype.float32, sizes=(1, 3), max_num_seqs=3
     )
     config.engine.async_scheduling = mode != "none"
-    records = mode != "none" and device == "cpu"  # a device has graphs of its own
+    records = mode != "none" and device == "cpu"  # a device captures CUDA graphs
     engine = make_graph_engine(config, RecordedOps() if records else None)
     good, error = decode(engine, requests(**WAYS[way]))
     assert error is None

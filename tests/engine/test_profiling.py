@@ -130,7 +130,7 @@ def test_no_step_waits_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.count(False) == MAX_STEPS
     assert steps[0]
     assert device.num_waits == 6 * (MAX_STEPS - 2)
-    assert not engine.parts.scheduler.running, "the profile left requests behind"
+    assert not engine.parts.scheduler.running, "the profile left requests running"
 
 
 def test_prompts_may_take_more_steps_than_a_profile_has() -> None:

@@ -134,7 +134,7 @@ def test_engines_that_rehearse_decode_the_same(
 
 
 def keep_row_indices_with_the_drafter(patch: pytest.MonkeyPatch) -> None:
-    """A runner of its own rehearses, but what it keeps stands in the drafter, which both share."""
+    """A separate runner rehearses, but what it keeps is kept in the drafter, which both share."""
     true_init = DeviceRunner.__init__
 
     def init(self: DeviceRunner, *args: object, **kwargs: object) -> None:

@@ -248,7 +248,7 @@ def test_a_certain_end_is_waited_for() -> None:
     assert launch(scheduler) == []
 
 
-def test_nobody_is_preempted_for_a_guess() -> None:
+def test_no_request_is_preempted_for_a_guess() -> None:
     """In a full cache the older request first waits for its result, and newcomers wait too."""
     scheduler = make_scheduler(num_blocks=8, budget=64)  # 28 tokens
     old, young = add(scheduler, 8, index=0), add(scheduler, 8, index=1)

@@ -39,7 +39,7 @@ def tokens_of(run: Run) -> Counter[int]:
 @pytest.mark.parametrize("case", CASES)
 def test_suppressed_tokens_occur_nowhere(case: str, tmp_path: Path) -> None:
     """The tokens that are said and drafted most, from the second run on. A greedy request and one
-    that samples, its drafts too, each in steps of its own: they take different roads.
+    that samples, its drafts too, each in separate steps: their code paths differ.
     """
     method, pair = CASES[case]
     config = graph_config(method, "none", pair=pair, draft_sampling=DraftSampling.probabilistic)

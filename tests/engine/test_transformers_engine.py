@@ -146,7 +146,7 @@ def test_assisted_tokens_equal_the_native_engines(target: str) -> None:
 
 
 def later_acceptance_length(engine: Engine) -> float:
-    """1 + accepted / drafts over the rounds behind each request's first."""
+    """1 + accepted / drafts over the rounds after each request's first."""
     records, _ = decode(engine, requests_of(8, max_tokens=32), concurrency=1)
     rounds: dict[int, list[int]] = {}
     for record in records:
@@ -157,7 +157,7 @@ def later_acceptance_length(engine: Engine) -> float:
     return 1 + sum(later) / len(later)
 
 
-def test_acceptance_is_the_native_engines_behind_the_first_round(
+def test_acceptance_is_the_native_engines_after_the_first_round(
     assisted: TransformersEngine,
 ) -> None:
     """transformers' first round reads the hidden row of the prompt's first token and is mostly
@@ -225,7 +225,7 @@ def stop_inside_drafts(engine: TransformersEngine) -> tuple[int, list[int], int]
 def test_stop_token_inside_accepted_drafts(
     assisted: TransformersEngine, native: NativeEngine
 ) -> None:
-    """The drafts behind the stop are cut from the output and counted as accepted."""
+    """The drafts after the stop are cut from the output and counted as accepted."""
     index, output, place = stop_inside_drafts(assisted)
     ending = requests_of(stop_token_ids=(output[place],))[index : index + 1]
     records, done = decode(assisted, ending)

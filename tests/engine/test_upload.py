@@ -32,7 +32,7 @@ def shape(requests: int, rows: int, each: int | None) -> Descriptor:
 
 
 def block_table(table: np.ndarray, owners: list[int] | None = None) -> BlockTable:
-    """Rows without freed entries, of owners that nobody had before unless they are given."""
+    """Rows without freed entries, of new owners unless they are given."""
     num_rows, width = table.shape
     serial = owners or [next(OWNERS) for _ in range(num_rows)]
     live = np.array([[owner, 0, width] for owner in serial], dtype=np.int64)
@@ -69,7 +69,7 @@ def test_a_uniform_plan_is_padded_as_the_contract_says() -> None:
     table = np.array([[7, 8], [9, 3]])
     upload.write(place, plan_of([3, 3], [2, 2], [table, table[:, :1]]))
     seen = upload.view(place, (), True, FLAGS)
-    assert seen.slots.tolist() == [1, 0, 4, 4], "padding has the slot of nobody"
+    assert seen.slots.tolist() == [1, 0, 4, 4], "padding has the last slot"
     assert seen.layout.num_rows.tolist() == [3, 3, 0, 0]
     assert seen.layout.num_drafts.tolist() == [2, 2, 0, 0]
     assert seen.layout.samples.tolist() == [True, True, False, False]
@@ -87,7 +87,7 @@ def test_a_mixed_plan_says_where_rows_belong_and_which_need_logits() -> None:
     place = shape(3, 10, None)
     upload.write(place, plan_of([3, 5], [2, 0], [np.ones((2, 1)), np.ones((2, 1))]))
     seen = upload.view(place, (), True, FLAGS)
-    assert seen.layout.query_start_loc.tolist() == [0, 3, 8, 8], "rows of nobody lie behind it"
+    assert seen.layout.query_start_loc.tolist() == [0, 3, 8, 8], "rows of padding come last"
     assert seen.layout.row_request.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, -1, -1]
     assert seen.layout.row_offset.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 0]
     assert seen.layout.logits_rows is not None
@@ -114,7 +114,7 @@ def test_a_mixed_plan_of_few_rows_has_logits_of_them_all() -> None:
 
 
 def test_views_keep_their_memory_over_shrinking_batches() -> None:
-    """A view made once reads every later plan; what a larger batch left behind is gone."""
+    """A view made once reads every later plan; what a larger batch left is gone."""
     upload = make_upload()
     place = shape(4, 12, 3)
     seen = upload.view(place, (), True, FLAGS)
@@ -214,10 +214,10 @@ def test_tables_on_the_device_follow_the_cache() -> None:
             assert dense.any(1).all()
             late.append((table, dense))
     for table, dense in late:
-        assert np.array_equal(table.dense(), dense), "a plan's numbers changed behind it"
+        assert np.array_equal(table.dense(), dense), "a plan's numbers changed later"
 
 
-def test_results_nobody_fetched_in_time_are_kept() -> None:
+def test_results_that_are_fetched_late_are_kept() -> None:
     ring = ResultRing(4, 1, torch.device("cpu"))
     launched = [
         ring.launched([(torch.full((3, 5), n), 2), (torch.full((3, 5), -n), 1)])

@@ -90,7 +90,7 @@ def test_drafting_to_the_last_position_stays_in_the_requests_blocks(
 ) -> None:
     """Requests end by max_model_len, which stands at every place of a block in turn.
 
-    What has no block of its own would go to block 0, which no request owns and which stays zero.
+    What has no block would go to block 0, which no request owns and which stays zero.
     No draft is offered that could be emitted past the end.
     """
     if on_a_device:
@@ -111,7 +111,7 @@ def test_drafting_to_the_last_position_stays_in_the_requests_blocks(
         assert event.error is None
         assert len(event.output_token_ids) == longest - prompts[event.index]
         assert event.finish_reason == "length"
-    assert num_short > 0, "nobody came near the end"
+    assert num_short > 0, "no request came near the end"
     for cache in engine.parts.runner.kv.caches:
         assert cache is None or not cache[:BLOCK].any()
         assert cache is None or cache[BLOCK:].any()

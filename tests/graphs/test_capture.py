@@ -1,7 +1,7 @@
 """How `CudaGraphBackend` drives torch.cuda, against a stand-in that keeps a diary.
 
 What the diary must show: everything on the capture stream, one pool a manager, every piece replayed
-before the eager call behind it, and a failure that leaves nothing open.
+before the eager call after it, and a failure that leaves nothing open.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_a_whole_call_is_one_graph(diary: Diary) -> None:
     assert backend.num_bytes() == 100
 
 
-def test_pieces_replay_before_the_calls_behind_them(diary: Diary) -> None:
+def test_pieces_replay_before_the_calls_after_them(diary: Diary) -> None:
     backend = make_backend()
 
     def attend(name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from hydraspec.types import Batch, RequestState
 def test_noise_is_keyed_by_the_predicted_position_and_the_drafts_number(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token behind p is sampled, so draft i predicts p + 2 + i, wherever its step rotates. The
+    """The token after p is sampled, so draft i predicts p + 2 + i at any rotation of its step. The
     number tells it from what an earlier round drafted for the same position.
     """
     config = graph_config(method, "none", draft_sampling=DraftSampling.probabilistic)

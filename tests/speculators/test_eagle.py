@@ -153,7 +153,7 @@ def unprojected_mask(speculator: Any) -> None:
 
 
 def unshifted_tokens(speculator: Any) -> None:
-    """Rows read their own token instead of the one behind."""
+    """Rows read their own token instead of the next one."""
     true_forward = speculator.head.forward
 
     def forward(rows: Rows, *args: Any, step: int) -> Any:

@@ -29,7 +29,7 @@ TEMPERATURE = 0.7
 
 
 def truth(world: EagleWorld, prompt: tuple[int, ...]) -> np.ndarray:
-    """[V] how the second token behind `prompt` is distributed, from fresh prefills."""
+    """[V] how the second token after `prompt` is distributed, from fresh prefills."""
     config = run_config("unused", max_num_batched_tokens=4096, max_num_seqs=1)
     engine = make_engine(config, world.target, NoSpeculator(config))
 

@@ -50,7 +50,7 @@ WORLDS = {
 
 @dataclass
 class MTPWorld(World):
-    """A world with the definition's drafts behind every prefix that a run can reach."""
+    """A world with the definition's drafts after every prefix that a run can reach."""
 
     plain: PlainMTP = field(default=None)  # type: ignore[assignment]
     drafts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class MTPWorld(World):
         return len(self.plain.layers)
 
     def expected_drafts(self, tokens: list[int], states: torch.Tensor) -> list[int]:
-        """What the loop drafts behind `tokens`, the last of which the target has not read yet."""
+        """What the loop drafts after `tokens`, the last of which the target has not read yet."""
         key = tuple(tokens)
         if key not in self.drafts:
             self.drafts[key] = self.plain.chain(states, tokens, MAX_K)[0]

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hydraspec.engine.native.inputs import PlanTensors, rows_worth_naming
+from hydraspec.engine.native.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.plans import dummy_plans, full_decodes, is_uniform, split_plan
 from hydraspec.engine.native.results import (
@@ -194,7 +194,7 @@ class DeviceRunner(Runner):
         count, rows = len(plan.slots), int(plan.num_rows.sum())
         b = self.speculator.padded_requests(count)
         longest = max(segment.max_seq_len for segment in plan.segments)
-        segments, needed = plan.segments, rows_worth_naming(plan)
+        segments, needed = plan.segments, needed_unless_all(plan)
         if is_uniform(plan) and b == count:
             each, split = None, self._rows
         else:

@@ -28,8 +28,7 @@ from hydraspec.types import (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Layout(RowLayout):
-    """Index tensors that follow from (rows, drafts, samples) of each request, whatever the tokens
-    are."""
+    """Index tensors that follow from (rows, drafts, samples) of each request alone."""
 
     samples: Tensor  # [B] bool
     query_start_loc: Tensor  # [B+1]
@@ -71,7 +70,7 @@ class PlanPlacer:
             all_greedy=plan.all_greedy,
             flags=plan.flags,
             num_speculative_tokens=plan.num_speculative_tokens,
-            needed=rows_worth_naming(plan),
+            needed=needed_unless_all(plan),
         )
 
     def _layout(self, plan: StepPlan) -> Layout:
@@ -92,8 +91,8 @@ def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return starts, row_request, np.arange(starts[-1]) - starts[row_request]
 
 
-def rows_worth_naming(plan: StepPlan) -> NeededRows | None:
-    """The rows that are read behind the target, in host memory; None where they are all rows."""
+def needed_unless_all(plan: StepPlan) -> NeededRows | None:
+    """The rows whose outputs are read after the target, in host memory; None where all are."""
     num_read = np.where(plan.samples, plan.num_drafts + 1, 0)
     return None if (num_read == plan.num_rows).all() else needed_rows(plan)
 
@@ -101,7 +100,7 @@ def rows_worth_naming(plan: StepPlan) -> NeededRows | None:
 def _build_layout(plan: StepPlan, device: torch.device) -> Layout:
     num_rows, num_drafts, samples = plan.num_rows, plan.num_drafts, plan.samples
     starts, row_request, row_offset = row_places(num_rows)
-    # Logits: the newest token's row and the drafts behind it, of every request that samples.
+    # Logits: the rows of the newest token and the drafts after it, of every request that samples.
     needs_logits = samples[row_request] & (row_offset >= (num_rows - num_drafts - 1)[row_request])
     logits_rows = np.flatnonzero(needs_logits)
     first_logit = (
