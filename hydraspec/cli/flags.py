@@ -38,7 +38,8 @@ def read_flags(argv: Sequence[str]) -> Namespace:
             f"  to do: {f'did you mean {meant}?' if meant else 'remove it'}"
         )
     _refuse_flags(args)
-    args.overrides, args.config_dir = with_config_dir(args.config_dir, args.overrides), None
+    # An override too: what shows text reads the flag, every composition of a run the override.
+    args.overrides = with_config_dir(args.config_dir, args.overrides)
     return args
 
 

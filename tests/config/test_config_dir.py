@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +52,14 @@ def test_the_flag_shows_the_choices_of_its_folder(
     assert "target=mine is no choice" in capsys.readouterr().err
     assert typed(monkeypatch, "--config-dir", str(folder), "target=mime") == 2
     assert "did you mean target=mine?" in capsys.readouterr().err
+
+
+def test_help_lists_the_choices_of_the_folder(folder: Path) -> None:
+    command = [sys.executable, "-m", "hydraspec", "--config-dir", str(folder), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (targets,) = re.findall(r"^target: (.*)$", done.stdout, re.MULTILINE)
+    assert "mine" in targets.split(", ")
+    assert "--config-dir DIR" in done.stdout
 
 
 def test_sweeps_and_python_know_the_folder(
