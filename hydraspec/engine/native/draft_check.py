@@ -37,7 +37,8 @@ def check_draft_ids(tokens: np.ndarray, vocab_size: int, speculator: BaseSpecula
     Raises:
         DraftError: with the first other id.
     """
-    if tokens.size and not (tokens.min() >= -1 and tokens.max() < vocab_size):
+    # One pass for both bounds: as an unsigned number, what is below -1 is large.
+    if tokens.size and (tokens + 1).view(np.uint64).max() > vocab_size:
         wrong = tokens[(tokens < -1) | (tokens >= vocab_size)]
         expected = f"token ids from 0 to {vocab_size - 1}, or -1 where there is no draft"
         raise _error(speculator, expected, f"token id {wrong[0]}")
