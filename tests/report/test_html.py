@@ -11,7 +11,13 @@ from jinja2 import UndefinedError, nodes
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.report import html
 
-VIEW = {"title": "x", "header": ["a"], "lines": [["<b>\x1b[2J</b>"]], "notes": [["n", "t"]]}
+VIEW = {
+    "title": "x",
+    "heading": "h",
+    "header": ["a"],
+    "lines": [["<b>\x1b[2J</b>"]],
+    "notes": [["n", "t"]],
+}
 RECORDS = {"summary": Summary, "lossless": Lossless}
 
 
