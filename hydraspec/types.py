@@ -95,7 +95,8 @@ class RequestStep:
     output_token_ids: list[int]  # what was emitted after stop and limit cut
 
 
-PHASES = ("schedule", "prepare", "forward", "verify", "propose")  # of a step, in order
+# Of a step, in order; commit is timed as a part of verify.
+PHASES = ("schedule", "prepare", "forward", "verify", "propose")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +143,7 @@ class BlockTable:
     """The blocks of B requests in one KV group, as they were when this was made.
 
     An entry is never written again once it holds a block, so rows are shared, not copied. Two rows
-    of the same owner have the same entries wherever both have any.
+    of the same owner (a request while it holds a slot) have the same entries where both have any.
     """
 
     rows: list[np.ndarray]  # B times [P] block ids; entries that are not live hold anything
@@ -170,7 +171,7 @@ class StepPlan:
     slots: np.ndarray  # [B] request slots
     num_rows: np.ndarray  # [B] rows of each request
     num_drafts: np.ndarray  # [B] drafts under verification, 0..K
-    samples: np.ndarray  # [B] bool: the last row of the request is its newest token
+    samples: np.ndarray  # [B] bool: a token is sampled, as the last row is the newest token
     segments: tuple[RowSegment, ...]
     block_tables: list[BlockTable]  # per KV group
     all_greedy: bool
@@ -243,8 +244,8 @@ class Batch(Rows):
     verify_rows: Tensor  # [B, K+1] int64 rows of N; entries past num_drafts repeat a valid row
     draft_tokens: Tensor  # [B, K] int64, -1 where there is no draft
     num_drafts: Tensor  # [B] int64
-    samples: Tensor  # [B] bool
-    all_greedy: bool  # host fact: every request that samples has temperature 0
+    samples: Tensor  # [B] bool: a token is sampled, as the rows reach the newest token
+    all_greedy: bool  # known on the host: every request that samples has temperature 0
     flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
 

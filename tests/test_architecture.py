@@ -26,12 +26,11 @@ MAY_IMPORT = {
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
     "sampling": {"kernels", "types"},
-    "distributed": {"kernels", "types"},
     "graphs": {"kernels", "types"},
-    "models": {"kernels", "types", "distributed", "plugins", "shipped"},
-    "speculators": {"kernels", "types", "config", "sampling", "models", "distributed", "graphs"},
+    "models": {"kernels", "types", "plugins", "shipped"},
+    "speculators": {"kernels", "types", "config", "sampling", "models", "graphs"},
     "engine": {
-        *("kernels", "types", "config", "sampling", "models", "distributed", "graphs"),
+        *("kernels", "types", "config", "sampling", "models", "graphs"),
         *("speculators", "factory"),  # the factory knows speculators by string only
     },
     "metrics": {"types"},

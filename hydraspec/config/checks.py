@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 
 from hydraspec.config.benches import BENCH, is_bench, is_rising
-from hydraspec.config.choices import added_workload, choices_of, shipped_shapes
+from hydraspec.config.choices import added_workload, choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
@@ -60,10 +60,13 @@ def check_names(config: RunConfig) -> None:
     """Refuse unknown names and empty checkpoints. Comes first: defaults depend on them."""
     enforce(NAMES, config)
     known = set(choices_of("method")) - ALIASES - {"none"}
+    known -= {name for name in known if not packaged("method", name).get("needs_checkpoint", True)}
     for method, drafter in config.target.drafters.items():
         if method not in known:
             key = f"target.drafters.{method}"
-            raise refusal(key, drafter, "names no method", allowed=listing(known))
+            raise refusal(
+                key, drafter, "names no method that takes a checkpoint", allowed=listing(known)
+            )
 
 
 def check_random_room(config: RunConfig, max_model_len: int) -> None:

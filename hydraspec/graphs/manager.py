@@ -21,7 +21,7 @@ O = TypeVar("O")  # noqa: E741  its outputs
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Descriptor:
-    """The padded shape of a batch, and the host facts that its code path depends on.
+    """The padded shape of a batch, and what its code path depends on on the host.
 
     rows_per_request None: mixed, any split of the rows over the requests.
     """

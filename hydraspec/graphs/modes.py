@@ -44,7 +44,7 @@ class GraphModes:
 
     @property
     def has_eager_steps(self) -> bool:
-        """Whether steps of some kind run without graphs at any size."""
+        """Whether decode steps, or steps with prompts, never use graphs."""
         return NONE in (self.decode, self.mixed)
 
     @property

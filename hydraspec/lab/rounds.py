@@ -1,5 +1,5 @@
-"""Runs a workload through one engine or two: a warm-up, then A B A B, so that both see the same
-machine.
+"""Runs a workload through one engine or two: a warm-up, then method and baseline in turn, twice
+(A B A B), so that both see the same machine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hydraspec.types import Completion, Request, StepRecord
 NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
-MAX_WHOLE_RUNS = 3  # of a warm-up that still compiles kernels
-WHOLE_ROUNDS = 4  # times the requests that run at once: the number of requests of a whole run
+MAX_FULL_WARM_UPS = 3  # while they still compile kernels
+FULL_WARM_UP_BATCHES = 4  # of as many requests as run at once, in a warm-up of whole outputs
 PROFILED_REQUESTS = 32  # at most, and no more than run at once
 
 
@@ -73,10 +73,10 @@ class Measurement:
             replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
             for r in self.requests[:count]
         ]
-        whole = self.requests[: WHOLE_ROUNDS * count]
+        whole = self.requests[: FULL_WARM_UP_BATCHES * count]
         for engine in (side.engine for side in self._sides.values()):
             engine.prepare(self.requests)
-            for requests in (few, *[whole] * MAX_WHOLE_RUNS):
+            for requests in (few, *[whole] * MAX_FULL_WARM_UPS):
                 built_before = engine.num_built()
                 with closing_run(engine, requests, self._concurrency) as events:
                     for _ in events:

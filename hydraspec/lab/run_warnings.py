@@ -153,6 +153,11 @@ def _why_hardly(config: RunConfig, is_random_text: bool) -> str:
             )
     if is_random_text:
         return "likely cause: workload=random; to try: prompts of real text"
+    if not config.method.needs_checkpoint:
+        return (
+            f"likely cause: method={config.method.name} has no weights: drafts "
+            "depend on the text alone; to try: a method with a drafter"
+        )
     return (
         "likely cause: the drafter was trained for another target, its files lack tensors or its "
         "config.json says something else than it was trained with (see the warnings that name the "

@@ -61,11 +61,11 @@ def judge(
     Where the engine gives no logits there is no margin: other outputs are "not_checked" in bfloat16
     and float16, where ties are frequent, and "diverged" in float32 and float64.
     """
-    lost = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
-    won = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
+    failed_here = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
+    failed_in_baseline = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
     found = not_checked(SYNTHETIC, requests, method)
-    found["num_failed_with_method_only"] = len(lost)
-    found["num_failed_with_baseline_only"] = len(won)
+    found["num_failed_with_method_only"] = len(failed_here)
+    found["num_failed_with_baseline_only"] = len(failed_in_baseline)
     if synthetic:
         return found
     checked = [
@@ -84,8 +84,10 @@ def judge(
         found["not_finite_in"] = look_at_logits(requests, method, engine)
     elif beyond and math.isnan(beyond["target_margin"] or 0.0):
         found["not_finite_in"] = beyond["request"]
-    diverged = beyond is not None or any(_is_greedy(r) for r in lost)
-    found["reason"] = None if diverged else _why_not(found, requests, won, engine.info)
+    diverged = beyond is not None or any(_is_greedy(r) for r in failed_here)
+    found["reason"] = (
+        None if diverged else _why_not(found, requests, failed_in_baseline, engine.info)
+    )
     if diverged:
         found["verdict"] = "diverged"
     elif found["reason"] is None:
@@ -94,7 +96,7 @@ def judge(
 
 
 def _why_not(
-    found: Lossless, requests: Sequence[Request], won: Sequence[Request], info: EngineInfo
+    found: Lossless, requests: Sequence[Request], failed: Sequence[Request], info: EngineInfo
 ) -> str | None:
     """Why what was found is "not_checked"; None if outputs are equal, or differ within rounding."""
     if first := found["first_divergence"]:
@@ -103,8 +105,8 @@ def _why_not(
         return SAMPLED
     if found["not_finite_in"] is not None:
         return NOT_FINITE
-    if failed := sum(_is_greedy(r) for r in won):
-        return f"the baseline failed {failed} greedy request{'s' * (failed > 1)}"
+    if num_failed := sum(_is_greedy(r) for r in failed):
+        return f"the baseline failed {num_failed} greedy request{'s' * (num_failed > 1)}"
     return None if found["num_requests_checked"] else NOT_FINISHED
 
 

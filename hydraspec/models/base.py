@@ -50,9 +50,10 @@ class TargetModel(Protocol):
         Aux id i is the residual stream after i decoder layers, un-normed: 0 is the embedding output
         (scaled as the first layer reads it), num_layers is what the final norm reads.
 
-        kv_caches has one entry a layer, [num_blocks * block_size, 2, Hkv, H] or None for layers
-        that share. Keys and values are written through batch.slot_mapping before they are read; a
-        slot of -1 (only where batch.has_padding) writes none. Block 0 is reserved and stays zero.
+        kv_caches has one entry a layer, [num_blocks * block_size, *GroupShape.page_row] (2, Hkv, H
+        with separate keys and values) or None for layers that share. Keys and values are written
+        through batch.slot_mapping before they are read; a slot of -1 (only where batch.has_padding)
+        writes none. Block 0 is reserved and stays zero.
 
         needed: hidden states of other rows are not read and may come out as anything finite. Aux
         states are those of all rows in any case.

@@ -44,7 +44,7 @@ class GroupPass:
     sin: Tensor  # [T, 1, H], first half negated
     plan: AttentionPlan
     slots: Tensor  # [T] cache rows to write, -1 for rows that write none
-    has_padding: bool = False  # host fact: there may be such rows
+    has_padding: bool = False  # known on the host: there may be such rows
     _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
 
     def write(self, cache: Tensor, rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a step's requests need of the sampler: host facts that let it skip work."""
+"""What a step's requests need of the sampler: known on the host, so that it can skip work."""
 
 from __future__ import annotations
 

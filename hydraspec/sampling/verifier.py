@@ -30,7 +30,7 @@ class Verifier:
         """The verdict on `batch.draft_tokens`.
 
         logits [N, V] of the rows that `batch.verify_rows` counts in; `state` as before the step.
-        With `state.draft_probs` drafts count as sampled from it, else as argmaxes. `flags` are host
+        With `state.draft_probs` drafts count as sampled from it, else as certain. `flags` are host
         facts that save work. The first token of a request, and every token without a drafter, is
         the case of no drafts. `logits` must not be read afterwards: kernels truncate in place.
         """

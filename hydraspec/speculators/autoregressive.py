@@ -37,12 +37,12 @@ class DecodeInputs:
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
-    """One prefill pass over the step's rows, then K-1 decode steps at advancing positions.
+    """One pass over the step's rows, then K-1 decode steps, by default at advancing positions.
 
     Draft row t holds the token at t+1 and the target's state at t; its KV has position t. After a
     step the draft's cache therefore covers exactly the target's computed tokens.
 
-    The prefill pass is captured with the step. The decode steps are one pass, which is a full graph
+    The first pass is captured with the step. The decode steps are one pass, which is a full graph
     or eager, or part of the step's graph where that holds the whole step.
     """
 
@@ -69,13 +69,14 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if self.num_speculative_tokens == 1:
             return Draft(tokens=tokens.unsqueeze(1), probs=first)
         start = DecodeStart(row, tokens, feedback)
+        # Not part of a piecewise capture: the decode pass is a graph of its own, or eager.
         rest = breaks.run(self._decode_pass, start, shared, batch, state)
         if first is not None and rest.probs is not None:
             first = torch.cat((first, rest.probs), 1)
         return Draft(tokens=torch.cat((tokens.unsqueeze(1), rest.tokens), 1), probs=first)
 
     def begin(self, row: NewestRows, batch: Batch) -> Any:
-        """What all draft steps of a round share; computed from the newest rows alone.
+        """What all K draft steps share; computed from the newest rows alone.
 
         By default the start locations [B+1] of steps 1, 2, ..., which have one row per request.
         """

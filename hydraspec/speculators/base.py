@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hydraspec_kernels.step_inputs import NewestRows, newest_rows
 from torch import Tensor
 
 from hydraspec.config.schema import RunConfig
@@ -29,11 +30,11 @@ class DraftGraphs:
 class BaseSpeculator(ABC):
     """Proposes K tokens after each request's newest sampled token.
 
-    A leaf is a list of differences: class attributes first, then at most three hooks.
+    A speculator that is used (a leaf) sets class attributes and overrides hooks of its base.
     """
 
     owns_kv_cache: ClassVar[bool] = False  # drafting writes KV into further groups
-    # Why `propose` cannot be part of a CUDA graph, for a drafter that reads the device, say.
+    # The reason, if `propose` cannot be captured; only such a drafter may read the device.
     cannot_be_captured: ClassVar[str | None] = None
 
     def __init__(self, config: RunConfig) -> None:
@@ -66,7 +67,9 @@ class BaseSpeculator(ABC):
         """
 
     def bind_kv_caches(self, specs: Sequence[KVGroupSpec], caches: list[Tensor | None]) -> None:
-        """Hand over the cache: groups, and per target layer the tensor or None."""
+        """Hand over the cache: groups, and a tensor per layer, the target's layers and then the
+        drafter's own; None for layers that share KV.
+        """
         return None
 
     @property
@@ -84,15 +87,15 @@ class BaseSpeculator(ABC):
         return 0
 
     def init_cudagraph_manager(self, graphs: DraftGraphs) -> None:
-        """Prepare to capture what drafting runs after the pass over the step's rows.
+        """Prepare to capture the decode pass: drafts 2 to K, after the pass over the step's rows.
 
-        That pass is captured with the step, and so is all of `propose` where a graph holds the
-        whole step.
+        The pass over the step's rows is captured with the step, and so is all of `propose` where
+        a graph holds the whole step.
         """
         return None
 
     def capture(self) -> None:
-        """Capture that part, after `init_cudagraph_manager` and `bind_kv_caches`."""
+        """Capture the decode pass, after `init_cudagraph_manager` and `bind_kv_caches`."""
         return None
 
     def pause_graphs(self, paused: bool) -> None:
@@ -105,9 +108,15 @@ class BaseSpeculator(ABC):
         """
         return num_requests
 
+    def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRows:
+        """Where drafting starts: each request's newest computed row after verification, at p, and
+        the token sampled after it. Requests that did not sample give some valid row.
+        """
+        return newest_rows(verdict, batch, state.num_computed)
+
     @abstractmethod
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
         """Drafts [B, K] from the state after commit, -1 where there is none; None where K is 0 or
-        no request samples. Must not read the device from the host."""
+        no request samples. Must not read the device from the host, unless `cannot_be_captured`."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
 from hydraspec_kernels.sampling.token_choice import sample_with_probs
-from hydraspec_kernels.step_inputs import NewestRows, newest_rows
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling, RunConfig
@@ -23,7 +22,6 @@ from hydraspec.types import (
     RequestState,
     Rows,
     TargetStep,
-    Verdict,
 )
 
 
@@ -116,12 +114,6 @@ class DraftModelSpeculator(BaseSpeculator):
     def memory_bytes(self) -> int:
         size: int = self.head.memory_bytes()
         return size
-
-    def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRows:
-        """Where drafting starts: each request's newest computed row after verification, at p, and
-        the token sampled after it. Requests that did not sample give some valid row.
-        """
-        return newest_rows(verdict, batch, state.num_computed)
 
     def sample_draft(
         self, hidden: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int

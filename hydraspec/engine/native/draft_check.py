@@ -1,5 +1,5 @@
 """What a speculator returns, checked: a draft that cannot be verified is one error that names the
-speculator's class. The checks read host facts, and token ids that are on the host anyway.
+speculator's class. The checks read what the host knows, and token ids that are on the host anyway.
 """
 
 from __future__ import annotations

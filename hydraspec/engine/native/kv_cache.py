@@ -241,7 +241,7 @@ class KVCache:
         return min(group.tokens_that_fit(slot) for group in self._groups)
 
     def allocate(self, slot: int, num_tokens: int) -> bool:
-        """Own blocks for positions below `num_tokens`, in every group or in none."""
+        """Allocate blocks for positions below `num_tokens`, in every group or in none."""
         if num_tokens <= self._room[slot]:
             return True
         missing = [group.missing(slot, num_tokens) for group in self._groups]

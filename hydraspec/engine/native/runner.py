@@ -1,7 +1,7 @@
 """The device's part of a step: prepare → forward → verify → commit → propose, over persistent
 state.
 
-Nothing here reads the device from the host: results travel by themselves (`LaunchedStep`).
+Nothing here reads the device from the host: results are copied asynchronously (`LaunchedStep`).
 """
 
 from __future__ import annotations

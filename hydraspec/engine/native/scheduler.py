@@ -124,8 +124,8 @@ class Scheduler:
         return num_tokens >= min(limit, self.max_model_len)
 
     def _make_room(self, item: Scheduled, chosen: dict[Sequence, Scheduled]) -> bool:
-        """Own blocks for the item's rows, preempting younger requests as needed; False if it has to
-        wait."""
+        """Allocate blocks for the item's rows, preempting younger requests as needed; False if it
+        has to wait."""
         sequence = item.sequence
         while not self._allocate(item):
             if sequence.in_flight is not None:
@@ -165,7 +165,7 @@ class Scheduler:
         return self._allocate(item)
 
     def _allocate(self, item: Scheduled) -> bool:
-        """Own blocks for the item's rows and for what a drafter writes after them."""
+        """Allocate blocks for the item's rows and for what a drafter writes after them."""
         return self.kv.allocate(item.sequence.slot, item.seq_len + self.num_lookahead_tokens)
 
     def _tokens_that_fit(self, slot: int) -> int:

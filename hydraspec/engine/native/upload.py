@@ -55,7 +55,7 @@ class _Stage:
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Let the host wait for an event: the only wait of a step, and it is for an older one."""
+    """Let the host wait for an event: a staging buffer's last copy, of an older step."""
     event.synchronize()
 
 

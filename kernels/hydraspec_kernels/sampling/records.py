@@ -53,7 +53,7 @@ class SlotSampling(Protocol):
     top_p: Tensor  # [S] float32, 1 is off
     min_p: Tensor  # [S] float32, 0 is off
     seed: Tensor  # [S]
-    draft_probs: Tensor | None  # [S, K, V'] float32; None: drafts are argmaxes, not samples
+    draft_probs: Tensor | None  # [S, K, V'] float32; None: drafts are certain, q = 1
     draft_vocab_map: Tensor | None  # [V'] the target's ids of the drafter's tokens; None: V' is V
 
 

@@ -68,7 +68,7 @@ def shifted_tokens(
     *,
     padded: bool = False,
 ) -> Tensor:
-    """The token after each row's: token_ids [S, L], slots [B], row_request, positions [T] -> [T].
+    """The token after each row's: token_ids [S, L+1], slots [B], row_request, positions [T] -> [T].
 
     Rows of request -1 and places with no token (-1) give 0.
     """
@@ -109,7 +109,7 @@ def decode_rows(
 
 
 def parallel_rows(
-    token_ids: Tensor,  # [S, L]
+    token_ids: Tensor,  # [S, L+1]
     batch: LaidBatch,
     num_rejected: Tensor,  # [B]
     groups: GroupTables,

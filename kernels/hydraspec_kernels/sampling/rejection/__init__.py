@@ -35,7 +35,7 @@ def verify_sampled(
     from the target after the last draft.
 
     logits [N, V] are the rows that `batch.verify_rows` counts in; kernels truncate them in place.
-    With `state.draft_probs` drafts count as sampled from it, else as argmaxes (q = 1). Requests of
+    With `state.draft_probs` drafts count as sampled from it, else as certain (q = 1). Requests of
     temperature 0 accept, and emit, the argmax. Logits whose maximum is not finite accept no draft,
     and a token emitted from them is marked. `acceptance_length` is that of Rule.SYNTHETIC.
     """

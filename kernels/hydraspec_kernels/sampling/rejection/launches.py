@@ -25,7 +25,7 @@ class Given:
     batch: VerifiedBatch
     state: SlotSampling
     samples: Tensor  # [B] int8
-    draft_probs: Tensor | None  # None: drafts are argmaxes, or the rule does not read q
+    draft_probs: Tensor | None  # None: drafts are certain, or the rule does not read q
     draft_index: Tensor | None  # [V] int32 the target's tokens in the drafter's vocabulary
 
     @property
@@ -83,8 +83,8 @@ def verify_sampled_launches(
     *,
     is_truncated: bool = False,
 ) -> Verdict:
-    """See `rejection.verify_sampled`; rows are truncated already. `is_truncated` is a host fact
-    that saves work: most chunks of a row may have no mass.
+    """See `rejection.verify_sampled`; rows are truncated already. `is_truncated`, known on the
+    host, saves work: most chunks of a row may have no mass.
     """
     draft_probs, draft_index = state.draft_probs, None
     if batch.draft_tokens.shape[1] == 0 or rule is Rule.SYNTHETIC:

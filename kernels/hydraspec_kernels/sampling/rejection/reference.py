@@ -40,7 +40,7 @@ class Trial:
     """The drafts under verification, and the distributions and draws that decide on them."""
 
     p: Tensor  # [B, K+1, V] target distributions, after all truncations
-    q: Tensor | None  # [B, K, V] draft distributions; None: drafts are argmaxes, q(x) = 1
+    q: Tensor | None  # [B, K, V] draft distributions; None: drafts are certain, q(x) = 1
     x: Tensor  # [B, K] drafts, 0 where there is none
     u: Tensor  # [B, K] float64 uniform draws for acceptance
     is_offered: Tensor  # [B, K] bool, false from the first missing draft on
@@ -200,7 +200,7 @@ def _trial(
 
 
 def _draft_probs(batch: VerifiedBatch, state: SlotSampling, vocab_size: int) -> Tensor | None:
-    """[B, K, V] that drafts were sampled from; None if they are argmaxes."""
+    """[B, K, V] that drafts were sampled from; None if they are certain."""
     num_drafts = batch.draft_tokens.shape[1]
     if state.draft_probs is None or num_drafts == 0:
         return None
