@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.config.build import NAME
+from hydraspec.config.build import NAME, keys_of, typed_keys
 from hydraspec.config.choices import choices_of, choices_with
 from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
 # The only place where Hydra names the override that it refuses is its message.
@@ -58,7 +60,9 @@ def translate(error: Exception) -> ConfigurationError:
 
 def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> ConfigurationError:
     """The error of a key that the choice of its group lacks."""
-    group, known = key.partition(".")[0], [str(name) for name in node if name != NAME]
+    group = key.partition(".")[0]
+    hidden = {NAME, *_keys_of_choices(group)}
+    known = [str(name) for name in node if name not in hidden]
     where = parent or "the configuration"
     if choices_of(group):
         where = f"{group}={node._get_root()[group][NAME]}"
@@ -69,6 +73,14 @@ def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> Configu
         remedy = f"choose {' or '.join(others)}, or leave it out"
     allowed = f"keys of {parent} are {listing(known)}" if known else f"{where} has no keys"
     return refusal(key, value, f"is no key of {where}", allowed=allowed, remedy=remedy)
+
+
+def _keys_of_choices(group: str) -> set[str]:
+    """Keys of a group that its choices' YAML alone may give."""
+    schema = keys_of(RunConfig).get(group)
+    if not isinstance(schema, type) or not is_dataclass(schema):
+        return set()
+    return set(keys_of(schema)) - set(typed_keys(schema))
 
 
 def _unknown_choice(error: MissingConfigException) -> ConfigurationError:

@@ -72,6 +72,12 @@ def keys_of(schema: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields if not field.metadata.get("derived")}
 
 
+def typed_keys(schema: type) -> list[str]:
+    """Fields that messages offer to be typed: neither a choice's name nor keys of choices alone."""
+    hidden = {f.name for f in dataclasses.fields(schema) if f.metadata.keys() & HIDDEN} | {NAME}
+    return [name for name in keys_of(schema) if name not in hidden]
+
+
 def check_key(path: str, value: object) -> None:
     """Refuse an unknown dotted key. Hydra's own message would recommend to add it with `+`."""
     schema: Any = RunConfig
@@ -100,8 +106,7 @@ def _of_choices(schema: type, name: str) -> bool:
 def _unknown_key(
     path: str, part: str, value: object, parent: str, schema: type
 ) -> ConfigurationError:
-    hidden = {f.name for f in dataclasses.fields(schema) if f.metadata.keys() & HIDDEN} | {NAME}
-    names = [name for name in keys_of(schema) if name not in hidden]
+    names = typed_keys(schema)
     names += [] if parent else ["experiment"]
     meant = None if part in keys_of(schema) else nearest(part, names)
     full = f"{parent}.{meant}" if parent else meant

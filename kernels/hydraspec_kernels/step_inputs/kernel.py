@@ -70,7 +70,7 @@ def _prepare_rows(
     drafts_ptr,  # [B, K]
     cache_rows_ptr,  # G times [T]
     num_computed_ptr,  # [S]
-    token_ids_ptr,  # [S, L]
+    token_ids_ptr,  # [S, L+1]
     slots_ptr,  # [B]
     num_rows_ptr,  # [B]
     num_drafts_ptr,  # [B]
@@ -154,7 +154,7 @@ def prepare_rows_kernel(
 @triton.jit(do_not_specialize=["columns", "num_rows"])
 def _shifted_tokens(
     ids_ptr,  # [T]
-    token_ids_ptr,  # [S, L]
+    token_ids_ptr,  # [S, L+1]
     slots_ptr,  # [B]
     row_request_ptr,  # [T]
     positions_ptr,  # [T]
@@ -296,7 +296,7 @@ def _parallel_rows(
     seq_lens_ptr,  # [B]
     num_rejected_ptr,  # [B]
     slots_ptr,  # [B]
-    token_ids_ptr,  # [S, L]
+    token_ids_ptr,  # [S, L+1]
     tables,  # G times [B, P]
     table_widths,
     mask_token_id,

@@ -131,7 +131,7 @@ def _write_tokens(
 
 @triton.jit(do_not_specialize=["columns", "num_requests"])
 def _commit_tokens(
-    token_ids_ptr,  # [S, L]
+    token_ids_ptr,  # [S, L+1]
     num_computed_ptr,  # [S]
     request_slots_ptr,  # [B]
     seq_lens_ptr,  # [B]
@@ -174,7 +174,7 @@ def commit_tokens_kernel(state: SlotTokens, batch: VerifiedBatch, verdict: Verdi
 
 @triton.jit(do_not_specialize=["columns", "num_requests"])
 def _store_drafts(
-    token_ids_ptr,  # [S, L]
+    token_ids_ptr,  # [S, L+1]
     num_computed_ptr,  # [S]
     request_slots_ptr,  # [B]
     samples_ptr,  # [B]
