@@ -17,9 +17,9 @@ from hydraspec.engine.native.runner import Runner
 from hydraspec.types import Batch, StepPlan
 
 
-def plans(decodes: bool = False, k: int = 3) -> list[StepPlan]:
-    found = dummy_plans({1, 4, 16}, k, max_rows=40, max_seq_len=24, decodes=decodes)
-    return list(found)
+def plans(decodes: bool = False, mixed: bool = False, k: int = 3) -> list[StepPlan]:
+    limits = {"max_rows": 40, "max_seq_len": 24}
+    return list(dummy_plans({1, 4, 16}, k, **limits, decodes=decodes, mixed=mixed))
 
 
 def test_prompts_fill_a_step_and_no_more() -> None:
@@ -32,6 +32,27 @@ def test_decodes_verify_every_draft_where_they_fit() -> None:
     decodes = [plan for plan in plans(decodes=True) if plan.num_drafts.any()]
     assert [plan.num_rows.tolist() for plan in decodes] == [[4] * 4, [4]]
     assert all(len(plan.segments) == 1 for plan in decodes)
+
+
+def test_eager_mixed_steps_come_with_every_power_of_two_of_rows() -> None:
+    found = [plan for plan in plans(mixed=True) if not plan.num_drafts.any()]
+    prompts = {(len(plan.slots), int(plan.num_rows[0])) for plan in found}
+    assert prompts == {
+        *((1, rows) for rows in (1, 2, 4, 8, 16, 24)),
+        *((4, rows) for rows in (1, 2, 4, 8, 10)),
+        *((16, rows) for rows in (1, 2)),
+    }
+
+
+def test_eager_mixed_steps_come_with_every_number_of_drafts() -> None:
+    for decodes, most in ((False, 2), (True, 3)):
+        found = plans(decodes=decodes, mixed=True)
+        drafts = {(len(plan.slots), int(plan.num_drafts[0])) for plan in found}
+        assert drafts == {
+            *((1, n) for n in range(most + 1)),
+            *((4, n) for n in range(most + 1)),
+            *((16, n) for n in range(2)),
+        }
 
 
 @pytest.fixture

@@ -121,11 +121,13 @@ class DeviceRunner(Runner):
             max_rows=limits.max_num_batched_tokens,
             max_seq_len=limits.max_seq_len,
             decodes=self.modes.decode == NONE,
+            mixed=self.modes.mixed == NONE,
         )
         with self.eagerly():
             for descriptor in [self._largest(), *descriptors(self.modes, limits)]:
                 self._captured_step(self._static_inputs(descriptor))
             for plan in plans:
+                self.state.num_computed.zero_()  # steps would run past the end of the tables
                 self._launch_part(plan, None)
 
     def _largest(self) -> Descriptor:

@@ -140,18 +140,23 @@ def dummy_plans(
     max_rows: int,
     max_seq_len: int,
     decodes: bool,
+    mixed: bool,
 ) -> Iterator[StepPlan]:
     """Plans of each batch size for compiling kernels ahead of time: greedy requests that read a
-    prompt and, where `decodes` is true, requests that verify K drafts. Slots and block tables are
-    empty.
+    prompt and, where `decodes` is true, requests that verify K drafts; where `mixed` is true, also
+    those that read or verify fewer rows. Slots and block tables are empty.
     """
+    k = num_speculative_tokens
     for count in sorted(batch_sizes, reverse=True):
-        rows = min(DUMMY_PROMPT_ROWS, max_rows // count, max_seq_len)
-        if rows:
-            yield _dummy_plan(count, rows, 0, num_speculative_tokens, max_seq_len)
-        if decodes and count * (num_speculative_tokens + 1) <= max_rows:
-            drafts = num_speculative_tokens
-            yield _dummy_plan(count, drafts + 1, drafts, num_speculative_tokens, max_seq_len)
+        most = min(DUMMY_PROMPT_ROWS, max_rows // count, max_seq_len)
+        # Kernels are chosen by the power of two that holds a request's rows.
+        smaller = [1 << n for n in range(1, most.bit_length()) if 1 << n < most] if mixed else []
+        for rows in [*smaller, most]:
+            if rows:
+                yield _dummy_plan(count, rows, 0, k, max_seq_len)
+        for drafts in range(0 if mixed else k, k + 1):
+            if (decodes or drafts < k) and count * (drafts + 1) <= max_rows:
+                yield _dummy_plan(count, drafts + 1, drafts, k, max_seq_len)
 
 
 def _dummy_plan(count: int, rows: int, drafts: int, k: int, longest: int) -> StepPlan:
