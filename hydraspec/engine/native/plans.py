@@ -149,12 +149,13 @@ def dummy_plans(
     k = num_speculative_tokens
     for count in sorted(batch_sizes, reverse=True):
         most = min(DUMMY_PROMPT_ROWS, max_rows // count, max_seq_len)
-        # Kernels are chosen by the power of two that holds a request's rows.
-        smaller = [1 << n for n in range(1, most.bit_length()) if 1 << n < most] if mixed else []
-        for rows in [*smaller, most]:
+        # Kernels are chosen by the powers of two that hold the requests, and the rows of each.
+        every_size = mixed and count == 1 << (count.bit_length() - 1)
+        smaller = [1 << n for n in range(1, most.bit_length()) if 1 << n < most]
+        for rows in [*(smaller if every_size else []), most]:
             if rows:
                 yield _dummy_plan(count, rows, 0, k, max_seq_len)
-        for drafts in range(0 if mixed else k, k + 1):
+        for drafts in range(0 if every_size else k, k + 1):
             if (decodes or drafts < k) and count * (drafts + 1) <= max_rows:
                 yield _dummy_plan(count, drafts + 1, drafts, k, max_seq_len)
 

@@ -179,7 +179,7 @@ class DevicePlan:
     def check_cache(self, cache: Tensor, num_rows: int) -> None:
         """The part of `check` that is not about queries."""
         assert cache.is_contiguous(), "tokens of the cache are contiguous"
-        assert cache[0].numel() == self.shape.head_rows * self.shape.head_dim, cache.shape
+        assert cache.shape[1:].numel() == self.shape.head_rows * self.shape.head_dim, cache.shape
         assert self.block_table.stride(1) == 1, "rows of the block table are contiguous"
         if self.query_start_loc is None:
             assert num_rows == self.num_requests, "without query_start_loc a row is a request"
