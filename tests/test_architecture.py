@@ -25,12 +25,13 @@ MAY_IMPORT = {
     "shipped": set(),
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
-    "sampling": {"kernels", "types"},
+    "sampling": {"kernels", "types", "distributed"},
+    "distributed": {"kernels", "types"},
     "graphs": {"kernels", "types"},
-    "models": {"kernels", "types", "plugins", "shipped"},
-    "speculators": {"kernels", "types", "config", "sampling", "models", "graphs"},
+    "models": {"kernels", "types", "plugins", "shipped", "distributed"},
+    "speculators": {"kernels", "types", "config", "sampling", "models", "graphs", "distributed"},
     "engine": {
-        *("kernels", "types", "config", "sampling", "models", "graphs"),
+        *("kernels", "types", "config", "sampling", "models", "graphs", "distributed"),
         *("speculators", "factory"),  # the factory knows speculators by string only
     },
     "metrics": {"types"},

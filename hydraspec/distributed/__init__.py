@@ -1,0 +1,1 @@
+"""Several processes that run one engine: who is who, and what they add up and hand over."""

@@ -1,0 +1,60 @@
+"""The ranks that share a layer, and what they compute together."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorGroup(Protocol):
+    """The tensor-parallel ranks of a stage. Every rank calls the same methods in the same order."""
+
+    rank: int  # among the ranks of this group
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, with the same bits on every rank; may overwrite x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: every rank's x, in the order of ranks."""
+        ...
+
+
+class SoloGroup:
+    """A group of one rank."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[1, *x.shape]."""
+        return x.unsqueeze(0)
+
+
+SOLO = SoloGroup()
+
+
+class ProcessGroup:
+    """Ranks in processes of their own, over a torch.distributed group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See TensorGroup."""
+        x = x.contiguous()
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See TensorGroup."""
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=self._group)
+        return gathered

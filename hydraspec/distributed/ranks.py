@@ -1,0 +1,44 @@
+"""Which rank this is. Engines are built for `current()`; a process that was not told is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from hydraspec.distributed.group import SOLO, TensorGroup
+from hydraspec.distributed.layout import Coordinates, Layout
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Ranks:
+    """One rank's view of the run."""
+
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    group: TensorGroup = SOLO  # the ranks that share this one's layers
+
+    @property
+    def at(self) -> Coordinates:
+        """Where this rank stands."""
+        return self.layout.coordinates(self.rank)
+
+
+ALONE = Ranks()
+_current: ContextVar[Ranks] = ContextVar("ranks", default=ALONE)
+
+
+def current() -> Ranks:
+    """This rank's view. A new thread starts alone."""
+    return _current.get()
+
+
+@contextmanager
+def acting_as(ranks: Ranks) -> Iterator[None]:
+    """While it lasts, `current()` is `ranks`."""
+    token = _current.set(ranks)
+    try:
+        yield
+    finally:
+        _current.reset(token)
