@@ -22,7 +22,8 @@ from hydraspec_kernels.linear import linear, linear_partials
 from torch import Tensor
 
 from hydraspec.models.kv_groups import GroupPass
-from hydraspec.models.layers import Place, Tensors
+from hydraspec.models.layers import Place
+from hydraspec.models.parts import Tensors
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Attention:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `self_attn.`."""
-        found = {"o_proj.weight": self.out.t()}
+        found: Tensors = {"o_proj.weight": self.out.t()}
         if self.out_bias is not None:
             found["o_proj.bias"] = self.out_bias
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):

@@ -23,8 +23,9 @@ from hydraspec.models.kv_groups import (
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, Place, Tensors, prefixed
+from hydraspec.models.layers import Norm, Place, prefixed
 from hydraspec.models.needed_rows import reduced
+from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import fill, memory_bytes
 from hydraspec.types import KVGroupSpec, NeededRows, Rows
 
@@ -65,7 +66,7 @@ class Decoder:
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without prefix."""
-        found = {"embed_tokens.weight": self.table, "norm.weight": self.norm.weight}
+        found: Tensors = {"embed_tokens.weight": self.table, "norm.weight": self.norm.weight}
         if not self.tied:
             found["lm_head.weight"] = self.head
         for i, layer in enumerate(self.layers):

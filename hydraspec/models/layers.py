@@ -19,15 +19,28 @@ from hydraspec_kernels.norms import NormGain, add_norm, add_norm_cpu, rms_norm, 
 from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from hydraspec.distributed.group import SOLO, TensorGroup
+from hydraspec.models.parts import Part, Share, Tensors, Weight
 
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where weights live, and in what type."""
+    """Where weights live, in what type, and which ranks share them."""
 
     dtype: torch.dtype
     device: torch.device
+    group: TensorGroup = SOLO
+
+    def share(self, size: int) -> Share:
+        """This rank's share of a dimension that the ranks divide evenly."""
+        count = size // self.group.size
+        assert count * self.group.size == size, f"{size} does not divide by {self.group.size}"
+        return Share(size, self.group.rank * count, count)
+
+    def part(self, tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
+        """A weight of which this rank holds `share` of dimension `dim`; see `Part`."""
+        is_whole = share.count == share.size
+        return tensor if is_whole else Part(tensor, dim, share, repeats)
 
     @property
     def uses_cpu_norms(self) -> bool:
@@ -123,7 +136,7 @@ class GatedMLP:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `mlp.`."""
-        found = {
+        found: Tensors = {
             "gate_proj.weight": self.gate_up[:, : self.inner].t(),
             "up_proj.weight": self.gate_up[:, self.inner :].t(),
             "down_proj.weight": self.down.t(),

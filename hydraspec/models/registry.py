@@ -5,12 +5,14 @@ A family is imported when a checkpoint needs it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from hydraspec import plugins
+from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import open_checkpoint
@@ -37,12 +39,13 @@ def load_target(
     device: torch.device,
     seed: int,
     max_model_len: int | None,
+    group: TensorGroup = SOLO,
 ) -> TargetModel:
     """A target model from a folder, zoo:<name> or hub id.
 
     weights is "checkpoint" or "random" (seeded, in config.json's shapes, no tensor file read).
-    Raises CheckpointError: unreadable or of an unknown model_type; ConfigurationError: shorter than
-    max_model_len.
+    Of a group of ranks each loads its part. Raises CheckpointError: unreadable or of an unknown
+    model_type; ConfigurationError: shorter than max_model_len, or does not divide among the ranks.
     """
     opened = open_checkpoint(checkpoint)
     model_type = opened.config.get("model_type")
@@ -53,9 +56,31 @@ def load_target(
             f"{', '.join(sorted(families))}" + _drafter_hint(opened.config)
         )
     load = plugins.load(families[model_type])
-    model: TargetModel = load(opened, weights=weights, dtype=dtype, device=device, seed=seed)
+    model: TargetModel = load(
+        opened,
+        weights=weights,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        **_group_argument(load, group, model_type),
+    )
     check_length(max_model_len, model.max_position_embeddings)
     return model
+
+
+def _group_argument(load: Any, group: TensorGroup, model_type: str) -> dict[str, TensorGroup]:
+    """The group, where there is more than one rank. Raises ConfigurationError for a plugin's target
+    that takes none.
+    """
+    if group.size == 1:
+        return {}
+    if "group" not in inspect.signature(load).parameters:
+        raise ConfigurationError(
+            f"parallelism.tensor={group.size}: the plugin that offers targets of model_type "
+            f"{model_type!r} loads them whole (its loader takes no group)\n  allowed: 1\n"
+            "  to do: leave parallelism.tensor at 1"
+        )
+    return {"group": group}
 
 
 def check_length(max_model_len: int | None, limit: int) -> None:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
+from hydraspec.models.parts import Part, Weight, held
 
 
 def fill(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Weight],
     checkpoint: Checkpoint,
     *,
     weights: str,
@@ -21,8 +21,8 @@ def fill(
     canonical: Callable[[str], str | None],
     ignored: Callable[[str], bool],
 ) -> None:
-    """Fill every tensor (name -> view of the checkpoint's shape). weights is "checkpoint" or
-    "random".
+    """Fill every tensor (name -> view of the checkpoint's shape, or a rank's part of it). weights
+    is "checkpoint" or "random".
     """
     if weights == "random":
         randomise(tensors, seed)
@@ -32,13 +32,15 @@ def fill(
         raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
 
 
-def randomise(tensors: Mapping[str, Tensor], seed: int) -> None:
+def randomise(tensors: Mapping[str, Weight], seed: int) -> None:
     """Seeded weights that keep activations and attention scores of order one.
 
     Matrices by fan-in; norms 1, but query and key norms so that scores have a deviation of 2;
-    scalars 1.
+    scalars 1. A part is cut from the whole tensor as a single process draws it, one at a time.
     """
-    for offset, (name, tensor) in enumerate(sorted(tensors.items())):
+    for offset, name in enumerate(sorted(tensors)):
+        weight = tensors[name]
+        tensor = held(weight)
         generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + offset)
         if name.endswith("token_ordering"):
             tensor.copy_(torch.randperm(len(tensor), generator=generator, device=tensor.device))
@@ -47,12 +49,13 @@ def randomise(tensors: Mapping[str, Tensor], seed: int) -> None:
         elif tensor.dim() < 2:
             tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+            whole = weight.empty_whole() if isinstance(weight, Part) else tensor
+            whole.normal_(0.0, whole.shape[-1] ** -0.5, generator=generator)
+            if isinstance(weight, Part):
+                tensor.copy_(weight.read(whole.__getitem__))
 
 
-def memory_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()
-    }
-    return sum(storages.values())
+def memory_bytes(tensors: Mapping[str, Weight]) -> int:
+    """Bytes of the tensors' storages on this rank, each counted once."""
+    storages = (held(weight).untyped_storage() for weight in tensors.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

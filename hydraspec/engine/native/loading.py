@@ -15,6 +15,7 @@ from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.native.device_runner import DeviceRunner
@@ -73,6 +74,7 @@ def load(config: RunConfig) -> Loaded:
             device=device,
             seed=config.seed,
             max_model_len=config.target.max_model_len,
+            group=current().group,
         )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)

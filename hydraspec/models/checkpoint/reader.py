@@ -21,6 +21,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.checkpoint.hub import download
+from hydraspec.models.parts import Part, Weight, held
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -295,12 +296,12 @@ def listed(names: list[str]) -> str:
 
 def load_tensors(
     checkpoint: Checkpoint,
-    wanted: Mapping[str, Tensor],
+    wanted: Mapping[str, Weight],
     canonical: Callable[[str], str | None],
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape) from the
-    files.
+    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape, or a
+    rank's part of it) from the files.
 
     canonical maps a file's name to ours (None: not part of this model); ignored tells which of
     ours may be left over. Files are read one after the other, each opened once; one tensor is held
@@ -319,11 +320,22 @@ def load_tensors(
     for file, names in by_file.items():
         with safe_open(file, framework="pt") as opened:
             for name in names:
-                entry = entries[name]
-                tensor = opened.get_tensor(entry.name)
-                wanted[name].copy_(tensor if entry.convert is None else entry.convert(tensor))
+                tensor = _read(opened, entries[name], wanted[name])
+                held(wanted[name]).copy_(tensor)
                 del tensor
-    _check_finite(checkpoint.folder, wanted)
+    _check_finite(checkpoint.folder, {name: held(weight) for name, weight in wanted.items()})
+
+
+def _read(opened: Any, entry: TensorEntry, weight: Weight) -> Tensor:
+    """What `weight` holds of a tensor in an open file: only a part's pages are read, unless rows
+    are to be reordered, which takes whole heads.
+    """
+    if isinstance(weight, Part) and entry.convert is None:
+        return weight.read(opened.get_slice(entry.name).__getitem__)
+    whole: Tensor = opened.get_tensor(entry.name)
+    if entry.convert is not None:
+        whole = entry.convert(whole)
+    return weight.read(whole.__getitem__) if isinstance(weight, Part) else whole
 
 
 def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -344,7 +356,7 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def _check_entries(
     folder: Path,
     entries: Mapping[str, TensorEntry],
-    wanted: Mapping[str, Tensor],
+    wanted: Mapping[str, Weight],
     ignored: Callable[[str], bool],
 ) -> None:
     missing = sorted(wanted.keys() - entries.keys())
@@ -353,7 +365,7 @@ def _check_entries(
     quantised = []
     for name in sorted(wanted.keys() & entries.keys()):
         entry, shape = entries[name], tuple(wanted[name].shape)
-        allowed = _FLOATS if wanted[name].is_floating_point() else _INTEGERS
+        allowed = _FLOATS if held(wanted[name]).is_floating_point() else _INTEGERS
         if entry.dtype not in allowed:
             quantised.append(f"{name} ({entry.dtype})")
         elif entry.shape != shape:

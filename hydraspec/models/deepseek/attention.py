@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hydraspec.models.deepseek.config import DeepseekConfig
 from hydraspec.models.kv_groups import GroupPass, RopeTable
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.layers import Norm, Place
+from hydraspec.models.parts import Tensors
 
 # The norms inside the attention have their own eps in transformers, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6
@@ -81,7 +82,7 @@ class LatentAttention:
 
     def tensors(self) -> Tensors:
         q = self.q_width
-        found = {
+        found: Tensors = {
             "kv_a_proj_with_mqa.weight": self.down[:, q:].t(),
             "kv_a_layernorm.weight": self.kv_norm.weight,
             "kv_b_proj.weight": self.kv_up.view(-1, self.config.kv_rank),

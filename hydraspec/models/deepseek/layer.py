@@ -12,7 +12,8 @@ from hydraspec.models.deepseek.attention import LatentAttention
 from hydraspec.models.deepseek.config import DeepseekConfig, ExpertsShape
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.kv_groups import FULL, GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, Place, Tensors, add_and_norm, prefixed
+from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
+from hydraspec.models.parts import Tensors
 
 
 class Experts:
@@ -31,7 +32,7 @@ class Experts:
         self.packed = True  # how `tensors` names the experts
 
     def tensors(self) -> Tensors:
-        found = {"gate.weight": self.router.t(), "gate.e_score_correction_bias": self.bias}
+        found: Tensors = {"gate.weight": self.router.t(), "gate.e_score_correction_bias": self.bias}
         found |= prefixed("shared_experts.", self.shared.tensors())
         if self.packed:
             found["experts.gate_up_proj"] = self.gate_up.transpose(1, 2)
@@ -77,7 +78,7 @@ class DeepseekLayer:
             self.mlp = Experts(size, config.experts, place)
 
     def tensors(self) -> Tensors:
-        found = {
+        found: Tensors = {
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
         }

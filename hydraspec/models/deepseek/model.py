@@ -12,6 +12,7 @@ import torch
 from hydraspec_kernels.attention import GroupShape
 from torch import Tensor
 
+from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.models.checkpoint.names import name_in_model
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
@@ -56,12 +57,18 @@ def names_single_experts(checkpoint: Checkpoint) -> bool:
 
 
 def load_deepseek(
-    checkpoint: Checkpoint, *, weights: str, dtype: torch.dtype, device: torch.device, seed: int
+    checkpoint: Checkpoint,
+    *,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    group: TensorGroup = SOLO,
 ) -> DeepseekTarget:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
     config = read_deepseek_config(checkpoint.config, str(checkpoint.folder))
     with torch.no_grad():
-        model = DeepseekTarget(config, Place(dtype, device))
+        model = DeepseekTarget(config, Place(dtype, device, group))
         if weights == "checkpoint" and names_single_experts(checkpoint):
             unpack_experts(model.layers)
         model.load(checkpoint, weights=weights, seed=seed, canonical=name_in_model)

@@ -8,7 +8,8 @@ from torch import Tensor
 from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.kv_groups import SLIDING, GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, Place, Tensors, add_and_norm, prefixed
+from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
+from hydraspec.models.parts import Tensors
 
 
 def dense_attention(config: DenseConfig, place: Place, input_size: int | None = None) -> Attention:
@@ -65,7 +66,7 @@ class DenseLayer:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `layers.N.`."""
-        found = {"post_attention_layernorm.weight": self.post_attention_norm.weight}
+        found: Tensors = {"post_attention_layernorm.weight": self.post_attention_norm.weight}
         if self.input_norm is not None:
             found["input_layernorm.weight"] = self.input_norm.weight
         found |= prefixed("self_attn.", self.attention.tensors())

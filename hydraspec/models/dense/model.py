@@ -11,6 +11,7 @@ from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
+from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.models.checkpoint.names import name_in_text_model
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
@@ -58,11 +59,17 @@ class DenseTarget(Decoder):
 
 
 def load_dense(
-    checkpoint: Checkpoint, *, weights: str, dtype: torch.dtype, device: torch.device, seed: int
+    checkpoint: Checkpoint,
+    *,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    group: TensorGroup = SOLO,
 ) -> DenseTarget:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
     config = read_dense_config(checkpoint.config, str(checkpoint.folder))
     with torch.no_grad():
-        model = DenseTarget(config, Place(dtype, device))
+        model = DenseTarget(config, Place(dtype, device, group))
         model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
     return model

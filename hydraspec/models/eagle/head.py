@@ -22,7 +22,8 @@ from hydraspec.models.dense.layer import DenseLayer, dense_attention, dense_grou
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import EagleConfig
 from hydraspec.models.kv_groups import DRAFT_GROUPS, GroupPass, group_layers, group_passes
-from hydraspec.models.layers import Norm, Place, Tensors, add_and_norm, prefixed
+from hydraspec.models.layers import Norm, Place, add_and_norm, prefixed
+from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
@@ -47,7 +48,7 @@ class FusedLayer:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `layers.0.`."""
-        found = {
+        found: Tensors = {
             "input_layernorm.weight": self.input_norm.weight,
             "hidden_norm.weight": self.hidden_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
@@ -81,7 +82,7 @@ class Combine:
         self.state_norms = [Norm(width, eps, place) for _ in range(count)]
 
     def tensors(self) -> Tensors:
-        found = {"fc.weight": self.fc.t()}
+        found: Tensors = {"fc.weight": self.fc.t()}
         if self.norm is not None:
             found["input_norm.weight"] = self.norm.weight
         norms = enumerate(self.state_norms)
@@ -138,7 +139,7 @@ class EagleHead:
 
     def tensors(self) -> Tensors:
         """Every weight the checkpoint holds, by its canonical name."""
-        found = dict(self.own)
+        found: Tensors = dict(self.own)
         if self.combine is not None:
             found |= self.combine.tensors()
         if self.fc is not None:

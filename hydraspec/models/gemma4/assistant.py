@@ -27,7 +27,8 @@ from hydraspec.models.gemma4.assistant_config import AssistantConfig, read_assis
 from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.gemma4.model import rope_frequencies_by_kind
 from hydraspec.models.kv_groups import TARGET_GROUPS, GroupPass
-from hydraspec.models.layers import Norm, Place, Tensors, prefixed
+from hydraspec.models.layers import Norm, Place, prefixed
+from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import fill, memory_bytes
 from hydraspec.types import KVGroupSpec, RowSegment
 
@@ -72,7 +73,7 @@ class Gemma4Assistant:
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name; a tied head is stored under the embedding's name."""
         head = "model.embed_tokens.weight" if self.config.text.tied else "lm_head.weight"
-        found = {
+        found: Tensors = {
             head: self.head,
             "pre_projection.weight": self.pre.t(),
             "post_projection.weight": self.post.t(),

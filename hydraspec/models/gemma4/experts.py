@@ -8,7 +8,8 @@ from hydraspec_kernels.norms import rms_norm
 from torch import Tensor
 
 from hydraspec.models.gemma4.config import Gemma4Config
-from hydraspec.models.layers import Norm, Place, Tensors, add_and_norm
+from hydraspec.models.layers import Norm, Place, add_and_norm
+from hydraspec.models.parts import Tensors
 
 
 class Experts:

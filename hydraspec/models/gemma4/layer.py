@@ -11,7 +11,8 @@ from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
 from hydraspec.models.gemma4.experts import Experts
 from hydraspec.models.kv_groups import GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, Place, Tensors, add_and_norm, prefixed
+from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
+from hydraspec.models.parts import Tensors
 
 
 class PerLayerInput:
@@ -56,7 +57,7 @@ class Gemma4Layer:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `layers.N.`."""
-        found = {
+        found: Tensors = {
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
             "pre_feedforward_layernorm.weight": self.pre_mlp_norm.weight,

@@ -17,6 +17,7 @@ from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import Frequencies, rope_frequencies, rope_table
 from torch import Tensor
 
+from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.names import name_in_text_model
 from hydraspec.models.checkpoint.reader import Checkpoint
@@ -24,7 +25,8 @@ from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.kv_groups import SLIDING, RopeTable
-from hydraspec.models.layers import Place, Tensors
+from hydraspec.models.layers import Place
+from hydraspec.models.parts import Tensors
 
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
@@ -141,14 +143,20 @@ def rope_frequencies_by_kind(config: Gemma4Config, place: Place) -> dict[str, Fr
 
 
 def load_gemma4(
-    checkpoint: Checkpoint, *, weights: str, dtype: torch.dtype, device: torch.device, seed: int
+    checkpoint: Checkpoint,
+    *,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    group: TensorGroup = SOLO,
 ) -> Gemma4Target:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
     where = str(checkpoint.folder)
     config = read_gemma4_config(checkpoint.config, where)
     _check_uniform(config, where)
     with torch.no_grad():
-        model = Gemma4Target(config, Place(dtype, device))
+        model = Gemma4Target(config, Place(dtype, device, group))
         model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
     return model
 

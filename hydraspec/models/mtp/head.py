@@ -31,8 +31,9 @@ from hydraspec.models.kv_groups import (
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, Place, Tensors
+from hydraspec.models.layers import Norm, Place
 from hydraspec.models.mtp.config import MTPConfig, MTPLayout
+from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
