@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch.distributed as dist
+from hydraspec_kernels.norms import AddNorm
 from torch import Tensor
 
 
@@ -22,8 +23,24 @@ class TensorGroup(Protocol):
         """[size, *x.shape]: every rank's x, in the order of ranks."""
         ...
 
+    def add_norm(
+        self,
+        h: Tensor,
+        x: Tensor,
+        *,
+        post_weight: Tensor | None,
+        next_weight: Tensor | None,
+        eps: float,
+        scale: float | None,
+        has_post_norm: bool,
+    ) -> AddNorm | None:
+        """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, as one kernel. None,
+        and nothing has been done: this group has no kernel for x.
+        """
+        return None
 
-class SoloGroup:
+
+class SoloGroup(TensorGroup):
     """A group of one rank."""
 
     rank, size = 0, 1
@@ -40,7 +57,7 @@ class SoloGroup:
 SOLO = SoloGroup()
 
 
-class ProcessGroup:
+class ProcessGroup(TensorGroup):
     """Ranks in processes of their own, over a torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

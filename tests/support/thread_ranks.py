@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hydraspec.distributed.group import TensorGroup
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.ranks import Ranks, acting_as
 
@@ -17,7 +18,7 @@ WAIT_S = 60.0  # for the slowest rank of a step; a broken barrier raises in ever
 T = TypeVar("T")
 
 
-class ThreadGroup:
+class ThreadGroup(TensorGroup):
     """One thread's end of a tensor-parallel group."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Tensor]) -> None:
