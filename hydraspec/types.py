@@ -260,7 +260,8 @@ class TargetStep:
     """What the target's forward yields."""
 
     hidden_states: Tensor  # [T, D] after the final norm
-    logits: Tensor  # [N, V] after the soft cap, before temperature
+    # [N, V] after the soft cap, before temperature; a tensor-parallel rank's columns of it
+    logits: Tensor
     # A times [T, D], in the order of aux_layer_ids: id i is the residual stream after i layers.
     aux_hidden_states: list[Tensor] = field(default_factory=list)
 

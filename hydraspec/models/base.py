@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, NeededRows, Rows
 
 
@@ -18,14 +19,16 @@ class TargetModel(Protocol):
 
     hidden_size: int
     vocab_size: int
+    vocabulary: Vocabulary  # the part of it that this rank holds
     num_layers: int
     max_position_embeddings: int
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
     suppress_token_ids: tuple[int, ...]  # minus infinity in the logits
-    table: Tensor  # [V, D] token embedding, unscaled
-    head: Tensor  # [V, D] output projection; the same tensor as table where the two are tied
+    # This rank's rows, [vocabulary.num_rows, D]; one tensor where the two are tied.
+    table: Tensor  # token embedding, unscaled
+    head: Tensor  # output projection
     block_size: int  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
@@ -61,7 +64,9 @@ class TargetModel(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
+        """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
+        infinity.
+        """
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hydraspec_kernels.embedding import embed, embed_beside
 from hydraspec_kernels.linear import linear
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder_config import DecoderConfig
@@ -41,6 +42,7 @@ class Decoder:
     def __init__(self, config: DecoderConfig, layers: Sequence[Any], place: Place) -> None:
         self.dtype, self.device = place.dtype, place.device
         self.layers, self.num_layers = layers, len(layers)
+        self.vocabulary = Vocabulary(config.vocab_size)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position_embeddings = config.max_position_embeddings
         self.tied = config.tied

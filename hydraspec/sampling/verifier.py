@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
-from hydraspec_kernels.sampling.token_choice import greedy_tokens
 from hydraspec_kernels.sampling.verification import verify_prefix, verify_synthetic
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import WHOLE, Vocabulary
 from hydraspec.types import Batch, ConfigurationError, RequestState, SamplingFlags, Verdict
 
 
@@ -23,13 +23,15 @@ class Verifier:
 
     rule: Rule
     acceptance_length: float = 1.0  # of Rule.SYNTHETIC
+    vocabulary: Vocabulary = WHOLE  # what the columns of logits are
 
     def __call__(
         self, logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags = EVERYTHING
     ) -> Verdict:
         """The verdict on `batch.draft_tokens`.
 
-        logits [N, V] of the rows that `batch.verify_rows` counts in; `state` as before the step.
+        logits of the rows that `batch.verify_rows` counts in, [N, V] or this rank's columns;
+        `state` as before the step. Every rank comes to the same verdict.
         With `state.draft_probs` drafts count as sampled from it, else as certain. `flags` are host
         facts that save work. The first token of a request, and every token without a drafter, is
         the case of no drafts. `logits` must not be read afterwards: kernels truncate in place.
@@ -37,8 +39,9 @@ class Verifier:
         if logits.shape[0] == 0:
             return _nothing_sampled(batch)
         if not batch.all_greedy:
-            return verify_sampled(logits, batch, state, self.rule, self.acceptance_length, flags)
-        choices = greedy_tokens(logits, marks_not_finite=True)
+            whole = self.vocabulary.whole(logits)
+            return verify_sampled(whole, batch, state, self.rule, self.acceptance_length, flags)
+        choices = self.vocabulary.greedy_tokens(logits, marks_not_finite=True)
         if self.rule is Rule.SYNTHETIC:
             return verify_synthetic(choices, batch, state.seed, self.acceptance_length)
         # At temperature 0 a lossless rule accepts while the draft is the argmax, without draws.
@@ -55,7 +58,11 @@ def _nothing_sampled(batch: Batch) -> Verdict:
 
 
 def build_verifier(
-    verification: str, *, synthetic_acceptance_length: float | None, num_speculative_tokens: int
+    verification: str,
+    *,
+    synthetic_acceptance_length: float | None,
+    num_speculative_tokens: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Verifier:
     """The verifier of `method.verification`.
 
@@ -76,7 +83,7 @@ def build_verifier(
                 f"{longest} (method.num_speculative_tokens + 1); "
                 "lower it or raise method.num_speculative_tokens."
             )
-        return Verifier(Rule.SYNTHETIC, length)
+        return Verifier(Rule.SYNTHETIC, length, vocabulary)
     if length is not None:
         raise ConfigurationError(
             f"method.synthetic_acceptance_length={length} only applies to "
@@ -87,4 +94,4 @@ def build_verifier(
         raise ConfigurationError(
             f"method.verification={verification} is unknown; choose standard, block or synthetic."
         )
-    return Verifier(rules[verification])
+    return Verifier(rules[verification], vocabulary=vocabulary)

@@ -12,6 +12,7 @@ from eagle_oracle import PlainEagle
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.checkpoint.mistral_names import consolidated_name, interleaved
 
 SIZE, VOCAB, ROWS = 16, 40, 33  # of a small head; ROWS in a vocabulary of its own
@@ -36,6 +37,7 @@ class FakeTarget:
 
     def __init__(self, rng: np.random.Generator, *, hidden_size: int, vocab_size: int) -> None:
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.vocabulary = Vocabulary(vocab_size)
         self.num_layers, self.max_position_embeddings, self.block_size = 6, 256, 4
         self.dtype, self.device = torch.float64, torch.device("cpu")
         self.eos_token_ids: tuple[int, ...] = ()

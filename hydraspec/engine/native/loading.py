@@ -189,6 +189,7 @@ def _runner(models: Models, kv: KVCache, modes: GraphModes, backend: GraphBacken
         config.method.verification.value,
         synthetic_acceptance_length=config.method.synthetic_acceptance_length,
         num_speculative_tokens=num_drafts,
+        vocabulary=target.vocabulary,
     )
     if target.device.type == "cpu" and backend is None:
         return Runner(target, speculator, verifier, kv, state)

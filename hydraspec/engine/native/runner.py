@@ -69,14 +69,14 @@ class Runner:
         )
         logits = self._logits(batch, hidden)
         if self._keeps_logits and logits.shape[0]:
-            self.kept_logits = logits
+            self.kept_logits = self.target.vocabulary.whole(logits)
         return TargetStep(hidden_states=hidden, logits=logits, aux_hidden_states=aux)
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         if batch.logits_rows is None:
             return self.target.compute_logits(hidden)
         if batch.logits_rows.shape[0] == 0:  # no request samples, and no kernel takes zero rows
-            return hidden.new_empty(0, self.target.vocab_size)
+            return hidden.new_empty(0, self.target.vocabulary.num_rows)
         return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
 
     def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
