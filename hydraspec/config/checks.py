@@ -30,7 +30,9 @@ from hydraspec.shipped import SHAPE_PREFIX
 MAX_SPECULATIVE_TOKENS = 32
 # Far past what helps; thousands of threads hang or end the process.
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
+MAX_RANKS = 1024  # a process each; far past what one engine can use
 MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
+MIN_TIMEOUT_S = 5  # a rank's processor may be taken away for a second or two
 MAX_PROJECT_LENGTH, NOT_IN_PROJECTS = 128, "/\\#?%:"  # of a project's name in W&B
 ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 LENGTH = "method.synthetic_acceptance_length"
@@ -136,14 +138,27 @@ def _shape(group: str) -> Iterator[Rule]:
     )
 
 
-def _one_device(axis: str) -> Iterator[Rule]:
-    yield at_least(f"parallelism.{axis}", 1)
+def _axis(axis: str) -> Iterator[Rule]:
+    """Ranks along an axis of the parallelism group."""
+    key = f"parallelism.{axis}"
+    yield at_least(key, 1)
     yield Rule(
-        f"parallelism.{axis}",
-        lambda size, c: size == 1 or c.engine.name == VLLM,
+        key,
+        lambda size, c: size == 1,
         "1",
-        "is not available with engine={c.engine.name}: runs use one device",
-        "choose parallelism=single, or engine=vllm",
+        "is not available with engine=transformers, which uses one device",
+        "choose parallelism=single, or engine=native or engine=vllm",
+        when=lambda c: c.engine.name == "transformers",
+    )
+    yield Rule(
+        key,
+        lambda size, c: size == 1 or c.parallelism.num_ranks <= MAX_RANKS,
+        lambda size, c: (
+            f"{MAX_RANKS} or less for parallelism.tensor x parallelism.pipeline x parallelism.data"
+        ),
+        lambda size, c: f"makes {c.parallelism.num_ranks} ranks, a process each",
+        "choose as many ranks as there are devices",
+        when=_is_native,
     )
 
 
@@ -268,7 +283,13 @@ RULES = (
     ),
     *_shape("method"),
     *METHOD_AND_ENGINE,
-    *(*_one_device("tensor"), *_one_device("pipeline"), *_one_device("data")),
+    *(*_axis("tensor"), *_axis("pipeline"), *_axis("data")),
+    Rule(
+        "parallelism.timeout_s",
+        lambda seconds, c: MIN_TIMEOUT_S <= seconds < math.inf,
+        f"{MIN_TIMEOUT_S} or more, in seconds",
+        remedy="leave the key out, or raise it where a step takes longer",
+    ),
     Rule(
         "cudagraph.capture_sizes",
         lambda sizes, c: sizes is None or is_rising(sizes),

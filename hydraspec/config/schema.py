@@ -128,12 +128,18 @@ class EngineConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ParallelismConfig:
-    """parallelism=…: devices per axis."""
+    """parallelism=…: devices per axis. Each device is a process, a rank, on a GPU or on a CPU."""
 
     name: str
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
+    tensor: int = 1  # ranks that share every layer
+    pipeline: int = 1  # stages, each with some of the layers
+    data: int = 1  # replicas, each with some of the requests
+    timeout_s: float = 20.0  # a rank that stands still for so long in a step ends the run
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all axes together."""
+        return self.tensor * self.pipeline * self.data
 
 
 @dataclass(slots=True, kw_only=True)

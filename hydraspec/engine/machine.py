@@ -9,8 +9,9 @@ from functools import cache
 import torch
 
 from hydraspec.config.checks import check_random_room
+from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import ParallelismConfig, RunConfig
 from hydraspec.models.registry import check_length
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ SINGLE_THREAD_WIDTH = 512
 def pick_device(config: RunConfig) -> torch.device:
     """The device of engine.device.
 
-    Raises ConfigurationError if this machine has no such one, or one with less memory than
-    engine.kv_cache.memory_gib.
+    Raises ConfigurationError if this machine has no such one, fewer than the ranks it runs, or one
+    with less memory than engine.kv_cache.memory_gib.
     """
     wanted = config.engine.device.value
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -37,9 +38,28 @@ def pick_device(config: RunConfig) -> torch.device:
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and config.engine.name == NATIVE:
+        _check_count(config.parallelism)
     device = torch.device(wanted)
     _check_memory(config.engine.kv_cache.memory_gib, device)
     return device
+
+
+def _check_count(parallelism: ParallelismConfig) -> None:
+    """Refuse more ranks on this host than it has devices."""
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", parallelism.num_ranks))
+    found = torch.cuda.device_count()
+    if needed <= found:
+        return
+    axis = max(("tensor", "pipeline", "data"), key=lambda axis: getattr(parallelism, axis))
+    raise refusal(
+        f"parallelism.{axis}",
+        getattr(parallelism, axis),
+        f"needs {needed} CUDA devices, one a rank, and this machine has {found}",
+        allowed=f"{found} ranks or fewer: parallelism.tensor x parallelism.pipeline x "
+        "parallelism.data" + ("; parallelism=single is one" if found == 1 else ""),
+        remedy="choose fewer, or add engine.device=cpu",
+    )
 
 
 def _check_memory(memory_gib: float | None, device: torch.device) -> None:

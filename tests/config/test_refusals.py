@@ -102,6 +102,12 @@ REFUSED = {
     "tracker.project=": ["tracker.project='' names no project", "1 to 128", "tracker=none"],
     "tracker.project=a/b": ["tracker.project=a/b names no project"],
     f"tracker.project={'n' * 129}": ["names no project", "1 to 128"],
+    "parallelism.tensor=0": ["parallelism.tensor=0 is out of range", "1 or more"],
+    "parallelism.pipeline=-1": ["parallelism.pipeline=-1 is out of range", "1 or more"],
+    "parallelism.data=0": ["parallelism.data=0 is out of range", "1 or more"],
+    "parallelism.tensor=1.5": ["parallelism.tensor=1.5 is a number", "a whole number"],
+    "parallelism=tp3": ["parallelism=tp3 is no choice", "dp2, pp2, pp4, single, tp2, tp2_pp2, tp4"],
+    "parallelism.timeout_s=1": ["parallelism.timeout_s=1", "5 or more, in seconds"],
     # Hydra's own keys: nothing typed may name code, or lead outside the run folder
     "hydra.job_logging.handlers.console.class=os.system": ["class=os.system names code"],
     "+hydra.callbacks.a={_target_:os.system}": ["hydra.callbacks.a._target_=os.system names code"],
@@ -112,7 +118,11 @@ REFUSED = {
     "hydra.output_subdir=../x": ["hydra.output_subdir=../x is no folder inside the run folder"],
     "hydra.output_subdir=/x": ["hydra.output_subdir=/x is no folder inside", "null, or a name"],
     # combinations
-    "parallelism.tensor=2": ["parallelism.tensor=2", "one device"],
+    "parallelism.tensor=2000": [
+        *("parallelism.tensor=2000 makes 2000 ranks", "1024 or less"),
+        "as many ranks as there are devices",
+    ],
+    "parallelism.pipeline=64 parallelism.data=64": ["pipeline=64 makes 4096 ranks"],
     SYNTHETIC: [f"{LENGTH}=null", "1 to 4", "method.verification=standard"],
     f"{LENGTH}=2.0": [f"{LENGTH}=2", "verification=standard", SYNTHETIC],
     f"{SYNTHETIC} {LENGTH}=4.5": [f"{LENGTH}=4.5", "1 to 4"],

@@ -58,3 +58,20 @@ def test_random_requests_that_would_be_cut_short_are_refused() -> None:
         model_length(config, 256)
     bench = composed("workload=random", *sizes, "bench=decode", "engine.max_num_seqs=32")
     assert model_length(bench, 256) == 256  # which sets its lengths
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two ranks on one GPU, which would wait for each other for ever."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigurationError) as caught:
+        pick_device(composed("engine.device=cuda", "parallelism.tensor=2"))
+    told = str(caught.value).splitlines()
+    assert told[0] == (
+        "parallelism.tensor=2 needs 2 CUDA devices, one a rank, and this machine has 1"
+    )
+    assert "1 ranks or fewer" in told[1]
+    assert "engine.device=cpu" in told[2]
+    pick_device(composed("engine.device=cpu", "parallelism=tp4"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # a rank a host
+    assert pick_device(composed("engine.device=cuda", "parallelism.tensor=2")).type == "cuda"
