@@ -267,6 +267,16 @@ class TargetStep:
 
 
 @dataclass(slots=True, kw_only=True)
+class IntermediateTensors:
+    """What a pipeline stage hands to the next one. An aux id at the border is not among its aux
+    states: it is the stream itself, which the next stage captures."""
+
+    hidden_states: Tensor  # [T, D] the residual stream after the stage's last layer
+    # [T, D] each: ids below the number of layers so far, in the order of aux_layer_ids.
+    aux_hidden_states: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
 class Draft:
     """What a speculator proposes for the next step."""
 

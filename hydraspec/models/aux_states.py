@@ -26,6 +26,10 @@ class AuxCollector:
         if i in self.ids:
             self._found[i] = h.clone()
 
+    def keep(self, ids: Sequence[int], states: Sequence[Tensor]) -> None:
+        """States [T, D] that earlier pipeline stages saw."""
+        self._found.update(zip(ids, states, strict=True))
+
     def states(self) -> list[Tensor]:
         """One [T, D] per id, in the order of the ids."""
         return [self._found[i] for i in self.ids]

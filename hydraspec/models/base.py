@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hydraspec.distributed.vocabulary import Vocabulary
-from hydraspec.types import KVGroupSpec, NeededRows, Rows
+from hydraspec.models.stages import Stage
+from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 
 class TargetModel(Protocol):
@@ -26,6 +27,8 @@ class TargetModel(Protocol):
     device: torch.device
     eos_token_ids: tuple[int, ...]
     suppress_token_ids: tuple[int, ...]  # minus infinity in the logits
+    stage: Stage
+    held: range  # the layers of this pipeline stage, counted in all num_layers
     # This rank's rows, [vocabulary.num_rows, D]; one tensor where the two are tied.
     table: Tensor  # token embedding, unscaled
     head: Tensor  # output projection
@@ -47,6 +50,7 @@ class TargetModel(Protocol):
         kv_caches: list[Tensor | None],
         aux_layer_ids: Sequence[int] = (),
         needed: NeededRows | None = None,
+        received: IntermediateTensors | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [T, D] after the final norm, and one [T, D] per aux layer id, in order.
 
@@ -60,7 +64,14 @@ class TargetModel(Protocol):
 
         needed: hidden states of other rows are not read and may come out as anything finite. Aux
         states are those of all rows in any case.
+
+        received: from the stage before, by every pipeline stage but the first; its tensors may be
+        written to. A stage that is not the last returns what the next one receives.
         """
+        ...
+
+    def aux_ids_before(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """The aux ids whose states this stage receives."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hydraspec_kernels.embedding import embed, embed_beside
 from hydraspec_kernels.linear import linear
 from torch import Tensor
 
+from hydraspec.distributed.group import SOLO
 from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
@@ -26,9 +28,10 @@ from hydraspec.models.kv_groups import (
 )
 from hydraspec.models.layers import Norm, Place, prefixed
 from hydraspec.models.needed_rows import reduced
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Tensors, held
+from hydraspec.models.stages import WHOLE, LayerFacts, layers_of_stage
 from hydraspec.models.weights import fill, memory_bytes
-from hydraspec.types import KVGroupSpec, NeededRows, Rows
+from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 
 class Decoder:
@@ -37,26 +40,59 @@ class Decoder:
     A layer has `kind`, `input_norm`, `attention`, `tensors()`, `finish()` and `forward(h, y,
     shared, cache, next_norm, *extra)`; see `DenseLayer`. A subclass implements `group_shape` and
     `rope_tables`.
+
+    A pipeline stage holds some of the layers. Layers are numbered globally everywhere; what other
+    stages hold is here without memory, by name and shape.
     """
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[Any], place: Place) -> None:
-        self.dtype, self.device = place.dtype, place.device
-        self.layers, self.num_layers = layers, len(layers)
+    def __init__(
+        self, config: DecoderConfig, layers: Sequence[Callable[[Place], Any]], place: Place
+    ) -> None:
+        """layers: what builds each of them. Raises ConfigurationError: see layers_of_stage."""
+        self.dtype, self.device, self.stage = place.dtype, place.device, place.stage
+        self.num_layers = len(layers)
+        self.held = range(self.num_layers)
+        if self.stage.count > 1:
+            self.held = layers_of_stage(self.stage, self._facts(config, layers, place))
+        self.layers = [build(place.if_held(i in self.held)) for i, build in enumerate(layers)]
         self.vocabulary = Vocabulary(config.vocab_size)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position_embeddings = config.max_position_embeddings
         self.tied = config.tied
         self.eos_token_ids: tuple[int, ...] = ()
         self.suppress_token_ids: tuple[int, ...] = ()
-        self.table = place.empty(self.vocab_size, self.hidden_size)
-        self.head = self.table if self.tied else place.empty(self.vocab_size, self.hidden_size)
-        self.norm = Norm(self.hidden_size, config.rms_norm_eps, place)
-        self.next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        at_end = place.if_held(self.stage.is_last)
+        self.table = place.if_held(self.embeds).empty(self.vocab_size, self.hidden_size)
+        self.head = self.table if self.tied else at_end.empty(self.vocab_size, self.hidden_size)
+        self.norm = Norm(self.hidden_size, config.rms_norm_eps, at_end)
+        self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        if not self.stage.is_last:
+            self.next_norms[self.held[-1]] = None  # the next stage reads the stream
         self.embed_scale: float | None = None  # of the embedding, as the first layer reads it
         self.block_size = 16  # until kv_groups says otherwise
         self.groups: dict[str, GroupShape] = {}  # by kind of layer; filled by kv_groups
         self.last_owner = self.num_layers - 1  # the last layer that writes KV
         self._suppressed: Tensor | None = None
+
+    def _facts(
+        self, config: DecoderConfig, layers: Sequence[Callable[[Place], Any]], place: Place
+    ) -> LayerFacts:
+        """Facts of the whole model, from layers without memory: equal on all ranks."""
+        nowhere = replace(place, group=SOLO, stage=WHOLE).if_held(False)
+        built = [build(nowhere) for build in layers]
+        return LayerFacts(
+            num_bytes=[
+                sum(held(weight).nbytes for weight in layer.tensors().values()) for layer in built
+            ],
+            head_bytes=config.vocab_size * config.hidden_size * self.dtype.itemsize,
+            kv_sources=[self.kv_source(i) for i in range(len(layers))],
+            kinds=[layer.kind for layer in built],
+        )
+
+    @property
+    def embeds(self) -> bool:
+        """Whether this stage has the embedding table."""
+        return self.stage.is_first or (self.stage.is_last and (self.tied or self.stage.drafts))
 
     @abstractmethod
     def group_shape(self, kind: str, block_size: int) -> GroupShape:
@@ -94,8 +130,8 @@ class Decoder:
             canonical=canonical,
             ignored=self.ignores,
         )
-        for layer in self.layers:
-            layer.finish()
+        for i in self.held:
+            self.layers[i].finish()
         if self.suppress_token_ids:
             self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
 
@@ -108,14 +144,18 @@ class Decoder:
         return layer
 
     def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
-        """See TargetModel.kv_groups: sliding layers first, then full ones."""
+        """See TargetModel.kv_groups: sliding layers first, then full ones. Groups are those of
+        the whole model, their layers those that this stage holds.
+        """
         self.block_size = block_size
         owners = {i: each.kind for i, each in enumerate(self.layers) if self.kv_source(i) == i}
         # A new dict: another engine's shallow copy of this target keeps its own.
         self.groups, specs = group_layers(
             owners, TARGET_GROUPS, lambda kind: self.group_shape(kind, block_size)
         )
-        return specs
+        return [
+            replace(spec, layers=tuple(i for i in spec.layers if i in self.held)) for spec in specs
+        ]
 
     def forward(
         self,
@@ -123,21 +163,28 @@ class Decoder:
         kv_caches: list[Tensor | None],
         aux_layer_ids: Sequence[int] = (),
         needed: NeededRows | None = None,
+        received: IntermediateTensors | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel.forward. All rows write their keys and values; after the last layer that
         writes any, only needed rows are computed.
         """
-        aux = AuxCollector(aux_layer_ids, self.num_layers)
-        h = self.embed(batch.input_ids)
-        aux.see(0, h)
-        inputs = self.layer_inputs(batch.input_ids, h)
-        y = self.layers[0].input_norm.forward(h)
+        first = self.held.start
+        aux = self._collector(aux_layer_ids)
+        h = inputs = None
+        if received is None:
+            h = self.embed(batch.input_ids)
+            inputs = self.layer_inputs(batch.input_ids, h)
+        else:
+            h = received.hidden_states
+            inputs = self.layer_inputs(batch.input_ids, None)
+            aux.keep(self.aux_ids_before(aux_layer_ids), received.aux_hidden_states)
+        aux.see(first, h)
+        y = self.layers[first].input_norm.forward(h)
         passes = self._passes(batch)
         last = self.last_owner
-        if needed is None or any(i > last for i in aux_layer_ids):
-            everything = range(self.num_layers)
-            return self._run(everything, h, y, inputs, passes, kv_caches, aux)[1], aux.states()
-        h, y = self._run(range(last), h, y, inputs, passes, kv_caches, aux)
+        if needed is None or last not in self.held or any(i > last for i in aux_layer_ids):
+            return self._run(self.held, h, y, inputs, passes, kv_caches, aux)[1], aux.states()
+        h, y = self._run(range(first, last), h, y, inputs, passes, kv_caches, aux)
         layer = self.layers[last]
         layer.attention.write_kv(y, passes[layer.kind], self._cache(kv_caches, last))
         hidden = torch.zeros_like(h)
@@ -151,13 +198,25 @@ class Decoder:
             hidden.index_copy_(0, needed.rows, y)
         return hidden, aux.states()
 
-    def layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
-        """What layers read of a row beside the stream, if anything: [T, num_layers, width]."""
+    def aux_ids_before(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """The aux ids whose states this stage receives."""
+        return [i for i in aux_layer_ids if i < self.held.start]
+
+    def _collector(self, aux_layer_ids: Sequence[int]) -> AuxCollector:
+        """Collects what this stage hands on: a state at its end is the stream itself."""
+        if self.stage.is_last:
+            return AuxCollector(aux_layer_ids, self.num_layers)
+        return AuxCollector([i for i in aux_layer_ids if i < self.held.stop], self.num_layers)
+
+    def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
+        """What the layers of this stage read of a row beside the stream, if anything:
+        [T, layers, width]. embedded [T, D] is None after the first stage.
+        """
         return None
 
     def extra_inputs(self, inputs: Tensor | None, layer: int) -> tuple[Tensor, ...]:
         """Extra positional inputs of a layer, from `layer_inputs`."""
-        return () if inputs is None else (inputs[:, layer],)
+        return () if inputs is None else (inputs[:, layer - self.held.start],)
 
     def _run(
         self,

@@ -10,7 +10,7 @@ next. Residual sum and norms in between are one operation (`add_and_norm`), one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,15 +21,23 @@ from torch import Tensor
 
 from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.models.parts import Part, Share, Tensors, Weight
+from hydraspec.models.stages import WHOLE, Stage
 
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where weights live, in what type, and which ranks share them."""
+    """Where weights live, in what type, which ranks share them, and which pipeline stage."""
 
     dtype: torch.dtype
     device: torch.device
     group: TensorGroup = SOLO
+    stage: Stage = WHOLE
+
+    def if_held(self, is_held: bool) -> Place:
+        """This place for what its stage holds; otherwise one without memory, where weights have
+        names and shapes alone.
+        """
+        return self if is_held else replace(self, device=torch.device("meta"))
 
     def share(self, size: int) -> Share:
         """This rank's share of a dimension that the ranks divide evenly."""

@@ -16,6 +16,7 @@ from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.models.stages import WHOLE, Stage
 
 TARGETS: dict[str, str] = {
     "deepseek_v3": "hydraspec.models.deepseek.model:load_deepseek",
@@ -40,12 +41,14 @@ def load_target(
     seed: int,
     max_model_len: int | None,
     group: TensorGroup = SOLO,
+    stage: Stage = WHOLE,
 ) -> TargetModel:
     """A target model from a folder, zoo:<name> or hub id.
 
     weights is "checkpoint" or "random" (seeded, in config.json's shapes, no tensor file read).
-    Of a group of ranks each loads its part. Raises CheckpointError: unreadable or of an unknown
-    model_type; ConfigurationError: shorter than max_model_len, or does not divide among the ranks.
+    Of a group of ranks, or a pipeline stage, each loads its part. Raises CheckpointError:
+    unreadable or of an unknown model_type; ConfigurationError: shorter than max_model_len, or does
+    not divide among ranks or stages.
     """
     opened = open_checkpoint(checkpoint)
     model_type = opened.config.get("model_type")
@@ -63,6 +66,7 @@ def load_target(
         device=device,
         seed=seed,
         **_group_argument(load, group, model_type),
+        **_stage_argument(load, stage, model_type),
     )
     check_length(max_model_len, model.max_position_embeddings)
     return model
@@ -81,6 +85,19 @@ def _group_argument(load: Any, group: TensorGroup, model_type: str) -> dict[str,
             "  to do: leave parallelism.tensor at 1"
         )
     return {"group": group}
+
+
+def _stage_argument(load: Any, stage: Stage, model_type: str) -> dict[str, Stage]:
+    """The same for pipeline stages."""
+    if stage.count == 1:
+        return {}
+    if "stage" not in inspect.signature(load).parameters:
+        raise ConfigurationError(
+            f"parallelism.pipeline={stage.count}: the plugin that offers targets of model_type "
+            f"{model_type!r} loads them whole (its loader takes no stage)\n  allowed: 1\n"
+            "  to do: leave parallelism.pipeline at 1"
+        )
+    return {"stage": stage}
 
 
 def check_length(max_model_len: int | None, limit: int) -> None:

@@ -37,10 +37,13 @@ def randomise(tensors: Mapping[str, Weight], seed: int) -> None:
 
     Matrices by fan-in; norms 1, but query and key norms so that scores have a deviation of 2;
     scalars 1. A part is cut from the whole tensor as a single process draws it, one at a time.
+    Tensors of other pipeline stages (without memory) are left out.
     """
     for offset, name in enumerate(sorted(tensors)):
         weight = tensors[name]
         tensor = held(weight)
+        if tensor.is_meta:
+            continue
         generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + offset)
         if name.endswith("token_ordering"):
             tensor.copy_(torch.randperm(len(tensor), generator=generator, device=tensor.device))
@@ -58,4 +61,5 @@ def randomise(tensors: Mapping[str, Weight], seed: int) -> None:
 def memory_bytes(tensors: Mapping[str, Weight]) -> int:
     """Bytes of the tensors' storages on this rank, each counted once."""
     storages = (held(weight).untyped_storage() for weight in tensors.values())
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    present = (storage for storage in storages if storage.device.type != "meta")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in present}.values())

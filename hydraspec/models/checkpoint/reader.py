@@ -305,8 +305,9 @@ def load_tensors(
 
     canonical maps a file's name to ours (None: not part of this model); ignored tells which of
     ours may be left over. Files are read one after the other, each opened once; one tensor is held
-    at a time. Raises CheckpointError listing what is missing, surplus or misshapen before anything
-    is read, and NaN and infinities once all is.
+    at a time. Destinations without memory, which are of other pipeline stages, are only checked.
+    Raises CheckpointError listing what is missing, surplus or misshapen before anything is read,
+    and NaN and infinities once all is.
     """
     entries: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.entries().items():
@@ -314,6 +315,7 @@ def load_tensors(
         if ours is not None:
             entries[ours] = entry
     _check_entries(checkpoint.folder, entries, wanted, ignored)
+    wanted = {name: weight for name, weight in wanted.items() if not held(weight).is_meta}
     by_file: dict[Path, list[str]] = {}
     for name in wanted:
         by_file.setdefault(entries[name].file, []).append(name)

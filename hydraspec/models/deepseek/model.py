@@ -7,6 +7,7 @@ multi-token-prediction layers after the last one belong to the drafter (mtp/).
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import torch
 from hydraspec_kernels.attention import GroupShape
@@ -21,6 +22,7 @@ from hydraspec.models.deepseek.config import DeepseekConfig, read_deepseek_confi
 from hydraspec.models.deepseek.layer import DeepseekLayer, unpack_experts
 from hydraspec.models.kv_groups import RopeTable
 from hydraspec.models.layers import Place
+from hydraspec.models.stages import WHOLE, Stage
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -30,7 +32,7 @@ class DeepseekTarget(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: DeepseekConfig, place: Place) -> None:
-        layers = [DeepseekLayer(config, i, place) for i in range(config.num_layers)]
+        layers = [partial(DeepseekLayer, config, i) for i in range(config.num_layers)]
         super().__init__(config, layers, place)
         self.config = config
         self.theta = place.frequencies(config.rope.theta)
@@ -64,11 +66,12 @@ def load_deepseek(
     device: torch.device,
     seed: int,
     group: TensorGroup = SOLO,
+    stage: Stage = WHOLE,
 ) -> DeepseekTarget:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
     config = read_deepseek_config(checkpoint.config, str(checkpoint.folder))
     with torch.no_grad():
-        model = DeepseekTarget(config, Place(dtype, device, group))
+        model = DeepseekTarget(config, Place(dtype, device, group, stage))
         if weights == "checkpoint" and names_single_experts(checkpoint):
             unpack_experts(model.layers)
         model.load(checkpoint, weights=weights, seed=seed, canonical=name_in_model)

@@ -6,6 +6,8 @@ scheduling or speculation.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.rope import rope_table
@@ -19,6 +21,7 @@ from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.dense.layer import DenseLayer, dense_group
 from hydraspec.models.kv_groups import RopeTable
 from hydraspec.models.layers import Place
+from hydraspec.models.stages import WHOLE, Stage
 
 _NOT_OURS = (
     "mtp_layers.",  # MiMo's draft layers
@@ -44,7 +47,7 @@ class DenseTarget(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: DenseConfig, place: Place) -> None:
-        layers = [DenseLayer(config, kind, place) for kind in config.kinds]
+        layers = [partial(DenseLayer, config, kind) for kind in config.kinds]
         super().__init__(config, layers, place)
         self.config = config
         self.theta = place.frequencies(config.rope.theta)
@@ -66,10 +69,11 @@ def load_dense(
     device: torch.device,
     seed: int,
     group: TensorGroup = SOLO,
+    stage: Stage = WHOLE,
 ) -> DenseTarget:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
     config = read_dense_config(checkpoint.config, str(checkpoint.folder))
     with torch.no_grad():
-        model = DenseTarget(config, Place(dtype, device, group))
+        model = DenseTarget(config, Place(dtype, device, group, stage))
         model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import torch
 from hydraspec_kernels.attention import GroupShape
@@ -27,6 +28,7 @@ from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.kv_groups import SLIDING, RopeTable
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Tensors
+from hydraspec.models.stages import WHOLE, Stage
 
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
@@ -78,9 +80,9 @@ class Gemma4Target(Decoder):
     """Implements TargetModel."""
 
     def __init__(self, config: Gemma4Config, place: Place) -> None:
-        layers = [Gemma4Layer(config, layer, place) for layer in config.layers]
-        super().__init__(config, layers, place)
         self.config = config
+        layers = [partial(Gemma4Layer, config, layer) for layer in config.layers]
+        super().__init__(config, layers, place)
         self.last_owner = max(i for i, x in enumerate(config.layers) if not x.shares_kv)
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
         self.per_layer = PerLayerEmbedding(config, place) if config.ple_size else None
@@ -118,9 +120,19 @@ class Gemma4Target(Decoder):
             kind: rope_table(positions, self.frequencies[kind], self.dtype) for kind in self.groups
         }
 
-    def layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
-        """[T, num_layers, width] of a model with per-layer inputs."""
-        return None if self.per_layer is None else self.per_layer.forward(token_ids, embedded)
+    @property
+    def embeds(self) -> bool:
+        """Per-layer inputs read the embedding too."""
+        return super().embeds or bool(self.config.ple_size)
+
+    def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
+        """[T, layers of this stage, width] of a model with per-layer inputs. Each stage computes
+        those of its layers from token ids.
+        """
+        if self.per_layer is None:
+            return None
+        embedded = self.embed(token_ids) if embedded is None else embedded
+        return self.per_layer.forward(token_ids, embedded)[:, self.held.start : self.held.stop]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
@@ -150,13 +162,14 @@ def load_gemma4(
     device: torch.device,
     seed: int,
     group: TensorGroup = SOLO,
+    stage: Stage = WHOLE,
 ) -> Gemma4Target:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
     where = str(checkpoint.folder)
     config = read_gemma4_config(checkpoint.config, where)
     _check_uniform(config, where)
     with torch.no_grad():
-        model = Gemma4Target(config, Place(dtype, device, group))
+        model = Gemma4Target(config, Place(dtype, device, group, stage))
         model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
     return model
 
