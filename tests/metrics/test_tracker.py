@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,16 @@ SUMMARY = {
     "acceptance_length": {"mean": 2.3, "ci95": None},
     "lossless": {"verdict": "identical"},
 }
+HANG_SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tracker's thread that goes on without the fake would import the real wandb meanwhile."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "wandb":
+            thread.join(2 * HANG_SECONDS)
 
 
 class FakeWandb:
@@ -42,7 +53,7 @@ class FakeWandb:
     def call(self, name: str) -> None:
         self.threads.add(threading.current_thread().name)
         if self.hang == name:
-            self.release.wait(5)
+            self.release.wait(HANG_SECONDS)
         if self.failing == name:
             raise RuntimeError(f"{name} broke\nsecond line")
 
@@ -180,7 +191,7 @@ def test_steps_never_wait_for_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = start(fake, monkeypatch)
     started = time.monotonic()
     feed(sink, 100)
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < HANG_SECONDS
     fake.release.set()
     sink.close()
 
@@ -212,7 +223,7 @@ def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a renamed setting, and secrets of the environment in the run folder."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     secrets = {"WANDB_API_KEY": "a1b2c3d4e5" * 4, "SOME_SECRET": "s3cr3t-of-the-environment"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
@@ -221,6 +232,7 @@ def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
     sink.wait_until_ready()
     feed(sink, 1)
     assert sink.on_summary(SUMMARY) == []
+    wandb.teardown()  # ends its process: tests of this worker count their children
     written = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in written)
     for path in written:
