@@ -80,9 +80,6 @@ class GraphManager(Generic[I, O]):
         self._graphs: dict[Descriptor, Captured[I, O]] = {}
         self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def has(self, descriptor: Descriptor) -> bool:
         """Whether this very shape is captured."""
         return descriptor in self._graphs

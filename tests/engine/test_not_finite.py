@@ -25,6 +25,7 @@ from hydraspec.zoo.recipe.evaluate import read_workload
 
 ZOO = Path(cli.__file__).parents[1] / "zoo" / "checkpoints"
 PROMPTS = [line["messages"] for line in read_workload()[:6]]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(90)])]
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8},
@@ -81,10 +82,7 @@ class Plant:
         patch.setattr(Gemma4Target, "compute_logits", broken)
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(90)])],
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("method", "mode", "way", "value"),
     [
@@ -143,13 +141,16 @@ def test_logits_beside_a_run_may_be_anything(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.tensor(engine.next_token_logits([5, 6, 7])).isnan().all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("verification", ["standard", "block"])
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_a_drafter_of_nan_costs_acceptance_only(
-    way: str, verification: str, monkeypatch: pytest.MonkeyPatch
+    way: str, verification: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches drafts of a broken drafter that pass, and a target that is blamed for them."""
-    config = graph_config("gemma4_mtp", "none", dtype=Dtype.float32, max_num_seqs=3)
+    config = graph_config(
+        "gemma4_mtp", "none", device=Device(device), dtype=Dtype.float32, max_num_seqs=3
+    )
     config.method.verification = Verification(verification)
     config.method.draft_sampling = DraftSampling("greedy" if way == "greedy" else "probabilistic")
     engine = make_graph_engine(config, None)

@@ -129,6 +129,19 @@ def test_the_cpu_function_is_the_reference(name, writes):
         torch.testing.assert_close(other, cache, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.gpu
+def test_float64_on_a_device_is_the_reference():
+    """Catches the CPU's function there, which overwrites the projection that others read."""
+    shape = drawn_shape("gemma", torch.float64, "cuda")
+    qkv, *table, cache = inputs(shape, [4, 9, 2], torch.float64, "cuda")
+    raw, other = qkv.clone(), cache.clone()
+    projection = Projection(qkv, *table, has_padding=False)
+    found = write_qkv(projection, cache, with_gain(shape))
+    assert torch.equal(found, write_qkv_reference(projection, other, shape))
+    assert torch.equal(cache.nan_to_num(), other.nan_to_num())
+    assert torch.equal(qkv, raw)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", [write_qkv_cuda, write_qkv_reference])
 def test_values_that_are_keys_are_neither_weighted_nor_rotated(run, device):

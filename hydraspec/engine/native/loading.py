@@ -262,7 +262,7 @@ def _capture(runner: DeviceRunner) -> None:
     torch.cuda.empty_cache()  # what warm-ups took on the stream of captures
     log.info(
         "captured %d graphs (%s) in %.1f s, %.2f GiB",
-        *(len(runner.graphs), runner.modes.requested, time.perf_counter() - start),
+        *(runner.graphs.num_graphs, runner.modes.requested, time.perf_counter() - start),
         num_bytes / (1 << 30),
     )
 

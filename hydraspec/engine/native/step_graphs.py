@@ -103,8 +103,10 @@ class StepGraphs:
         self._variants = SamplingVariants()
         self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
 
-    def __len__(self) -> int:
-        return len(self.manager)
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far, of every way of sampling."""
+        return len(self.manager.descriptors)
 
     def _in_pieces(self, descriptor: Descriptor) -> bool:
         mixed = descriptor.rows_per_request is None

@@ -85,7 +85,7 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
         from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda  # Triton
 
         return write_qkv_cuda(projection, cache, shape)
-    if projection.has_padding or (shape.has_norms and shape.gain is None):
+    if projection.qkv.is_cuda or projection.has_padding or (shape.has_norms and shape.gain is None):
         return write_qkv_reference(projection, cache, shape)
     return write_qkv_cpu(projection, cache, shape)
 

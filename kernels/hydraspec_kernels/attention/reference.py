@@ -32,15 +32,15 @@ def attend_request(
     -> [R, Hq, Hv]; computed in float64.
     """
     rows, length = len(query), len(keys)
-    group = query.shape[1] // keys.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    k, v = keys.double(), values.double()
+    q = query.double().unflatten(1, (keys.shape[1], -1))  # [R, Hkv, G, H]
     j = torch.arange(length, device=query.device)
     p = j[length - rows :, None]
     visible = j <= p if window is None else (j <= p) & (j > p - window)  # [R, L]
-    scores = torch.einsum("rhd,jhd->hrj", query.double(), k) * scale
+    scores = torch.einsum("rngd,jnd->ngrj", q, k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     v = v.masked_fill(~visible.any(0)[:, None, None], 0)  # keys no row sees may be freed, and NaN
-    return torch.einsum("hrj,jhd->rhd", weights, v).to(query.dtype)
+    return torch.einsum("ngrj,jnd->rngd", weights, v).flatten(1, 2).to(query.dtype)
 
 
 def paged_attention_reference(
