@@ -45,10 +45,15 @@ class AttentionShape:
 
 
 class Attention:
-    """Query heads first, then key heads, then value heads, in one projection."""
+    """Query heads first, then key heads, then value heads, in one projection. Ranks divide the
+    heads: what each returns adds up to the block's output.
+    """
 
     def __init__(self, shape: AttentionShape, place: Place) -> None:
-        self.shape, self.uses_cpu_norms = shape, place.uses_cpu_norms
+        self.place, self.uses_cpu_norms = place, place.uses_cpu_norms
+        self.queries, self.kv = place.heads(shape.num_heads, shape.num_kv_heads)
+        shape = replace(shape, num_heads=self.queries.count, num_kv_heads=self.kv.count)
+        self.shape = shape  # with this rank's heads
         size, kv = shape.head_dim, 0 if shape.shares_kv else shape.num_kv_heads
         self.num_key_heads, self.num_value_heads = kv, 0 if shape.k_eq_v else kv
         columns = (shape.num_heads + self.num_key_heads + self.num_value_heads) * size
@@ -61,25 +66,27 @@ class Attention:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `self_attn.`."""
-        found: Tensors = {"o_proj.weight": self.out.t()}
+        part, size = self.place.part, self.shape.head_dim
+        found: Tensors = {"o_proj.weight": part(self.out.t(), 1, self.queries.times(size))}
         if self.out_bias is not None:
             found["o_proj.bias"] = self.out_bias
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 found[f"{name}.weight"] = norm
-        counts = {
-            "q_proj": self.shape.num_heads,
-            "k_proj": self.num_key_heads,
-            "v_proj": self.num_value_heads,
+        shares = {
+            "q_proj": self.queries,
+            "k_proj": self.kv if self.num_key_heads else None,
+            "v_proj": self.kv if self.num_value_heads else None,
         }
         first = 0
-        for name, count in counts.items():
-            columns = slice(first, first + count * self.shape.head_dim)
-            first = columns.stop
-            if count:
-                found[f"{name}.weight"] = self.qkv[:, columns].t()
-                if self.qkv_bias is not None:
-                    found[f"{name}.bias"] = self.qkv_bias[columns]
+        for name, heads in shares.items():
+            if heads is None:
+                continue
+            columns = slice(first, first + heads.count * size)
+            first, rows = columns.stop, heads.times(size)
+            found[f"{name}.weight"] = part(self.qkv[:, columns].t(), 0, rows)
+            if self.qkv_bias is not None:
+                found[f"{name}.bias"] = part(self.qkv_bias[columns], 0, rows)
         return found
 
     @cached_property
@@ -115,7 +122,7 @@ class Attention:
         )
         if self.out_bias is None:
             return linear_partials(attended, self.out)
-        return linear(attended, self.out, self.out_bias)
+        return linear(attended, self.out, self.place.once(self.out_bias))
 
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """x [T, input_size] normed: this layer's keys and values into cache, and nothing else."""

@@ -49,7 +49,8 @@ class Decoder:
         self, config: DecoderConfig, layers: Sequence[Callable[[Place], Any]], place: Place
     ) -> None:
         """layers: what builds each of them. Raises ConfigurationError: see layers_of_stage."""
-        self.dtype, self.device, self.stage = place.dtype, place.device, place.stage
+        self.place, self.dtype, self.device = place, place.dtype, place.device
+        self.stage = place.stage
         self.num_layers = len(layers)
         self.held = range(self.num_layers)
         if self.stage.count > 1:

@@ -45,6 +45,17 @@ class Place:
         assert count * self.group.size == size, f"{size} does not divide by {self.group.size}"
         return Share(size, self.group.rank * count, count)
 
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Share, Share]:
+        """This rank's query heads and the KV heads that they read. Where there are fewer KV heads
+        than ranks, several ranks hold the same one.
+        """
+        size, rank = self.group.size, self.group.rank
+        queries = self.share(num_heads)
+        if num_kv_heads % size == 0:
+            return queries, self.share(num_kv_heads)
+        assert size % num_kv_heads == 0, f"{num_kv_heads} KV heads on {size} ranks"
+        return queries, Share(num_kv_heads, rank * num_kv_heads // size, 1)
+
     def part(self, tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
         """A weight of which this rank holds `share` of dimension `dim`; see `Part`."""
         is_whole = share.count == share.size
@@ -77,6 +88,10 @@ class Place:
         *batch, k, n = shape
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
+    def once(self, bias: Tensor | None) -> Tensor | None:
+        """A bias of a sum over ranks, on the one rank that adds it."""
+        return bias if self.group.rank == 0 else None
+
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor here, of this place's dtype unless another is given."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -102,14 +117,23 @@ class Norm:
 
 
 def add_and_norm(
-    h: Tensor, x: Tensor, *, post: Norm | None, next_norm: Norm | None, scale: float | None = None
+    h: Tensor,
+    x: Tensor,
+    *,
+    post: Norm | None,
+    next_norm: Norm | None,
+    scale: float | None = None,
+    group: TensorGroup = SOLO,
 ) -> tuple[Tensor, Tensor]:
     """(h + post(x)) * scale into the stream h [T, D] itself, and next_norm(h): what the next part
     reads.
 
-    x is a block's output [T, D] or partial sums of it [S, T, D]. post None adds it as it is
-    (pre-norm decoders); next_norm None: the next part reads the stream.
+    x is a block's output [T, D] or partial sums of it [S, T, D], of which every rank of `group`
+    has some. post None adds it as it is (pre-norm decoders); next_norm None: the next part reads
+    the stream.
     """
+    if group.size > 1:
+        x = group.all_reduce(x.sum(0).to(h.dtype) if x.dim() == 3 else x)
     norm = next_norm or post
     assert norm is None or post is None or post.eps == norm.eps, "one kernel takes one eps"
     if norm is not None and norm.gain is not None:
@@ -130,13 +154,14 @@ def add_and_norm(
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). Ranks divide the inner width: what each returns adds up to it."""
 
     def __init__(
         self, size: int, inner: int, place: Place, *, activation: Activation, bias: bool = False
     ) -> None:
-        self.inner = inner
-        self.activation = activation
+        self.place, self.activation = place, activation
+        self.columns = place.share(inner)
+        self.inner = inner = self.columns.count
         self.gate_up = place.matrix(size, 2 * inner)
         self.down = place.matrix(inner, size)
         self.gate_up_bias = place.empty(2 * inner) if bias else None
@@ -144,21 +169,22 @@ class GatedMLP:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `mlp.`."""
+        part, columns = self.place.part, self.columns
         found: Tensors = {
-            "gate_proj.weight": self.gate_up[:, : self.inner].t(),
-            "up_proj.weight": self.gate_up[:, self.inner :].t(),
-            "down_proj.weight": self.down.t(),
+            "gate_proj.weight": part(self.gate_up[:, : self.inner].t(), 0, columns),
+            "up_proj.weight": part(self.gate_up[:, self.inner :].t(), 0, columns),
+            "down_proj.weight": part(self.down.t(), 1, columns),
         }
         if self.gate_up_bias is not None and self.down_bias is not None:
-            found["gate_proj.bias"] = self.gate_up_bias[: self.inner]
-            found["up_proj.bias"] = self.gate_up_bias[self.inner :]
+            found["gate_proj.bias"] = part(self.gate_up_bias[: self.inner], 0, columns)
+            found["up_proj.bias"] = part(self.gate_up_bias[self.inner :], 0, columns)
             found["down_proj.bias"] = self.down_bias
         return found
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D]."""
         inner = gated_linear(x, self.gate_up, self.gate_up_bias, activation=self.activation)
-        return linear(inner, self.down, self.down_bias)
+        return linear(inner, self.down, self.place.once(self.down_bias))
 
     def partial_sums(self, x: Tensor) -> Tensor:
         """The same as [T, D], or as partial sums of it [S, T, D]."""

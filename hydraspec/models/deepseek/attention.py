@@ -22,10 +22,12 @@ from hydraspec.models.parts import Tensors
 LATENT_EPS = 1e-6
 
 
-def latent_group(config: DeepseekConfig, block_size: int) -> GroupShape:
-    """The attention of a KV group of such layers."""
+def latent_group(config: DeepseekConfig, block_size: int, place: Place) -> GroupShape:
+    """The attention of a KV group of such layers, with this rank's heads. Every rank caches whole
+    rows.
+    """
     return GroupShape(
-        num_heads=config.num_heads,
+        num_heads=place.share(config.num_heads).count,
         num_kv_heads=1,
         head_dim=config.row_size,
         block_size=block_size,
@@ -57,12 +59,14 @@ def half_split(matrix: Tensor) -> None:
 class LatentAttention:
     """Letters: R kv_rank, r rope_dim, n nope_dim, v value_dim, Hq heads.
 
-    `down` yields the query latent (or the queries) and, after it, the cached latent and key.
+    `down` yields the query latent (or the queries) and, after it, the cached latent and key. Ranks
+    divide the heads; Hq are this rank's.
     """
 
     def __init__(self, config: DeepseekConfig, place: Place) -> None:
-        size, heads = config.hidden_size, config.num_heads
-        self.config, self.num_heads = config, heads
+        self.config, self.place, size = config, place, config.hidden_size
+        self.heads = place.share(config.num_heads)
+        self.num_heads = heads = self.heads.count
         self.query_width = heads * config.query_dim
         self.q_width = config.q_rank or self.query_width  # columns of `down` before the cached ones
         self.down = place.matrix(size, self.q_width + config.row_size)
@@ -81,19 +85,21 @@ class LatentAttention:
         self.out = place.matrix(heads * config.value_dim, size)
 
     def tensors(self) -> Tensors:
-        q = self.q_width
+        config, q, part, heads = self.config, self.q_width, self.place.part, self.heads
+        queries, values = heads.times(config.query_dim), heads.times(config.value_dim)
+        expanded = heads.times(config.nope_dim + config.value_dim)
         found: Tensors = {
             "kv_a_proj_with_mqa.weight": self.down[:, q:].t(),
             "kv_a_layernorm.weight": self.kv_norm.weight,
-            "kv_b_proj.weight": self.kv_up.view(-1, self.config.kv_rank),
-            "o_proj.weight": self.out.t(),
+            "kv_b_proj.weight": part(self.kv_up.view(-1, config.kv_rank), 0, expanded),
+            "o_proj.weight": part(self.out.t(), 1, values),
         }
         if self.q_norm is None:
-            found["q_proj.weight"] = self.down[:, :q].t()
+            found["q_proj.weight"] = part(self.down[:, :q].t(), 0, queries)
         else:
             found["q_a_proj.weight"] = self.down[:, :q].t()
             found["q_a_layernorm.weight"] = self.q_norm.weight
-            found["q_b_proj.weight"] = self.q_up.t()
+            found["q_b_proj.weight"] = part(self.q_up.t(), 0, queries)
         if self.down_bias is not None and self.out_bias is not None:
             found["kv_a_proj_with_mqa.bias"] = self.down_bias[q:]
             found["o_proj.bias"] = self.out_bias
@@ -119,7 +125,7 @@ class LatentAttention:
         values = self._attended(x, shared, cache)
         if self.out_bias is None:
             return linear_partials(values, self.out)
-        return linear(values, self.out, self.out_bias)
+        return linear(values, self.out, self.place.once(self.out_bias))
 
     def _attended(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """x [T, D] normed -> what the output projection reads, [T, Hq * v]."""

@@ -17,32 +17,37 @@ from hydraspec.models.parts import Tensors
 
 
 class Experts:
-    """Routed experts in groups, beside shared ones that see every token."""
+    """Routed experts in groups, beside shared ones that see every token. Ranks divide the inner
+    width of every expert: what each returns adds up to the block's output.
+    """
 
     def __init__(self, size: int, shape: ExpertsShape, place: Place) -> None:
         count, inner = shape.num_experts, shape.intermediate_size
+        self.place, self.columns = place, place.share(inner)
         # Scores are taken in float32 or wider: near ties must not be decided by rounding.
         self.wide = place.wide
         self.shape = shape
         self.router = place.matrix(size, count, dtype=self.wide)
         self.bias = place.empty(count, dtype=self.wide)
-        self.gate_up = place.matrix(count, size, 2 * inner)
-        self.down = place.matrix(count, inner, size)
+        self.gate_up = place.matrix(count, size, 2 * self.columns.count)
+        self.down = place.matrix(count, self.columns.count, size)
         self.shared = GatedMLP(size, inner * shape.num_shared, place, activation="silu")
         self.packed = True  # how `tensors` names the experts
 
     def tensors(self) -> Tensors:
+        part, columns = self.place.part, self.columns
         found: Tensors = {"gate.weight": self.router.t(), "gate.e_score_correction_bias": self.bias}
         found |= prefixed("shared_experts.", self.shared.tensors())
         if self.packed:
-            found["experts.gate_up_proj"] = self.gate_up.transpose(1, 2)
-            found["experts.down_proj"] = self.down.transpose(1, 2)
+            found["experts.gate_up_proj"] = part(self.gate_up.transpose(1, 2), 1, columns, 2)
+            found["experts.down_proj"] = part(self.down.transpose(1, 2), 2, columns)
             return found
-        inner = self.shape.intermediate_size
+        inner = columns.count
         for i in range(self.shape.num_experts):
-            found[f"experts.{i}.gate_proj.weight"] = self.gate_up[i, :, :inner].t()
-            found[f"experts.{i}.up_proj.weight"] = self.gate_up[i, :, inner:].t()
-            found[f"experts.{i}.down_proj.weight"] = self.down[i].t()
+            gate, up = self.gate_up[i, :, :inner].t(), self.gate_up[i, :, inner:].t()
+            found[f"experts.{i}.gate_proj.weight"] = part(gate, 0, columns)
+            found[f"experts.{i}.up_proj.weight"] = part(up, 0, columns)
+            found[f"experts.{i}.down_proj.weight"] = part(self.down[i].t(), 1, columns)
         return found
 
     def partial_sums(self, x: Tensor) -> Tensor:
@@ -68,6 +73,7 @@ class DeepseekLayer:
 
     def __init__(self, config: DeepseekConfig, index: int, place: Place) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
+        self.group = place.group
         self.attention = LatentAttention(config, place)
         self.input_norm = Norm(size, eps, place)
         self.post_attention_norm = Norm(size, eps, place)
@@ -96,8 +102,10 @@ class DeepseekLayer:
         layer, and its norm by `next_norm`.
         """
         attended = self.attention.partial_sums(y, shared, cache)
-        h, y = add_and_norm(h, attended, post=None, next_norm=self.post_attention_norm)
-        return add_and_norm(h, self.mlp.partial_sums(y), post=None, next_norm=next_norm)
+        norm, group = self.post_attention_norm, self.group
+        h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
+        m = self.mlp.partial_sums(y)
+        return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)
 
 
 def unpack_experts(layers: Sequence[DeepseekLayer | DenseLayer]) -> None:

@@ -45,7 +45,7 @@ class DeepseekTarget(Decoder):
 
     def group_shape(self, kind: str, block_size: int) -> GroupShape:
         """The attention of all layers, over rows [1, kv_rank + rope_dim] of the cache."""
-        return latent_group(self.config, block_size)
+        return latent_group(self.config, block_size, self.place)
 
     def rope_tables(self, positions: Tensor) -> dict[str, RopeTable]:
         """The rotary table of all layers."""

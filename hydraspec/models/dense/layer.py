@@ -36,11 +36,12 @@ def dense_mlp(config: DenseConfig, place: Place) -> GatedMLP:
     return GatedMLP(size, inner, place, activation=config.activation, bias=config.mlp_bias)
 
 
-def dense_group(config: DenseConfig, kind: str, block_size: int) -> GroupShape:
-    """The attention of the KV group of a kind of layers."""
+def dense_group(config: DenseConfig, kind: str, block_size: int, place: Place) -> GroupShape:
+    """The attention of the KV group of a kind of layers, with this rank's heads."""
+    queries, kv = place.heads(config.num_heads, config.num_kv_heads)
     return GroupShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=queries.count,
+        num_kv_heads=kv.count,
         head_dim=config.head_dim,
         block_size=block_size,
         window=config.sliding_window if kind == SLIDING else None,
@@ -58,7 +59,7 @@ class DenseLayer:
         self, config: DenseConfig, kind: str, place: Place, *, has_input_norm: bool = True
     ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.kind = kind
+        self.kind, self.group = kind, place.group
         self.attention = dense_attention(config, place)
         self.mlp = dense_mlp(config, place)
         self.input_norm = Norm(size, eps, place) if has_input_norm else None
@@ -82,5 +83,7 @@ class DenseLayer:
         layer, and its norm by `next_norm`.
         """
         attended = self.attention.partial_sums(y, shared, cache)
-        h, y = add_and_norm(h, attended, post=None, next_norm=self.post_attention_norm)
-        return add_and_norm(h, self.mlp.partial_sums(y), post=None, next_norm=next_norm)
+        norm, group = self.post_attention_norm, self.group
+        h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
+        m = self.mlp.partial_sums(y)
+        return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)

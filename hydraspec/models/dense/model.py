@@ -54,7 +54,7 @@ class DenseTarget(Decoder):
 
     def group_shape(self, kind: str, block_size: int) -> GroupShape:
         """The attention of the KV group of a kind of layers."""
-        return dense_group(self.config, kind, block_size)
+        return dense_group(self.config, kind, block_size, self.place)
 
     def rope_tables(self, positions: Tensor) -> dict[str, RopeTable]:
         """One rotary table, which all kinds of layers share."""

@@ -169,7 +169,7 @@ class EagleHead:
         self.groups, specs = group_layers(
             {first_layer + i: kind for i, kind in enumerate(self.shape.kinds)},
             DRAFT_GROUPS,
-            lambda kind: dense_group(self.shape, kind, block_size),
+            lambda kind: dense_group(self.shape, kind, block_size, self.place),
         )
         return specs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.moe import moe, route
 from hydraspec_kernels.norms import rms_norm
@@ -13,10 +14,14 @@ from hydraspec.models.parts import Tensors
 
 
 class Experts:
-    """Router and experts; both read the residual stream, each through its own norm."""
+    """Router and experts; both read the residual stream, each through its own norm. Ranks divide
+    the inner width of every expert.
+    """
 
     def __init__(self, config: Gemma4Config, place: Place) -> None:
         size, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        self.place, self.columns = place, place.share(inner)
+        inner = self.columns.count
         self.top_k, self.eps, self.wide = config.top_k_experts, config.rms_norm_eps, place.wide
         self.router = place.matrix(size, count)
         self.router_scale = place.empty(size)
@@ -31,12 +36,13 @@ class Experts:
 
     def tensors(self) -> Tensors:
         """Weights by their names below `layers.N.`."""
+        part, columns = self.place.part, self.columns
         return {
             "router.proj.weight": self.router.t(),
             "router.scale": self.router_scale,
             "router.per_expert_scale": self.expert_scale,
-            "experts.gate_up_proj": self.gate_up.transpose(1, 2),
-            "experts.down_proj": self.down.transpose(1, 2),
+            "experts.gate_up_proj": part(self.gate_up.transpose(1, 2), 1, columns, repeats=2),
+            "experts.down_proj": part(self.down.transpose(1, 2), 2, columns),
             "pre_feedforward_layernorm_2.weight": self.pre_norm.weight,
             "post_feedforward_layernorm_1.weight": self.dense_norm.weight,
             "post_feedforward_layernorm_2.weight": self.post_norm.weight,
@@ -48,11 +54,14 @@ class Experts:
 
     def forward(self, h: Tensor, dense: Tensor) -> Tensor:
         """The stream h [T, D] and the dense MLP's output -> the sum of both branches, each
-        normed.
+        normed. dense is a rank's addend; what is returned is whole on every rank.
         """
         logits = linear(rms_norm(h, self.router_gain, self.eps), self.router)
         weights, experts = route(logits, self.top_k, self.expert_scale)
         mixed = moe(self.pre_norm.forward(h), weights, experts, self.gate_up, self.down)
+        if self.place.group.size > 1:  # one sum over ranks for both branches
+            both = self.place.group.all_reduce(torch.stack((dense, mixed)))
+            dense, mixed = both.unbind()
         total, _ = add_and_norm(
             self.dense_norm.forward(dense), mixed, post=self.post_norm, next_norm=None
         )

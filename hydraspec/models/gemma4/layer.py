@@ -7,6 +7,7 @@ from __future__ import annotations
 from hydraspec_kernels.linear import linear_partials, scaled_gelu_linear
 from torch import Tensor
 
+from hydraspec.distributed.group import SOLO
 from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
 from hydraspec.models.gemma4.experts import Experts
@@ -16,7 +17,9 @@ from hydraspec.models.parts import Tensors
 
 
 class PerLayerInput:
-    """The part of a layer that mixes in its slice of the per-layer embeddings (PLE)."""
+    """The part of a layer that mixes in its slice of the per-layer embeddings (PLE). Every rank
+    holds it whole: its matrices are small beside what one more sum over ranks costs.
+    """
 
     def __init__(self, size: int, width: int, eps: float, place: Place) -> None:
         self.gate = place.matrix(size, width)
@@ -41,7 +44,7 @@ class Gemma4Layer:
 
     def __init__(self, config: Gemma4Config, layer: LayerShape, place: Place) -> None:
         size, eps, inner = config.hidden_size, config.rms_norm_eps, layer.intermediate_size
-        self.kind = layer.kind
+        self.kind, self.group = layer.kind, place.group
         self.attention = Attention(_attention_shape(config, layer), place)
         self.mlp = GatedMLP(size, inner, place, activation="gelu_tanh")
         self.experts = Experts(config, place) if config.num_experts else None
@@ -91,16 +94,17 @@ class Gemma4Layer:
         layer, and its norm by `next_norm`.
         """
         attended = self.attention.partial_sums(y, shared, cache)
-        h, y = add_and_norm(h, attended, post=self.post_attention_norm, next_norm=self.pre_mlp_norm)
+        post, group = self.post_attention_norm, self.group
+        h, y = add_and_norm(h, attended, post=post, next_norm=self.pre_mlp_norm, group=group)
         if self.experts is None:
             m = self.mlp.partial_sums(y)
         else:
-            m = self.experts.forward(h, self.mlp.forward(y))
+            m, group = self.experts.forward(h, self.mlp.forward(y)), SOLO
         post, scale = self.post_mlp_norm, self.scale
         if self.per_layer is None:
-            return add_and_norm(h, m, post=post, next_norm=next_norm, scale=scale)
+            return add_and_norm(h, m, post=post, next_norm=next_norm, scale=scale, group=group)
         assert per_layer_input is not None
-        h, _ = add_and_norm(h, m, post=post, next_norm=None)
+        h, _ = add_and_norm(h, m, post=post, next_norm=None, group=group)
         p = self.per_layer.partial_sums(h, per_layer_input)
         return add_and_norm(h, p, post=self.per_layer.norm, next_norm=next_norm, scale=scale)
 

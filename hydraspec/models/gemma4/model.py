@@ -104,11 +104,14 @@ class Gemma4Target(Decoder):
         return self.config.layers[layer].kv_source
 
     def group_shape(self, kind: str, block_size: int) -> GroupShape:
-        """The attention of the KV group of a kind of layers, which all have one shape."""
+        """The attention of the KV group of a kind of layers, which all have one shape, with this
+        rank's heads.
+        """
         layer = next(layer for layer in self.config.layers if layer.kind == kind)
+        queries, kv = self.place.heads(self.config.num_heads, layer.num_kv_heads)
         return GroupShape(
-            num_heads=self.config.num_heads,
-            num_kv_heads=layer.num_kv_heads,
+            num_heads=queries.count,
+            num_kv_heads=kv.count,
             head_dim=layer.head_dim,
             block_size=block_size,
             window=self.config.sliding_window if kind == SLIDING else None,

@@ -124,8 +124,8 @@ class MTPHead:
     def _group_shape(self, block_size: int) -> GroupShape:
         block = self.config.block
         if isinstance(block, DeepseekConfig):
-            return latent_group(block, block_size)
-        return dense_group(block, FULL, block_size)
+            return latent_group(block, block_size, self.place)
+        return dense_group(block, FULL, block_size, self.place)
 
     def _rope_table(self, positions: Tensor) -> RopeTable:
         block, dtype = self.config.block, self.place.dtype
