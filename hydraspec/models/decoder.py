@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.embedding import embed, embed_beside
 from hydraspec_kernels.linear import linear
 from torch import Tensor
 
@@ -56,15 +55,15 @@ class Decoder:
         if self.stage.count > 1:
             self.held = layers_of_stage(self.stage, self._facts(config, layers, place))
         self.layers = [build(place.if_held(i in self.held)) for i, build in enumerate(layers)]
-        self.vocabulary = Vocabulary(config.vocab_size)
+        self.vocabulary = Vocabulary(config.vocab_size, place.group)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position_embeddings = config.max_position_embeddings
         self.tied = config.tied
         self.eos_token_ids: tuple[int, ...] = ()
         self.suppress_token_ids: tuple[int, ...] = ()
         at_end = place.if_held(self.stage.is_last)
-        self.table = place.if_held(self.embeds).empty(self.vocab_size, self.hidden_size)
-        self.head = self.table if self.tied else at_end.empty(self.vocab_size, self.hidden_size)
+        self.table = place.if_held(self.embeds).table(self.vocabulary, self.hidden_size)
+        self.head = self.table if self.tied else at_end.table(self.vocabulary, self.hidden_size)
         self.norm = Norm(self.hidden_size, config.rms_norm_eps, at_end)
         self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         if not self.stage.is_last:
@@ -105,9 +104,10 @@ class Decoder:
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without prefix."""
-        found: Tensors = {"embed_tokens.weight": self.table, "norm.weight": self.norm.weight}
+        found: Tensors = {"embed_tokens.weight": self.place.rows(self.table, self.vocabulary)}
+        found["norm.weight"] = self.norm.weight
         if not self.tied:
-            found["lm_head.weight"] = self.head
+            found["lm_head.weight"] = self.place.rows(self.head, self.vocabulary)
         for i, layer in enumerate(self.layers):
             found |= prefixed(f"layers.{i}.", layer.tensors())
         return found
@@ -133,8 +133,8 @@ class Decoder:
         )
         for i in self.held:
             self.layers[i].finish()
-        if self.suppress_token_ids:
-            self._suppressed = torch.tensor(self.suppress_token_ids, device=self.device)
+        if columns := self.vocabulary.rows_of(self.suppress_token_ids):
+            self._suppressed = torch.tensor(columns, device=self.device)
 
     def ignores(self, name: str) -> bool:
         """Tensors that released checkpoints may hold without our needing them."""
@@ -247,24 +247,24 @@ class Decoder:
         return cache
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V], suppressed tokens at minus infinity."""
+        """[N, D] -> [N, vocabulary.num_rows], suppressed tokens at minus infinity."""
         return self.suppress(linear(hidden, self.head.t()))
 
     def suppress(self, logits: Tensor) -> Tensor:
-        """Logits [N, V] with suppressed tokens at minus infinity, in place."""
+        """Logits [N, vocabulary.num_rows] with suppressed tokens at minus infinity, in place."""
         if self._suppressed is not None:
             logits.index_fill_(1, self._suppressed, -math.inf)
         return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], a new tensor, scaled as the first layer reads it."""
-        return embed(token_ids, self.table, self.embed_scale)
+        return self.vocabulary.embed(token_ids, self.table, self.embed_scale)
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
         at rows [B] -> [B, D + H].
         """
-        return embed_beside(token_ids, self.table, self.embed_scale, hidden, rows)
+        return self.vocabulary.embed_beside(token_ids, self.table, self.embed_scale, hidden, rows)
 
     def memory_bytes(self) -> int:
         """Bytes of weights held; a tied head counts once."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypedDict
 
 import torch
 from hydraspec_kernels.linear import Activation, gated_linear, linear, linear_partials
@@ -20,6 +21,7 @@ from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
 from hydraspec.distributed.group import SOLO, TensorGroup
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.parts import Part, Share, Tensors, Weight
 from hydraspec.models.stages import WHOLE, Stage
 
@@ -88,6 +90,17 @@ class Place:
         *batch, k, n = shape
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
+    def table(self, vocabulary: Vocabulary, width: int) -> Tensor:
+        """An empty [vocabulary.num_rows, width]; padding rows are zero."""
+        table = self.empty(vocabulary.num_rows, width)
+        table[vocabulary.num_tokens :] = 0.0
+        return table
+
+    def rows(self, table: Tensor, vocabulary: Vocabulary) -> Weight:
+        """A table as a weight: this rank's tokens, without padding."""
+        share = Share(vocabulary.size, vocabulary.first, vocabulary.num_tokens)
+        return table if self.group.size == 1 else Part(table[: share.count], 0, share)
+
     def once(self, bias: Tensor | None) -> Tensor | None:
         """A bias of a sum over ranks, on the one rank that adds it."""
         return bias if self.group.rank == 0 else None
@@ -116,6 +129,16 @@ class Norm:
         return rms_norm(x, self.weight, self.eps)
 
 
+class _AddNorm(TypedDict):
+    """Options of `add_norm`."""
+
+    post_weight: Tensor | None
+    next_weight: Tensor | None
+    eps: float
+    scale: float | None
+    has_post_norm: bool
+
+
 def add_and_norm(
     h: Tensor,
     x: Tensor,
@@ -132,25 +155,31 @@ def add_and_norm(
     has some. post None adds it as it is (pre-norm decoders); next_norm None: the next part reads
     the stream.
     """
-    if group.size > 1:
-        x = group.all_reduce(x.sum(0).to(h.dtype) if x.dim() == 3 else x)
     norm = next_norm or post
     assert norm is None or post is None or post.eps == norm.eps, "one kernel takes one eps"
+    if group.size > 1:
+        summed = group.add_norm(h, x, **_kernel_options(post, next_norm, scale))
+        if summed is not None:
+            return summed.h, summed.h if summed.y is None else summed.y
+        x = group.all_reduce(x.sum(0).to(h.dtype) if x.dim() == 3 else x)
     if norm is not None and norm.gain is not None:
         post_gain = None if post is None else post.gain
         next_gain = None if next_norm is None else next_norm.gain
         summed = add_norm_cpu(h, x, post=post_gain, next_norm=next_gain, scale=scale)
     else:
-        summed = add_norm(
-            h,
-            x,
-            post_weight=None if post is None else post.weight,
-            next_weight=None if next_norm is None else next_norm.weight,
-            eps=0.0 if norm is None else norm.eps,
-            scale=scale,
-            has_post_norm=post is not None,
-        )
+        summed = add_norm(h, x, **_kernel_options(post, next_norm, scale))
     return summed.h, summed.h if summed.y is None else summed.y
+
+
+def _kernel_options(post: Norm | None, next_norm: Norm | None, scale: float | None) -> _AddNorm:
+    norm = next_norm or post
+    return {
+        "post_weight": None if post is None else post.weight,
+        "next_weight": None if next_norm is None else next_norm.weight,
+        "eps": 0.0 if norm is None else norm.eps,
+        "scale": scale,
+        "has_post_norm": post is not None,
+    }
 
 
 class GatedMLP:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hydraspec.errors import ConfigurationError
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,3 +64,36 @@ Tensors = dict[str, Weight]
 def held(weight: Weight) -> Tensor:
     """What this rank holds of a weight."""
     return weight.tensor if isinstance(weight, Part) else weight
+
+
+@dataclass(slots=True, frozen=True)
+class Divided:
+    """What of a model its tensor-parallel ranks divide, by the keys of its config."""
+
+    num_heads: int
+    num_kv_heads: Mapping[str, int]  # divided, or held by several ranks
+    widths: Mapping[str, int]
+
+    def obstacle(self, size: int) -> str | None:
+        """What `size` ranks cannot divide, if anything."""
+        if self.num_heads % size:
+            return f"num_attention_heads is {self.num_heads}"
+        for key, count in self.num_kv_heads.items():
+            if count % size and size % count:
+                return f"{key} is {count}, neither a multiple nor a divisor of it"
+        return next((f"{key} is {n}" for key, n in self.widths.items() if n % size), None)
+
+    def sizes(self) -> list[int]:
+        """The numbers of ranks that can share the model."""
+        return [n for n in range(1, self.num_heads + 1) if self.obstacle(n) is None]
+
+    def check(self, size: int, where: str) -> None:
+        """Raises ConfigurationError if `size` ranks cannot share the checkpoint `where`."""
+        obstacle = self.obstacle(size)
+        if obstacle is not None:
+            raise ConfigurationError(
+                f"parallelism.tensor={size} does not divide checkpoint {where!r}: {obstacle}\n"
+                f"  allowed: {', '.join(map(str, self.sizes()))}\n"
+                "  to do: choose one of them, or another target",
+                key="parallelism.tensor",
+            )

@@ -8,6 +8,7 @@ from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader
 from hydraspec.models.decoder_config import DecoderConfig
+from hydraspec.models.parts import Divided
 from hydraspec.models.rope_scaling import MAX_GAIN, Rope, read_rope, yarn_mscale
 
 # Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.
@@ -70,6 +71,14 @@ class DeepseekConfig(DecoderConfig):
     def query_dim(self) -> int:
         """Width of a query head before absorption."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def divided(self) -> Divided:
+        """What tensor-parallel ranks divide. Shared experts are as wide as some routed ones."""
+        widths = {"intermediate_size": self.intermediate_size}
+        if self.experts is not None:
+            widths["moe_intermediate_size"] = self.experts.intermediate_size
+        return Divided(self.num_heads, {}, widths)
 
 
 def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfig:

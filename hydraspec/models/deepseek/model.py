@@ -69,7 +69,9 @@ def load_deepseek(
     stage: Stage = WHOLE,
 ) -> DeepseekTarget:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
-    config = read_deepseek_config(checkpoint.config, str(checkpoint.folder))
+    where = str(checkpoint.folder)
+    config = read_deepseek_config(checkpoint.config, where)
+    config.divided.check(group.size, where)
     with torch.no_grad():
         model = DeepseekTarget(config, Place(dtype, device, group, stage))
         if weights == "checkpoint" and names_single_experts(checkpoint):

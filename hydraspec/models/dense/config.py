@@ -16,6 +16,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
+from hydraspec.models.parts import Divided
 from hydraspec.models.rope_scaling import Rope, read_rope
 
 
@@ -66,6 +67,12 @@ class DenseConfig(DecoderConfig):
     def score_scale(self) -> float:
         """What multiplies attention scores."""
         return float(self.head_dim**-0.5 * self.rope.gain**2)
+
+    @property
+    def divided(self) -> Divided:
+        """What tensor-parallel ranks divide."""
+        kv_heads = {"num_key_value_heads": self.num_kv_heads}
+        return Divided(self.num_heads, kv_heads, {"intermediate_size": self.intermediate_size})
 
 
 def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:

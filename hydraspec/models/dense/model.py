@@ -72,7 +72,9 @@ def load_dense(
     stage: Stage = WHOLE,
 ) -> DenseTarget:
     """Read and check the config, then fill the weights. Raises CheckpointError."""
-    config = read_dense_config(checkpoint.config, str(checkpoint.folder))
+    where = str(checkpoint.folder)
+    config = read_dense_config(checkpoint.config, where)
+    config.divided.check(group.size, where)
     with torch.no_grad():
         model = DenseTarget(config, Place(dtype, device, group, stage))
         model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)

@@ -14,6 +14,7 @@ from typing import Any
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
+from hydraspec.models.parts import Divided
 from hydraspec.models.rope_scaling import MIN_THETA
 
 # Released configs leave out what equals transformers' default (Gemma4TextConfig).
@@ -71,6 +72,15 @@ class Gemma4Config(DecoderConfig):
     moe_intermediate_size: int
     layers: tuple[LayerShape, ...]
     rope: Mapping[str, RopeShape]
+
+    @property
+    def divided(self) -> Divided:
+        """What tensor-parallel ranks divide."""
+        kv_heads = {f"KV heads of {layer.kind} layers": layer.num_kv_heads for layer in self.layers}
+        widths = {"intermediate_size": min(layer.intermediate_size for layer in self.layers)}
+        if self.num_experts:
+            widths["moe_intermediate_size"] = self.moe_intermediate_size
+        return Divided(self.num_heads, kv_heads, widths)
 
     def last_owner(self, kind: str) -> int | None:
         """The last layer of a type that owns KV, or None."""

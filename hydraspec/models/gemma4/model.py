@@ -19,6 +19,7 @@ from hydraspec_kernels.rope import Frequencies, rope_frequencies, rope_table
 from torch import Tensor
 
 from hydraspec.distributed.group import SOLO, TensorGroup
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.names import name_in_text_model
 from hydraspec.models.checkpoint.reader import Checkpoint
@@ -47,8 +48,9 @@ class PerLayerEmbedding:
 
     def __init__(self, config: Gemma4Config, place: Place) -> None:
         self.width, self.num_layers = config.ple_size, len(config.layers)
-        self.vocab_size, self.eps = config.ple_vocab_size, config.rms_norm_eps
-        self.table = place.empty(self.vocab_size, self.num_layers * self.width)
+        self.place, self.eps = place, config.rms_norm_eps
+        self.vocabulary = Vocabulary(config.ple_vocab_size, place.group)
+        self.table = place.table(self.vocabulary, self.num_layers * self.width)
         self.projection = place.matrix(config.hidden_size, self.num_layers * self.width)
         self.norm_weight = place.empty(self.width)
         self.table_scale = rounded(math.sqrt(self.width), place.dtype)
@@ -56,7 +58,7 @@ class PerLayerEmbedding:
 
     def tensors(self) -> Tensors:
         return {
-            "embed_tokens_per_layer.weight": self.table,
+            "embed_tokens_per_layer.weight": self.place.rows(self.table, self.vocabulary),
             "per_layer_model_projection.weight": self.projection.t(),
             "per_layer_projection_norm.weight": self.norm_weight,
         }
@@ -65,9 +67,14 @@ class PerLayerEmbedding:
         """token_ids [T] and their scaled embeddings [T, D] -> [T, num_layers, width]. Unknown ids
         read row 0.
         """
+        ids, table = token_ids, self.table
+        if self.place.group.size > 1:  # the rows that were looked up stand in for the table
+            is_known = (ids >= 0) & (ids < self.vocabulary.size)
+            table = self.vocabulary.embed(torch.where(is_known, ids, 0), table)
+            ids = torch.arange(len(table), device=ids.device)
         return ple_inputs(
-            token_ids,
-            self.table,
+            ids,
+            table,
             linear(embedded, self.projection),
             self.norm_weight,
             table_scale=self.table_scale,
@@ -138,7 +145,9 @@ class Gemma4Target(Decoder):
         return self.per_layer.forward(token_ids, embedded)[:, self.held.start : self.held.stop]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V], soft cap applied, suppressed tokens at minus infinity."""
+        """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
+        infinity.
+        """
         return self.suppress(linear(hidden, self.head.t(), softcap=self.config.softcap))
 
 
@@ -171,6 +180,7 @@ def load_gemma4(
     where = str(checkpoint.folder)
     config = read_gemma4_config(checkpoint.config, where)
     _check_uniform(config, where)
+    config.divided.check(group.size, where)
     with torch.no_grad():
         model = Gemma4Target(config, Place(dtype, device, group, stage))
         model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
