@@ -1,7 +1,6 @@
-"""Which drafter a checkpoint folder holds: read from its config and tensor names, never from its
-path.
+"""Detects the drafter in a checkpoint folder from its config and tensor names, never from its path.
 
-Knows the published formats by their marks; how each is read in full is the business of the heads.
+Only tells the published formats apart; the module of each draft head reads its whole config.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ KNOWN = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Detected:
-    """What a folder holds."""
+    """The drafter in a folder."""
 
     method: str  # eagle, eagle3, peagle, mtp or gemma4_mtp
     format: str
-    num_speculative_tokens: int | None = None  # K as the checkpoint proposes it
-    verifier: str | None = None  # the target it was made for, where it says
+    num_speculative_tokens: int | None = None  # K proposed by the checkpoint
+    verifier: str | None = None  # the target it was trained for, if its config names one
 
 
 def open_draft(checkpoint: str) -> Checkpoint:
-    """Read a drafter's json files: config.json, or Mistral's params.json. Tensors stay unread.
+    """Read a drafter's json files: config.json, or Mistral's params.json. Reads no tensors.
 
     Quantisation settings are ignored: drafters often carry their target's, while their own weights
     are float. Tensors that are in fact quantised are refused as they are read. Raises
@@ -60,11 +59,10 @@ def open_draft(checkpoint: str) -> Checkpoint:
 
 
 def detect(opened: Checkpoint) -> Detected | None:
-    """What the folder holds; None for anything that is no drafter.
+    """The drafter in the folder, or None if it holds none.
 
     Reads tensor names only where config.json leaves the choice open; a key that is null counts as
-    absent. Raises CheckpointError: a format that is not built, or a part of another type than the
-    format has.
+    absent. Raises CheckpointError for a format that is not supported, or a value of a wrong type.
     """
     raw = opened.config
     if raw.get("speculators_model_type") is not None:
@@ -122,9 +120,8 @@ def _proposals(settings: Mapping[str, Any], where: str) -> list[Mapping[str, Any
 
 
 def part_of(source: Mapping[str, Any], key: str, where: str, prefix: str = "") -> dict[str, Any]:
-    """The object under a key; {} where it is absent or null. Raises CheckpointError if it is none.
-
-    prefix is what the source itself lies under, for the message.
+    """The JSON object under a key; {} if it is absent or null. Raises CheckpointError for any other
+    type. prefix is the path of `source` in the config, for the message.
     """
     part = source.get(key)
     if part is not None and not isinstance(part, Mapping):
@@ -136,13 +133,13 @@ def part_of(source: Mapping[str, Any], key: str, where: str, prefix: str = "") -
 
 
 def architectures_of(raw: Mapping[str, Any]) -> str:
-    """The class names in `architectures`, in small letters."""
+    """The class names in `architectures`, in lower case."""
     names = raw.get("architectures") or []
     return " ".join(str(name) for name in ([names] if isinstance(names, str) else names)).lower()
 
 
 def _refuse_unbuilt(opened: Checkpoint) -> None:
-    """DFlash and DSpark as their authors publish them: their tensors could pass for EAGLE's."""
+    """Refuse drafters of DFlash and DSpark, whose tensor names could be taken for EAGLE's."""
     raw = opened.config
     marks = f"{architectures_of(raw)} {raw.get('model_type')}".lower()
     for name in ("DFlash", "DSpark"):
@@ -161,7 +158,9 @@ def _detect_consolidated(opened: Checkpoint) -> Detected | None:
 
 
 def _detect_eagle(opened: Checkpoint) -> Detected | None:
-    """EAGLE-1, EAGLE-3 or P-EAGLE with the names of EAGLE's authors: by what only they have."""
+    """Tells EAGLE-1, EAGLE-3 and P-EAGLE apart in the format of EAGLE's authors, by the keys and
+    tensors that only one of them has.
+    """
     raw = opened.config
     architectures = architectures_of(raw)
     says_mask = any(raw.get(key) is not None for key in MASK_KEYS)
@@ -178,13 +177,13 @@ def _detect_eagle(opened: Checkpoint) -> Detected | None:
         return None
     if "mask_hidden" in names:
         return Detected(method="peagle", format=AUTHORS)
-    deep = any(name.endswith("hidden_norm.weight") for name in names)
-    return Detected(method="eagle3" if deep else "eagle", format=AUTHORS)
+    is_eagle3 = any(name.endswith("hidden_norm.weight") for name in names)
+    return Detected(method="eagle3" if is_eagle3 else "eagle", format=AUTHORS)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Resolved:
-    """What runs where no method is chosen."""
+    """Method, drafter, target and K of a run whose configuration chooses no method."""
 
     method: str
     drafter: str
@@ -193,11 +192,11 @@ class Resolved:
 
 
 def resolve(target: str, drafter: str | None) -> Resolved | None:
-    """Method, K, drafter and target of a drafter's folder; None if there is no drafter.
+    """Method, drafter, target and K from the drafter's folder; None if there is no drafter.
 
-    Without a drafter the target may hold one: its own MTP layers, or it is itself a speculators
-    folder, whose verifier then is the target. Raises CheckpointError: a folder that holds no
-    drafter, or names no verifier.
+    If `drafter` is None, the target's folder may hold one: MTP layers, or a speculators folder,
+    whose verifier is then the target. Raises CheckpointError for a drafter's folder that holds no
+    drafter, and for a target's folder with a drafter that names no verifier.
     """
     opened = open_draft(target if drafter is None else drafter)
     found = detect(opened)
@@ -205,7 +204,7 @@ def resolve(target: str, drafter: str | None) -> Resolved | None:
         if drafter is None:
             return None
         raise _no_drafter(opened, "")
-    runs = target
+    verified = target
     if drafter is None and found.format != TARGET_WITH_MTP:
         if found.verifier is None:
             raise CheckpointError(
@@ -213,20 +212,20 @@ def resolve(target: str, drafter: str | None) -> Resolved | None:
                 f"({found.format}) that names no target: give the target as target.checkpoint and "
                 "this folder as method.checkpoint"
             )
-        runs = found.verifier
+        verified = found.verifier
     return Resolved(
         method=found.method,
         drafter=target if drafter is None else drafter,
-        target=runs,
+        target=verified,
         num_speculative_tokens=found.num_speculative_tokens or DEFAULT_K[found.method],
     )
 
 
 def check_method(opened: Checkpoint, method: str) -> Detected:
-    """What the folder holds, which must be of `method`.
+    """The folder's drafter, which must be one for `method`.
 
-    Raises CheckpointError naming both sides. A folder that could be either of EAGLE-3 and P-EAGLE
-    (names of EAGLE's authors) passes as the requested one: what P-EAGLE lacks is named on reading.
+    Raises CheckpointError naming both methods. In the format of EAGLE's authors EAGLE-3 and P-EAGLE
+    cannot always be told apart: either passes as the other, and loading reports what P-EAGLE lacks.
     """
     found = detect(opened)
     if found is None:
@@ -242,8 +241,8 @@ def check_method(opened: Checkpoint, method: str) -> Detected:
 
 
 def _no_drafter(opened: Checkpoint, start: str) -> CheckpointError:
-    """The refusal of a folder that holds no drafter. Raises the one about pickle files where there
-    are no others: the authors' own configs say nothing, and only tensor names would tell.
+    """The error for a folder that holds no drafter. Raises the error about pickle files instead if
+    it has only such: configs of EAGLE's authors need not name the method, tensor names would.
     """
     if any(file for pattern in PICKLES for file in opened.folder.glob(pattern)):
         opened.entries()

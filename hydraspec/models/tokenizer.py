@@ -15,7 +15,7 @@ from typing import Any
 from hydraspec.errors import CheckpointError, WorkloadError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_CHARACTERS = 1 << 24  # of a prompt that a chat template makes
+MAX_CHARACTERS = 1 << 24  # of a prompt rendered by a chat template
 MAX_FILE_BYTES = 1 << 28  # of each file of a tokenizer: the largest released have 40 MB
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -52,7 +52,7 @@ class Tokenizer:
             )
         except MemoryError:
             raise
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise any exception
             raise WorkloadError(f"the chat template refuses these messages: {error}") from None
         if len(text) > MAX_CHARACTERS:
             raise WorkloadError(
@@ -70,7 +70,7 @@ class Tokenizer:
             return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
 
     def _check_roles(self, messages: Sequence[Mapping[str, str]]) -> None:
-        """Templates write a role that they do not know into the prompt as it is, or drop it."""
+        """Refuse unknown roles, which templates write into the prompt as they are, or drop."""
         template = json.dumps(self._inner.chat_template)  # a string, or several by name
         for message in messages:
             role = message["role"]
@@ -97,7 +97,7 @@ def _refuse_dropped(messages: Sequence[Mapping[str, str]], text: str) -> None:
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """A panic of the tokenizer's library is no Exception, and would end the program."""
+    """Raises CheckpointError for a panic of the tokenizers library, which is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -121,12 +121,12 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
     try:
         for file in present:
             _refuse_large(file)
-        with _panics_as_errors(), _silent(), _without_marks(folder, present) as readable:
+        with _panics_as_errors(), _silent(), _without_bom(folder, present) as readable:
             inner = AutoTokenizer.from_pretrained(
                 str(readable), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # broken json, missing vocabulary, classes that need remote code
-        why = " ".join(str(error).split())  # the library's checks answer in paragraphs
+        why = " ".join(str(error).split())  # messages of the library have several lines
         raise CheckpointError(
             f"the tokenizer of {str(folder)!r} cannot be read: its files, or config.json beside "
             f"them ({type(error).__name__}: {why}): download them again, or remove the "
@@ -159,23 +159,23 @@ def _refuse_large(file: Path) -> None:
 
 
 @contextmanager
-def _without_marks(folder: Path, present: Sequence[Path]) -> Iterator[Path]:
-    """The folder; where a json file begins with a byte order mark, which transformers does not
-    read, a passing copy of these files without it.
+def _without_bom(folder: Path, present: Sequence[Path]) -> Iterator[Path]:
+    """The folder; or, if a json file begins with a byte order mark, which transformers cannot read,
+    a temporary copy of the files without it.
     """
-    marked = [f for f in present if f.suffix == ".json" and _starts_with_mark(f)]
-    if not marked:
+    with_bom = [f for f in present if f.suffix == ".json" and _starts_with_bom(f)]
+    if not with_bom:
         yield folder
         return
-    with tempfile.TemporaryDirectory() as passing:
+    with tempfile.TemporaryDirectory() as temporary:
         for file in present:
             content = file.read_bytes()
-            (Path(passing) / file.name).write_bytes(
-                content.removeprefix(BOM_UTF8) if file in marked else content
+            (Path(temporary) / file.name).write_bytes(
+                content.removeprefix(BOM_UTF8) if file in with_bom else content
             )
-        yield Path(passing)
+        yield Path(temporary)
 
 
-def _starts_with_mark(file: Path) -> bool:
+def _starts_with_bom(file: Path) -> bool:
     with file.open("rb") as opened:
         return opened.read(len(BOM_UTF8)) == BOM_UTF8

@@ -2,10 +2,11 @@
 
     python kernels/benchmarks/bench_decode_attention.py [--only E4B] [--context 640] [--sweep]
 
-Head norms and cache write, then attention, as two kernels; and the fused kernel, even where a model
-would not run it. Each is timed alone, and between the linears before and after it, less the time of
-those: its cost within a layer. Bytes are the keys and values that some row sees, the projection and
-the result. --sweep also times other tilings; with a + splits are added up by a second kernel.
+Compares two kernels (head norms and cache write, then attention) with the fused kernel, also at
+sizes for which a model runs the two. Each is timed alone, and in a chain with the linears before
+and after it, minus the time of those linears: its cost within a layer. Bytes are the keys and
+values that some row sees, the projection and the result. --sweep also times other tilings; "+"
+marks those whose splits a second kernel adds up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Sampled steps: what truncation costs, and verification behind it, per step of K = 3 drafts.
+"""Truncation of logits (top-k, top-p, min-p), then verification, per sampled step of K = 3 drafts.
 
     python kernels/benchmarks/bench_sampling.py [--rows 1 4 32 128] [--vocab 262144] [--torch]
 
-Rows of logits follow Zipf's law (a language model's shape: at exponent 1.5 the nucleus of 0.95 has
-some 240 tokens) or are normal (nobody's, and the longest search: it has tens of thousands).
+Logits follow Zipf's law with exponent 1.5, as a language model's do roughly (top_p=0.95 keeps some
+240 tokens), or are normal: no model's, but the longest search (it keeps tens of thousands).
 """
 
 from __future__ import annotations

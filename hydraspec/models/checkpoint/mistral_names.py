@@ -1,7 +1,7 @@
-"""Mistral's own checkpoint format: params.json and consolidated.safetensors.
+"""Mistral's own checkpoint format (params.json, consolidated.safetensors) in Hugging Face's terms.
 
-Its names differ from Hugging Face's, and the rows of wq and wk are in the order that turns
-neighbours (2i, 2i + 1), where Hugging Face's turns halves (i, i + H/2).
+Keys and tensor names differ, and rows of wq and wk are ordered for interleaved RoPE (pairs 2i and
+2i + 1), where Hugging Face's are ordered for half-split RoPE (pairs i and i + H/2).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     _refuse_uncomputed(params, where)
     config = {ours: params[key] for key, ours in _SAME_MEANING.items() if key in params}
     window = config.setdefault("sliding_window", None)
-    theta = params.get("rope_theta") or (1e6 if window is None else 1e4)  # mistral-inference's
+    theta = params.get("rope_theta") or (1e6 if window is None else 1e4)  # as mistral-inference
     length = params.get("max_position_embeddings") or params.get("max_seq_len") or 128_000
     config |= {
         "model_type": "mistral",
@@ -90,7 +90,7 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _refuse_uncomputed(params: Mapping[str, Any], where: str) -> None:
-    """Keys that may say what is computed anyway. Raises CheckpointError where they say more."""
+    """Raises CheckpointError for values that would change the computation of a Mistral model."""
     width = params.get("head_dim")
     if width is None and params.get("dim") and params.get("n_heads"):
         width = params["dim"] // params["n_heads"]
@@ -116,7 +116,7 @@ def is_consolidated(names: Iterable[str]) -> bool:
 
 
 def hugging_face_name(name: str) -> str:
-    """A consolidated tensor's Hugging Face name; names that are not Mistral's own stay."""
+    """A consolidated tensor's Hugging Face name; names that are not Mistral's are unchanged."""
     match = _LAYER.fullmatch(name)
     if match is not None and match[2] in _PARTS:
         suffix = _SUFFIXES.get(match[3], match[3])
@@ -140,7 +140,7 @@ def consolidated_name(name: str) -> str:
 
 
 def rotary_heads(name: str, config: Mapping[str, Any]) -> int | None:
-    """Heads in the rows of a consolidated tensor that the rotary order concerns, else None."""
+    """Number of heads of a consolidated tensor whose rows are in RoPE order; None for others."""
     match = _LAYER.fullmatch(name)
     if match is None or match[2] not in _ROTARY or match[3] not in _ROTARY_SUFFIXES:
         return None
@@ -149,7 +149,7 @@ def rotary_heads(name: str, config: Mapping[str, Any]) -> int | None:
 
 
 def half_split(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * H, ...] from neighbours' order to halves'. Scalars (one number) stay."""
+    """Rows [heads * H, ...] from interleaved to half-split RoPE order; one element is unchanged."""
     if rows.numel() == 1:
         return rows
     parts = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])

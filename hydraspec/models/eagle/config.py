@@ -1,6 +1,6 @@
-"""An EAGLE-type head's config, read raw: as speculators, EAGLE's authors and Mistral write it.
+"""Reads the config of an EAGLE-type draft head, from speculators, EAGLE's authors or Mistral.
 
-Yields plain facts; whether they fit tensors and target is checked where both are known.
+loading.py checks it against the tensors and the target.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hydraspec.models.detect import (
 from hydraspec.models.kv_groups import SLIDING
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published in both countings
-COMPUTED = {  # what a head's layers do here, whatever a config says
+UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published with both ways of counting layers
+COMPUTED = {  # the only supported value of each key
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -35,33 +35,33 @@ COMPUTED = {  # what a head's layers do here, whatever a config says
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EagleConfig:
-    """What a config says of an EAGLE-type head."""
+    """An EAGLE-type draft head as its config describes it."""
 
     method: str  # eagle, eagle3 or peagle
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
     aux_layer_ids: tuple[int, ...] | None = None  # None: the default for the target's depth
     num_aux: int | None = None  # where stated
-    use_aux: bool = True  # else the target's final state enters, without fc
+    use_aux: bool = True  # else its input is the target's final hidden state, without fc
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
-    norm_output: bool = False  # what is fed back has passed the final norm
-    keeps_input_norm: bool = True  # EAGLE-1: layer 0 has its input norm
-    final_norm: bool = True  # EAGLE-1: a norm stands before the head
+    norm_output: bool = False  # the state that the next draft step reads is normed
+    keeps_input_norm: bool = True  # EAGLE-1: layer 0 has an input norm
+    final_norm: bool = True  # EAGLE-1: a final norm precedes lm_head
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
     mask_token_id: int | None = None
     logit_scale: float = 1.0
-    verifier: str | None = None  # the target it was made for
+    verifier: str | None = None  # the target it was trained for
     notes: tuple[str, ...] = ()
 
 
 def read_eagle(opened: Checkpoint, method: str) -> EagleConfig:
     """The config of a folder that must hold a head for `method` (eagle, eagle3 or peagle).
 
-    Raises CheckpointError: another drafter, contradicting keys, or a key missing that nothing
-    stands in for.
+    Raises CheckpointError for a drafter of another method, keys that contradict each other, and
+    missing keys that have no default.
     """
     found = check_method(opened, method)
     if found.format == CONSOLIDATED:
@@ -133,8 +133,8 @@ def _flag(key: str, raw: dict[str, Any], nested: dict[str, Any], where: str) -> 
 
 
 def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tuple[bool, str]:
-    """norm_before_residual where a config does not say it, and what to note: what vLLM's loader
-    takes (ADR 17), which differs from the class that writes speculators folders for eagle3 alone.
+    """norm_before_residual of a config without it, and a note about that: the default of vLLM's
+    loader (ADR 17). The class that writes speculators folders has another default for eagle3 only.
     """
     value, why = False, "as vLLM and the code of EAGLE's authors compute it"
     if form == SPECULATORS:
@@ -172,8 +172,8 @@ def _refuse_uncomputed(
 
 
 def _with_mask(config: EagleConfig, raw: dict[str, Any], where: str) -> EagleConfig:
-    """P-EAGLE's mask token: speculators says mask_token_id, PARD pard_token, others ptd_token_id or
-    dflash_config.mask_token_id.
+    """The config with P-EAGLE's mask token: mask_token_id in speculators folders, pard_token in
+    PARD's, ptd_token_id or dflash_config.mask_token_id in others.
     """
     spelt = {key: raw[key] for key in MASK_KEYS if raw.get(key) is not None}
     inner = part_of(raw, "dflash_config", where).get("mask_token_id")
@@ -199,8 +199,8 @@ def _with_mask(config: EagleConfig, raw: dict[str, Any], where: str) -> EagleCon
 
 
 def unmasked_remedy(config: EagleConfig) -> str:
-    """What to do with a P-EAGLE head that lacks what mask rows read; a speculators folder runs as
-    nothing else.
+    """The remedy that errors name for a P-EAGLE head without mask token or mask state. A folder in
+    the speculators format runs with no other method.
     """
     if config.format == SPECULATORS:
         return "download it again, or choose another drafter"
@@ -210,8 +210,8 @@ def unmasked_remedy(config: EagleConfig) -> str:
 def _aux_layer_ids(
     raw: dict[str, Any], nested: dict[str, Any], where: str
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Aux layers as states after layers, and what to note about their reading. Empty lists count as
-    absent.
+    """Aux layer ids (the target's states after that many layers), and notes on configs that are
+    ambiguous. An empty list counts as absent.
     """
     under = f"eagle_config.{AUX_KEY}"
     spelt: dict[str, tuple[int, ...]] = {}
@@ -303,7 +303,7 @@ def _read_eagle1(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
     )
 
 
-# ------------------------------------------------------------------ parts
+# ------------------------------------------------------------------ layers and counts
 
 
 def _nested(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -317,8 +317,8 @@ def _nested(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _layers(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config of a head's decoder layers. A Llama layer with a window is read as a Mistral one,
-    which is the same; of rotary parameters per kind of layer, the sliding ones' are taken.
+    """The config of a draft head's decoder layers. Llama layers with a sliding window are read as
+    Mistral's, which compute the same. Of rotary parameters per layer type, the sliding ones apply.
     """
     layers = dict(raw)
     rope = layers.get("rope_parameters")

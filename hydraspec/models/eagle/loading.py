@@ -1,5 +1,5 @@
-"""Loads an EAGLE-type head: names of three formats, what is shared with the target, and every check
-of config against tensors and target.
+"""Loads an EAGLE-type draft head from any of three formats: maps tensor names, shares tables with
+the target, and checks the config against the tensors and the target.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hydraspec.models.weights import fill
 Entries = Mapping[str, TensorEntry]
 
 _IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*|.*kv_fake_quantizer.*)$")
-COMPARED_ROWS = 1 << 14  # of two embeddings at once
+COMPARED_ROWS = 1 << 14  # rows of two embeddings compared at a time
 _EAGLE1_IDENTITIES = ("layers.0.input_layernorm.weight", "norm.weight")
 
 
 def canonical_name(name: str) -> str:
-    """A checkpoint's tensor name as we say it: no leading `model.`, layers numbered. (Mistral's own
-    names have become Hugging Face's where the file was read.)
+    """A tensor's name in the form used here: without `model.`, layers numbered. (The reader has
+    already turned Mistral's names into Hugging Face's.)
     """
     name = name.removeprefix("model.")
     for start, ours in (
@@ -48,7 +48,7 @@ def canonical_name(name: str) -> str:
 def load_eagle(
     checkpoint: str, *, method: str, weights: str, target: TargetModel, seed: int
 ) -> EagleHead:
-    """The head of a folder, zoo:<name> or hub id, in the target's dtype and on its device.
+    """The draft head of a folder, zoo:<name> or hub id, in the target's dtype and on its device.
 
     method is eagle, eagle3 or peagle, and must be what the folder holds. Raises CheckpointError
     naming both sides where method, config, tensors and target contradict each other.
@@ -99,7 +99,7 @@ def _is_ignored(config: EagleConfig, name: str) -> bool:
 def _aux_layer_ids(
     config: EagleConfig, layers: DenseConfig, entries: Entries, target: TargetModel, where: str
 ) -> tuple[int, ...]:
-    """The target states that enter, decided by the config and checked against fc."""
+    """Ids of the target states that the head reads: the config's, checked against fc's width."""
     if config.method == "eagle" or not config.use_aux:
         return ()
     stated = config.aux_layer_ids
@@ -142,8 +142,8 @@ def _check_target(
             f"drafter {where!r} reads a vocabulary of {layers.vocab_size} (vocab_size); the "
             f"target's has {target.vocab_size}: give the drafter of this target"
         )
-    enters_plainly = config.method == "eagle" or not config.use_aux
-    if enters_plainly and layers.hidden_size != target.hidden_size:
+    reads_final_state = config.method == "eagle" or not config.use_aux
+    if reads_final_state and layers.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"drafter {where!r} has hidden size {layers.hidden_size} and reads the target's final "
             f"state, which has {target.hidden_size}: give the drafter of this target"
@@ -160,7 +160,7 @@ def _check_target(
 
 
 def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where: str) -> None:
-    """Embedding and head: the checkpoint's own where it has them, else the target's."""
+    """Embedding and output projection: the checkpoint's own if it has them, else the target's."""
     size, place = head.shape.hidden_size, head.place
     is_eagle1 = head.config.method == "eagle"
     lm_head = entries.get("lm_head.weight")
@@ -212,7 +212,7 @@ def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> 
 
 
 def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
-    """Formats that always save the embedding hold a copy of the target's: keep one of them."""
+    """Use the target's embedding if the head's equals it: some formats always save a copy."""
     if "embed_tokens.weight" not in head.own:
         return True
     theirs = target.table
@@ -224,7 +224,7 @@ def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
 
 
 def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """In pieces: a comparison makes a byte of each number, a gigabyte of a large table."""
+    """Compared in pieces: the mask of a comparison takes a byte per element, 1 GB if large."""
     pieces = zip(ours.split(COMPARED_ROWS), theirs.split(COMPARED_ROWS), strict=True)
     return all(torch.equal(a, b) for a, b in pieces)
 
@@ -235,8 +235,8 @@ def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
 def _vocab_map(
     head: EagleHead, entries: Entries, target: TargetModel, weights: str, where: str
 ) -> Tensor | None:
-    """[V_draft] target ids of the draft's vocabulary: id k is k + d2t[k]. None where all are
-    equal.
+    """Target ids [V_draft] of the draft vocabulary: k + d2t[k] for draft id k. None if they are
+    the draft ids themselves.
     """
     rows, vocab_size = head.head.shape[0], target.vocab_size
     k = torch.arange(rows, device=target.device)
@@ -269,7 +269,7 @@ def _vocab_map(
 
 
 def _check_t2d(t2d: Tensor, ids: Tensor, where: str) -> None:
-    """t2d marks in the target's vocabulary what d2t lists; it is not needed beyond that."""
+    """Check that t2d, a mask over the target's vocabulary, marks the tokens that d2t lists."""
     marked = torch.zeros_like(t2d, dtype=torch.bool)
     marked[ids[ids < t2d.shape[0]]] = True
     if not torch.equal(marked, t2d.to(torch.bool)):
@@ -286,7 +286,7 @@ def _read(entry: TensorEntry) -> Tensor:
 
 
 def _suppressed(head: EagleHead, target: TargetModel) -> Tensor:
-    """Draft ids of what the target never samples."""
+    """Draft ids of the tokens that the target never samples."""
     banned = torch.tensor(target.suppress_token_ids, dtype=torch.int64, device=target.device)
     if head.vocab_map is None or not banned.shape[0]:
         return banned

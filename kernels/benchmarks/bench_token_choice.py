@@ -1,8 +1,9 @@
-"""Heads and the small work around a step: argmax, draws, verification, centroid head, input rows.
+"""From logits to tokens, and to the next step's inputs: argmax, draws, verification, centroid head.
 
-    python kernels/benchmarks/bench_heads.py [--rows 1 8 32] [--vocab 262144]
+    python kernels/benchmarks/bench_token_choice.py [--rows 1 8 32] [--vocab 262144]
 
-Every line counts all launches of one call; a step of K = 3 drafts verifies 4 rows a request.
+Each line is the time of one call with all its launches. A step of K = 3 drafts verifies 4 rows per
+request.
 """
 
 from __future__ import annotations
