@@ -6,7 +6,10 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hydraspec.metrics.summary import Baseline, Summary
 
 Row = dict[str, Any]
 
@@ -23,7 +26,7 @@ ACCEPTANCE_LENGTH_MARGIN = 0.35
 class Outputs:
     """What a run wrote."""
 
-    summary: Row
+    summary: Summary
     requests: list[Row]
     trace: dict[str, list[Row]]  # by request id, without step numbers: those depend on company
 
@@ -52,8 +55,14 @@ def read(folder: Path) -> Outputs:
     if (folder / "trace.jsonl").is_file():
         for line in _lines(folder / "trace.jsonl"):
             trace.setdefault(line["request"], []).append({key: line[key] for key in TRACED})
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return Outputs(summary=summary, requests=_lines(folder / "requests.jsonl"), trace=trace)
+    requests = _lines(folder / "requests.jsonl")
+    return Outputs(summary=read_summary(folder), requests=requests, trace=trace)
+
+
+def read_summary(folder: Path) -> Summary:
+    """summary.json of a run's folder; raises as `read` does."""
+    summary: Summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return summary
 
 
 def _lines(file: Path) -> list[Row]:
@@ -82,7 +91,7 @@ def troubles(outputs: Outputs, device: str) -> list[str]:
     return found
 
 
-def built_in_rounds(summary: Row) -> str | None:
+def built_in_rounds(summary: Summary) -> str | None:
     """What a run compiled or captured while it was measured; older trees do not say."""
     found: Counter[str] = Counter()
     for side in (summary, summary["baseline"] or {}):
@@ -90,7 +99,7 @@ def built_in_rounds(summary: Row) -> str | None:
     return ", ".join(f"{count} {what}" for what, count in found.items() if count) or None
 
 
-def exact_match(side: Row | None) -> float | None:
+def exact_match(side: Summary | Baseline | None) -> float | None:
     """Of a summary or its baseline; None without answers."""
     accuracy = (side or {}).get("accuracy")
     return None if accuracy is None else accuracy["exact_match"]

@@ -7,11 +7,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import processes
-from comparison import built_in_rounds, exact_match
+from comparison import built_in_rounds, exact_match, read_summary
 from setting import NOT_RUN, PartResult, Result, Setting
+
+if TYPE_CHECKING:
+    from hydraspec.metrics.summary import Baseline, Summary
 
 REPEATS = 5
 RUN_LIMIT_S = 120.0
@@ -56,14 +59,14 @@ def judge_default(name: str, folder: Path, ended: processes.Ended) -> Result:
     result = Result(name=name, figures={"seconds": round(ended.seconds, 1)})
     result.fail_if([ended.problem] if ended.problem else [])
     if (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        baseline = summary["baseline"] or {}
+        summary = read_summary(folder)
+        baseline = summary["baseline"]
         result.figures |= {
             "verdict": summary["lossless"]["verdict"],
             "exact_match": exact_match(summary),
             "baseline_exact_match": exact_match(baseline),
-            "tokens_per_second": round(summary["output_tokens_per_second"]),
-            "baseline_tokens_per_second": round(baseline.get("output_tokens_per_second") or 0),
+            "tokens_per_second": round(_tokens_per_second(summary)),
+            "baseline_tokens_per_second": round(_tokens_per_second(baseline)),
             "speedup": round((summary["speedup"] or {}).get("mean") or 0.0, 3),
         }
         result.figures |= {k: round(v, 3) for k, v in _step_profile(summary).items()}
@@ -81,7 +84,11 @@ def judge_default(name: str, folder: Path, ended: processes.Ended) -> Result:
     return result
 
 
-def _step_profile(summary: dict[str, Any]) -> dict[str, float]:
+def _tokens_per_second(side: Summary | Baseline | None) -> float:
+    return 0.0 if side is None else side["output_tokens_per_second"] or 0.0
+
+
+def _step_profile(summary: Summary) -> dict[str, float]:
     """Where a decode step's time goes; older trees do not say."""
     return {k: v for k, v in (summary.get("step_profile_ms") or {}).items() if v is not None}
 
