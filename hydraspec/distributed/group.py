@@ -9,6 +9,15 @@ from hydraspec_kernels.norms import AddNorm
 from torch import Tensor
 
 
+class LostPeerError(RuntimeError):
+    """A rank did not take part in an exchange."""
+
+    def __init__(self, rank: int, waited_s: float) -> None:
+        """rank: of the run."""
+        super().__init__(f"rank {rank} sent nothing for {waited_s:g} s in which others waited")
+        self.rank = rank
+
+
 class TensorGroup(Protocol):
     """The tensor-parallel ranks of a stage. Every rank calls the same methods in the same order."""
 
@@ -36,6 +45,12 @@ class TensorGroup(Protocol):
     ) -> AddNorm | None:
         """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, as one kernel. None,
         and nothing has been done: this group has no kernel for x.
+        """
+        return None
+
+    def check(self) -> None:
+        """Raise LostPeerError if an exchange was given up, whose results are wrong then. Asks no
+        device; called where results of a step have arrived.
         """
         return None
 

@@ -51,6 +51,14 @@ class Rehearsing(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_is_rehearsing = False
+
+
+def is_rehearsing() -> bool:
+    """Whether launches are being recorded only: nothing may wait for another process."""
+    return _is_rehearsing
+
+
 def _zeroed(argument: Any) -> Any:
     if isinstance(argument, list | tuple):
         return type(argument)(_zeroed(part) for part in argument)
@@ -88,5 +96,10 @@ def compiled_ahead(device: torch.device) -> Iterator[Compiled]:
     """
     from hydraspec_kernels.runtime.compilation import launches_compile
 
-    with launches_compile(device, num_processes()) as compiled, Rehearsing():
-        yield compiled
+    global _is_rehearsing
+    _is_rehearsing = True
+    try:
+        with launches_compile(device, num_processes()) as compiled, Rehearsing():
+            yield compiled
+    finally:
+        _is_rehearsing = False
