@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_oracle import deepseek_config
-from dense_oracle import small
-from gemma4_oracle import PagedRun
+from deepseek_oracle import deepseek_config, random_deepseek_config
+from dense_oracle import random_config, small
+from gemma4_oracle import PagedRun, random_text_config
 from safetensors.torch import save_file
 from thread_ranks import as_ranks
 from tiny_targets import gemma4_config, write_folder
@@ -168,7 +168,7 @@ def stirred(folder: Path, config: dict[str, Any], *, packed: bool = True) -> Any
     suppressed = {"suppress_tokens": [3, vocab // 2, vocab - 1]}
     (folder / "generation_config.json").write_text(json.dumps(suppressed))
     target = load(folder, "random")
-    if not packed:
+    if not packed and config["model_type"] == "deepseek_v3":
         unpack_experts(target.layers)
     generator = torch.Generator().manual_seed(5)
     for name, weight in sorted(target.tensors().items()):
@@ -187,6 +187,26 @@ def test_ranks_compute_what_one_process_computes(name: str, size: int, tmp_path:
     """
     whole = stirred(tmp_path, CASES[name].config)
     assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
+
+
+RANDOM = {
+    "gemma4": (lambda seed: {"model_type": "gemma4_text"} | random_text_config(seed)),
+    "deepseek_v3": (lambda seed: {"model_type": "deepseek_v3"} | random_deepseek_config(seed)),
+} | {
+    family: (lambda seed, family=family: {"model_type": family} | random_config(family, seed))
+    for family in ("llama", "mistral", "qwen2", "qwen3", "mimo")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("family", RANDOM)
+def test_ranks_compute_random_shapes(family: str, seed: int, tmp_path: Path) -> None:
+    """Shapes drawn over every field, on 2, 3 and 4 ranks where that divides them."""
+    whole = stirred(tmp_path, RANDOM[family](seed), packed=bool(seed % 2))
+    for size in (2, 3, 4):
+        if whole.config.divided.obstacle(size) is None:
+            assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
 
 
 def test_experts_may_be_stored_one_by_one(tmp_path: Path) -> None:
