@@ -22,6 +22,7 @@ ENGINES = {
     "transformers": "hydraspec.engine.transformers.engine:TransformersEngine",
     "vllm": "hydraspec.engine.vllm.engine:VllmEngine",
 }
+FOLLOW = "hydraspec.engine.vllm.follow:follow"
 DETECTION = "hydraspec.models.detect:resolve"
 BASE_SPECULATOR = "hydraspec.speculators.base:BaseSpeculator"
 DEVICE = "hydraspec.engine.machine:pick_device"
@@ -46,6 +47,16 @@ def build_engine(config: RunConfig) -> Engine:
         raise refusal("engine.name", name, "is unknown", allowed=listing(ENGINES))
     engine: Engine = _attribute(ENGINES[name])(config)
     return engine
+
+
+def follow(config: RunConfig) -> dict[str, Any]:
+    """Lend this host's devices to a vLLM engine on another one, until that ends.
+
+    Raises:
+        UserError: whatever the engine refuses while loading.
+    """
+    summary: dict[str, Any] = _attribute(FOLLOW)(config)
+    return summary
 
 
 def build_speculator(config: RunConfig) -> BaseSpeculator:

@@ -77,6 +77,7 @@ OWNERS = {
     "transformers": [
         "hydraspec/models/tokenizer.py",
         "hydraspec/engine/transformers/*",
+        "hydraspec/engine/vllm/configs.py",
         "hydraspec/zoo/*",
     ],
     "tokenizers": ["hydraspec/zoo/*"],

@@ -4,7 +4,7 @@ but the keys of others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,13 +19,26 @@ from hydraspec.config.schema import (
     EngineConfig,
     RunConfig,
     Verification,
+    VllmConfig,
 )
 
 NATIVE, VLLM = "native", "vllm"
+VLLM_KEYS = tuple(f"vllm.{field.name}" for field in fields(VllmConfig))
 STAGES = (  # a warning
     "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
     "answers may be wrong; compare them with method=none"
 )
+_NO_STAGES = (
+    "Pipeline parallelism is not supported for this model. Supported models implement the "
+    "`SupportsPP` interface."
+)
+_NO_AUX_STATES = "eagle3 with pipeline parallel is not supported."
+OVER_STAGES = {  # methods that vLLM 0.26 refuses over pipeline stages, in its words
+    "gemma4_mtp": _NO_STAGES,
+    "mtp": _NO_STAGES,
+    "eagle3": _NO_AUX_STATES,
+    "peagle": _NO_AUX_STATES,  # which it runs as an eagle3
+}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -46,7 +59,7 @@ OFFERS = {
         methods=("eagle", "eagle3", "gemma4_mtp", "mtp", "none", "peagle"),
         keys=(
             *("async_scheduling", "device", "kv_cache.memory_gib", "max_num_batched_tokens"),
-            *("max_num_seqs", "vllm.gpu_memory_utilization", "vllm.record_steps"),
+            *("max_num_seqs", *VLLM_KEYS),
         ),
         verifications=tuple(Verification),
         draft_samplings=tuple(DraftSampling),
@@ -126,8 +139,19 @@ OFFERED = (
         for key in (
             *("async_scheduling", "max_num_batched_tokens", "num_threads"),
             *("kv_cache.block_size", "kv_cache.memory_gib"),
-            *("vllm.gpu_memory_utilization", "vllm.record_steps"),
+            *VLLM_KEYS,
         )
+    ),
+    Rule(
+        "parallelism.pipeline",
+        lambda stages, c: stages == 1 or c.method.name not in OVER_STAGES,
+        "1, or method=none",
+        lambda stages, c: (
+            f"is not available with engine=vllm and method={c.method.name}; vLLM 0.26 says: "
+            f'"{OVER_STAGES[c.method.name]}"'
+        ),
+        "split with parallelism.tensor, or choose engine=native or method=none",
+        when=lambda c: c.engine.name == VLLM,
     ),
 )
 
@@ -142,6 +166,59 @@ _RULES = (
         "engine.vllm.gpu_memory_utilization",
         lambda share, c: 0 < share <= 1,
         "above 0, up to 1 (the whole device)",
+    ),
+    Rule(
+        "engine.vllm.distributed_executor_backend",
+        lambda backend, c: backend in (None, "mp", "ray"),
+        "mp (multiprocessing), ray, or null",
+        "is unknown",
+    ),
+    Rule(
+        "engine.vllm.nnodes",
+        lambda nodes, c: nodes >= 1 and c.parallelism.tensor * c.parallelism.pipeline % nodes == 0,
+        "1, or a divisor of parallelism.tensor * parallelism.pipeline = "
+        "{c.parallelism.tensor} * {c.parallelism.pipeline}",
+        "does not divide the ranks",
+    ),
+    Rule(
+        "engine.vllm.nnodes",
+        lambda nodes, c: nodes == 1 or c.engine.vllm.distributed_executor_backend != "ray",
+        "1 with Ray, whose cluster says which hosts there are",
+        "is not available with distributed_executor_backend=ray; vLLM 0.26 says: "
+        '"nnodes > 1 can only be set when distributed executor backend is mp"',
+        "leave it out, or choose distributed_executor_backend=mp",
+    ),
+    Rule(
+        "engine.vllm.nnodes",
+        lambda nodes, c: nodes == 1 or c.bench.name == "none",
+        "1 with bench={c.bench.name}, which starts several engines",
+        "is not available with a benchmark",
+    ),
+    Rule(
+        "parallelism.data",
+        lambda data, c: data == 1 or c.engine.vllm.nnodes == 1,
+        "1 with engine.vllm.nnodes={c.engine.vllm.nnodes}",
+        "is not available over several hosts without Ray",
+        "choose engine.vllm.distributed_executor_backend=ray and leave nnodes out",
+    ),
+    Rule(
+        "engine.vllm.node_rank",
+        lambda rank, c: 0 <= rank < c.engine.vllm.nnodes,
+        "0 to {c.engine.vllm.nnodes} - 1 (engine.vllm.nnodes)",
+    ),
+    Rule(
+        "engine.vllm.master_addr",
+        lambda address, c: bool(address) == (c.engine.vllm.nnodes > 1),
+        lambda address, c: (
+            "null on one host"
+            if c.engine.vllm.nnodes == 1
+            else "the name or address of the host with node_rank=0"
+        ),
+        "does not fit engine.vllm.nnodes={c.engine.vllm.nnodes}",
+        "give it, and the same one, on every host of several, and only there",
+    ),
+    Rule(
+        "engine.vllm.master_port", lambda port, c: 1024 <= port <= 65535, "1024 to 65535, if free"
     ),
     # They record draft token ids, and vLLM hands out the accepted ones only.
     _unavailable("metrics.steps", lambda steps: not steps, "false"),

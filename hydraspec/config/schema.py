@@ -110,6 +110,12 @@ class VllmConfig:
 
     gpu_memory_utilization: float = 0.9  # its share of the device where memory_gib is null
     record_steps: bool = True  # false: finished requests only, without acceptance
+    # How its processes are started. null: on this host, by multiprocessing where there are several.
+    distributed_executor_backend: str | None = None
+    nnodes: int = 1  # hosts; each is given the same command and its own node_rank
+    node_rank: int = 0
+    master_addr: str | None = None  # of the host with node_rank=0, as the others reach it
+    master_port: int = 29501
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,13 +39,16 @@ def run(
 
     `config` says what runs: see lab.resolution. `overrides` is what was typed, and only recorded.
     `quiet` prints nothing. The status is "failed" if no request finished. An interrupt or an error
-    while decoding is raised again once what had finished is saved.
+    while decoding is raised again once what had finished is saved. With engine.vllm.node_rank above
+    0 this host only lends its devices: nothing is saved.
 
     Raises:
         WorkloadError: before anything is decoded, with file and line.
         CheckpointError, ConfigurationError: from the engine.
         OSError: with the path, if the run folder cannot be written.
     """
+    if config.engine.vllm.node_rank > 0:
+        return factory.follow(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
     with _load(config, folder) as loaded, closing(_recorder(loaded, folder, quiet)) as recorder:
         measurement = Measurement(

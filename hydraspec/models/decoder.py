@@ -29,7 +29,7 @@ from hydraspec.models.layers import Norm, Place, prefixed
 from hydraspec.models.needed_rows import reduced
 from hydraspec.models.parts import Tensors, held
 from hydraspec.models.stages import WHOLE, LayerFacts, layers_of_stage
-from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.models.weights import EMPTY, fill, memory_bytes
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 
@@ -120,7 +120,9 @@ class Decoder:
         seed: int,
         canonical: Callable[[str], str | None],
     ) -> None:
-        """Fill the weights. Raises CheckpointError."""
+        """Fill the weights, unless they are to stay empty. Raises CheckpointError."""
+        if weights == EMPTY:
+            return
         self.eos_token_ids = checkpoint.token_ids("eos_token_id", self.vocab_size)
         self.suppress_token_ids = checkpoint.token_ids("suppress_tokens", self.vocab_size)
         fill(

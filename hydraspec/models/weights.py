@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
 from hydraspec.models.parts import Part, Weight, held
+
+EMPTY = "empty"  # for a model that only lends names and shapes, on torch's meta device
 
 
 def fill(
@@ -39,23 +42,48 @@ def randomise(tensors: Mapping[str, Weight], seed: int) -> None:
     scalars 1. A part is cut from the whole tensor as a single process draws it, one at a time.
     Tensors of other pipeline stages (without memory) are left out.
     """
-    for offset, name in enumerate(sorted(tensors)):
+    for name, own_seed in _seeds(tensors, seed):
         weight = tensors[name]
-        tensor = held(weight)
-        if tensor.is_meta:
+        if held(weight).is_meta:
             continue
-        generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + offset)
-        if name.endswith("token_ordering"):
-            tensor.copy_(torch.randperm(len(tensor), generator=generator, device=tensor.device))
-        elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            tensor.fill_(math.sqrt(2.0) * tensor.numel() ** -0.25)
-        elif tensor.dim() < 2:
-            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+        if isinstance(weight, Part) and weight.tensor.dim() > 1:
+            whole = weight.empty_whole()
+            _draw(name, whole, own_seed)
+            weight.tensor.copy_(weight.read(whole.__getitem__))
         else:
-            whole = weight.empty_whole() if isinstance(weight, Part) else tensor
-            whole.normal_(0.0, whole.shape[-1] ** -0.5, generator=generator)
-            if isinstance(weight, Part):
-                tensor.copy_(weight.read(whole.__getitem__))
+            _draw(name, held(weight), own_seed)
+
+
+def drawn_whole(
+    tensors: Mapping[str, Tensor], seed: int, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight by name, whole and on `device`, with the numbers that `randomise` fills it with.
+
+    `tensors` only lend shapes and types, so that they may be on torch's meta device. One weight
+    exists at a time unless the caller keeps it.
+    """
+    for name, own_seed in _seeds(tensors, seed):
+        whole = torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device=device)
+        _draw(name, whole, own_seed)
+        yield name, whole
+
+
+def _seeds(names: Iterable[str], seed: int) -> Iterator[tuple[str, int]]:
+    """Names in the order of drawing, each with the seed of its own generator."""
+    return ((name, seed * 1_000_003 + offset) for offset, name in enumerate(sorted(names)))
+
+
+def _draw(name: str, tensor: Tensor, seed: int) -> None:
+    """Fill a whole weight, in its own order of strides."""
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    if name.endswith("token_ordering"):
+        tensor.copy_(torch.randperm(len(tensor), generator=generator, device=tensor.device))
+    elif name.endswith(("q_norm.weight", "k_norm.weight")):
+        tensor.fill_(math.sqrt(2.0) * tensor.numel() ** -0.25)
+    elif tensor.dim() < 2:
+        tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+    else:
+        tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def memory_bytes(tensors: Mapping[str, Weight]) -> int:

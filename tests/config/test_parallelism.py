@@ -28,12 +28,15 @@ def test_the_transformers_engine_uses_one_device(axis: str) -> None:
     for part in (typed, "engine=transformers", "one device", "engine=native or engine=vllm"):
         assert part in str(refused.value)
     for engine in ("native", "vllm"):
-        assert plan([f"engine={engine}", typed]).jobs[0].config.parallelism.num_ranks == 2
+        assert (
+            plan([f"engine={engine}", "method=none", typed]).jobs[0].config.parallelism.num_ranks
+            == 2
+        )
 
 
 def test_drafts_over_pipeline_stages_are_warned_about() -> None:
     """Catches wrong outputs of vLLM 0.26 without a warning: its first stage sees no drafts."""
-    stages = ["engine=vllm", "parallelism.pipeline=2"]
-    assert STAGES in plan([*stages, "method=gemma4_mtp"]).jobs[0].config.warnings
-    assert STAGES not in plan([*stages, "method=none"]).jobs[0].config.warnings
-    assert STAGES not in plan(["engine=vllm", "method=gemma4_mtp"]).jobs[0].config.warnings
+    eagle, stages = ["engine=vllm", "target=tiny_mistral"], "parallelism.pipeline=2"
+    assert STAGES in plan([*eagle, stages, "method=eagle"]).jobs[0].config.warnings
+    assert STAGES not in plan([*eagle, stages, "method=none"]).jobs[0].config.warnings
+    assert STAGES not in plan([*eagle, "method=eagle"]).jobs[0].config.warnings

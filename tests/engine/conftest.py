@@ -26,7 +26,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     engines: list[VllmEngine] = []
 
     def start_engine(method: str = "gemma4_mtp", **changes: Any) -> VllmEngine:
-        record_steps, data = changes.pop("record_steps", True), changes.pop("data", 1)
+        record_steps, vllm = changes.pop("record_steps", True), changes.pop("vllm", {})
+        splits = {axis: changes.pop(axis, 1) for axis in ("tensor", "pipeline", "data")}
         config = run_config(
             folder,
             method=method,
@@ -38,7 +39,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         config.engine.device = type(config.engine.device)("auto")
         config.engine.name = "vllm"
         config.engine.vllm.record_steps = record_steps
-        config.parallelism.data = data
+        for name, value in vllm.items():
+            setattr(config.engine.vllm, name, value)
+        for axis, size in splits.items():
+            setattr(config.parallelism, axis, size)
         engines.append(VllmEngine(config))
         return engines[-1]
 

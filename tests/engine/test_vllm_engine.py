@@ -16,9 +16,7 @@ import pytest
 from fake_engine import target_token
 
 from hydraspec.cli.compose import plan
-from hydraspec.config.schema import (
-    RunConfig,
-)
+from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.engine.vllm.engine import VllmEngine
 from hydraspec.engine.vllm.steps import Part, StepStats, share_out
 from hydraspec.types import (
@@ -218,7 +216,7 @@ def test_data_parallel_goes_through_the_asynchronous_engine(
 
 
 def test_facts(start: Callable[..., VllmEngine]) -> None:
-    info = start().info
+    info = start(weights=Weights.checkpoint).info
     assert (info.engine, info.device, info.greedy_is_exact) == ("vllm", "cuda", False)
     assert (info.vocab_size, info.max_model_len) == (64, MAX_MODEL_LEN)
     assert info.cudagraph == {"requested": "none", "target": "none", "draft": None, "reason": None}

@@ -53,7 +53,14 @@ def test_the_plain_configuration_to_the_letter() -> None:
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        ("target.weights=random", {"load_format": "dummy"}),
+        (
+            "target.weights=random",
+            {
+                "load_format": "hydraspec",
+                "model_loader_extra_config": {"seed": 0},
+                "worker_extension_cls": "hydraspec.engine.vllm.worker.Extension",
+            },
+        ),
         ("target.dtype=bfloat16", {"dtype": "bfloat16"}),
         ("target.max_model_len=512", {"max_model_len": 512}),
         ("seed=4294967301", {"seed": 5}),
@@ -65,6 +72,10 @@ def test_the_plain_configuration_to_the_letter() -> None:
         ("parallelism.tensor=4", {"tensor_parallel_size": 4}),
         ("parallelism.pipeline=2", {"pipeline_parallel_size": 2}),
         ("parallelism.data=2", {"data_parallel_size": 2, "disable_log_stats": True}),
+        (
+            "engine.vllm.distributed_executor_backend=ray",
+            {"distributed_executor_backend": "ray"},
+        ),
         ("cudagraph=none", {"compilation_config": {"cudagraph_mode": "NONE"}}),
         (
             "cudagraph.capture_sizes=[1,8]",
@@ -80,6 +91,24 @@ def test_the_plain_configuration_to_the_letter() -> None:
 )
 def test_one_key_changes_one_argument(override: str, changed: dict[str, Any]) -> None:
     assert arguments("method=none", override, drafter=None) == PLAIN | changed
+
+
+def test_ranks_of_several_hosts() -> None:
+    """Ray's cluster is asked for replicas too; multiprocessing is told where the first host is."""
+    ray = "engine.vllm.distributed_executor_backend=ray"
+    found = arguments("method=none", "parallelism.data=4", ray, drafter=None)
+    assert found["data_parallel_backend"] == found["distributed_executor_backend"] == "ray"
+    two = ["parallelism.tensor=8", "parallelism.pipeline=2", "engine.vllm.nnodes=2"]
+    one = "engine.vllm.node_rank=1"
+    found = arguments("method=none", *two, one, "engine.vllm.master_addr=a", drafter=None)
+    assert found == PLAIN | {
+        "tensor_parallel_size": 8,
+        "pipeline_parallel_size": 2,
+        "nnodes": 2,
+        "node_rank": 1,
+        "master_addr": "a",
+        "master_port": 29501,
+    }
 
 
 def test_capture_sizes_are_rows_to_vllm() -> None:
@@ -155,10 +184,16 @@ def test_no_configuration_of_ours_is_left_out() -> None:
     }
     config = planned()
     assert {group: set(type(getattr(config, group)).__slots__) for group in known} == known
-    assert set(VllmConfig.__slots__) == {"gpu_memory_utilization", "record_steps"}
+    assert set(VllmConfig.__slots__) == {
+        *("gpu_memory_utilization", "record_steps", "distributed_executor_backend"),
+        *("nnodes", "node_rank", "master_addr", "master_port"),
+    }
 
 
 # ------------------------------------------------------------------ refusals
+
+VLLM = "engine.vllm"
+TWO_HOSTS = (f"{VLLM}.nnodes=2", "parallelism.tensor=2")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +209,22 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         (["sampling=stochastic", "sampling.min_p=0.1"], "sampling.min_p=0.1", "0"),
         (["parallelism.tensor=0"], "parallelism.tensor=0", "1 or more"),
         (["method=eagle3", "method.weights=random"], "method.weights=random", "checkpoint"),
+        (["method=eagle3", "parallelism.pipeline=2"], "parallelism.pipeline=2", "method=none"),
+        (["method=gemma4_mtp", "parallelism.pipeline=2"], "parallelism.pipeline=2", "SupportsPP"),
+        (
+            ["target=mimo_7b", "method=mtp", "parallelism.pipeline=2"],
+            "parallelism.pipeline=2",
+            "Pipeline parallelism is not supported for this model.",
+        ),
+        ([f"{VLLM}.distributed_executor_backend=uni"], f"{VLLM}.distributed", "mp (multi"),
+        ([f"{VLLM}.nnodes=3", "parallelism.tensor=2"], f"{VLLM}.nnodes=3", "a divisor of"),
+        ([f"{VLLM}.nnodes=0"], f"{VLLM}.nnodes=0", "1, or a divisor"),
+        ([*TWO_HOSTS], f"{VLLM}.master_addr=null", "node_rank=0"),
+        ([f"{VLLM}.master_addr=a"], f"{VLLM}.master_addr=a", "null on one host"),
+        ([f"{VLLM}.node_rank=1"], f"{VLLM}.node_rank=1", "0 to 1 - 1"),
+        ([*TWO_HOSTS, f"{VLLM}.distributed_executor_backend=ray"], f"{VLLM}.nnodes=2", "with Ray"),
+        ([*TWO_HOSTS, "parallelism.data=2"], "parallelism.data=2", f"1 with {VLLM}.nnodes=2"),
+        ([*TWO_HOSTS, "bench=decode"], f"{VLLM}.nnodes=2", "1 with bench=decode"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

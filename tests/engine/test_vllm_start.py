@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fake_vllm
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
+from hydraspec.engine.vllm import configs
 from hydraspec.engine.vllm.engine import VllmEngine
+from hydraspec.errors import printable
+from hydraspec.lab.run import run
+from hydraspec.shipped import SHAPES
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
 
 
@@ -47,9 +55,103 @@ def test_what_vllm_refuses_while_starting_names_both_checkpoints(
         raise ValueError("head size 8 is not supported\nand more")
 
     monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", refuse)
-    with pytest.raises(CheckpointError, match=r"ValueError: head size 8 is not supported\)"):
+    with pytest.raises(CheckpointError, match=r"ValueError: head size 8 is not supported and mor"):
         start()
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+
+
+VALIDATION = """2 validation errors for ModelConfig
+  Value error, the checkpoint has model type `x`, which is not known.
+
+Update transformers. [type=value_error, input_value=ArgsKwargs((), {'model': '/x'}), input_type=A]
+    For further information visit https://errors.pydantic.dev/2.12/v/value_error
+dtype
+  Input should be a string [type=string_type, input_value=3, input_type=int]
+    For further information visit https://errors.pydantic.dev/2.12/v/string_type"""
+
+
+def test_the_reasons_of_a_validation_error_are_told(
+    start: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches "1 validation error for ModelConfig" alone, which hides why."""
+
+    def refuse(args: Any, **options: Any) -> None:
+        raise ValueError(VALIDATION + "\x1b[31m" + " and so on" * 200)
+
+    monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", refuse)
+    with pytest.raises(CheckpointError) as caught:
+        start()
+    said = str(caught.value)
+    reasons = "model type `x`, which is not known. Update transformers. dtype Input should be a str"
+    assert reasons in said
+    assert "https://" not in said
+    assert "input_value" not in said
+    assert "\n" not in said
+    assert len(said) < 1000
+    assert printable(said).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("splits", "vllm", "said"),
+    [
+        ({"tensor": 3}, {}, "parallelism.tensor=3 does not divide the target's heads"),
+        (
+            {"tensor": 2, "pipeline": 3, "data": 2},
+            {},
+            "parallelism.pipeline=3 needs 12 CUDA devices",
+        ),
+        ({"data": 9}, {}, "parallelism.data=9 needs 9 CUDA devices"),
+        ({"tensor": 2, "pipeline": 99}, {}, "is more stages than the target has layers (3)"),
+        ({"tensor": 4, "pipeline": 3}, {"nnodes": 2, "master_addr": "a"}, ""),
+        ({"data": 9}, {"distributed_executor_backend": "ray"}, ""),
+    ],
+    ids=str,
+)
+def test_splits_are_refused_before_vllm_starts(
+    start: Callable[..., VllmEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    splits: dict[str, int],
+    vllm: dict[str, Any],
+    said: str,
+) -> None:
+    def begin(args: Any, **options: Any) -> None:
+        raise RuntimeError("vLLM was started")
+
+    monkeypatch.setattr(fake_vllm.LLMEngine, "from_engine_args", begin)
+    monkeypatch.setattr(fake_vllm.AsyncLLMEngine, "from_engine_args", begin)
+    if not said:
+        with pytest.raises(RuntimeError, match="vLLM was started"):
+            start("none", vllm=vllm, **splits)
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        start("none", vllm=vllm, **splits)
+    assert said in str(refused.value)
+    assert "allowed: " in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+def test_stages_of_a_target_with_per_layer_inputs_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches wrong outputs without a word: vLLM 0.26 drops these inputs after its first stage."""
+    fake_vllm.install(monkeypatch)
+    config = planned("target=tiny_gemma4_e", "method=none", "parallelism.pipeline=2")
+    with pytest.raises(ConfigurationError, match="a target with per-layer inputs"):
+        VllmEngine(config)
+
+
+def test_mimo_is_known_to_what_vllm_reads_configurations_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches "does not recognize this architecture": MiMo's class is code of its checkpoint."""
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    with pytest.raises(ValueError, match="model type `mimo`"):
+        AutoConfig.from_pretrained(SHAPES / "mimo_7b")
+    configs.register()
+    found = AutoConfig.from_pretrained(SHAPES / "mimo_7b")
+    found = pickle.loads(pickle.dumps(found))  # as it goes to worker processes
+    assert (found.model_type, found.num_nextn_predict_layers) == ("mimo", 1)
+    assert (found.hidden_size, found.rope_parameters["rope_theta"]) == (4096, 640000)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +198,33 @@ def test_block_verification_needs_the_newer_runner(
     block = type(planned().method.verification)("block")
     with pytest.raises(ConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         start(verification=block)
+
+
+def test_a_host_of_several_lends_its_devices_and_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = fake_vllm.install(monkeypatch)
+    told: list[Any] = []
+
+    class MultiprocExecutor:
+        def __init__(self, found: Any, *, monitor_workers: bool) -> None:
+            told.append((found, monitor_workers, os.environ["VLLM_LOGGING_LEVEL"]))
+
+        def start_worker_monitor(self, *, inline: bool) -> None:
+            told.append(inline)
+
+        def shutdown(self) -> None:
+            told.append("shut down")
+
+    executors = ModuleType("multiproc_executor")
+    executors.MultiprocExecutor = MultiprocExecutor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.multiproc_executor", executors)
+    made = lambda self, headless: (self.node_rank, self.nnodes, headless)  # noqa: E731
+    monkeypatch.setattr(fake.AsyncEngineArgs, "create_engine_config", made, raising=False)
+    hosts = ["engine.vllm.nnodes=2", "engine.vllm.node_rank=1", "engine.vllm.master_addr=first"]
+    config = planned("method=none", "parallelism.tensor=2", *hosts)
+    summary = run(config, run_dir=tmp_path / "run", overrides=[])
+    assert summary == {"status": "ok", "follows": "first:29501"}
+    assert told == [((1, 2, True), False, "WARNING"), True, "shut down"]
+    assert not (tmp_path / "run").exists()
+    assert "VLLM_LOGGING_LEVEL" not in os.environ

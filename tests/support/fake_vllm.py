@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import importlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,22 +81,56 @@ class FakeRequest:
 
 
 class Layer(torch.nn.Module):
-    """Weights as a dummy loader leaves them: numbers of at most 0.001, layer scalars among them."""
+    """Weights as a dummy loader leaves them: numbers of at most 0.001, layer scalars among them.
+
+    `other` is a parameter that no checkpoint names.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
-        self.norm = torch.nn.LayerNorm(64, bias=False)
+        self.norm = torch.nn.Parameter(torch.empty(32))
+        self.other = torch.nn.Parameter(torch.empty(3))
         self.register_buffer("layer_scalar", torch.ones(1))
-        self.register_buffer("slots", torch.arange(3))
-        self.register_buffer("rope_table", torch.full((4, 4), 0.25), persistent=False)
-        with torch.inference_mode():
-            for tensor in (self.proj.weight, self.proj.bias, self.norm.weight, self.layer_scalar):
+        with torch.no_grad():
+            for tensor in (self.norm, self.layer_scalar):
                 tensor.uniform_(-1e-3, 1e-3)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self.seen = {name: weight.clone() for name, weight in weights}
+        with torch.no_grad():
+            self.norm.copy_(self.seen["model.norm.weight"])
+            self.layer_scalar.copy_(self.seen["model.layers.0.layer_scalar"])
+        return set(self.seen)
+
+
+class BaseModelLoader:
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+
+class Worker:
+    """One rank: finds its extension and its loader as vLLM 0.26 does."""
+
+    def __init__(self, args: EngineArgs, loaders: dict[str, Any]) -> None:
+        self.model = Layer()
+        extension = getattr(args, "worker_extension_cls", "")
+        if extension:
+            module, _, name = extension.rpartition(".")
+            sys.modules.pop(module, None)  # another fake's loader
+            self.extension = getattr(importlib.import_module(module), name)()
+        if args.load_format in loaders:
+            load_config = SimpleNamespace(model_loader_extra_config=args.model_loader_extra_config)
+            config = SimpleNamespace(
+                model=args.model, dtype=getattr(torch, args.dtype), runner_type="generate"
+            )
+            loaders[args.load_format](load_config).load_weights(self.model, config)
 
 
 class LLMEngine:
     """Steps all its requests, up to max_num_seqs at a time."""
+
+    loaders: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, args: EngineArgs, stat_loggers: Sequence[Any] | None = None) -> None:
         self.args = args
@@ -103,7 +138,7 @@ class LLMEngine:
         self.aborted: list[str] = []
         self.counters = {"drafts": 0, "drafted": [0] * 8, "accepted": [0] * 8}
         self.is_shut_down = False
-        self.model = Layer()
+        self.workers = [Worker(args, self.loaders) for _ in range(args.tensor_parallel_size)]
         self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         mode = args.compilation_config["cudagraph_mode"]
         self.vllm_config = SimpleNamespace(
@@ -124,8 +159,8 @@ class LLMEngine:
     def from_engine_args(cls, args: EngineArgs, *, stat_loggers: Any = None) -> LLMEngine:
         return cls(args, stat_loggers)
 
-    def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
-        return [function(self.model)]
+    def collective_rpc(self, method: str) -> list[Any]:
+        return [getattr(worker.extension, method)() for worker in self.workers]
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         assert name not in self.requests
@@ -198,6 +233,9 @@ class AsyncLLMEngine:
             request.advance(0, self.vllm_config.model_config.max_model_len)
         yield request.as_output([])
 
+    async def collective_rpc(self, method: str) -> list[Any]:
+        return self.inner.collective_rpc(method)
+
     async def abort(self, names: Sequence[str]) -> None:
         self.aborted += names
 
@@ -215,6 +253,26 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> ModuleT
     parameters = ModuleType("vllm.sampling_params")
     parameters.RequestOutputKind = RequestOutputKind  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
+    _install_loaders(monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     return module
+
+
+def _install_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's registry of loaders, where worker.py imports it from."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(LLMEngine, "loaders", found)
+
+    def register(name: str) -> Any:
+        return lambda loader: found.setdefault(name, loader)
+
+    loader, utils = ModuleType("model_loader"), ModuleType("weight_utils")
+    loader.BaseModelLoader = BaseModelLoader  # type: ignore[attr-defined]
+    loader.register_model_loader = register  # type: ignore[attr-defined]
+    utils.initialize_dummy_weights = lambda model, config: None  # type: ignore[attr-defined]
+    below = "vllm.model_executor"
+    monkeypatch.setitem(sys.modules, below, ModuleType("model_executor"))
+    monkeypatch.setitem(sys.modules, f"{below}.model_loader", loader)
+    monkeypatch.setitem(sys.modules, f"{below}.model_loader.weight_utils", utils)

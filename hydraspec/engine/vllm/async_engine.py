@@ -52,6 +52,11 @@ class DataParallel:
             task.cancel()
         self._loop.run_until_complete(self._abort(list(request_ids), tasks))
 
+    def collective_rpc(self, method: str) -> list[Any]:
+        """What a method of the workers returns, by worker."""
+        found: list[Any] = self._loop.run_until_complete(self._engine.collective_rpc(method))
+        return found
+
     def shutdown(self) -> None:
         """Stop the processes and the loop."""
         self.abort_request(list(self._tasks))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.machine import GIB, pick_device
 from hydraspec.engine.vllm.async_engine import start_data_parallel
+from hydraspec.engine.vllm.splits import check_splits
 from hydraspec.engine.vllm.steps import StepStats
-from hydraspec.engine.vllm.weights import randomise_target
+from hydraspec.engine.vllm.weights import EXTENSION, LOAD_FORMAT, is_known, unequal_weights
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint, resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
@@ -32,7 +35,10 @@ FOR_MEMORY = (
     "engine.kv_cache.memory_gib or engine.vllm.gpu_memory_utilization to what there is room for"
 )
 MAX_SEED = 2**32  # vLLM seeds numpy with it
-LOAD_FORMATS = {Weights.checkpoint: "auto", Weights.random: "dummy"}
+MAX_REASON = 600  # characters of vLLM's own words in a message
+DRAFTER_FORMATS = {Weights.checkpoint: "auto", Weights.random: "dummy"}
+_LINK = "For further information visit"
+_CHECKED_VALUES = re.compile(r" \[type=.*")
 METHODS = {  # vLLM finds out by itself whether an mtp folder is Gemma 4's assistant
     "eagle": "eagle",
     "eagle3": "eagle3",
@@ -97,6 +103,27 @@ def load_parts(config: RunConfig) -> VllmParts:
         CheckpointError: a folder that cannot be used, by us or by vLLM.
         UserError: too little device memory.
     """
+    one_process = config.parallelism.data == 1
+    environment = Environment(one_process=one_process)
+    try:
+        opened, arguments = prepare(config, environment)
+        stats = StepStats() if config.engine.vllm.record_steps and one_process else None
+        engine = _start(config, arguments, stats)
+        return _parts(config, opened, engine, stats, environment)
+    except BaseException:
+        environment.restore()
+        raise
+
+
+def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, dict[str, Any]]:
+    """Check everything that can be checked before vLLM starts.
+
+    Returns:
+        The target's files, and EngineArgs' keyword arguments.
+
+    Raises:
+        ConfigurationError, CheckpointError: as `load_parts`.
+    """
     if pick_device(config).type != "cuda":
         raise refusal(
             "engine.name",
@@ -105,18 +132,18 @@ def load_parts(config: RunConfig) -> VllmParts:
             allowed="native, transformers",
             remedy="choose engine=native, or run where there is a GPU",
         )
-    one_process = config.parallelism.data == 1
-    environment = Environment(one_process=one_process)
-    try:
-        find_vllm()
-        opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
-        environment.add("HF_HUB_OFFLINE", "1")  # from here on there are folders
-        stats = StepStats() if config.engine.vllm.record_steps and one_process else None
-        engine = _start(config, engine_arguments(config, opened.folder, drafter), stats)
-        return _parts(config, opened, engine, stats, environment)
-    except BaseException:
-        environment.restore()
-        raise
+    find_vllm()
+    opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
+    check_splits(config, opened)
+    environment.add("HF_HUB_OFFLINE", "1")  # from here on there are folders
+    with _importing():
+        from hydraspec.engine.vllm import configs
+    configs.register()
+    arguments = engine_arguments(config, opened.folder, drafter)
+    if config.target.weights is Weights.random and not is_known(opened):
+        arguments["load_format"] = "dummy"
+        del arguments["model_loader_extra_config"], arguments["worker_extension_cls"]
+    return opened, arguments
 
 
 def find_vllm() -> None:
@@ -135,14 +162,23 @@ def _importing() -> Iterator[None]:
         raise refusal(
             "engine.name",
             "vllm",
-            f"needs the package vllm, which cannot be imported here ({_reason(error)})",
+            f"needs the package vllm, which cannot be imported here ({_first_line(error)})",
             allowed="native, transformers, and vllm once it is installed",
             remedy="pip install 'vllm>=0.26' (or add it to PYTHONPATH), or choose engine=native",
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or "no reason given").splitlines()[0]
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, on one line. Of pydantic's only the reasons: its first line counts
+    them, and each ends with the values that were checked and a link.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [_CHECKED_VALUES.sub("", x) for x in lines if x and not x.startswith(_LINK)]
+    return textwrap.shorten(" ".join(said), MAX_REASON, placeholder=" …") or "no reason given"
 
 
 def check_version(version: str) -> None:
@@ -172,7 +208,7 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
     )
     return {
         "model": str(folder),
-        "load_format": LOAD_FORMATS[config.target.weights],
+        **_weights(config),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling is the requests' own
         "language_model_only": True,
@@ -186,11 +222,36 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
         "tensor_parallel_size": parallelism.tensor,
         "pipeline_parallel_size": parallelism.pipeline,
         "data_parallel_size": parallelism.data,
+        **_executor(config),
         "compilation_config": _compilation(config),
         "speculative_config": _speculation(config, drafter),
         "disable_log_stats": not engine.vllm.record_steps or parallelism.data > 1,
         **memory,
     }
+
+
+def _weights(config: RunConfig) -> dict[str, Any]:
+    if config.target.weights is Weights.checkpoint:
+        return {"load_format": "auto"}
+    return {
+        "load_format": LOAD_FORMAT,
+        "model_loader_extra_config": {"seed": config.seed},
+        "worker_extension_cls": EXTENSION,
+    }
+
+
+def _executor(config: RunConfig) -> dict[str, Any]:
+    """How processes are started, where vLLM is not to choose: by itself it runs on this host."""
+    options, backend = config.engine.vllm, config.engine.vllm.distributed_executor_backend
+    found: dict[str, Any] = {}
+    if backend is not None:
+        found["distributed_executor_backend"] = backend
+    if backend == "ray" and config.parallelism.data > 1:
+        found["data_parallel_backend"] = "ray"
+    if options.nnodes > 1:
+        found["nnodes"], found["node_rank"] = options.nnodes, options.node_rank
+        found["master_addr"], found["master_port"] = options.master_addr, options.master_port
+    return found
 
 
 def _compilation(config: RunConfig) -> dict[str, Any]:
@@ -220,7 +281,7 @@ def _speculation(config: RunConfig, drafter: Path | None) -> dict[str, Any] | No
     if method.synthetic_acceptance_length is not None:
         options["synthetic_acceptance_length"] = method.synthetic_acceptance_length
     if method.weights is not config.target.weights and drafter is not None:
-        options["draft_load_config"] = {"load_format": LOAD_FORMATS[method.weights]}
+        options["draft_load_config"] = {"load_format": DRAFTER_FORMATS[method.weights]}
     return options
 
 
@@ -244,12 +305,12 @@ def _start(config: RunConfig, arguments: dict[str, Any], stats: StepStats | None
             return start_data_parallel(arguments)
         loggers = None if stats is None else [stats.attach]
         return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
-    except (ValueError, TypeError, RuntimeError, KeyError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, KeyError, OSError, AssertionError) as error:
         failed = (
             f"vLLM cannot start with target {config.target.checkpoint!r} and "
             f"method={config.method.name} ({type(error).__name__}: {_reason(error)})"
         )
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in _reason(error):
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in _first_line(error):
             raise UserError(f"{failed}: {FOR_MEMORY}") from error
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             error.add_note(failed)  # no word on the checkpoint: a driver, a process that died
@@ -287,7 +348,9 @@ def _parts(
         max_model_len=int(found.model_config.max_model_len),
         cudagraph_mode=str(found.compilation_config.cudagraph_mode.name).lower(),
         memory_bytes=_memory_bytes(engine),
-        warnings=randomise_target(engine, config),
+        warnings=(
+            unequal_weights(engine, opened) if config.target.weights is Weights.random else []
+        ),
     )
 
 
