@@ -5,25 +5,35 @@ part of the weights.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepseek_oracle import deepseek_config
-from dense_oracle import small
-from gemma4_oracle import PagedRun
+from deepseek_oracle import deepseek_config, random_deepseek_config
+from dense_oracle import random_config, small
+from gemma4_oracle import PagedRun, random_text_config
 from safetensors.torch import save_file
 from thread_ranks import as_ranks
 from tiny_targets import gemma4_config, write_folder
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO, TensorGroup
+from hydraspec.distributed.group import SOLO, SoloGroup, TensorGroup
 from hydraspec.distributed.layout import Layout
 from hydraspec.errors import ConfigurationError
 from hydraspec.models import load_target
 from hydraspec.models.checkpoint import mistral_names
+from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.models.deepseek.config import read_deepseek_config
+from hydraspec.models.deepseek.layer import unpack_experts
+from hydraspec.models.deepseek.model import DeepseekTarget
+from hydraspec.models.dense.config import read_dense_config
+from hydraspec.models.dense.model import DenseTarget
+from hydraspec.models.gemma4.config import read_gemma4_config
+from hydraspec.models.gemma4.model import Gemma4Target
+from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, held
 
 TOLERANCE = 1e-12  # of float64 sums in another order, relative to the largest number
@@ -149,11 +159,17 @@ def assert_ranks_compute_the_same(folder: Path, weights: str, size: int, whole: 
                 assert_near(ours, kv_heads_of(rank, size, theirs, ours))
 
 
-def stirred(folder: Path) -> Any:
-    """A target of the folder's config whose biases, norms and scalars are random too, written into
-    the folder.
+def stirred(folder: Path, config: dict[str, Any], *, packed: bool = True) -> Any:
+    """A target whose biases, norms and scalars are random too, and that suppresses tokens, written
+    into the folder.
     """
+    write_folder(folder, config)
+    vocab = config["vocab_size"]
+    suppressed = {"suppress_tokens": [3, vocab // 2, vocab - 1]}
+    (folder / "generation_config.json").write_text(json.dumps(suppressed))
     target = load(folder, "random")
+    if not packed and config["model_type"] == "deepseek_v3":
+        unpack_experts(target.layers)
     generator = torch.Generator().manual_seed(5)
     for name, weight in sorted(target.tensors().items()):
         if held(weight).dim() < 2:
@@ -169,8 +185,35 @@ def test_ranks_compute_what_one_process_computes(name: str, size: int, tmp_path:
     """Catches biases added by every rank, heads beside the wrong KV head, halves of gate and up
     mixed, norms before the sum over ranks, rows of tables off by a rank.
     """
-    write_folder(tmp_path, CASES[name].config)
-    assert_ranks_compute_the_same(tmp_path, "checkpoint", size, stirred(tmp_path))
+    whole = stirred(tmp_path, CASES[name].config)
+    assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
+
+
+RANDOM = {
+    "gemma4": (lambda seed: {"model_type": "gemma4_text"} | random_text_config(seed)),
+    "deepseek_v3": (lambda seed: {"model_type": "deepseek_v3"} | random_deepseek_config(seed)),
+} | {
+    family: (lambda seed, family=family: {"model_type": family} | random_config(family, seed))
+    for family in ("llama", "mistral", "qwen2", "qwen3", "mimo")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("family", RANDOM)
+def test_ranks_compute_random_shapes(family: str, seed: int, tmp_path: Path) -> None:
+    """Shapes drawn over every field, on 2, 3 and 4 ranks where that divides them."""
+    whole = stirred(tmp_path, RANDOM[family](seed), packed=bool(seed % 2))
+    for size in (2, 3, 4):
+        if whole.config.divided.obstacle(size) is None:
+            assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
+
+
+def test_experts_may_be_stored_one_by_one(tmp_path: Path) -> None:
+    """As released: each rank reads its columns of every expert's matrices."""
+    whole = stirred(tmp_path, CASES["deepseek"].config, packed=False)
+    assert any(".experts.0.gate_proj" in name for name in whole.tensors())
+    assert_ranks_compute_the_same(tmp_path, "checkpoint", 2, whole)
 
 
 @pytest.mark.parametrize(("name", "size"), EACH)
@@ -219,3 +262,52 @@ def test_what_does_not_divide_is_refused(
     assert obstacle in message
     assert f"\n  allowed: {allowed}\n" in message
     assert refused.value.key == "parallelism.tensor"
+
+
+@dataclass
+class Rank(SoloGroup):
+    """A rank that only builds."""
+
+    rank: int
+    size: int
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gemma4": (Gemma4Target, read_gemma4_config),
+    "deepseek_v3": (DeepseekTarget, read_deepseek_config),
+    "qwen3": (DenseTarget, read_dense_config),
+}
+NORMS = r"(.*norm(_[12])?|layer_scalar|.*layernorm(_[12])?)(\.weight)?"
+REPLICATED = {
+    # Beside norms and scalars: routers, per-layer inputs but their table, and KV heads where there
+    # are fewer than ranks.
+    "gemma4_31b": r"^$",
+    "gemma4_26b_a4b": r"router\.(proj\.weight|scale|per_expert_scale)",
+    "gemma4_e4b": r"per_layer_(model_projection|input_gate|projection).*",
+    "gemma4_e2b": r"per_layer_(model_projection|input_gate|projection).*|self_attn\.[kv]_proj.*",
+    "qwen3_8b": r"^$",
+    "deepseek_v3": r"self_attn\.(q_a_proj|kv_a_proj_with_mqa).*|mlp\.gate\..*",
+}
+
+
+def bytes_of_weights(name: str, group: TensorGroup) -> dict[str, int]:
+    """Of a published shape, in bfloat16, without memory."""
+    config = open_checkpoint(f"shape:{name}").config
+    target, read = FAMILIES[config["model_type"].removesuffix("_text")]
+    place = Place(torch.bfloat16, torch.device("meta"), group)
+    return {k: held(v).nbytes for k, v in target(read(config, name), place).tensors().items()}
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_a_rank_of_two_holds_half_of_the_weights(name: str) -> None:
+    """At most 52 % of one process's bytes; what every rank holds whole is listed by name."""
+    whole = bytes_of_weights(name, SOLO)
+    for rank in (0, 1):
+        own = bytes_of_weights(name, Rank(rank, 2))
+        assert own.keys() == whole.keys()
+        both = {k for k, size in own.items() if 2 * size > whole[k]}
+        known = re.compile(rf"(layers\.\d+\.)?({NORMS}|{REPLICATED[name]})")
+        assert [k for k in sorted(both) if not known.fullmatch(k)] == []
+        assert sum(own.values()) <= 0.52 * sum(whole.values())
+        divided = sum(whole.values()) - sum(whole[k] for k in both)
+        assert sum(size for k, size in own.items() if k not in both) == divided / 2
