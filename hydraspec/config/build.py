@@ -108,14 +108,27 @@ def _unknown_key(
 ) -> ConfigurationError:
     names = typed_keys(schema)
     names += [] if parent else ["experiment"]
-    meant = None if part in keys_of(schema) else nearest(part, names)
-    full = f"{parent}.{meant}" if parent else meant
-    remedy = f"did you mean {full}={show(value)}?" if meant else "remove it"
+    found = None if part in keys_of(schema) else nearest(part, names)
+    meant = [f"{parent}.{found}" if parent else found] if found else []
+    if path == part:  # a key without its group
+        meant = list(_keys_named(part, RunConfig)) or meant
+    typed = " or ".join(f"{key}={show(value)}" for key in meant)
+    remedy = f"did you mean {typed}?" if meant else "remove it"
     if part == "_target_":
         remedy = "remove it: classes are chosen by name, never by _target_"
     where = f"keys of {parent}" if parent else "top-level keys"
     allowed = f"{where} are {listing(names)}" if names else f"{parent} has no keys"
     return refusal(path, value, "is no key", allowed=allowed, remedy=remedy)
+
+
+def _keys_named(name: str, schema: type, parent: str = "") -> Iterator[str]:
+    """Dotted keys that end in `name`."""
+    offered = typed_keys(schema)
+    for key, kind in keys_of(schema).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _keys_named(name, typing.cast(type, kind), f"{parent}{key}.")
+        elif key == name and key in offered:
+            yield f"{parent}{key}"
 
 
 def _build(schema: type, values: object, path: str) -> Any:

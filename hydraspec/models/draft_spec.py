@@ -8,7 +8,7 @@ is a field here, checked and logged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from torch import Tensor
@@ -43,7 +43,12 @@ class DraftSpec:
     format: str = ""  # which published format the checkpoint is in
     notes: tuple[str, ...] = ()  # assumptions made on reading; they go into the summary's warnings
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
-    verifier: str | None = None  # the target it was made for, where the checkpoint says
+    verifier: str | None = None  # the target it was trained for, if the checkpoint names one
+
+    def __str__(self) -> str:
+        """The fields that differ from their defaults."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
 
     def note_on_target(self, checkpoint: str) -> str | None:
         """What to warn of where the head was made for another model than this target; None where
@@ -70,7 +75,7 @@ class DraftSpec:
 
 
 def _model_name(checkpoint: str) -> str:
-    """The last part of a folder, hub id or zoo name, in small letters; in a hub cache, the id's."""
+    """The last part of a folder, hub id or zoo name, in lower case; in a hub cache, the id's."""
     parts = checkpoint.removeprefix(ZOO_PREFIX).rstrip("/").split("/")
     cached = [part.rsplit("--", 1)[-1] for part in parts if part.startswith("models--")]
     return (cached or parts)[-1].lower()

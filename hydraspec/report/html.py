@@ -35,6 +35,8 @@ def environment() -> Environment:
         "interval_note": interval_note,
         "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",
         "margin": lambda margin: "-" if margin is None else f"{margin:.3g}",
-        "listed": lambda facts: ", ".join(f"{k}: {v}" for k, v in facts.items()),
+        "listed": lambda facts: ", ".join(
+            f"{k}: {v}" for k, v in facts.items() if v not in (None, "", [], ())
+        ),
     }
     return made

@@ -279,7 +279,7 @@ def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
             cannot_draft_in_graph=speculator.cannot_be_captured,
         )
     for reason in modes.reasons:
-        log_once(f"cudagraph={requested} is not used as such: {reason}")
+        log_once(f"cudagraph={requested} does not run as requested: {reason}")
     return modes
 
 
