@@ -64,7 +64,11 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
 ]
 OWNERS = {
     "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,
-    "torch.distributed": ["hydraspec/distributed/*"],
+    "torch.distributed": [
+        "hydraspec/distributed/*",
+        "kernels/hydraspec_kernels/collectives/memory.py",
+        "kernels/benchmarks/bench_all_reduce.py",
+    ],
     "numpy": EVERYWHERE_BUT_THE_COMMAND_LINE,
     "triton": ["kernels/*kernel.py", "kernels/hydraspec_kernels/runtime/compilation.py"],
     "omegaconf": [
@@ -86,6 +90,7 @@ OWNERS = {
     "wandb": ["hydraspec/metrics/tracker.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
     "paged_caches": ["kernels/benchmarks/*"],
+    "round_trip_kernel": ["kernels/benchmarks/*"],
     "rich": [
         *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "report", "zoo")),
         "hydraspec/graphs/progress.py",

@@ -7,15 +7,14 @@ way gives every rank the same bits, and may be captured in CUDA graphs; see ADR 
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from hydraspec_kernels import collectives
-from hydraspec_kernels.collectives import Fault, Mailboxes
+from hydraspec_kernels.collectives import Mailboxes
+from hydraspec_kernels.collectives.memory import found_fault, open_mailboxes, shared_memory
 from hydraspec_kernels.norms import AddNorm, add_norm
 from hydraspec_kernels.runtime.ahead import is_rehearsing
 from torch import Tensor
@@ -67,7 +66,7 @@ class SymmetricGroup(TensorGroup):
         if are_reachable(group, device):  # NCCL has run now, before any capture
             self._boxes = open_mailboxes(group, device, wait_s)
             if self._sizes.two_shot:
-                self._workspace = _shared_memory(group, device, self._sizes.two_shot)[0]
+                self._workspace = shared_memory(group, device, self._sizes.two_shot)[0]
 
     def add_norm(
         self,
@@ -145,7 +144,7 @@ class SymmetricGroup(TensorGroup):
             return x
         memory = self._workspace.view(x.dtype)[:count]
         total = memory[: x.numel()].view(x.shape).copy_(x)
-        torch.ops.symm_mem.two_shot_all_reduce_(memory, "sum", self._group.group_name)
+        _two_shot(memory, self._group)
         return total
 
 
@@ -169,47 +168,8 @@ def are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(agreed.item())
 
 
-def open_mailboxes(
-    group: dist.ProcessGroup, device: torch.device, wait_s: float = WAIT_S
-) -> Mailboxes:
-    """Empty boxes of every rank. Every rank calls this at the same time."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    boxes, addresses = _shared_memory(group, device, collectives.num_bytes(size))
-    boxes.fill_(0xFF)
-    fault = torch.zeros(1, dtype=torch.int64).pin_memory()  # its address is the device's too
-    control = torch.tensor([fault.data_ptr(), round(wait_s * 1e9)], device=device)
-    counts = torch.zeros(collectives.MAX_BOXES, dtype=torch.int32, device=device)
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # a message must not arrive before its box is empty
-    return Mailboxes(
-        rank=rank,
-        size=size,
-        boxes=boxes,
-        peers=tuple(addresses[(rank + 1 + i) % size] for i in range(size)),
-        counts=counts,
-        control=control,
-        fault=fault,
-    )
-
-
-def found_fault(boxes: Mailboxes) -> Fault | None:
-    """The first message that was given up, if any was; results since then are wrong."""
-    word = int(boxes.fault.item())
-    return Fault.of(word) if word else None
-
-
-def _shared_memory(
-    group: dist.ProcessGroup, device: torch.device, num_bytes: int
-) -> tuple[Tensor, list[int]]:
-    """Bytes of this rank, and at which addresses this device finds those of each rank."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it can disable shared hosts
-    memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(memory, group)
-    bases: list[int] = handle.buffer_ptrs  # of allocations, in which a pool may place the memory
-    offset = torch.tensor(memory.data_ptr() - bases[dist.get_rank(group)], device=device)
-    offsets = torch.empty(len(bases), dtype=offset.dtype, device=device)
-    dist.all_gather_into_tensor(offsets, offset, group=group)
-    return memory, [base + at for base, at in zip(bases, offsets.tolist(), strict=True)]
+def _two_shot(x: Tensor, group: dist.ProcessGroup) -> None:
+    torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group.group_name)
 
 
 def _uuid(index: int) -> str:

@@ -86,7 +86,8 @@ def time_us(
     torch.cuda.synchronize()
     rounds = -(-least_calls // len(arguments))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    # Threads of NCCL may ask the device meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(rounds):
             for one in arguments:
                 call(*one)

@@ -1,0 +1,103 @@
+"""Processes with a CUDA device each, started by a test: what they check is in `device_checks`.
+
+As a program: one such process. It prints a line of JSON for every check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+SUPPORT = Path(__file__).parent
+KERNELS = SUPPORT.parents[1] / "kernels"
+START_S = 90.0  # imports, NCCL, first compilations
+
+
+def num_devices() -> int:
+    """CUDA devices of this host."""
+    return torch.cuda.device_count()
+
+
+def checked(count: int, checks: Sequence[str], limit_s: float) -> dict[str, list[str]]:
+    """Run checks one after another on `count` ranks; what each rank says of each, "" if it passes.
+
+    Ranks that have not ended after the limit are killed, and their checks without a word fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = dict(os.environ, TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NCCL_NVLS_ENABLE="0")
+        paths = [str(SUPPORT), str(KERNELS), str(SUPPORT.parents[1])]
+        environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
+        files = [Path(folder) / f"out{rank}" for rank in range(count)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(count), f"{folder}/store", *checks],
+                stdout=file.open("w"),
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            for rank, file in enumerate(files)
+        ]
+        until = time.monotonic() + limit_s + START_S
+        try:
+            for process in ranks:
+                process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        texts = [file.read_text(errors="replace") for file in files]
+    return {check: [_said(text, check) for text in texts] for check in checks}
+
+
+def _said(text: str, check: str) -> str:
+    for line in text.splitlines():
+        if line.startswith('{"check"'):
+            found = json.loads(line)
+            if found["check"] == check:
+                return str(found["error"])
+    return f"nothing was said of {check}; the end of the output:\n{text[-3000:]}"
+
+
+def main(rank: int, count: int, store: str, checks: Sequence[str]) -> None:
+    """One rank."""
+    import traceback
+    from datetime import timedelta
+
+    import device_checks
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(store, count),
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(minutes=3),
+    )
+    world = device_checks.World(rank, count, device, dist.group.WORLD)
+    for name in checks:
+        start, error = time.perf_counter(), ""
+        try:
+            getattr(device_checks, name)(world)
+            torch.cuda.synchronize()
+        except Exception:
+            error = traceback.format_exc()
+        took = round(time.perf_counter() - start, 2)
+        sys.stdout.write(json.dumps({"check": name, "error": error, "seconds": took}) + "\n")
+        sys.stdout.flush()
+    os._exit(0)  # taking NCCL down could wait for a rank that is gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
