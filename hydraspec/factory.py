@@ -23,6 +23,8 @@ ENGINES = {
     "vllm": "hydraspec.engine.vllm.engine:VllmEngine",
 }
 FOLLOW = "hydraspec.engine.vllm.follow:follow"
+PARALLEL = "hydraspec.engine.parallel.engine:ParallelEngine"  # native, over several ranks
+RANKS = "hydraspec.distributed.ranks:current"
 DETECTION = "hydraspec.models.detect:resolve"
 BASE_SPECULATOR = "hydraspec.speculators.base:BaseSpeculator"
 DEVICE = "hydraspec.engine.machine:pick_device"
@@ -45,7 +47,10 @@ def build_engine(config: RunConfig) -> Engine:
     name = config.engine.name
     if name not in ENGINES:
         raise refusal("engine.name", name, "is unknown", allowed=listing(ENGINES))
-    engine: Engine = _attribute(ENGINES[name])(config)
+    place = ENGINES[name]
+    if name == "native" and _attribute(RANKS)().layout.num_ranks > 1:
+        place = PARALLEL
+    engine: Engine = _attribute(place)(config)
     return engine
 
 

@@ -111,6 +111,8 @@ class StepRecord:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of KV blocks in use, 0..1
+    replica: int = 0  # that made the step: the figures above are of its requests and cache
+    num_replicas: int = 1  # at work then: the step took 1 / num_replicas of the run's time
 
 
 # --------------------------------------------------------------------------- KV cache

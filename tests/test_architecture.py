@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "speculators": {"kernels", "types", "config", "sampling", "models", "graphs", "distributed"},
     "engine": {
         *("kernels", "types", "config", "sampling", "models", "graphs", "distributed"),
-        *("speculators", "factory"),  # the factory knows speculators by string only
+        *("speculators", "factory", "signals"),  # the factory knows speculators by string only
     },
     "metrics": {"types"},
     "report": {"types", "metrics"},

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from hydraspec.distributed.control import ALONE as ALONE_CONTROL
+from hydraspec.distributed.control import Control
 from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.distributed.layout import Coordinates, Layout
 
@@ -18,6 +20,7 @@ class Ranks:
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     group: TensorGroup = SOLO  # the ranks that share this one's layers
+    control: Control = ALONE_CONTROL  # plain data to and from every rank
 
     @property
     def at(self) -> Coordinates:

@@ -28,6 +28,8 @@ class EngineInfo:
     checks_logits: bool = False  # in every step; NaN or infinite logits end the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
+    max_memory_bytes: dict[str, int] = field(default_factory=dict)  # of any rank, where several run
+    devices: list[str] = field(default_factory=list)  # of all ranks, in their order
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
     warnings: list[str] = field(default_factory=list)
 

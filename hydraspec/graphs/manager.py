@@ -127,6 +127,11 @@ class GraphManager(Generic[I, O]):
         self._served.clear()
         return found
 
+    def drop(self, descriptor: Descriptor) -> None:
+        """Forget a graph, if there is one."""
+        self._graphs.pop(descriptor, None)
+        self._served.clear()
+
     def dispatch(self, wanted: Descriptor) -> Captured[I, O] | None:
         """The smallest graph that a batch of shape `wanted` can be padded to; None: run it eagerly.
 

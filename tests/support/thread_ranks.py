@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hydraspec.distributed.control import Control
 from hydraspec.distributed.group import TensorGroup
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.ranks import Ranks, acting_as
@@ -53,13 +55,20 @@ def as_ranks(layout: Layout, work: Callable[[Ranks], T]) -> list[T]:
         barriers.append(threading.Barrier(layout.tensor, timeout=WAIT_S))
         slots = [torch.empty(0)] * layout.tensor
         groups += [ThreadGroup(rank, barriers[-1], slots) for rank in range(layout.tensor)]
+    store, lost = dist.HashStore(), threading.Event()
+
+    def watch() -> None:
+        if lost.is_set():
+            raise threading.BrokenBarrierError
 
     def run(rank: int) -> T:
-        ranks = Ranks(layout=layout, rank=rank, group=groups[rank])
+        control = Control(store, layout, rank, watch=watch)
+        ranks = Ranks(layout=layout, rank=rank, group=groups[rank], control=control)
         try:
             with acting_as(ranks):
                 return work(ranks)
         except BaseException:
+            lost.set()
             for barrier in barriers:
                 barrier.abort()
             raise

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from hydraspec.distributed.control import ALONE, Control
 from hydraspec.engine.native.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.plans import dummy_plans, full_decodes, is_uniform, split_plan
@@ -68,6 +69,7 @@ class DeviceRunner(Runner):
         limits: RunnerLimits,
         modes: GraphModes,
         backend: GraphBackend | None,
+        control: Control = ALONE,
     ) -> None:
         super().__init__(target, speculator, verifier, kv, state)
         self.limits, self.modes, self.backend = limits, modes, backend
@@ -84,7 +86,7 @@ class DeviceRunner(Runner):
         self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
         if backend is not None and modes.enabled:
             self.graphs = StepGraphs(
-                backend, modes, limits, self._static_inputs, self._captured_step
+                *(backend, modes, limits, self._static_inputs, self._captured_step), control=control
             )
 
     # ------------------------------------------------------------------ capture

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from hydraspec_kernels.runtime.ahead import num_compiled
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.native.admission import Admission, Pending, obeyed
 from hydraspec.engine.native.collect import Collected, Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
 from hydraspec.engine.native.profiling import profile_phases, profile_step
@@ -68,22 +68,23 @@ class NativeEngine(Engine):
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Generator[StepRecord | Completion]:
-        pending, limit, num_offered = deque(requests), concurrency or len(requests), 0
-        with self.parts.runner.kv.lease.taken():
-            try:
-                while pending or num_offered:
-                    while pending and num_offered < limit:
-                        self._scheduler.add(Sequence.of(pending.popleft()))
-                        num_offered += 1
-                    collected = self.step()
-                    num_offered -= len(collected.completions)
-                    if collected.record is not None:
-                        yield collected.record
-                    yield from collected.completions
-                    if collected.error is not None:
-                        raise collected.error
-            finally:
-                self._drop_requests()
+        control = self.parts.control
+        return self.decode(obeyed(Pending(requests, concurrency), requests, control))
+
+    def decode(self, admission: Admission) -> Generator[StepRecord | Completion]:
+        """As `run`, of the requests that `admission` lets join."""
+        num_unfinished = 0
+        with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
+            while (joining := admission.joining(num_unfinished)) is not None:
+                for request in joining:
+                    self._scheduler.add(Sequence.of(request))
+                collected = self.step()
+                num_unfinished += len(joining) - len(collected.completions)
+                if collected.record is not None:
+                    yield collected.record
+                yield from collected.completions
+                if collected.error is not None:
+                    raise collected.error
 
     @torch.inference_mode()
     def step(self) -> Collected:
@@ -132,13 +133,17 @@ class NativeEngine(Engine):
             launch_ms=self.clock.launch_ms(),
         )
 
-    def _drop_requests(self) -> None:
-        """Forget unfinished requests, and wait until the device has done the step in flight: the
-        cache may serve another engine next (`baseline`)."""
-        flight, self._in_flight = self._in_flight, None
-        self._scheduler.clear()
-        if flight is not None:
-            flight.step.result()
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """At its end, forget unfinished requests, and wait until the device has done the step in
+        flight: the cache may serve another engine next (`baseline`)."""
+        try:
+            yield
+        finally:
+            flight, self._in_flight = self._in_flight, None
+            self._scheduler.clear()
+            if flight is not None:
+                flight.step.result()
 
     def tokenize(self, requests: Seq[Request]) -> None:
         checkpoint = self.parts.config.target.checkpoint

@@ -15,6 +15,7 @@ from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
 from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.distributed.control import ALONE, Control
 from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
@@ -56,6 +57,7 @@ class Loaded:
     runner: Runner
     scheduler: Scheduler
     info: EngineInfo
+    control: Control = ALONE  # of the ranks that run this engine's steps
 
 
 def load(config: RunConfig) -> Loaded:
@@ -65,7 +67,7 @@ def load(config: RunConfig) -> Loaded:
         ConfigurationError: device or length that this machine or checkpoint cannot give.
         CheckpointError: a checkpoint that cannot be used.
     """
-    device = pick_device(config)
+    device, ranks = pick_device(config), current()
     with _timed("target's weights", device):
         target = load_target(
             config.target.checkpoint,
@@ -74,7 +76,7 @@ def load(config: RunConfig) -> Loaded:
             device=device,
             seed=config.seed,
             max_model_len=config.target.max_model_len,
-            group=current().group,
+            group=ranks.group,
         )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
@@ -82,7 +84,12 @@ def load(config: RunConfig) -> Loaded:
     with _timed("drafter's weights", device):
         speculator.load(target)
     return assemble(
-        config, target, load_tokenizer(resolve_folder(config.target.checkpoint)), speculator, None
+        config,
+        target,
+        load_tokenizer(resolve_folder(config.target.checkpoint)),
+        speculator,
+        None,
+        control=ranks.control,
     )
 
 
@@ -111,6 +118,7 @@ def load_baseline(loaded: Loaded) -> Loaded:
         NoSpeculator(config),
         target_kv,
         backend=backend,  # the same memory pool: only one of the two runs
+        control=loaded.control,
     )
 
 
@@ -122,8 +130,10 @@ def assemble(
     kv: KVCache | None,
     *,
     backend: GraphBackend | None = None,
+    control: Control = ALONE,
 ) -> Loaded:
-    """Wire loaded models into an engine's parts; `kv` None makes a new cache.
+    """Wire loaded models into an engine's parts; `kv` None makes a new cache, as large on every
+    rank.
 
     `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
     """
@@ -149,13 +159,26 @@ def assemble(
     warnings: list[str] = []
     if kv is None:
         with _timed("KV cache", target.device):
-            kv = new_cache(models, activation_bytes=memory_bytes.get("activations", 0))
+            kv = new_cache(models, control, activation_bytes=memory_bytes.get("activations", 0))
         warnings = size_warnings(models, kv)
     memory_bytes["kv_cache"] = kv.num_bytes
-    runner = _runner(models, kv, modes, backend)
+    runner = _runner(models, kv, modes, backend, control)
     if isinstance(runner, DeviceRunner):
         _capture(runner)
-    scheduler = Scheduler(
+    return Loaded(
+        config=config,
+        target=target,
+        tokenizer=tokenizer,
+        runner=runner,
+        scheduler=_scheduler(models, kv),
+        info=_info(models, modes, memory_bytes, warnings),
+        control=control,
+    )
+
+
+def _scheduler(models: Models, kv: KVCache) -> Scheduler:
+    config, speculator = models.config, models.speculator
+    return Scheduler(
         kv,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
@@ -163,17 +186,15 @@ def assemble(
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
     )
-    return Loaded(
-        config=config,
-        target=target,
-        tokenizer=tokenizer,
-        runner=runner,
-        scheduler=scheduler,
-        info=_info(models, modes, memory_bytes, warnings),
-    )
 
 
-def _runner(models: Models, kv: KVCache, modes: GraphModes, backend: GraphBackend | None) -> Runner:
+def _runner(
+    models: Models,
+    kv: KVCache,
+    modes: GraphModes,
+    backend: GraphBackend | None,
+    control: Control = ALONE,
+) -> Runner:
     """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one."""
     config, target, speculator = models.config, models.target, models.speculator
     num_drafts = speculator.num_speculative_tokens
@@ -202,7 +223,11 @@ def _runner(models: Models, kv: KVCache, modes: GraphModes, backend: GraphBacken
         capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
     )
     return DeviceRunner(
-        target, speculator, verifier, kv, state, limits=limits, modes=modes, backend=backend
+        *(target, speculator, verifier, kv, state),
+        limits=limits,
+        modes=modes,
+        backend=backend,
+        control=control,
     )
 
 
@@ -283,6 +308,10 @@ def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
     return modes
 
 
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _runs_ahead(config: RunConfig, device: torch.device) -> bool:
     """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
     done."""
@@ -315,6 +344,7 @@ def _info(
         checks_logits=True,
         async_scheduling=_runs_ahead(config, target.device),
         memory_bytes=memory_bytes,
+        devices=[_device_name(target.device)],
         draft_spec=None if spec is None else asdict(spec),
         warnings=[*warnings, *notes],
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.distributed.control import ALONE, Control
 from hydraspec.engine.machine import GIB
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
 from hydraspec.models.base import TargetModel
@@ -50,12 +51,12 @@ def smallest_cache(models: Models) -> KVCache:
     return _cache(models, specs, [2] * len(specs))
 
 
-def new_cache(models: Models, *, activation_bytes: int = 0) -> KVCache:
-    """The cache for max_num_seqs requests, or as much of it as there is memory for."""
+def new_cache(models: Models, control: Control = ALONE, *, activation_bytes: int = 0) -> KVCache:
+    """The cache for max_num_seqs requests, or as much of it as every rank has memory for."""
     specs, target = models.kv_groups(), models.target
     budget_bytes = _cache_budget_bytes(models.config, target.device, activation_bytes)
     num_blocks = plan_num_blocks(specs, models.cache_size(), target.dtype, budget_bytes)
-    return _cache(models, specs, num_blocks)
+    return _cache(models, specs, control.agree_least(num_blocks))
 
 
 def size_warnings(models: Models, kv: KVCache) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from hydraspec.distributed.control import ALONE, Control
 from hydraspec.engine.native.inputs import PlanTensors
 from hydraspec.engine.native.plans import is_uniform
 from hydraspec.engine.native.results import StepOutputs
@@ -93,8 +94,9 @@ class StepGraphs:
         limits: RunnerLimits,
         make_inputs: Callable[[Descriptor], PlanTensors],
         run: Callable[[PlanTensors], StepOutputs],
+        control: Control = ALONE,
     ) -> None:
-        self.backend, self.modes = backend, modes
+        self.backend, self.modes, self._control = backend, modes, control
         self.manager = GraphManager("step", backend, make_inputs, run, in_pieces=self._in_pieces)
         self.num_bytes = 0  # device memory of the captures of this runner, its drafter's included
         self.warnings: list[str] = []  # why steps run eagerly that could have graphs
@@ -157,11 +159,15 @@ class StepGraphs:
 
     def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
         log.info("capturing a step of a way of sampling that is met for the first time")
+        captured, reason = None, "that of another rank"
         try:
             with self.counting_memory():
-                return self.manager.capture(descriptor)
+                captured = self.manager.capture(descriptor)
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
+        if self._control.agree_all(captured is not None):
+            return captured
+        self.manager.drop(descriptor)
         self._uncaptured.add(descriptor)
         torch.cuda.empty_cache()  # what the attempt took on the stream of captures
         warning = f"{NOT_CAPTURED}: {reason}"

@@ -1,0 +1,212 @@
+"""Data parallel: replicas that take requests from one queue, and rank 0, which sees all of their
+steps and completions."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hydraspec.distributed.control import WATCH_EVERY_S, Control, Wait
+from hydraspec.engine.native.admission import obeyed
+from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.parallel.outcome import raise_if_failed
+from hydraspec.engine.parallel.wire import from_event, to_event
+from hydraspec.types import Completion, Request, StepRecord
+
+EVENTS = "events"  # the topic of what replicas did
+LOOK_EVERY_S = 0.02  # at whether the run was stopped
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Share:
+    """What is shared of a run over replicas."""
+
+    name: str  # of its counters, another in every run
+    concurrency: int | None  # of all replicas together
+
+
+class SharedQueue:
+    """An Admission: the requests of one run, each taken by the replica that has room first.
+
+    A replica holds at most its share of what may be unfinished, and no more than it can run at
+    once, so that a short queue is spread over all replicas.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        requests: Sequence[Request],
+        share: Share,
+        *,
+        max_num_seqs: int,
+        while_idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        """while_idle: called again and again while the limit keeps this replica waiting."""
+        self._control, self._requests, self._name = control, requests, share.name
+        self._limit, self._while_idle = share.concurrency or len(requests), while_idle
+        together = min(self._limit, len(requests))
+        self._room = min(max_num_seqs, -(-together // control.layout.data))
+        self._num_joined = self._num_told = 0  # requests; of those that ended, how many were told
+        self._next: int | None = None  # its place: taken, but it has not joined
+        self._look_at = 0.0
+        self._has_ended = False
+
+    def joining(self, num_unfinished: int) -> Sequence[Request] | None:
+        """See Admission."""
+        wait = Wait(None, self._control.watch)
+        while not self._is_stopped():
+            found = self._taken(num_unfinished)
+            if found or num_unfinished:
+                return found
+            if self._is_empty:
+                self._has_ended = True
+                return None
+            self._while_idle()
+            wait.goes_on()
+        return None
+
+    def _taken(self, num_unfinished: int) -> list[Request]:
+        """As many requests as there is room for, and the limit allows now."""
+        self._tell_ended(self._num_joined - num_unfinished)
+        found: list[Request] = []
+        while num_unfinished + len(found) < self._room:
+            if self._next is None:
+                self._next = self._add("taken", 1) - 1
+            if self._is_empty or not self._is_allowed(self._next):
+                break
+            found.append(self._requests[self._next])
+            self._next = None
+        self._num_joined += len(found)
+        return found
+
+    @property
+    def _is_empty(self) -> bool:
+        return self._next is not None and self._next >= len(self._requests)
+
+    def _is_allowed(self, place: int) -> bool:
+        """Whether fewer than the limit are unfinished of the requests before `place`."""
+        return not self._is_limited or place - self._add("ended", 0) < self._limit
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._limit < len(self._requests)
+
+    def _tell_ended(self, count: int) -> None:
+        if self._is_limited and count > self._num_told:
+            self._add("ended", count - self._num_told)
+            self._num_told = count
+
+    def _is_stopped(self) -> bool:
+        """Whether a replica has left the run early, as of LOOK_EVERY_S ago."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_EVERY_S
+        return self._add("stopped", 0) > 0
+
+    def _add(self, counter: str, amount: int) -> int:
+        return self._control.add(f"{self._name}/{counter}", amount)
+
+    def close(self) -> None:
+        """See Admission. A replica that leaves early ends the run on all of them."""
+        if not self._has_ended:
+            self._add("stopped", 1)
+
+
+def replica_events(
+    engine: NativeEngine,
+    control: Control,
+    requests: Sequence[Request],
+    share: Share,
+    while_idle: Callable[[], object] = lambda: None,
+) -> Generator[StepRecord | Completion]:
+    """What this rank's replica does in a run."""
+    if control.layout.data == 1:
+        return engine.run(requests, concurrency=share.concurrency)
+    most = engine.parts.config.engine.max_num_seqs
+    queue = SharedQueue(control, requests, share, max_num_seqs=most, while_idle=while_idle)
+    return engine.decode(obeyed(queue, requests, control))
+
+
+def send_events(events: Iterable[StepRecord | Completion], control: Control) -> None:
+    """Run, and have rank 0 know what this replica does; the last message is null."""
+    sends = control.leads and control.replica[0] != 0
+    try:
+        for event in events:
+            if sends:
+                control.tell([0], EVENTS, from_event(event))
+    finally:
+        if sends:
+            control.tell([0], EVENTS, None)
+
+
+class Inbox:
+    """Rank 0's: steps and completions of all replicas, in the order in which it sees them."""
+
+    def __init__(self, control: Control, num_steps: int = 0) -> None:
+        """num_steps: of earlier runs."""
+        size = len(control.replica)
+        self.num_steps = num_steps
+        self._control = control
+        self._working = control.all_ranks[size::size]  # first ranks of the other replicas
+        self._works_here = True
+        self._seen: deque[StepRecord | Completion] = deque()
+
+    def receive(self) -> None:
+        """Take what has come; does not wait."""
+        for rank in list(self._working):
+            while found := self._control.heard(rank, EVENTS):
+                if found[0] is None:
+                    self._working.remove(rank)
+                    break
+                self._see(to_event(found[0]), rank)
+
+    def _see(self, event: StepRecord | Completion, rank: int) -> None:
+        if isinstance(event, StepRecord):
+            event = replace(
+                event,
+                step=self.num_steps,
+                replica=rank // len(self._control.replica),
+                num_replicas=max(1, len(self._working) + self._works_here),
+            )
+            self.num_steps += 1
+        self._seen.append(event)
+
+    def merged(
+        self, events: Generator[StepRecord | Completion]
+    ) -> Generator[StepRecord | Completion]:
+        """`events` of this rank's replica and those of the others, until all replicas are done."""
+        if self._control.layout.data == 1:
+            yield from events
+            return
+        try:
+            for event in events:
+                self._see(event, 0)
+                self.receive()
+                yield from self._take()
+            self._works_here = False
+            for _ in self._until_done():
+                yield from self._take()
+        finally:
+            events.close()
+            for _ in self._until_done():
+                pass
+
+    def _take(self) -> Iterator[StepRecord | Completion]:
+        while self._seen:
+            yield self._seen.popleft()
+
+    def _until_done(self) -> Iterator[None]:
+        """Waits for what other replicas do."""
+        wait = Wait(None, self._control.watch)
+        look_at = 0.0
+        while self._working:
+            self.receive()
+            yield
+            if time.monotonic() >= look_at:
+                raise_if_failed(self._control)
+                look_at = time.monotonic() + WATCH_EVERY_S
+            wait.goes_on()
+        yield
