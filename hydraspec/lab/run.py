@@ -250,6 +250,7 @@ def _summarise(
     info = measurement.method.engine.info
     facts: RunFacts = {
         "num_threads": torch.get_num_threads(),
+        "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,
         "memory_bytes": {**info.memory_bytes, "peak_rss": environment.peak_rss_bytes()},
         "load_s": loaded.load_s,
         "run_s": time.perf_counter() - loaded.loaded_at,

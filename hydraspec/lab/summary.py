@@ -164,6 +164,13 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "device": info.device,
         "dtype": info.dtype,
         "async_scheduling": info.async_scheduling,
+        "parallelism": {
+            "tensor": config.parallelism.tensor,
+            "pipeline": config.parallelism.pipeline,
+            "data": config.parallelism.data,
+            "num_devices": config.parallelism.num_ranks,
+        },
+        "devices": info.devices or [info.device],
         "seed": config.seed,
         "draft_spec": info.draft_spec,
     }

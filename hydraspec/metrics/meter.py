@@ -124,9 +124,12 @@ class Meter:
         self._phase_steps = dict.fromkeys(PHASES, 0)
 
     def add_step(self, record: StepRecord) -> None:
-        """Count a step. Its wall time goes to the requests in it in proportion to their rows."""
+        """Count a step. Its wall time goes to the requests in it in proportion to their rows. Of
+        replicas at work side by side each has its share of the time.
+        """
+        total_ms = record.total_ms / record.num_replicas
         self.num_steps += 1
-        self._step_ms += record.total_ms
+        self._step_ms += total_ms
         self.num_preemptions += record.num_preempted
         self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
         for phase, milliseconds in record.phase_ms.items():
@@ -134,7 +137,7 @@ class Meter:
                 self._phase_sums[phase] = self._phase_sums.get(phase, 0.0) + milliseconds
                 self._phase_steps[phase] = self._phase_steps.get(phase, 0) + 1
         num_rows = sum(step.num_rows for step in record.requests)
-        ms_per_row = record.total_ms / num_rows if num_rows else 0.0
+        ms_per_row = total_ms / num_rows if num_rows else 0.0
         for step in record.requests:
             self.counters[step.index].add(step, ms_per_row, self.totals)
 
@@ -260,7 +263,8 @@ class Meter:
         return ratio(sum(waits), len(waits))
 
     def total_step_time_s(self) -> float:
-        """Wall time of all steps in seconds, those that read prompts included."""
+        """Wall time of all steps in seconds, those that read prompts included; where replicas work
+        side by side, of the run, not their sum."""
         return self._step_ms / 1000
 
     def time_breakdown_ms(self) -> dict[str, float | None]:

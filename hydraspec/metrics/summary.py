@@ -142,6 +142,15 @@ class Baseline(Speed, Counts):
     """method=none on the same prompts, in the same process."""
 
 
+class Parallelism(TypedDict):
+    """Ranks along each axis, and devices in all."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    num_devices: int
+
+
 class Settings(TypedDict):
     """The settings that figures depend on."""
 
@@ -154,6 +163,8 @@ class Settings(TypedDict):
     device: str
     dtype: str
     async_scheduling: bool | None
+    parallelism: Parallelism
+    devices: list[str]
     seed: int
     draft_spec: dict[str, object] | None
 
@@ -163,6 +174,7 @@ class RunFacts(TypedDict):
 
     num_threads: int
     memory_bytes: dict[str, int]
+    max_memory_bytes: dict[str, int]
     load_s: float
     run_s: float
 
