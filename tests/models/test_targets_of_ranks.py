@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,11 @@ from hydraspec.models.dense.config import read_dense_config
 from hydraspec.models.dense.model import DenseTarget
 from hydraspec.models.gemma4.config import read_gemma4_config
 from hydraspec.models.gemma4.model import Gemma4Target
+from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, held
+from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.types import IntermediateTensors
 
 TOLERANCE = 1e-12  # of float64 sums in another order, relative to the largest number
 SHARED = {
@@ -97,7 +101,7 @@ CASES = {
 EACH = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
-def load(folder: Path, weights: str, group: TensorGroup = SOLO) -> Any:
+def load(folder: Path, weights: str, group: TensorGroup = SOLO, stage: Stage = WHOLE) -> Any:
     return load_target(
         str(folder),
         weights=weights,
@@ -106,24 +110,49 @@ def load(folder: Path, weights: str, group: TensorGroup = SOLO) -> Any:
         seed=3,
         max_model_len=None,
         group=group,
+        stage=stage,
     )
 
 
-def run(target: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Hidden states, aux states and logits of mixed steps, and the caches after them."""
-    paged = PagedRun(target, 3, frees=False)
+def steps(vocab_size: int) -> list[dict[int, list[int]]]:
+    """Tokens of three requests in mixed steps."""
     generator = torch.Generator().manual_seed(1)
-    found: list[Tensor] = []
-    for counts in ((9, 5, 1), (1, 6, 2), (1, 1, 1)):
-        tokens = {
-            r: torch.randint(target.vocab_size, (count,), generator=generator).tolist()
+    return [
+        {
+            r: torch.randint(vocab_size, (count,), generator=generator).tolist()
             for r, count in enumerate(counts)
         }
+        for counts in ((9, 5, 1), (1, 6, 2), (1, 1, 1))
+    ]
+
+
+def run(
+    target: Any, received: Sequence[IntermediateTensors | None] = (None, None, None)
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Hidden states, aux states and logits of mixed steps, and the caches after them; of a last
+    stage from what the stage before handed over in each step.
+    """
+    paged = PagedRun(target, 3, frees=False)
+    found: list[Tensor] = []
+    for tokens, before in zip(steps(target.vocab_size), received, strict=True):
         batch = paged.batch(tokens)
         with torch.inference_mode():
-            hidden, aux = target.forward(batch, paged.caches, (0, 1, target.num_layers))
+            hidden, aux = target.forward(
+                batch, paged.caches, (0, 1, target.num_layers), None, before
+            )
             found += [hidden, *aux, target.vocabulary.whole(target.compute_logits(hidden))]
     return found, paged.caches
+
+
+def hand_over(target: Any) -> list[IntermediateTensors]:
+    """What the first of two stages hands over in each step."""
+    paged = PagedRun(target, 3, frees=False)
+    found = []
+    for tokens in steps(target.vocab_size):
+        with torch.inference_mode():
+            h, aux = target.forward(paged.batch(tokens), paged.caches, (0, 1, target.num_layers))
+        found.append(IntermediateTensors(hidden_states=h, aux_hidden_states=aux))
+    return found
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
@@ -187,6 +216,37 @@ def test_ranks_compute_what_one_process_computes(name: str, size: int, tmp_path:
     """
     whole = stirred(tmp_path, CASES[name].config)
     assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
+
+
+STAGED = {
+    # The stage's border is before the layers that share KV and after some that do not.
+    "gemma4 e": gemma4(
+        num_key_value_heads=1,
+        vocab_size_per_layer_input=50,
+        **SHARED | {"num_hidden_layers": 6, "layer_types": [*SHARED["layer_types"], SLIDING, FULL]},
+    ),
+    "gemma4 moe": CASES["gemma4 moe"].config,
+    "deepseek": CASES["deepseek"].config,
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_of_two_ranks_compute_what_one_process_computes(name: str, tmp_path: Path) -> None:
+    """tp2_pp2: hidden states, aux states of both stages, logits."""
+    whole = stirred(tmp_path, STAGED[name])
+    first, last = (
+        as_ranks(
+            Layout(tensor=2), lambda ranks, s=stage: load(tmp_path, "checkpoint", ranks.group, s)
+        )
+        for stage in (Stage(index=0, count=2), Stage(index=1, count=2))
+    )
+    assert [*first[0].held, *last[0].held] == list(range(whole.num_layers))
+    handed = as_ranks(Layout(tensor=2), lambda ranks: hand_over(first[ranks.rank]))
+    found = as_ranks(Layout(tensor=2), lambda ranks: run(last[ranks.rank], handed[ranks.rank])[0])
+    for ours in found:
+        for each, theirs, other in zip(ours, run(whole)[0], found[0], strict=True):
+            assert_near(each, theirs)
+            assert each.equal(other)
 
 
 RANDOM = {
