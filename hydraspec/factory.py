@@ -27,6 +27,7 @@ PARALLEL = "hydraspec.engine.parallel.engine:ParallelEngine"  # native, over sev
 RANKS = "hydraspec.distributed.ranks:current"
 DETECTION = "hydraspec.models.detect:resolve"
 BASE_SPECULATOR = "hydraspec.speculators.base:BaseSpeculator"
+OF_OTHER_RANKS = "hydraspec.engine.parallel.calls:follow"
 DEVICE = "hydraspec.engine.machine:pick_device"
 SPECULATORS = {
     "none": "hydraspec.speculators.none:NoSpeculator",
@@ -62,6 +63,21 @@ def follow(config: RunConfig) -> dict[str, Any]:
     """
     summary: dict[str, Any] = _attribute(FOLLOW)(config)
     return summary
+
+
+def follow_first_rank(config: RunConfig) -> None:
+    """What ranks other than the first do: the calls of its engine, until it closes it."""
+    _attribute(OF_OTHER_RANKS)(config)
+
+
+def device_type(config: RunConfig) -> str:
+    """cpu or cuda: where this configuration runs.
+
+    Raises:
+        ConfigurationError: the device is not there, or there are too few for its ranks.
+    """
+    found: str = _attribute(DEVICE)(config).type
+    return found
 
 
 def build_speculator(config: RunConfig) -> BaseSpeculator:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
     "sampling": {"kernels", "types", "distributed"},
-    "distributed": {"kernels", "types"},
+    "distributed": {"kernels", "types", "signals"},
     "graphs": {"kernels", "types"},
     "models": {"kernels", "types", "plugins", "shipped", "distributed"},
     "speculators": {"kernels", "types", "config", "sampling", "models", "graphs", "distributed"},
@@ -46,7 +46,10 @@ MAY_IMPORT = {
     },
     "factory": {"config", "types", "plugins"},
     "zoo": {"types", "config", "models"},
-    "cli": {"signals", "config", "lab", "bench", "report", "metrics.run_files"},
+    "cli": {
+        *("signals", "config", "lab", "bench", "report", "metrics.run_files"),
+        *("distributed", "factory"),
+    },
     "root": {"cli", "signals"},  # hydraspec/__init__.py and __main__.py
 }
 ROOMS_OF_FILES = {

@@ -5,8 +5,9 @@ Nothing is composed here.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, nullcontext
 from typing import Any
 
@@ -15,13 +16,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydraspec.cli import sweep
 from hydraspec.cli.compose import Job
+from hydraspec.cli.ranks import needs_ranks, run_in_ranks
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.lab.resolution import resolve
 
 
-def run_job(job: Job, *, quiet: bool = False) -> dict[str, Any]:
+def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, Any]:
     """Run a job, or take over the results of a finished equal job of its sweep.
+
+    Args:
+        logs: whether processes that run it configure their log as Hydra's keys say.
 
     Returns:
         The summary in its folder.
@@ -37,15 +42,34 @@ def run_job(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         finished = sweep.find_finished(job.sweep, job.config)
         if finished is not None:
             return sweep.take_over(finished, job.folder, job.overrides)
-    if is_bench(job.config):
+    if needs_ranks(job.config):
+        return run_in_ranks(job, quiet=quiet, logs=logs)
+    summary: dict[str, Any] = runner(job.config)(
+        job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
+    )
+    return summary
+
+
+def runner(config: RunConfig) -> Callable[..., dict[str, Any]]:
+    """What runs a resolved configuration in this process: a run, or a benchmark."""
+    if is_bench(config):
         from hydraspec.bench.run import run
     else:
         from hydraspec.lab.run import run
 
-    summary: dict[str, Any] = run(
-        job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
-    )
-    return summary
+    return run
+
+
+@contextmanager
+def errors_alone_logged() -> Iterator[None]:
+    """The package's log without warnings for a while: they are in the summary too."""
+    logger = logging.getLogger("hydraspec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from hydraspec.cli.folders import (
     refuse_no_folder,
     results,
 )
-from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
+from hydraspec.cli.jobs import bind_threads, errors_alone_logged, hydra_settings, run_job
 from hydraspec.cli.overrides import with_config_dir
 from hydraspec.cli.translate import translate
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
@@ -102,9 +102,9 @@ def run(
     (job,) = planned.jobs
     if not is_typed(RUN_DIR, overrides):
         job.folder = fresh(job.folder)
-    printing = _only_errors_logged() if quiet else output_may_be_cut()
+    printing = errors_alone_logged() if quiet else output_may_be_cut()
     with printing, claimed(job.folder, RUN_DIR):
-        summary = run_job(job, quiet=quiet)
+        summary = run_job(job, quiet=quiet, logs=False)
         if not quiet:
             _end([outcome(summary)])
     return {**summary, "run_dir": str(job.folder.absolute())}
@@ -173,18 +173,6 @@ def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
 def _end(outcomes: Sequence[Outcome]) -> int:
     status, said = exit_status(outcomes), last_line(outcomes)
     return status if said is None else _complain(said, status)
-
-
-@contextmanager
-def _only_errors_logged() -> Iterator[None]:
-    """The package's log without warnings for a while: they are in the summary too."""
-    logger = logging.getLogger("hydraspec")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _compare(sweep_dir: Path) -> None:

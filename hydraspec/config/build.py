@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -63,6 +63,13 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     plain = _plain(config)
     assert isinstance(plain, dict)
     return plain
+
+
+def from_dict(plain: dict[str, Any], warnings: Sequence[str]) -> RunConfig:
+    """The configuration that `to_dict` made plain: checked before, and with its warnings again."""
+    config: RunConfig = _build(RunConfig, plain, "")
+    config.warnings.extend(warnings)
+    return config
 
 
 def keys_of(schema: type) -> dict[str, Any]:

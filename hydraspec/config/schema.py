@@ -140,7 +140,7 @@ class ParallelismConfig:
     tensor: int = 1  # ranks that share every layer
     pipeline: int = 1  # stages, each with some of the layers
     data: int = 1  # replicas, each with some of the requests
-    timeout_s: float = 20.0  # a rank that stands still for so long in a step ends the run
+    timeout_s: float = 15.0  # a rank that stands still for so long in a step ends the run
 
     @property
     def num_ranks(self) -> int:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from hydraspec_kernels.norms import AddNorm
 from torch import Tensor
 
+from hydraspec.distributed.watch import ALONE, Watch
+
 
 class LostPeerError(RuntimeError):
     """A rank did not take part in an exchange."""
@@ -75,18 +77,31 @@ SOLO = SoloGroup()
 class ProcessGroup(TensorGroup):
     """Ranks in processes of their own, over a torch.distributed group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, watch: Watch = ALONE) -> None:
+        """watch: ends the host's waits where a rank is lost."""
+        self._group, self._watch = group, watch
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See TensorGroup."""
         x = x.contiguous()
-        dist.all_reduce(x, group=self._group)
+        self._finish(dist.all_reduce(x, group=self._group, async_op=True), x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See TensorGroup."""
         gathered = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=self._group)
+        self._finish(
+            dist.all_gather_into_tensor(
+                *(gathered.view(-1), x.contiguous().view(-1)), group=self._group, async_op=True
+            ),
+            x,
+        )
         return gathered
+
+    def _finish(self, work: dist.Work | None, x: Tensor) -> None:
+        assert work is not None, "this rank is of the group"
+        if x.is_cuda:
+            work.wait()  # of the stream, not of the host
+        else:
+            self._watch.finish(work)

@@ -11,6 +11,8 @@ from hydraspec.distributed.control import ALONE as ALONE_CONTROL
 from hydraspec.distributed.control import Control
 from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.distributed.layout import Coordinates, Layout
+from hydraspec.distributed.watch import ALONE as UNWATCHED
+from hydraspec.distributed.watch import Watch
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -21,6 +23,7 @@ class Ranks:
     rank: int = 0
     group: TensorGroup = SOLO  # the ranks that share this one's layers
     control: Control = ALONE_CONTROL  # plain data to and from every rank
+    watch: Watch = UNWATCHED  # over the other ranks: in every wait, and around every step
 
     @property
     def at(self) -> Coordinates:

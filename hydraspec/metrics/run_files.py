@@ -23,6 +23,7 @@ BENCH_REPORT = "bench.html"
 COMPARISON = "compare.json"
 COMPARISON_REPORT = "compare.html"
 TRACKER = "wandb"
+RANKS = "ranks"  # logs of ranks other than the first, where they said something
 
 
 def read_summary(folder: Path) -> Summary | None:

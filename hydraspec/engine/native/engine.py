@@ -12,6 +12,7 @@ import torch
 from hydraspec_kernels.runtime.ahead import num_compiled
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.admission import Admission, Pending, obeyed
@@ -41,6 +42,7 @@ class NativeEngine(Engine):
     def __init__(self, config: RunConfig, loaded: Loaded | None = None) -> None:
         """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
         self.parts = loaded or load(config)
+        self._watch = current().watch
         self._scheduler = self.parts.scheduler
         decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
         self._collector = Collector(
@@ -90,6 +92,10 @@ class NativeEngine(Engine):
     def step(self) -> Collected:
         """Schedule and launch the next step, then collect one: the same or, where the host runs
         ahead, the one launched before it."""
+        with self._watch.step():
+            return self._step()
+
+    def _step(self) -> Collected:
         clock, runner = self.clock, self.parts.runner
         if self._in_flight is None:
             clock.start()

@@ -1,0 +1,166 @@
+"""One rank of a job: `python -m hydraspec.cli.rank <folder>`, started by cli/ranks.py.
+
+The first rank runs the job as one process would, prints and writes; the others follow it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import traceback
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import configure_log
+from omegaconf import OmegaConf
+
+from hydraspec.cli.jobs import errors_alone_logged, runner
+from hydraspec.cli.ranks import JOB, RESULT
+from hydraspec.config import RunConfig, from_dict
+from hydraspec.distributed.faults import FileRecords
+from hydraspec.distributed.launch import PARENT, SIGNS
+from hydraspec.distributed.layout import Layout
+from hydraspec.distributed.progress import ROW, Progress
+from hydraspec.distributed.watch import Watch
+from hydraspec.errors import CannotWriteError, UserError
+from hydraspec.signals import (
+    ignore_interrupts,
+    interrupts_stay_interrupts,
+    output_may_be_cut,
+    terminations_as_interrupts,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class RankJob:
+    """A job as a rank reads it; see cli.compose.Job."""
+
+    config: RunConfig
+    folder: Path
+    overrides: list[str]
+    quiet: bool
+    logging: dict[str, Any] | None
+    verbose: bool | str | list[str]
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> RankJob:
+        """The job that cli.ranks wrote."""
+        config = from_dict(plain.pop("config"), plain.pop("warnings"))
+        return cls(config=config, folder=Path(plain.pop("folder")), **plain)
+
+    @property
+    def layout(self) -> Layout:
+        """Of its ranks."""
+        axes = self.config.parallelism
+        return Layout(tensor=axes.tensor, pipeline=axes.pipeline, data=axes.data)
+
+    def run(self) -> dict[str, Any]:
+        """Run it in this process, and return its summary."""
+        return runner(self.config)(
+            self.config, run_dir=self.folder, overrides=self.overrides, quiet=self.quiet
+        )
+
+    def logged(self) -> AbstractContextManager[None]:
+        """Configure the log; with `quiet` errors alone are logged for a while."""
+        if self.logging is not None:
+            configure_log(OmegaConf.create(self.logging), self.verbose)
+        return errors_alone_logged() if self.quiet else nullcontext()
+
+
+def main() -> int:
+    """Run the rank that the environment names, of the job in the folder that argv names."""
+    shared, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    num_ranks, parent = int(os.environ["WORLD_SIZE"]), int(os.environ[PARENT])
+    if rank:
+        ignore_interrupts()  # the first rank ends the others once it has saved
+    with ExitStack() as opened:
+        file = opened.enter_context((shared / SIGNS).open("r+b"))
+        row = memoryview(mmap.mmap(file.fileno(), 0))[ROW.size * rank : ROW.size * (rank + 1)]
+        watch = Watch(
+            *(rank, num_ranks),
+            records=FileRecords(shared),
+            progress=Progress(row),
+            each_look=lambda: _stay_with(parent),
+        )
+        opened.enter_context(watch.watching())
+        status = _lead(shared, watch) if rank == 0 else _follow(shared, watch)
+    if status or watch.lost:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # taking groups and devices down could wait for a rank that is lost
+    return status
+
+
+def _stay_with(parent: int) -> None:
+    if os.getppid() != parent:
+        raise ProcessLookupError("the process that started the ranks is gone")
+
+
+def _follow(shared: Path, watch: Watch) -> int:
+    try:
+        job = _read(shared)
+        with job.logged(), _joined(job, shared, watch):
+            from hydraspec import factory
+
+            factory.follow_first_rank(job.config)
+    except BaseException as error:
+        watch.record(error)
+        if not watch.lost:
+            traceback.print_exc()
+        return 1
+    return 0
+
+
+def _lead(shared: Path, watch: Watch) -> int:
+    """0 where the job's end is in the result's file: a summary, an interrupt or an error that says
+    all."""
+    with output_may_be_cut(), terminations_as_interrupts():
+        try:
+            with interrupts_stay_interrupts():
+                job = _read(shared)
+                with job.logged(), _joined(job, shared, watch):
+                    result: dict[str, Any] = {"summary": job.run()}
+        except KeyboardInterrupt:
+            ignore_interrupts()
+            result = {"interrupted": True}
+        except UserError as error:
+            watch.record(error)
+            fields = {"key": error.key, "request_id": error.request_id}
+            named = {"name": type(error).__name__, "exit_code": error.exit_code}
+            result = {"mistake": {"text": str(error), **named, **fields}}
+        except CannotWriteError as error:
+            watch.record(error)
+            result = {"cannot_write": [error.errno, error.strerror, error.filename]}
+        except Exception as error:
+            watch.record(error)
+            traceback.print_exc()
+            return 1
+        _write(shared / RESULT, result)
+    return 0
+
+
+def _joined(job: RankJob, shared: Path, watch: Watch) -> AbstractContextManager[object]:
+    from hydraspec import factory
+    from hydraspec.distributed.processes import joined, local_store
+
+    on_cuda = factory.device_type(job.config) == "cuda"
+    store = local_store(shared, watch.rank, watch.num_ranks)
+    return joined(job.layout, watch.rank, store, watch, on_cuda=on_cuda)
+
+
+def _read(shared: Path) -> RankJob:
+    return RankJob.of(json.loads((shared / JOB).read_bytes()))
+
+
+def _write(file: Path, content: object) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content), encoding="utf-8")
+    part.rename(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Jobs that run as several ranks: this process starts them, or is one of those torchrun started.
+
+A job travels to its ranks as a JSON file, composed and resolved; the first rank runs it, and its
+summary or its error travels back the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hydraspec.cli.compose import Job
+from hydraspec.config import RunConfig, to_dict
+from hydraspec.config.benches import is_bench
+from hydraspec.config.engines import NATIVE
+from hydraspec.distributed.faults import Fault, Kind, LostRankError
+from hydraspec.distributed.launch import run_ranks
+from hydraspec.errors import (
+    CannotWriteError,
+    CheckpointError,
+    ConfigurationError,
+    UserError,
+    WorkloadError,
+)
+from hydraspec.metrics.run_files import RANKS, SUMMARY
+
+JOB, RESULT = "job.json", "result.json"
+MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)
+WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
+
+
+def needs_ranks(config: RunConfig) -> bool:
+    """Whether this run is several processes of ours. A benchmark's own processes are each such a
+    run; vLLM starts its own."""
+    several = config.engine.name == NATIVE and config.parallelism.num_ranks > 1
+    return several and not (is_bench(config) and config.bench.isolate)
+
+
+def run_in_ranks(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
+    """Run a resolved job as ranks of this host, and return its summary.
+
+    Args:
+        logs: whether ranks configure their log as hydra.job_logging says.
+
+    Raises:
+        UserError: the first rank's, or what any rank met.
+        LostRankError: a rank failed, was killed or stood still; what was finished is saved.
+        KeyboardInterrupt: once what was finished is saved.
+    """
+    config = job.config
+    folder, started = job.folder.absolute(), time.time()
+    with tempfile.TemporaryDirectory(prefix="hydraspec-") as name:
+        shared = Path(name)
+        (shared / JOB).write_text(json.dumps(_plain(job, quiet, logs)), encoding="utf-8")
+        ended = run_ranks(
+            [*WORKER, name],
+            config.parallelism.num_ranks,
+            shared=shared,
+            logs=folder / RANKS,
+            timeout_s=config.parallelism.timeout_s,
+            environment=_environment(config),
+        )
+        _remove_empty(folder / RANKS)
+        result = _read(shared / RESULT)
+    fault = ended.fault
+    if ended.interrupted:
+        raise KeyboardInterrupt
+    if fault is not None and fault.kind is not Kind.mistake:
+        raise LostRankError(what_happened(fault, folder, started))
+    if result is None:
+        assert fault is not None, "the first rank ends with a result or a fault"
+        raise _mistake(fault.exit_code, fault.why)
+    return _summary(result)
+
+
+def _plain(job: Job, quiet: bool, logs: bool) -> dict[str, Any]:
+    hydra = job.composed.hydra
+    return {
+        "config": to_dict(job.config),
+        "warnings": job.config.warnings,
+        "overrides": job.overrides,
+        "folder": str(job.folder),
+        "quiet": quiet,
+        "logging": OmegaConf.to_container(hydra.job_logging, resolve=True) if logs else None,
+        "verbose": OmegaConf.to_container(hydra.verbose)
+        if OmegaConf.is_config(hydra.verbose)
+        else hydra.verbose,
+    }
+
+
+def _environment(config: RunConfig) -> dict[str, str]:
+    """This process's, with CPU threads shared out: each rank's library would take all cores."""
+    environment = dict(os.environ)
+    share = max(1, (os.cpu_count() or 1) // config.parallelism.num_ranks)
+    environment.setdefault("OMP_NUM_THREADS", str(config.engine.num_threads or share))
+    environment["OMP_PROC_BIND"] = "false"  # it would bind every rank to the same cores
+    return environment
+
+
+def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    if "cannot_write" in result:
+        raise CannotWriteError(*result["cannot_write"])
+    if "mistake" in result:
+        raise _mistake(**result["mistake"])
+    summary: dict[str, Any] = result["summary"]
+    return summary
+
+
+def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) -> UserError:
+    """A UserError of a rank, as the class that has its exit status."""
+    known = {kind.__name__: kind for kind in MISTAKES}
+    by_status = {2: ConfigurationError, 3: CheckpointError}
+    return known.get(name, by_status.get(exit_code, UserError))(text, **fields)
+
+
+def what_happened(fault: Fault, folder: Path, started: float) -> str:
+    """The message of a run that lost a rank; `started`: time.time() before it."""
+    lines = [f"{fault}\n  so the run has ended"]
+    summary = folder / SUMMARY
+    if summary.is_file() and summary.stat().st_mtime >= started:
+        lines.append(f"  saved: the requests that were finished, in {folder}")
+    elif fault.rank == 0:
+        lines.append(f"  saved: only what rank 0 had written by then, in {folder}")
+    else:
+        lines.append("  saved: nothing, as the run had not begun to decode")
+    log = folder / RANKS / f"rank{fault.rank}.log"
+    look = f"look into {log}, " if log.is_file() else ""
+    lines.append(f"  to do: {look}mend what it names, and start the run again")
+    return "\n".join(lines)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    return content
+
+
+def _remove_empty(logs: Path) -> None:
+    """Leave logs of ranks only where a rank said something."""
+    for log in logs.glob("rank*.log"):
+        if not log.stat().st_size:
+            log.unlink()
+    with suppress(OSError):
+        logs.rmdir()

@@ -1,0 +1,120 @@
+"""Which rank failed first, and what its failure is called.
+
+Each rank records its first exception before it takes anything down; whoever notices that a rank was
+killed or stands still records that for it. Imports no torch: the parent of the ranks reads this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from hydraspec.errors import UserError
+
+
+class Kind(Enum):
+    """What became of a rank."""
+
+    error = "error"  # it raised
+    mistake = "mistake"  # it raised a UserError, which every rank may do
+    ended = "ended"  # it was killed, or exited, without a record
+    hung = "hung"  # it stands still
+    symptom = "symptom"  # it lost contact to another one
+
+
+class LostRankError(UserError):
+    """A rank failed, and the run with it (exit status 1)."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Fault:
+    """A rank's first failure."""
+
+    rank: int
+    num_ranks: int
+    kind: Kind
+    step: int  # steps that it had begun
+    what: str  # one sentence without its subject, as "failed", "was killed by SIGKILL"
+    why: str = ""  # the error, or a guess
+    time: float = 0.0  # time.time()
+    exit_code: int = 1
+
+    def __str__(self) -> str:
+        where = f"in step {self.step}" if self.step else "before its first step"
+        why = f": {self.why}" if self.why else ""
+        return f"rank {self.rank} of {self.num_ranks} {self.what} {where}{why}"
+
+
+class Records(Protocol):
+    """The faults of a run, which every rank and their parent can read and add to."""
+
+    def add(self, fault: Fault) -> None:
+        """Keep the fault, unless the same rank has one already."""
+        ...
+
+    def all(self) -> list[Fault]:
+        """Every fault so far."""
+        ...
+
+
+class FileRecords:
+    """Records in a folder of this host."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(self, fault: Fault) -> None:
+        """See Records."""
+        own = self._folder / f"fault-{fault.rank}-{os.getpid()}-{time.monotonic_ns()}"
+        own.write_text(to_json(fault), encoding="utf-8")
+        try:
+            os.link(own, self._folder / f"fault-{fault.rank}.json")  # whole, and never replaced
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+
+    def all(self) -> list[Fault]:
+        """See Records."""
+        return [from_json(p.read_bytes()) for p in self._folder.glob("fault-*.json")]
+
+
+def to_json(fault: Fault) -> str:
+    """The fault as text."""
+    return json.dumps(asdict(fault) | {"kind": fault.kind.value})
+
+
+def from_json(text: str | bytes) -> Fault:
+    """What `to_json` wrote."""
+    plain = json.loads(text)
+    return Fault(**plain | {"kind": Kind(plain["kind"])})
+
+
+def culprit(faults: Sequence[Fault]) -> Fault | None:
+    """The fault that brought the others about: the first that is no lost contact."""
+    return min(faults, key=lambda f: (f.kind is Kind.symptom, f.time), default=None)
+
+
+def of_exit(rank: int, num_ranks: int, step: int, code: int) -> Fault:
+    """The fault of a process that ended without a record; `code` is negative for a signal."""
+    what, why = f"ended with exit status {code}", ""
+    if code < 0:
+        what = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            why = "the system does that where memory runs out"
+    return Fault(
+        rank=rank,
+        num_ranks=num_ranks,
+        kind=Kind.ended,
+        step=step,
+        what=what,
+        why=why,
+        time=time.time(),
+    )

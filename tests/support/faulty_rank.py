@@ -1,0 +1,104 @@
+"""A rank without an engine: steps that exchange a file each, and one that fails as it is told to.
+
+`python faulty_rank.py SHARED RANK:STEP:FAULT`; torch is not imported, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from hydraspec.distributed.faults import FileRecords
+from hydraspec.distributed.launch import SIGNS
+from hydraspec.distributed.progress import ROW, Progress
+from hydraspec.distributed.watch import STILL_WAITING, Watch
+from hydraspec.errors import ConfigurationError
+
+NUM_STEPS, STEP_S = 20, 0.02
+
+
+class Exchange:
+    """What a collective is: done once every rank has come, an error once one of them is gone."""
+
+    def __init__(self, shared: Path, rank: int, num_ranks: int, step: int) -> None:
+        (shared / f"at-{rank}-{step}").touch()
+        self._needed = [shared / f"at-{other}-{step}" for other in range(num_ranks)]
+        self._pids = [shared / f"pid-{other}" for other in range(num_ranks)]
+
+    def wait(self, timeout: timedelta) -> bool:
+        until = time.monotonic() + min(timeout.total_seconds(), 0.2)
+        while not all(file.exists() for file in self._needed):
+            for pid in self._pids:
+                if pid.exists() and is_gone(int(pid.read_text())):
+                    raise RuntimeError("Connection closed by peer")
+            if time.monotonic() > until:
+                raise RuntimeError(STILL_WAITING)
+            time.sleep(0.005)
+        return True
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state in "ZX"
+
+
+def misbehave(fault: str) -> None:
+    """Fail as `fault` says."""
+    if fault == "raise":
+        raise ValueError("the seventh head is missing")
+    if fault == "memory":
+        raise MemoryError("out of memory: 20 GiB asked for")
+    if fault == "mistake":
+        raise ConfigurationError("parallelism.tensor=2 does not divide 3 heads")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "exit":
+        os._exit(7)
+    while fault == "spin":
+        pass
+
+
+def main() -> None:
+    shared, (who, when, fault) = Path(sys.argv[1]), sys.argv[2].split(":")
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = shared / f"own-{rank}"
+    own.write_text(str(os.getpid()))
+    own.rename(shared / f"pid-{rank}")
+    file = (shared / SIGNS).open("r+b")
+    row = memoryview(mmap.mmap(file.fileno(), 0))[ROW.size * rank : ROW.size * (rank + 1)]
+    watch = Watch(rank, num_ranks, records=FileRecords(shared), progress=Progress(row))
+    saved = shared / f"saved-{rank}"
+    try:
+        with watch.watching():
+            for step in range(1, NUM_STEPS + 1):
+                with watch.step():
+                    if who in (str(rank), "*") and step == int(when):
+                        misbehave(fault)
+                    watch.finish(Exchange(shared, rank, num_ranks, step))
+                    time.sleep(STEP_S)
+    except KeyboardInterrupt:
+        saved.write_text("interrupted")
+    except Exception as error:
+        watch.record(error)
+        sys.stdout.write(f"said by rank {rank}: {error}\n")
+        sys.stdout.flush()
+        if rank == 0:
+            saved.write_text(str(error))
+        os._exit(1)
+    else:
+        saved.write_text("done")
+
+
+if __name__ == "__main__":
+    main()
