@@ -109,7 +109,7 @@ def _follow(shared: Path, watch: Watch) -> int:
             factory.follow_first_rank(job.config)
     except BaseException as error:
         watch.record(error)
-        if not watch.lost:
+        if not (watch.lost or isinstance(error, UserError)):
             traceback.print_exc()
         return 1
     return 0

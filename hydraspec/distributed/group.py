@@ -17,7 +17,7 @@ class LostPeerError(RuntimeError):
     def __init__(self, rank: int, waited_s: float) -> None:
         """rank: of the run."""
         super().__init__(f"rank {rank} sent nothing for {waited_s:g} s in which others waited")
-        self.rank = rank
+        self.silent_rank = rank
 
 
 class TensorGroup(Protocol):
@@ -91,12 +91,8 @@ class ProcessGroup(TensorGroup):
     def all_gather(self, x: Tensor) -> Tensor:
         """See TensorGroup."""
         gathered = x.new_empty((self.size, *x.shape))
-        self._finish(
-            dist.all_gather_into_tensor(
-                *(gathered.view(-1), x.contiguous().view(-1)), group=self._group, async_op=True
-            ),
-            x,
-        )
+        parts = list(gathered.unbind())
+        self._finish(dist.all_gather(parts, x.contiguous(), group=self._group, async_op=True), x)
         return gathered
 
     def _finish(self, work: dist.Work | None, x: Tensor) -> None:

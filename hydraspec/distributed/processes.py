@@ -92,6 +92,15 @@ def _tensor_group(layout: Layout, rank: int, watch: Watch, backend: str) -> Tens
             ]
             made = dist.new_group(members, timeout=TO_LOAD, backend=backend)
             if rank in members:
-                own = ProcessGroup(made, watch)
+                own = _over(made, watch, backend)
     assert own is not None
     return own
+
+
+def _over(group: dist.ProcessGroup, watch: Watch, backend: str) -> TensorGroup:
+    if backend == "gloo":
+        return ProcessGroup(group, watch)
+    from hydraspec.distributed.symmetric import SymmetricGroup
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    return SymmetricGroup(group, device, wait_s=watch.timeout_s)

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -53,9 +54,12 @@ class Watch:
         *,
         records: Records | None = None,
         progress: Progress | None = None,
+        timeout_s: float = 15.0,
         each_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """each_look: called by the thread every LOOK_EVERY_S; raises where the run cannot go on."""
+        """timeout_s: for a wait of devices for each other, which no host sees. each_look: called by
+        the thread every LOOK_EVERY_S; raises where the run cannot go on."""
+        self.timeout_s = timeout_s
         self.rank, self.num_ranks = rank, num_ranks
         self.progress = progress or Progress(bytearray(32))
         self._records, self._each_look = records, each_look
@@ -135,7 +139,12 @@ class Watch:
         return own
 
     def record(self, error: BaseException) -> None:
-        """Record this rank's first exception, before anything is taken down."""
+        """Record this rank's first exception, before anything is taken down. One that says which
+        rank's device did not answer (`silent_rank`) is recorded for that rank."""
+        silent = getattr(error, "silent_rank", None)
+        if silent is not None:
+            self._add(replace(self._own(error, Kind.hung, "stood still"), rank=silent))
+            return
         if isinstance(error, LostRankError) or type(error).__name__ in CONNECTION_ERRORS:
             kind, what = Kind.symptom, "ended as another one was lost"
         elif isinstance(error, UserError):
