@@ -5,6 +5,7 @@ tests/distributed/test_symmetric.py.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from hydraspec_kernels.collectives.reference import (
 from hydraspec_kernels.norms.reference import add_norm_reference
 from hydraspec_kernels.runtime.launch import NUM_SMS
 from message_model import BrokenError, Model, ends, walk
+from ptx_machine import ONES, run
 
 COMPILE = """
 import json, sys
@@ -128,6 +130,80 @@ def test_more_ranks_in_random_order(seed):
     launches = tuple(draw.randint(1, 3) for _ in range(draw.randint(3, 5)))
     last = walk(Model(4, launches), [draw.random() for _ in range(1000)])
     assert [rank.launch for rank in last.ranks] == [len(launches)] * 4
+
+
+FAULT, CONTROL, BOXES, NEXT_RANK = 16, 32, 1 << 12, 1 << 16  # addresses
+STRIDE = 256  # from the boxes of one sender to those of the next
+LIMIT = 5000  # nanoseconds
+
+
+def exchanges(rank: int, size: int, box: int, messages: list[list[int]], memory, clock, found):
+    """One program's exchanges of a launch after another, as `kernel._exchange` places them."""
+    for count, words in enumerate(messages):
+        parity, at = count % 2, 16 * box
+        send = dict(enumerate(words, 4))
+        for i in range(size):
+            peer = BOXES + (rank + 1 + i) % size * NEXT_RANK
+            to = peer + (parity * size + rank) * STRIDE + at
+            yield from run(send_ptx(), send | {8: to}, memory, clock)
+        first, code = 4 * size, count << 32 | box << 16 | 1
+        own = BOXES + rank * NEXT_RANK + parity * size * STRIDE + at
+        inputs = {first: own, first + 8: CONTROL, first + 16: code}
+        got = yield from run(receive_ptx(size, 8, STRIDE), inputs, memory, clock)
+        found[rank, box, count] = [got[f"${i}"] for i in range(first)]
+
+
+def interleaved(programs: list, draw: random.Random) -> None:
+    while programs:
+        program = draw.choice(programs)
+        try:
+            next(program)
+        except StopIteration:
+            programs.remove(program)
+
+
+def empty_memory(size: int) -> dict[int, int]:
+    memory = dict.fromkeys((FAULT, FAULT + 4, CONTROL + 4, CONTROL + 12), 0)
+    memory |= {CONTROL: FAULT, CONTROL + 8: LIMIT}
+    for rank in range(size):
+        start = BOXES + rank * NEXT_RANK
+        memory |= dict.fromkeys(range(start, start + 2 * size * STRIDE, 4), ONES)
+    return memory
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_instructions_exchange_every_message(size, seed):
+    """The text that is compiled, run an access at a time in random order."""
+    draw = random.Random(seed)
+    memory, found, boxes, launches = empty_memory(size), {}, 2, 6
+    words = {
+        (rank, box): [[draw.choice((0, 1, ONES)) for _ in range(4)] for _ in range(launches)]
+        for rank in range(size)
+        for box in range(boxes)
+    }
+    interleaved(
+        [
+            exchanges(rank, size, box, messages, memory, itertools.count(), found)
+            for (rank, box), messages in words.items()
+        ],
+        draw,
+    )
+    for (_, box, count), got in found.items():
+        sent = [word for rank in range(size) for word in words[rank, box][count]]
+        assert got == [0x7FFFFFFF if word == ONES else word for word in sent]
+    assert len(found) == size * boxes * launches
+    assert memory == empty_memory(size)
+
+
+def test_the_instructions_give_up_and_say_whose_message_is_missing():
+    memory, found = empty_memory(3), {}
+    clock = itertools.count(0, 1000)
+    words = [[1, 2, 3, 4]] * 3
+    present = [exchanges(rank, 3, 1, words, memory, clock, found) for rank in (0, 2)]
+    interleaved(present, random.Random(0))
+    assert Fault.of(memory[FAULT] | memory[FAULT + 4] << 32) == Fault(peer=1, box=1, count=0)
+    assert LIMIT / 1000 < next(clock) / 1000 <= 2 * (LIMIT / 1000 + 2)  # no later wait asked again
 
 
 @pytest.mark.parametrize("size", [2, 4])

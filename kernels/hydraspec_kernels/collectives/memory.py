@@ -20,8 +20,8 @@ def open_mailboxes(group: dist.ProcessGroup, device: torch.device, wait_s: float
     fault = torch.zeros(1, dtype=torch.int64).pin_memory()  # its address is the device's too
     control = torch.tensor([fault.data_ptr(), round(wait_s * 1e9)], device=device)
     counts = torch.zeros(MAX_BOXES, dtype=torch.int32, device=device)
+    dist.all_reduce(counts, group=group)  # a message must not arrive before its box is empty
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # a message must not arrive before its box is empty
     return Mailboxes(
         rank=rank,
         size=size,
