@@ -114,7 +114,7 @@ class Attention:
         """
         qkv = linear(x, self.qkv, self.qkv_bias)
         attended = attend_projection(
-            Projection(qkv, shared.cos, shared.sin, shared.slots, shared.has_padding),
+            Projection(qkv, shared.cos, shared.sin, shared.cache_rows, shared.has_padding),
             cache,
             shared.plan,
             self.heads,
@@ -130,5 +130,5 @@ class Attention:
         bias = None if self.qkv_bias is None else self.qkv_bias[first:]
         # The library's product: no kernel is compiled for columns that decoding never takes alone.
         kv = torch.nn.functional.linear(x, self.qkv[:, first:].t(), bias)
-        projection = Projection(kv, shared.cos, shared.sin, shared.slots)
+        projection = Projection(kv, shared.cos, shared.sin, shared.cache_rows)
         write_qkv(projection, cache, replace(self.heads, num_heads=0, gain=None))

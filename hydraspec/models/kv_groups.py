@@ -43,7 +43,7 @@ class GroupPass:
     cos: Tensor  # [T, 1, H]
     sin: Tensor  # [T, 1, H], first half negated
     plan: AttentionPlan
-    slots: Tensor  # [T] cache rows to write, -1 for rows that write none
+    cache_rows: Tensor  # [T] to write, -1 for rows that write none
     has_padding: bool = False  # known on the host: there may be such rows
     _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
 
@@ -52,10 +52,10 @@ class GroupPass:
         the null block's and holds zeros.
         """
         if not self.has_padding:
-            cache.index_copy_(0, self.slots, rows)
+            cache.index_copy_(0, self.cache_rows, rows)
             return
         if self._targets is None:
-            self._targets = (self.slots.clamp(min=0), self.slots < 0)
+            self._targets = (self.cache_rows.clamp(min=0), self.cache_rows < 0)
         targets, is_padding = self._targets
         shape = (-1, *(1,) * (rows.dim() - 1))
         cache.index_copy_(0, targets, rows.masked_fill(is_padding.view(shape), 0.0))

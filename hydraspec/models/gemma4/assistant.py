@@ -136,7 +136,7 @@ class Gemma4Assistant:
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
             cos, sin = rope_table(positions, self.frequencies[kind], dtype)
-            # No layer writes KV, so nothing reads the slots.
+            # No layer writes KV, so nothing reads the cache rows.
             context.passes[kind] = GroupPass(cos, sin, hold_kv(plan, cache), positions)
             context.caches[kind] = cache
         return context

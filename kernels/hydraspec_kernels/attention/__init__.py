@@ -78,8 +78,8 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
     """Norm and rotate the heads of a projection, and write keys and values into the cache.
 
     Returns queries [T, Hq, H]. cache [rows, 2, Hkv, H] takes the key and value of token t at
-    slots[t]; slot -1 (a padding row) writes nothing. cache None: a layer that shares KV, whose
-    projection holds query heads only and whose slots are not read.
+    cache_rows[t]; -1 (a padding row) writes nothing. cache None: a layer that shares KV, whose
+    projection holds query heads only and whose cache_rows are not read.
     """
     if runs_kernels(projection.qkv) and projection.qkv.dtype is not torch.float64:
         from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda  # Triton
@@ -96,7 +96,7 @@ def attend_projection(
     """`write_qkv`, then `paged_attention`, in one kernel where it is faster -> [T, Hq * H].
 
     cache is [rows, 2, Hkv, H]. writes false: a layer that shares KV, which only reads the cache.
-    A slot is -1 or the place of its row's position in the plan's block table. A piecewise capture
+    A cache row is -1 or that of its row's position in the plan's block table. A piecewise capture
     leaves the attention eager.
     """
     narrow = projection.qkv.element_size() < 8

@@ -102,7 +102,7 @@ def with_gain(shape: QkvShape) -> QkvShape:
 
 
 def write_qkv_cpu(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
-    """See `attention.write_qkv`; overwrites the projection, and no slot may be -1."""
+    """See `attention.write_qkv`; overwrites the projection, and no cache row may be -1."""
     n, kv, size, gain = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.gain
     heads = projection.qkv.view(projection.qkv.shape[0], -1, size)
     values = None
@@ -120,5 +120,5 @@ def write_qkv_cpu(projection: Projection, cache: Tensor | None, shape: QkvShape)
         both = heads[:, n:].view(-1, 2, kv, size)
     else:
         both = torch.stack((heads[:, n:], values), 1)
-    cache.index_copy_(0, projection.slots, both)
+    cache.index_copy_(0, projection.cache_rows, both)
     return heads[:, :n]

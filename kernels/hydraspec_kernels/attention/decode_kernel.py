@@ -73,7 +73,7 @@ def _decode_kernel(
     qkv,  # [T, heads, H], rows qkv_stride apart
     cos,  # [T, H]
     sin,  # [T, H]
-    slots,  # [T]
+    cache_rows,  # [T]
     q_weight,  # [H]
     k_weight,  # [H]
     block_table,  # [B, P], rows table_stride apart
@@ -154,7 +154,7 @@ def _decode_kernel(
     )
     if WRITES and limit > length - rows:
         write_new(
-            cache, qkv, cos, sin, slots, k_weight_a, k_weight_b, eps, qkv_stride, kv_head,
+            cache, qkv, cos, sin, cache_rows, k_weight_a, k_weight_b, eps, qkv_stride, kv_head,
             start, rows, length, begin, limit, NUM_HEADS, NUM_KV_HEADS, HALF,
             K_NORM, VALUE_NORM, K_EQ_V, BLOCK_NEW, BLOCK_H,
         )  # fmt: skip
@@ -192,7 +192,7 @@ def _check(
     plan.check_cache(cache, projection.qkv.shape[0])
     assert (shape.num_heads, shape.head_dim) == (plan.shape.num_heads, plan.shape.head_dim)
     assert cache.shape[1:] == (2, plan.shape.num_kv_heads, plan.shape.head_dim), cache.shape
-    assert not writes or projection.slots.stride(0) == 1
+    assert not writes or projection.cache_rows.stride(0) == 1
     assert projection.qkv.dtype is projection.cos.dtype is projection.sin.dtype
 
 
@@ -226,7 +226,7 @@ def attend_projection_kernel(
         qkv,
         projection.cos,
         projection.sin,
-        projection.slots,
+        projection.cache_rows,
         shape.q_weight,
         shape.k_weight if writes else None,
         plan.block_table,

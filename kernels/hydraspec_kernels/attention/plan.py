@@ -93,13 +93,13 @@ class QkvShape:
 
 @dataclass(slots=True)
 class Projection:
-    """A layer's projected rows, with their rotary table (`rope_table`) and their cache slots."""
+    """A layer's projected rows, with their rotary table (`rope_table`) and their cache rows."""
 
     qkv: Tensor  # [T, heads * H]
     cos: Tensor  # [T, 1, H] in qkv's dtype
     sin: Tensor  # [T, 1, H]
-    slots: Tensor  # [T] cache rows to write, -1 for padding; unread by a layer that writes none
-    has_padding: bool = True  # False: no slot is -1, and `qkv` may be overwritten
+    cache_rows: Tensor  # [T] to write, -1 for padding; unread by a layer that writes none
+    has_padding: bool = True  # False: no cache row is -1, and `qkv` may be overwritten
 
     def check(self, shape: QkvShape, cache: Tensor | None, *, writes: bool) -> None:
         """Shapes, strides and dtypes that the kernels rely on; cache [rows, 2, Hkv, H]."""
@@ -118,7 +118,7 @@ class Projection:
         if writes:
             assert cache is not None
             assert cache.shape[1:] == (2, shape.num_kv_heads, size), cache.shape
-            assert self.slots.shape == (rows,)
+            assert self.cache_rows.shape == (rows,)
 
 
 @dataclass(slots=True)

@@ -79,8 +79,8 @@ def rotate_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: 
 
 @triton.jit
 def write_new(
-    cache, qkv, cos, sin, slots, weight_a, weight_b, eps, qkv_stride, kv_head, start, rows, length,
-    begin, limit,
+    cache, qkv, cos, sin, cache_rows, weight_a, weight_b, eps, qkv_stride, kv_head,
+    start, rows, length, begin, limit,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     K_NORM: tl.constexpr, VALUE_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -91,7 +91,7 @@ def write_new(
     is_value = r % 2
     mine = (r // 2 < rows) & (position >= begin) & (position < limit)
     row = start + r // 2
-    slot = tl.load(slots + row, mask=mine, other=-1).to(tl.int64)
+    cache_row = tl.load(cache_rows + row, mask=mine, other=-1).to(tl.int64)
     head = NUM_HEADS + kv_head + (0 if K_EQ_V else is_value * NUM_KV_HEADS)
     at = row.to(tl.int64) * qkv_stride + head * (2 * HALF)
     a, b, c, s = load_heads(qkv, cos, sin, at, row, mine, 2 * BLOCK_NEW, HALF, BLOCK_H)
@@ -100,8 +100,8 @@ def write_new(
         a = (a.to(tl.float32) * inverse).to(a.dtype)
         b = (b.to(tl.float32) * inverse).to(b.dtype)
     i = _column_indices(2 * BLOCK_NEW, BLOCK_H)
-    kept = (mine & (slot >= 0))[:, None] & (i < HALF)
-    to = cache + (((slot * 2 + is_value) * NUM_KV_HEADS + kv_head) * (2 * HALF))[:, None] + i
+    kept = (mine & (cache_row >= 0))[:, None] & (i < HALF)
+    to = cache + (((cache_row * 2 + is_value) * NUM_KV_HEADS + kv_head) * (2 * HALF))[:, None] + i
     tl.store(to, tl.where(is_value[:, None] != 0, a, rotated_a), mask=kept)
     tl.store(to + HALF, tl.where(is_value[:, None] != 0, b, rotated_b), mask=kept)
 
@@ -119,7 +119,7 @@ def write_qkv_kernel(
     # [T, 2 * HALF]
     sin_ptr,
     # [T]
-    slots_ptr,
+    cache_rows_ptr,
     # [2 * HALF]
     q_weight_ptr,
     # [2 * HALF]
@@ -172,7 +172,7 @@ def write_qkv_kernel(
     sin_a = tl.load(sin_ptr + table, mask=within, other=0.0).to(tl.float32)
     sin_b = tl.load(sin_ptr + table + HALF, mask=within, other=0.0).to(tl.float32)
     if HAS_CACHE:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
+        cache_row = tl.load(cache_rows_ptr + row).to(tl.int64)
     tl.debug_barrier()  # else ptxas moves loads after the sum, which exposes their latency
     inverse = inverse_norm(a, b, eps, HALF)
     normed = (is_query & HAS_Q_NORM) | (is_key & HAS_K_NORM)
@@ -186,9 +186,9 @@ def write_qkv_kernel(
         if VALUE_NORM:
             a, b = a * inverse, b * inverse
         value_a, value_b = a.to(dtype), b.to(dtype)
-        kept = slot >= 0
+        kept = cache_row >= 0
         # A cache row is keys, then values: the order of the heads that follow the queries.
-        kv_at = cache_ptr + (slot * 2 * num_kv_heads + head - num_heads) * (2 * HALF) + i
+        kv_at = cache_ptr + (cache_row * 2 * num_kv_heads + head - num_heads) * (2 * HALF) + i
         if K_EQ_V:
             tl.store(kv_at, rotated_a, mask=within & is_key & kept)
             tl.store(kv_at + HALF, rotated_b, mask=within & is_key & kept)
@@ -218,7 +218,7 @@ def write_qkv_cuda(projection: Projection, cache: Tensor | None, shape: QkvShape
         qkv,
         projection.cos,
         projection.sin,
-        projection.slots if cache is None else projection.slots.contiguous(),
+        projection.cache_rows if cache is None else projection.cache_rows.contiguous(),
         shape.q_weight,
         shape.k_weight,
         n,

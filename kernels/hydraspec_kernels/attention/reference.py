@@ -147,7 +147,7 @@ def planned_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
 
 def write_qkv_reference(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
     """See `attention.write_qkv`. The norm, and each step of the rotation, round to qkv's dtype."""
-    n, kv, qkv, slots = shape.num_heads, shape.num_kv_heads, projection.qkv, projection.slots
+    n, kv, qkv, to = shape.num_heads, shape.num_kv_heads, projection.qkv, projection.cache_rows
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     q = _rotated(heads[:, :n], projection, shape.q_weight, shape.eps)
     if cache is None:
@@ -159,8 +159,8 @@ def write_qkv_reference(projection: Projection, cache: Tensor | None, shape: Qkv
         v = rms_norm_reference(v, None, shape.eps)
     both = torch.stack((k, v), 1)
     # Padding rows write back what cache row 0 holds: no other row writes there.
-    padding = (slots < 0)[:, None, None, None]
-    cache.index_copy_(0, slots.clamp(min=0), torch.where(padding, cache[:1], both))
+    padding = (to < 0)[:, None, None, None]
+    cache.index_copy_(0, to.clamp(min=0), torch.where(padding, cache[:1], both))
     return q
 
 
