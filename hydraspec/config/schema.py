@@ -141,6 +141,7 @@ class ParallelismConfig:
     pipeline: int = 1  # stages, each with some of the layers
     data: int = 1  # replicas, each with some of the requests
     timeout_s: float = 15.0  # a rank that stands still for so long in a step ends the run
+    check: bool = False  # tensor-parallel ranks compare their results after every step
 
     @property
     def num_ranks(self) -> int:

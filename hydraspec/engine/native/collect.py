@@ -51,7 +51,7 @@ class Collector:
         self._scheduler = scheduler
         self._finish = finish
         self._info, self._speculator = info, speculator
-        self._num_steps = 0
+        self.num_steps = 0
 
     def collect(self, flight: Flight, clock: StepClock) -> Collected:
         """Finished sequences give back slot and blocks.
@@ -83,7 +83,7 @@ class Collector:
                 self._scheduler.release(sequence)
                 completions.append(self._finish.completion(sequence))
         record = StepRecord(
-            step=self._num_steps,
+            step=self.num_steps,
             phase_ms=clock.phase_ms(),
             total_ms=clock.total_ms(flight.launch_ms),
             requests=requests,
@@ -92,7 +92,7 @@ class Collector:
             num_waiting=len(self._scheduler.waiting),
             kv_usage=flight.kv_usage,
         )
-        self._num_steps += 1
+        self.num_steps += 1
         return Collected(record, completions, error)
 
     def failed(self) -> list[Completion]:

@@ -110,6 +110,8 @@ class NativeEngine(Engine):
             flight, self._in_flight = self._in_flight, flight
         if flight is None:
             return Collected(None, self._collector.failed())
+        if self.parts.check is not None:
+            self.parts.check.compare(self._collector.num_steps, flight.step.result())
         collected = self._collector.collect(flight, clock)
         clock.start(flight.launch_ms)  # with a step in flight, the next one's time counts from here
         return collected

@@ -21,6 +21,7 @@ from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.rank_check import RankCheck
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sizing import Models, new_cache, size_warnings, smallest_cache
@@ -58,6 +59,7 @@ class Loaded:
     scheduler: Scheduler
     info: EngineInfo
     control: Control = ALONE  # of the ranks that run this engine's steps
+    check: RankCheck | None = None  # of parallelism.check
 
 
 def load(config: RunConfig) -> Loaded:
@@ -173,6 +175,7 @@ def assemble(
         scheduler=_scheduler(models, kv),
         info=_info(models, modes, memory_bytes, warnings),
         control=control,
+        check=_rank_check(config, target),
     )
 
 
@@ -186,6 +189,12 @@ def _scheduler(models: Models, kv: KVCache) -> Scheduler:
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
     )
+
+
+def _rank_check(config: RunConfig, target: TargetModel) -> RankCheck | None:
+    group = target.vocabulary.group
+    is_needed = config.parallelism.check and group.size > 1
+    return RankCheck(group, target.device) if is_needed else None
 
 
 def _runner(
