@@ -32,11 +32,11 @@ from hydraspec.types import Request
 GIB = 1 << 30
 
 
-def build(case: Case, device: str = "cpu") -> NativeEngine:
-    """The engine of a case, over the target that the process has loaded."""
+def build(case: Case, device: str = "cpu", found: Stage | None = None) -> NativeEngine:
+    """The engine of a case, over the target that the process has loaded or that of `found`."""
     config = copy.deepcopy(case.config)
     config.engine.device = Device(device)
-    found = stage(case.pair.stage, case.dtype, device)
+    found = found or stage(case.pair.stage, case.dtype, device)
     if case.room is not None:
         config.engine.kv_cache.memory_gib = _memory_gib(config, found, case.room)
     backend: GraphBackend | None = None

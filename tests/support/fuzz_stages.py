@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tiny_targets import assistant_config, gemma4_config, run_config, write_fold
 
 from hydraspec import factory
 from hydraspec.config.schema import Dtype, RunConfig, Weights
+from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.loading import assemble
 from hydraspec.graphs import GraphBackend
@@ -131,7 +132,15 @@ def stage(name: str, dtype: Dtype, device: str = "cpu") -> Stage:
     return _zoo(name, dtype, device) if name.startswith("tiny_") else _random(name, dtype, device)
 
 
-def _load(checkpoint: str, weights: Weights, dtype: Dtype, device: str) -> TargetModel:
+def of_rank(found: Stage, group: TensorGroup) -> Stage:
+    """The stage with a rank's part of its target."""
+    checkpoint, weights = found.checkpoint, found.weights
+    return replace(found, target=_load(checkpoint, weights, found.dtype, "cpu", group))
+
+
+def _load(
+    checkpoint: str, weights: Weights, dtype: Dtype, device: str, group: TensorGroup = SOLO
+) -> TargetModel:
     return load_target(
         checkpoint,
         weights=weights.value,
@@ -139,6 +148,7 @@ def _load(checkpoint: str, weights: Weights, dtype: Dtype, device: str) -> Targe
         device=torch.device(device),
         seed=7,
         max_model_len=None,
+        group=group,
     )
 
 

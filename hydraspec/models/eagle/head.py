@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.embedding import embed
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
-from hydraspec_kernels.sampling.token_choice import greedy_tokens
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import WHOLE
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer, dense_attention, dense_group, dense_mlp
 from hydraspec.models.draft_spec import DraftSpec
@@ -38,7 +37,7 @@ class FusedLayer:
         self, config: DenseConfig, kind: str, place: Place, *, norm_before_residual: bool
     ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.kind = kind
+        self.kind, self.group = kind, place.group
         self.norm_before_residual = norm_before_residual
         self.attention = dense_attention(config, place, 2 * size)
         self.mlp = dense_mlp(config, place)
@@ -66,8 +65,10 @@ class FusedLayer:
         x = torch.cat((self.input_norm.forward(e), g), -1)
         h = g if self.norm_before_residual else h.clone()  # the caller's states stay as they are
         attended = self.attention.partial_sums(x, shared, cache)
-        h, y = add_and_norm(h, attended, post=None, next_norm=self.post_attention_norm)
-        return add_and_norm(h, self.mlp.partial_sums(y), post=None, next_norm=next_norm)
+        norm, group = self.post_attention_norm, self.group
+        h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
+        m = self.mlp.partial_sums(y)
+        return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)
 
 
 class Combine:
@@ -128,13 +129,15 @@ class EagleHead:
             self.layers = [DenseLayer(layers, kind, place) for kind in kinds[1:]]
         self.norm = Norm(size, eps, place) if config.final_norm else None
         self.theta = place.frequencies(layers.rope.theta)
-        self.embedding: Tensor = place.empty(0)  # [V, D]: its own or the target's, unscaled
+        # This rank's rows of both, its own or the target's; the embedding unscaled.
+        self.embedding: Tensor = place.empty(0)  # [V, D]
         self.head: Tensor = place.empty(0)  # [V_draft, D]
+        self.target_vocabulary = self.vocabulary = WHOLE  # V, and V_draft
         self.own: Tensors = {}  # embedding and head where they are the checkpoint's
         self.mask_state: Tensor | None = None  # [1, 1, A * D_target], as in the checkpoint
         self.mask_hidden: Tensor | None = None  # [D], projected
         self.vocab_map: Tensor | None = None  # [V_draft] ids of the target; None: the same
-        self.banned: Tensor | None = None  # draft ids that the target never samples
+        self.banned: Tensor | None = None  # columns of draft ids that the target never samples
         self.groups: dict[str, GroupShape] = {}
 
     def tensors(self) -> Tensors:
@@ -150,11 +153,16 @@ class EagleHead:
             found["norm.weight"] = self.norm.weight
         if self.mask_state is not None:
             found["mask_hidden"] = self.mask_state
+        return found | self.layer_tensors()
+
+    def layer_tensors(self) -> Tensors:
+        """Those of the decoder layers."""
         stack: list[FusedLayer | DenseLayer] = [*self.layers]
         if self.first is not None:
             stack.insert(0, self.first)
+        found: Tensors = {}
         for i, layer in enumerate(stack):
-            found |= {f"layers.{i}.{name}": part for name, part in layer.tensors().items()}
+            found |= prefixed(f"layers.{i}.", layer.tensors())
         return found
 
     def finish(self, suppressed: Tensor) -> None:
@@ -162,7 +170,9 @@ class EagleHead:
         if self.mask_state is not None and self.combine is not None:
             states = self.mask_state.view(len(self.spec.aux_layer_ids), 1, -1)
             self.mask_hidden = self.combine.forward(states.unbind()).view(-1)
-        self.banned = suppressed if suppressed.shape[0] else None
+        columns = suppressed - self.vocabulary.first
+        columns = columns[(columns >= 0) & (columns < self.vocabulary.num_tokens)]
+        self.banned = columns if columns.shape[0] else None
 
     def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
         """Sliding layers first, then full ones; also sets the block size forward reads with."""
@@ -183,7 +193,7 @@ class EagleHead:
         self, rows: Rows, hidden: Tensor, kv_caches: list[Tensor], *, step: int
     ) -> tuple[Tensor, Tensor]:
         """See OwnCacheHead.forward; `step` makes no difference."""
-        e = embed(rows.input_ids, self.embedding)
+        e = self.target_vocabulary.embed(rows.input_ids, self.embedding)
         table = rope_table(rows.positions, self.theta, self.place.dtype)
         tables = dict.fromkeys(self.groups, table)
         passes = group_passes(self.groups, rows, tables, self.place.dtype)
@@ -202,6 +212,10 @@ class EagleHead:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B, V_draft]; what the target never samples gets the dtype's minimum."""
+        return self.vocabulary.whole(self._columns(hidden))
+
+    def _columns(self, hidden: Tensor) -> Tensor:
+        """This rank's columns of the logits."""
         logits = linear(hidden, self.head.t())
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
@@ -211,7 +225,7 @@ class EagleHead:
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B] ids of the target's vocabulary; equal scores go to the lowest draft id."""
-        tokens = greedy_tokens(self.compute_logits(hidden))
+        tokens = self.vocabulary.greedy_tokens(self._columns(hidden))
         return tokens if self.vocab_map is None else self.vocab_map.index_select(0, tokens)
 
     def memory_bytes(self) -> int:

@@ -11,16 +11,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import check_aux_layer_ids, default_aux_layer_ids
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
+from hydraspec.models.draft_place import head_place, layers_place, target_place
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
 from hydraspec.models.eagle.head import EagleHead
-from hydraspec.models.layers import Place
 from hydraspec.models.weights import fill
 
 Entries = Mapping[str, TensorEntry]
@@ -60,11 +61,17 @@ def load_eagle(
     entries = _entries(opened, weights)
     ids = _aux_layer_ids(config, layers, entries, target, where)
     _check_target(config, layers, target, where)
-    place = Place(target.dtype, target.device)
+    width = target.hidden_size
+    place = layers_place(
+        target,
+        layers.divided,
+        len(layers.kinds),
+        lambda place: EagleHead(config, layers, len(ids), width, place).layer_tensors(),
+    )
     with torch.no_grad():
-        head = EagleHead(config, layers, len(ids), target.hidden_size, place)
+        head = EagleHead(config, layers, len(ids), width, place)
         _place_tables(head, entries, target, where)
-        _place_extras(head, entries, len(ids) * target.hidden_size, where)
+        _place_extras(head, entries, len(ids) * width, where)
         fill(
             head.tensors(),
             opened,
@@ -161,12 +168,13 @@ def _check_target(
 
 def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where: str) -> None:
     """Embedding and output projection: the checkpoint's own if it has them, else the target's."""
-    size, place = head.shape.hidden_size, head.place
+    size, place = head.shape.hidden_size, target_place(target)
+    head.target_vocabulary = tokens = target.vocabulary
     is_eagle1 = head.config.method == "eagle"
     lm_head = entries.get("lm_head.weight")
     if "embed_tokens.weight" in entries or size != target.hidden_size:
-        head.embedding = place.empty(target.vocab_size, size)
-        head.own["embed_tokens.weight"] = head.embedding
+        head.embedding = place.table(tokens, size)
+        head.own["embed_tokens.weight"] = place.rows(head.embedding, tokens)
     else:
         head.embedding = target.table
     rows = head.config.draft_vocab_size
@@ -174,10 +182,12 @@ def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where:
         rows = target.vocab_size if lm_head is None else lm_head.shape[0]
     has_own = lm_head is not None or (not entries and not is_eagle1)
     if has_own:
-        head.head = place.empty(rows, size)
-        head.own["lm_head.weight"] = head.head
+        place = head_place(target, rows, size)
+        head.vocabulary = Vocabulary(rows, place.group)
+        head.head = place.table(head.vocabulary, size)
+        head.own["lm_head.weight"] = place.rows(head.head, head.vocabulary)
     elif rows == target.vocab_size and size == target.hidden_size:
-        head.head = target.head
+        head.head, head.vocabulary = target.head, tokens
     else:
         raise CheckpointError(
             f"drafter {where!r} has no lm_head.weight, and its head of {rows} tokens and width "
@@ -215,8 +225,9 @@ def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
     """Use the target's embedding if the head's equals it: some formats always save a copy."""
     if "embed_tokens.weight" not in head.own:
         return True
-    theirs = target.table
-    if head.embedding.shape != theirs.shape or not _are_equal(head.embedding, theirs):
+    theirs, group = target.table, target.vocabulary.group
+    is_equal = head.embedding.shape == theirs.shape and _are_equal(head.embedding, theirs)
+    if not group.all_gather(torch.tensor(int(is_equal), device=theirs.device)).all():
         return False
     del head.own["embed_tokens.weight"]
     head.embedding = theirs
@@ -238,7 +249,7 @@ def _vocab_map(
     """Target ids [V_draft] of the draft vocabulary: k + d2t[k] for draft id k. None if they are
     the draft ids themselves.
     """
-    rows, vocab_size = head.head.shape[0], target.vocab_size
+    rows, vocab_size = head.vocabulary.size, target.vocab_size
     k = torch.arange(rows, device=target.device)
     if "d2t" in entries:
         d2t = _read(entries["d2t"]).to(target.device)
@@ -324,7 +335,7 @@ def _spec(
         method=config.method,
         hidden_width=layers.hidden_size,
         draft_width=layers.hidden_size,
-        vocab_size=head.head.shape[0],
+        vocab_size=head.vocabulary.size,
         kv_mode="own",
         position_mode="advance",
         feedback="post_norm" if config.norm_output else "pre_norm",

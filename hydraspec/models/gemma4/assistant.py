@@ -16,12 +16,13 @@ from hydraspec_kernels.attention import hold_kv, plan_attention
 from hydraspec_kernels.embedding import centroid_greedy, centroid_head
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
-from hydraspec_kernels.sampling.token_choice import greedy_tokens
 from torch import Tensor
 
+from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.errors import CheckpointError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.detect import check_method, open_draft
+from hydraspec.models.draft_place import head_place, target_place, whole
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.gemma4.assistant_config import AssistantConfig, read_assistant
 from hydraspec.models.gemma4.layer import Gemma4Layer
@@ -52,7 +53,11 @@ class Gemma4Assistant:
         text = config.text
         width, backbone = text.hidden_size, config.backbone_hidden_size
         self.config, self.target = config, target
-        self.head = place.empty(text.vocab_size, width)
+        # A centroid head reads few of its rows, so every rank holds it whole.
+        is_sparse = config.num_centroids > 0
+        self.head_place = whole(place) if is_sparse else head_place(target, text.vocab_size, width)
+        self.vocabulary = Vocabulary(text.vocab_size, self.head_place.group)
+        self.head = place.table(self.vocabulary, width)
         self.pre = place.matrix(2 * backbone, width)
         self.post = place.matrix(width, backbone)
         self.layers = [Gemma4Layer(text, layer, place) for layer in text.layers]
@@ -74,7 +79,7 @@ class Gemma4Assistant:
         """Every weight by its checkpoint name; a tied head is stored under the embedding's name."""
         head = "model.embed_tokens.weight" if self.config.text.tied else "lm_head.weight"
         found: Tensors = {
-            head: self.head,
+            head: self.head_place.rows(self.head, self.vocabulary),
             "pre_projection.weight": self.pre.t(),
             "post_projection.weight": self.post.t(),
             "model.norm.weight": self.norm.weight,
@@ -98,8 +103,7 @@ class Gemma4Assistant:
         """
         for layer in self.layers:
             layer.finish()
-        banned = self.target.suppress_token_ids
-        if banned:
+        if banned := self.vocabulary.rows_of(self.target.suppress_token_ids):
             self._banned_ids = torch.tensor(banned, device=self.place.device)
             self._banned = torch.zeros(len(self.head), dtype=torch.bool, device=self.place.device)
             self._banned[self._banned_ids] = True
@@ -131,7 +135,8 @@ class Gemma4Assistant:
         for kind, (g, spec) in self.sources.items():
             text = self.config.text
             window = text.sliding_window if spec.window is not None else None
-            shape = replace(spec.shape, num_heads=text.num_heads, window=window)
+            num_heads = self.place.share(text.num_heads).count
+            shape = replace(spec.shape, num_heads=num_heads, window=window)
             plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
@@ -159,6 +164,10 @@ class Gemma4Assistant:
 
     def compute_logits(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
+        return self.vocabulary.whole(self._columns(d))
+
+    def _columns(self, d: Tensor) -> Tensor:
+        """This rank's columns of the logits."""
         if self.centroids is None or self.clusters is None:
             logits = linear(d, self.head.t())
         else:
@@ -171,7 +180,7 @@ class Gemma4Assistant:
     def greedy_tokens(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> the best token [B]; equal scores go to the lowest id."""
         if self.centroids is None or self.clusters is None:
-            return greedy_tokens(self.compute_logits(d))
+            return self.vocabulary.greedy_tokens(self._columns(d))
         k = self.config.centroid_top_k
         return centroid_greedy(d, self.head, self.centroids, self.clusters, k, self._banned)
 
@@ -191,9 +200,11 @@ def load_assistant(
     check_method(open_draft(checkpoint), "gemma4_mtp")
     opened, config = read_assistant(checkpoint)
     where = str(opened.folder)
+    place = target_place(target)  # layers are divided as the KV heads they read are
+    config.text.divided.check(place.group.size, where)
     sources = match_target(config, target, where)
     with torch.no_grad():
-        model = Gemma4Assistant(config, target, Place(target.dtype, target.device))
+        model = Gemma4Assistant(config, target, place)
         model.sources = sources
         model.spec = DraftSpec(
             method="gemma4_mtp",
@@ -221,7 +232,7 @@ def load_assistant(
             {
                 "pre_projection": (model.pre, (2 * backbone, width)),
                 "post_projection": (model.post, (width, backbone)),
-                "head": (model.head, (model.spec.vocab_size, width)),
+                "head": (model.head, (model.vocabulary.num_rows, width)),
             },
         )
         model.finish(where)
@@ -236,7 +247,7 @@ def match_target(
 
     Raises CheckpointError naming both sides' values where assistant and target do not fit.
     """
-    contradictions = []
+    contradictions, place = [], target_place(target)
 
     def compare(what: str, ours: int, theirs: int) -> None:
         if ours != theirs:
@@ -256,7 +267,8 @@ def match_target(
         sources[layer.kind] = groups[name]
         spec = groups[name][1]
         compare(f"head_dim of {layer.kind} layers", layer.head_dim, spec.shape.head_dim)
-        compare(f"KV heads of {layer.kind} layers", layer.num_kv_heads, spec.shape.num_kv_heads)
+        kv_heads = place.heads(config.text.num_heads, layer.num_kv_heads)[1].count
+        compare(f"KV heads of {layer.kind} layers", kv_heads, spec.shape.num_kv_heads)
         if spec.window is not None:
             compare("sliding_window", config.text.sliding_window, spec.window)
     if contradictions:

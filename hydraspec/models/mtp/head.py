@@ -13,7 +13,6 @@ import torch
 from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
-from hydraspec_kernels.sampling.token_choice import greedy_tokens
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
@@ -79,8 +78,10 @@ class MTPHead:
 
     spec: DraftSpec
 
-    def __init__(self, config: MTPConfig, target: TargetModel, num_drafts: int) -> None:
-        self.place = place = Place(target.dtype, target.device)
+    def __init__(
+        self, config: MTPConfig, target: TargetModel, num_drafts: int, place: Place
+    ) -> None:
+        self.place = place
         block, count = config.block, config.num_layers
         self.config, self.target, self.num_drafts = config, target, num_drafts
         self.theta = place.frequencies(block.rope.theta)
@@ -160,11 +161,11 @@ class MTPHead:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B, V]: the target's head, as the target applies it."""
-        return self.target.compute_logits(hidden)
+        return self.target.vocabulary.whole(self.target.compute_logits(hidden))
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B] ids; equal scores go to the lowest id."""
-        return greedy_tokens(self.compute_logits(hidden))
+        return self.target.vocabulary.greedy_tokens(self.target.compute_logits(hidden))
 
     def memory_bytes(self) -> int:
         """Bytes of weights held beside the target's."""

@@ -10,6 +10,7 @@ from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.deepseek.layer import unpack_experts
 from hydraspec.models.deepseek.model import names_single_experts
 from hydraspec.models.detect import check_method, detect, open_draft
+from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.mtp.config import MTPConfig, check_num_drafts, read_mtp_config
 from hydraspec.models.mtp.head import MTPHead
@@ -36,8 +37,14 @@ def load_mtp(
     config = read_mtp_config(opened)
     check_num_drafts(num_drafts, config.num_layers, where)
     _check_target(config, target, where)
+    place = layers_place(
+        target,
+        config.block.divided,
+        config.num_layers,
+        lambda place: MTPHead(config, target, num_drafts, place).tensors(),
+    )
     with torch.no_grad():
-        head = MTPHead(config, target, num_drafts)
+        head = MTPHead(config, target, num_drafts, place)
         if weights == "checkpoint":
             _check_presence(opened, head, where)
             if names_single_experts(opened):

@@ -1,0 +1,72 @@
+"""Which parts of a draft head tensor-parallel ranks divide, and which every rank holds whole
+(docs/adr/0021).
+
+A part that is divided reads fewer bytes a pass, and costs reductions that a whole one does not
+need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from hydraspec.distributed.group import SOLO
+from hydraspec.models.base import TargetModel
+from hydraspec.models.layers import Place
+from hydraspec.models.parts import Divided, Tensors, held
+
+# Measured on H200s, in CUDA graphs: weights as decoding reads them, and a sum or an exchange of a
+# few rows over 2 or 4 ranks.
+BYTES_PER_US = 4.4e6
+REDUCTION_US = 6.5
+
+
+def is_worth_dividing(place: Place, num_bytes: int, num_reductions: int) -> bool:
+    """Whether reading its share of `num_bytes` saves a rank more time than the reductions take. On
+    a CPU always: all parts that can be divided are, and tests run them.
+    """
+    if place.device.type == "cpu":
+        return True
+    saved_us = num_bytes * (1 - 1 / place.group.size) / BYTES_PER_US
+    return saved_us > num_reductions * REDUCTION_US
+
+
+def target_place(target: TargetModel) -> Place:
+    """The place of a head that is divided as its target is."""
+    return Place(target.dtype, target.device, target.vocabulary.group)
+
+
+def whole(place: Place) -> Place:
+    """The same place for what every rank holds whole."""
+    return replace(place, group=SOLO)
+
+
+def layers_place(
+    target: TargetModel, divided: Divided, num_layers: int, tensors: Callable[[Place], Tensors]
+) -> Place:
+    """The place of decoder layers that have a KV cache of their own.
+
+    tensors: the layers' weights, built in a place (here without memory). A layer that is divided
+    takes two sums over ranks. Layers that the ranks cannot divide evenly are held whole.
+    """
+    place = target_place(target)
+    size = place.group.size
+    if size == 1:
+        return place
+    built = tensors(Place(place.dtype, torch.device("meta"))).values()
+    num_bytes = sum(held(weight).numel() * place.dtype.itemsize for weight in built)
+    is_divided = divided.obstacle(size) is None and is_worth_dividing(
+        place, num_bytes, 2 * num_layers
+    )
+    return place if is_divided else whole(place)
+
+
+def head_place(target: TargetModel, num_rows: int, width: int) -> Place:
+    """The place of an output projection of its own, [num_rows, width]. Divided, it takes one
+    exchange for each choice of tokens.
+    """
+    place = target_place(target)
+    num_bytes = num_rows * width * place.dtype.itemsize
+    return place if is_worth_dividing(place, num_bytes, 1) else whole(place)
