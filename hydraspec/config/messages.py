@@ -36,9 +36,11 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant."""
+    """The known word that was probably meant: a similar one, or else one that begins like it."""
     by_lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    if len(word) > 2:
+        matches += [name for name in by_lower if name.startswith(word.lower())]
     return by_lower[matches[0]] if matches else None
 
 

@@ -22,6 +22,7 @@ REFUSED = {
     "method.num_speculative_token=2": ["did you mean method.num_speculative_tokens=2?"],
     "metod=none": ["metod=none", "did you mean method=none?"],
     "engine.kv_cache.block=8": ["engine.kv_cache.block=8", "block_size, memory_gib"],
+    "workload.conc=3": ["did you mean workload.concurrency=3?"],
     "temperature=1": ["top-level keys are baseline", "did you mean sampling.temperature=1?"],
     "block_size=8": ["block_size=8 is no key", "did you mean engine.kv_cache.block_size=8?"],
     "checkpoint=/x": ["mean target.checkpoint=/x or method.checkpoint=/x?"],
