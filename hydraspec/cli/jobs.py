@@ -5,20 +5,19 @@ Nothing is composed here.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager, nullcontext
 from typing import Any
 
 from hydra.core.utils import configure_log, env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hydraspec.cli import sweep
+from hydraspec.cli import ranks, sweep, torchrun
 from hydraspec.cli.compose import Job
-from hydraspec.cli.ranks import needs_ranks, run_in_ranks
+from hydraspec.cli.rank_job import runner
+from hydraspec.cli.ranks import needs_ranks
 from hydraspec.config import RunConfig
-from hydraspec.config.benches import is_bench
 from hydraspec.lab.resolution import resolve
 
 
@@ -43,33 +42,12 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
         if finished is not None:
             return sweep.take_over(finished, job.folder, job.overrides)
     if needs_ranks(job.config):
+        run_in_ranks = torchrun.run if torchrun.num_ranks() else ranks.run
         return run_in_ranks(job, quiet=quiet, logs=logs)
     summary: dict[str, Any] = runner(job.config)(
         job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
     )
     return summary
-
-
-def runner(config: RunConfig) -> Callable[..., dict[str, Any]]:
-    """What runs a resolved configuration in this process: a run, or a benchmark."""
-    if is_bench(config):
-        from hydraspec.bench.run import run
-    else:
-        from hydraspec.lab.run import run
-
-    return run
-
-
-@contextmanager
-def errors_alone_logged() -> Iterator[None]:
-    """The package's log without warnings for a while: they are in the summary too."""
-    logger = logging.getLogger("hydraspec")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.cli import sweep
+from hydraspec.cli import sweep, torchrun
 from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
 from hydraspec.cli.folders import (
@@ -33,8 +33,9 @@ from hydraspec.cli.folders import (
     refuse_no_folder,
     results,
 )
-from hydraspec.cli.jobs import bind_threads, errors_alone_logged, hydra_settings, run_job
+from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
 from hydraspec.cli.overrides import with_config_dir
+from hydraspec.cli.rank_job import errors_alone_logged
 from hydraspec.cli.translate import translate
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
 from hydraspec.lab.outcome import INTERRUPTED, Outcome, exit_status, last_line, outcome
@@ -56,7 +57,9 @@ def main() -> int:
         keeps its traceback. After an interrupt the process must end: further ones are ignored.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
-    with output_may_be_cut(), terminations_as_interrupts():
+    if torchrun.is_follower():
+        return torchrun.follow()
+    with output_may_be_cut(), terminations_as_interrupts(), torchrun.leading():
         try:
             with interrupts_stay_interrupts():
                 args = read_flags(sys.argv[1:])
@@ -66,6 +69,7 @@ def main() -> int:
                 refuse_no_folder(args.overrides)
                 name = args.config_name or CONFIG_NAME
                 planned = plan(args.overrides, multirun=args.multirun, config_name=name)
+                torchrun.check_size([job.config for job in planned.jobs])
             with _claimed_folder(planned, args.overrides):
                 return _run_jobs(planned)
         except UserError as error:
@@ -91,6 +95,7 @@ def run(
             f"run({overrides!r}): cannot be read\n  allowed: a list of strings, each as typed\n"
             '  to do: write run(["method=none", "seed=1"])'
         )
+    torchrun.refuse_calls()
     refuse_no_folder(overrides)
     overrides = with_config_dir(config_dir, overrides)
     planned = plan(overrides)

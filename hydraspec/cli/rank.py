@@ -10,20 +10,14 @@ import mmap
 import os
 import sys
 import traceback
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import configure_log
-from omegaconf import OmegaConf
-
-from hydraspec.cli.jobs import errors_alone_logged, runner
+from hydraspec.cli.rank_job import RankJob, layout_of
 from hydraspec.cli.ranks import JOB, RESULT
-from hydraspec.config import RunConfig, from_dict
 from hydraspec.distributed.faults import FileRecords
 from hydraspec.distributed.launch import PARENT, SIGNS
-from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.progress import ROW, Progress
 from hydraspec.distributed.watch import Watch
 from hydraspec.errors import CannotWriteError, UserError
@@ -33,42 +27,6 @@ from hydraspec.signals import (
     output_may_be_cut,
     terminations_as_interrupts,
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class RankJob:
-    """A job as a rank reads it; see cli.compose.Job."""
-
-    config: RunConfig
-    folder: Path
-    overrides: list[str]
-    quiet: bool
-    logging: dict[str, Any] | None
-    verbose: bool | str | list[str]
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> RankJob:
-        """The job that cli.ranks wrote."""
-        config = from_dict(plain.pop("config"), plain.pop("warnings"))
-        return cls(config=config, folder=Path(plain.pop("folder")), **plain)
-
-    @property
-    def layout(self) -> Layout:
-        """Of its ranks."""
-        axes = self.config.parallelism
-        return Layout(tensor=axes.tensor, pipeline=axes.pipeline, data=axes.data)
-
-    def run(self) -> dict[str, Any]:
-        """Run it in this process, and return its summary."""
-        return runner(self.config)(
-            self.config, run_dir=self.folder, overrides=self.overrides, quiet=self.quiet
-        )
-
-    def logged(self) -> AbstractContextManager[None]:
-        """Configure the log; with `quiet` errors alone are logged for a while."""
-        if self.logging is not None:
-            configure_log(OmegaConf.create(self.logging), self.verbose)
-        return errors_alone_logged() if self.quiet else nullcontext()
 
 
 def main() -> int:
@@ -149,11 +107,12 @@ def _joined(job: RankJob, shared: Path, watch: Watch) -> AbstractContextManager[
 
     on_cuda = factory.device_type(job.config) == "cuda"
     store = local_store(shared, watch.rank, watch.num_ranks)
-    return joined(job.layout, watch.rank, store, watch, on_cuda=on_cuda)
+    watch.timeout_s = job.config.parallelism.timeout_s
+    return joined(layout_of(job.config), watch.rank, store, watch, on_cuda=on_cuda)
 
 
 def _read(shared: Path) -> RankJob:
-    return RankJob.of(json.loads((shared / JOB).read_bytes()))
+    return RankJob.of_text((shared / JOB).read_bytes())
 
 
 def _write(file: Path, content: object) -> None:

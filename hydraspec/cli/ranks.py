@@ -1,7 +1,7 @@
-"""Jobs that run as several ranks: this process starts them, or is one of those torchrun started.
+"""Jobs that run as several ranks of this host, which this process starts.
 
-A job travels to its ranks as a JSON file, composed and resolved; the first rank runs it, and its
-summary or its error travels back the same way.
+A job travels to its ranks in a file, composed and resolved; the first rank runs it, and its summary
+or its error travels back the same way.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from hydraspec.cli.compose import Job
-from hydraspec.config import RunConfig, to_dict
+from hydraspec.cli.rank_job import RankJob
+from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.distributed.faults import Fault, Kind, LostRankError
@@ -45,7 +44,7 @@ def needs_ranks(config: RunConfig) -> bool:
     return several and not (is_bench(config) and config.bench.isolate)
 
 
-def run_in_ranks(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
+def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     """Run a resolved job as ranks of this host, and return its summary.
 
     Args:
@@ -60,7 +59,8 @@ def run_in_ranks(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     folder, started = job.folder.absolute(), time.time()
     with tempfile.TemporaryDirectory(prefix="hydraspec-") as name:
         shared = Path(name)
-        (shared / JOB).write_text(json.dumps(_plain(job, quiet, logs)), encoding="utf-8")
+        text = RankJob.text_of(job, quiet=quiet, logs=logs)
+        (shared / JOB).write_text(text, encoding="utf-8")
         ended = run_ranks(
             [*WORKER, name],
             config.parallelism.num_ranks,
@@ -80,21 +80,6 @@ def run_in_ranks(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
         assert fault is not None, "the first rank ends with a result or a fault"
         raise _mistake(fault.exit_code, fault.why)
     return _summary(result)
-
-
-def _plain(job: Job, quiet: bool, logs: bool) -> dict[str, Any]:
-    hydra = job.composed.hydra
-    return {
-        "config": to_dict(job.config),
-        "warnings": job.config.warnings,
-        "overrides": job.overrides,
-        "folder": str(job.folder),
-        "quiet": quiet,
-        "logging": OmegaConf.to_container(hydra.job_logging, resolve=True) if logs else None,
-        "verbose": OmegaConf.to_container(hydra.verbose)
-        if OmegaConf.is_config(hydra.verbose)
-        else hydra.verbose,
-    }
 
 
 def _environment(config: RunConfig) -> dict[str, str]:

@@ -64,6 +64,7 @@ class Watch:
         self.progress = progress or Progress(bytearray(32))
         self._records, self._each_look = records, each_look
         self._lost: Fault | None = None
+        self._recorded = False
         self._ends = threading.Event()
 
     def step(self) -> AbstractContextManager[None]:
@@ -91,6 +92,11 @@ class Watch:
     def lost(self) -> bool:
         """Whether another rank has failed."""
         return self._lost is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank has: the run cannot go on."""
+        return self.lost or self._recorded
 
     def check(self) -> None:
         """Raise LostRankError if another rank has failed."""
@@ -167,6 +173,7 @@ class Watch:
         )
 
     def _add(self, fault: Fault) -> None:
+        self._recorded = True
         if self._records is not None:
             self._records.add(fault)
 

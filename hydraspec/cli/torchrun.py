@@ -1,0 +1,170 @@
+"""This process as one of the ranks that torchrun started: the first one runs the command line, the
+others take part in its jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from hydraspec.cli.compose import Job
+from hydraspec.cli.rank_job import RankJob, errors_alone_logged, layout_of, runner
+from hydraspec.config import RunConfig
+from hydraspec.config.benches import is_bench
+from hydraspec.config.engines import NATIVE
+from hydraspec.config.messages import refusal
+from hydraspec.distributed.faults import Kind, LostRankError, culprit
+from hydraspec.distributed.launch import PARENT
+from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.signals import ignore_interrupts
+
+if TYPE_CHECKING:
+    from hydraspec.distributed.torchrun import Fleet
+
+TO_SAVE_S = 10.0  # for the first rank, once this one has failed
+
+
+def num_ranks() -> int:
+    """How many ranks there are; 0 where torchrun did not start this process."""
+    if PARENT in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return 0
+    return int(os.environ["WORLD_SIZE"])
+
+
+def is_follower() -> bool:
+    """Whether this is not the first one."""
+    return num_ranks() > 1 and os.environ["RANK"] != "0"
+
+
+def check_size(jobs: Sequence[RunConfig]) -> None:
+    """Refuse jobs that are not for as many ranks as there are.
+
+    Raises:
+        ConfigurationError: for the first such job.
+    """
+    started = num_ranks()
+    for config in jobs:
+        axes = config.parallelism
+        if started and config.engine.name != NATIVE and started > 1:
+            raise refusal(
+                "engine.name",
+                config.engine.name,
+                f"is one process, and torchrun started {started} (WORLD_SIZE)",
+                allowed=NATIVE,
+                remedy="start it without torchrun",
+            )
+        if started and config.engine.name == NATIVE and axes.num_ranks != started:
+            axis = max(("tensor", "pipeline", "data"), key=lambda axis: getattr(axes, axis))
+            raise refusal(
+                f"parallelism.{axis}",
+                getattr(axes, axis),
+                f"makes {axes.num_ranks} ranks, and torchrun started {started} (WORLD_SIZE)",
+                allowed=f"parallelism.tensor x parallelism.pipeline x parallelism.data = {started}",
+                remedy=f"choose so, start {axes.num_ranks} ranks (--nnodes x --nproc-per-node), or "
+                "leave torchrun out: ranks of one host are then started here",
+            )
+        if started > 1 and is_bench(config) and config.bench.isolate:
+            raise refusal(
+                "bench.isolate",
+                True,
+                "starts processes of its own, and torchrun has started the ranks",
+                allowed="false",
+                remedy="add bench.isolate=false, with one engine and one method",
+            )
+
+
+def refuse_calls() -> None:
+    """Refuse `hydraspec.run` in ranks: which of them should get the summary?"""
+    if num_ranks() > 1:
+        raise ConfigurationError(
+            f"hydraspec.run: was called by each of {num_ranks()} ranks of torchrun\n"
+            "  allowed: a call from one process, which starts its ranks\n"
+            "  to do: start the script without torchrun, or run torchrun -m hydraspec"
+        )
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """The first rank's command: at its end the others end too."""
+    try:
+        yield
+    finally:
+        if num_ranks() > 1:
+            _fleet().end()
+
+
+def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
+    """The first rank: run a resolved job with the others, and return its summary.
+
+    Raises:
+        as cli.ranks.run_in_ranks does.
+    """
+    fleet, started = _fleet(), time.time()
+    if fleet.watch.failed:
+        raise LostRankError(
+            "the ranks ended with an earlier job\n"
+            "  to do: start the sweep again in its folder: finished jobs are not run twice"
+        )
+    fleet.announce(RankJob.text_of(job, quiet=quiet, logs=logs))
+    try:
+        with _joined(fleet, job.config):
+            return runner(job.config)(
+                job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
+            )
+    except KeyboardInterrupt:
+        _raise_fault(fleet, job, started)
+        raise
+    except Exception as error:
+        fleet.watch.record(error)
+        _raise_fault(fleet, job, started)
+        raise
+
+
+def _raise_fault(fleet: Fleet, job: Job, started: float) -> None:
+    """The failure of another rank, which torchrun answers with an interrupt of this one."""
+    from hydraspec.cli.ranks import what_happened
+
+    fault = culprit(fleet.records.all())
+    if fault is not None and fault.rank != 0 and fault.kind is not Kind.mistake:
+        raise LostRankError(what_happened(fault, job.folder.absolute(), started)) from None
+
+
+def follow() -> int:
+    """Another rank's command: its exit status is 0 unless it fails itself."""
+    ignore_interrupts()  # the first rank ends the others once it has saved
+    from hydraspec import factory
+
+    fleet = _fleet()
+    try:
+        while text := fleet.next_job():
+            job = RankJob.of_text(text)
+            with errors_alone_logged(), _joined(fleet, job.config):
+                factory.follow_first_rank(job.config)
+    except BaseException as error:
+        fleet.watch.record(error)
+        if not (fleet.watch.lost or isinstance(error, UserError)):
+            traceback.print_exc()
+        sys.stderr.flush()
+        fleet.leave(TO_SAVE_S)
+        os._exit(1)  # taking groups and devices down could wait for a rank that is lost
+    return 0
+
+
+def _joined(fleet: Fleet, config: RunConfig) -> Any:
+    from hydraspec import factory
+
+    on_cuda = factory.device_type(config) == "cuda"
+    return fleet.joined(layout_of(config), config.parallelism.timeout_s, on_cuda=on_cuda)
+
+
+@cache
+def _fleet() -> Fleet:
+    from hydraspec.distributed.torchrun import Fleet
+
+    return Fleet(int(os.environ["RANK"]), num_ranks())

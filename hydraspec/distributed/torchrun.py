@@ -1,0 +1,158 @@
+"""Ranks that torchrun started, on one host or several: what they tell each other through its store.
+
+No parent of ours watches them: a thread of each rank publishes its signs of life, and the first two
+ranks judge those of all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from hydraspec.distributed.faults import Fault, from_json, to_json
+from hydraspec.distributed.layout import Layout
+from hydraspec.distributed.processes import TO_START, joined
+from hydraspec.distributed.progress import Judge, Progress, Signs, read
+from hydraspec.distributed.ranks import Ranks
+from hydraspec.distributed.watch import Watch
+
+NUM_JUDGES = 2  # one may be the rank that stands still
+PUBLISH_EVERY_S = 1.0
+POLL_S = 0.05
+JOB, FAULTS, SIGNS = "job", "faults", "signs"
+
+
+class Fleet:
+    """One rank's end of all ranks, for as many jobs as the first rank has."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        """Wait until every rank is there.
+
+        Raises:
+            DistStoreError, DistNetworkError: they are not, or the address cannot be reached.
+        """
+        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TO_START))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store: Any = PrefixStore(f"hydraspec/{attempt}", store)  # stubs lack its methods
+        self.records = _StoreRecords(_another(self._store))
+        self._number = 0  # of the next job
+        self._signs = _Signs(_another(self._store), rank, num_ranks, self.records)
+        self.watch = Watch(
+            *(rank, num_ranks),
+            records=self.records,
+            progress=self._signs.own,
+            each_look=self._signs.publish,
+        )
+        self._watching = self.watch.watching()
+        self._watching.__enter__()
+
+    def announce(self, job: str) -> None:
+        """The first rank: have the others take part in a job, which is not empty."""
+        self._store.set(f"{JOB}/{self._number}", job)
+
+    def end(self) -> None:
+        """The first rank: there is no further job."""
+        self.announce("")
+        self._watching.__exit__(None, None, None)
+
+    def next_job(self) -> str:
+        """The other ranks: the job that the first one announces; empty: there is no further one.
+
+        Raises:
+            LostRankError: a rank has failed.
+        """
+        key = f"{JOB}/{self._number}"
+        while not self._store.check([key]):
+            self.watch.check()
+            time.sleep(POLL_S)
+        found: bytes = self._store.get(key)
+        return found.decode()
+
+    @contextmanager
+    def joined(self, layout: Layout, timeout_s: float, *, on_cuda: bool) -> Iterator[Ranks]:
+        """The groups of the job announced last, for a while."""
+        self._signs.judge.timeout_s = self.watch.timeout_s = timeout_s
+        store = PrefixStore(str(self._number), self._store)
+        self._number += 1
+        with joined(layout, self.watch.rank, store, self.watch, on_cuda=on_cuda) as ranks:
+            yield ranks
+
+    def leave(self, limit_s: float) -> None:
+        """Another rank: after a fault, let the first one save before this one's exit ends it, as
+        torchrun ends all ranks once one has."""
+        until = time.monotonic() + limit_s
+        key = f"{JOB}/{self._number}"
+        while time.monotonic() < until:
+            try:
+                if self._store.check([key]):
+                    return
+            except dist.DistError:  # the store has gone with the first rank
+                return
+            time.sleep(POLL_S)
+
+
+def _another(store: Any) -> Any:
+    """A further connection to a store, for another thread."""
+    return store.clone()
+
+
+class _StoreRecords:
+    """Faults in the store; see faults.Records."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._added: set[int] = set()
+
+    def add(self, fault: Fault) -> None:
+        """See Records."""
+        if fault.rank not in self._added:
+            self._added.add(fault.rank)
+            self._store.append(FAULTS, to_json(fault) + "\n")
+
+    def all(self) -> list[Fault]:
+        """See Records: of each rank the first."""
+        if not self._store.check([FAULTS]):
+            return []
+        found: dict[int, Fault] = {}
+        for line in self._store.get(FAULTS).splitlines():
+            fault = from_json(line)
+            found.setdefault(fault.rank, fault)
+        return list(found.values())
+
+
+class _Signs:
+    """Signs of life of all ranks, in the store."""
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, records: _StoreRecords) -> None:
+        self._row = bytearray(32)
+        self.own, self.judge = Progress(self._row), Judge(num_ranks, timeout_s=15.0)
+        self._store, self._rank, self._records = store, rank, records
+        self._keys = [f"{SIGNS}/{other}" for other in range(num_ranks)]
+        self._next = 0.0
+
+    def publish(self) -> None:
+        """Tell this rank's, and judge all."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + PUBLISH_EVERY_S
+        self._store.set(self._keys[self._rank], bytes(self._row).hex())
+        if self._rank < NUM_JUDGES:
+            fault = self.judge.look(self._all())
+            if fault is not None and fault.rank != self._rank:
+                self._records.add(fault)
+
+    def _all(self) -> dict[int, Signs]:
+        there = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
+        rows = self._store.multi_get([self._keys[rank] for rank in there])
+        return {
+            rank: read(bytearray.fromhex(row.decode()))
+            for rank, row in zip(there, rows, strict=True)
+        }
