@@ -6,13 +6,16 @@ and id = rank * num_rows + row holds everywhere. Padding is at the end of the vo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from hydraspec_kernels.embedding import embed, embed_beside
-from hydraspec_kernels.sampling.token_choice import greedy_tokens
+from hydraspec_kernels.embedding import embed, embed_beside, embed_part
+from hydraspec_kernels.sampling.token_choice import (
+    best_candidates,
+    greedy_candidates,
+    greedy_tokens,
+)
 from torch import Tensor
 
 from hydraspec.distributed.group import SOLO, TensorGroup
@@ -56,10 +59,8 @@ class Vocabulary:
         """Rows token_ids [...] of the whole table times scale -> [..., D]. table [num_rows, D]."""
         if self.group.size == 1:
             return embed(token_ids, table, scale)
-        rows = token_ids - self.first
-        is_elsewhere = (rows < 0) | (rows >= self.num_tokens)
-        found = embed(rows.masked_fill_(is_elsewhere, 0), table, scale)
-        return self.group.all_reduce(found.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
+        own = embed_part(token_ids, table, self.first, self.num_tokens, scale)
+        return self.group.all_reduce(own)
 
     def embed_beside(
         self,
@@ -85,24 +86,16 @@ class Vocabulary:
         return columns[:, : self.size].contiguous()
 
     def greedy_tokens(self, logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
-        """The argmax [N] of the whole rows, from this rank's columns [N, num_rows]; overwrites
-        padding. Ties, NaN and `marks_not_finite` as in token_choice.greedy_tokens.
+        """The argmax [N] of the whole rows, from this rank's columns [N, num_rows]. Ties, NaN and
+        `marks_not_finite` as in token_choice.greedy_tokens.
 
-        Ranks exchange their best value and its token, two numbers a row.
+        Ranks exchange their best values and the tokens of these: two numbers a row, or for each
+        chunk of a row where kernels run.
         """
         if self.group.size == 1:
             return greedy_tokens(logits, marks_not_finite=marks_not_finite)
-        if self.num_tokens < self.num_rows:
-            logits[:, self.num_tokens :] = -math.inf
-        columns = greedy_tokens(logits).unsqueeze(1)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        best = torch.cat((logits.gather(1, columns).to(wide), (columns + self.first).to(wide)), 1)
-        values, tokens = self.group.all_gather(best).unbind(-1)  # [size, N] each
-        winner = values.argmax(0, keepdim=True)  # NaN is the largest, ties go to the first rank
-        token = tokens.gather(0, winner).squeeze(0).to(torch.int64)
-        if not marks_not_finite:
-            return token
-        return torch.where(values.gather(0, winner).squeeze(0).isfinite(), token, ~token)
+        candidates = greedy_candidates(logits, self.first, self.num_tokens)
+        return best_candidates(self.group.all_gather(candidates), marks_not_finite=marks_not_finite)
 
 
 WHOLE = Vocabulary(EXACT_IDS)  # one rank's, for logits of any width

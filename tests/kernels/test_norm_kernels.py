@@ -9,10 +9,11 @@ from hydraspec_kernels.activation.kernel import gated_activation_cuda
 from hydraspec_kernels.activation.reference import (
     gated_activation_reference,
 )
-from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda
+from hydraspec_kernels.embedding.kernel import embed_beside_cuda, embed_cuda, embed_part_cuda
 from hydraspec_kernels.embedding.ple_kernel import ple_inputs_cuda
 from hydraspec_kernels.embedding.reference import (
     embed_beside_reference,
+    embed_part_reference,
     embed_reference,
     ple_inputs_reference,
 )
@@ -262,3 +263,23 @@ def test_embedding_is_its_reference(monkeypatch, width, scale, dtype, device):
     assert torch.equal(found, expected)
     outside = embed_cuda(torch.tensor([-1, 11], device=device), table, scale)
     assert torch.equal(outside, expected[:1, 1].expand(2, -1))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("scale", [None, 1.7])
+@pytest.mark.parametrize("width", [8, 1100])
+def test_parts_of_an_embedding_add_up_to_it(monkeypatch, width, scale, dtype, device):
+    """Padding rows hold NaN, which must not show; ids outside the vocabulary give zeros."""
+    (table,) = draws(7, dtype, device, (11, width))
+    ids = torch.tensor([[10, 0, 3], [3, 7, 4]], device=device)
+    outside = torch.tensor([-1, 11, 12, 1 << 30], device=device)
+    parts = []
+    for first, count in ((0, 4), (4, 4), (8, 3), (11, 0)):
+        padding = table.new_full((4 - count, width), float("nan"))
+        part = torch.cat((table[first : first + count], padding))
+        with monkeypatch.context() as patch:
+            poison(patch)
+            parts.append(embed_part_cuda(ids, part, first, count, scale))
+        assert parts[-1].equal(embed_part_reference(ids, part, first, count, scale))
+        assert not embed_part_cuda(outside, part, first, count, scale).any()
+    assert sum(parts).equal(embed_reference(ids, table, scale))

@@ -7,7 +7,9 @@ import torch
 from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
 from hydraspec_kernels.sampling.token_choice import kernel
 from hydraspec_kernels.sampling.token_choice.reference import (
+    best_candidates_reference,
     draw_tokens_reference,
+    greedy_candidates_reference,
     greedy_tokens_reference,
     sample_with_probs_reference,
 )
@@ -52,6 +54,41 @@ def test_best_token_of_odd_rows(device: str) -> None:
     marked = kernel.greedy_tokens_kernel(wide.to(device)[:, :-1], marks_not_finite=True)
     assert marked.tolist() == [0, 4097, ~0, 9999, ~6000, ~77, 9999]
     assert greedy_tokens_reference(logits, marks_not_finite=True).equal(marked.cpu())
+
+
+def parts_of(logits: Tensor, ranks: int) -> list[tuple[Tensor, int, int]]:
+    """Each rank's columns with its first token and their number; padding is NaN."""
+    size = logits.shape[1]
+    width = -(-size // ranks)
+    padded = torch.nn.functional.pad(logits, (0, width * ranks - size), value=torch.nan)
+    firsts = [min(rank * width, size) for rank in range(ranks)]
+    columns = padded.split(width, 1)
+    return [(c, f, min(width, size - f)) for c, f in zip(columns, firsts, strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("vocab", [1, 2, 7, 9001])
+def test_the_best_token_of_parts(vocab: int, ranks: int, device: str) -> None:
+    """Ties, infinities and NaN on any rank, ranks without tokens, chunks without tokens."""
+    draw = torch.Generator().manual_seed(vocab + ranks)
+    few = torch.tensor([1.0, 2.0, -INF])
+    logits = few[torch.randint(3, (6, vocab), generator=draw)]
+    logits[1] = randn(vocab)
+    logits[2] = -INF
+    logits[3, -1] = INF
+    logits[4, vocab // 2] = torch.nan
+    parts = [
+        kernel.greedy_candidates_kernel(columns.to(device), first, count)
+        for columns, first, count in parts_of(logits, ranks)
+    ]
+    for marks in (False, True):
+        found = kernel.best_candidates_kernel(torch.stack(parts), marks_not_finite=marks).cpu()
+        assert found.equal(greedy_tokens_reference(logits, marks_not_finite=marks))
+    told = [greedy_candidates_reference(*part) for part in parts_of(logits, ranks)]
+    for marks in (False, True):
+        found = best_candidates_reference(torch.stack(told), marks_not_finite=marks)
+        assert found.equal(greedy_tokens_reference(logits, marks_not_finite=marks))
 
 
 def keys(rows: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,14 @@ from torch import Tensor
 from hydraspec_kernels.embedding import reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-__all__ = ["centroid_greedy", "centroid_head", "embed", "embed_beside", "ple_inputs"]
+__all__ = [
+    "centroid_greedy",
+    "centroid_head",
+    "embed",
+    "embed_beside",
+    "embed_part",
+    "ple_inputs",
+]
 
 
 def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> Tensor:
@@ -24,6 +31,19 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> Tenso
 
         return embed_cuda(token_ids, table, scale)
     return reference.embed_reference(token_ids, table, scale)
+
+
+def embed_part(
+    token_ids: Tensor, table: Tensor, first: int, num_tokens: int, scale: float | None = None
+) -> Tensor:
+    """`embed` of the num_tokens tokens from `first` on, whose rows are the first of table [.., D];
+    zeros for other tokens. Parts of a vocabulary add up to `embed` of its whole table.
+    """
+    if runs_kernels(table) and table.dtype is not torch.float64:
+        from hydraspec_kernels.embedding.kernel import embed_part_cuda  # Triton, as above
+
+        return embed_part_cuda(token_ids, table, first, num_tokens, scale)
+    return reference.embed_part_reference(token_ids, table, first, num_tokens, scale)
 
 
 def embed_beside(

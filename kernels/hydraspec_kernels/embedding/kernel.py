@@ -28,6 +28,10 @@ def embed_kernel(
     hidden_width,
     hidden_stride,
     scale,
+    # the token of the table's row 0
+    first,
+    # other tokens give zeros; else row 0
+    IS_PART: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -37,8 +41,14 @@ def embed_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
     token = tl.load(token_ids_ptr + row).to(tl.int64)
-    token = tl.where((token >= 0) & (token < vocab), token, 0)
-    x = tl.load(table_ptr + token * width + column, mask=column < width, other=0.0)
+    if IS_PART:
+        token -= first
+    is_here = (token >= 0) & (token < vocab)
+    token = tl.where(is_here, token, 0)
+    is_read = column < width
+    if IS_PART:
+        is_read = is_read & is_here
+    x = tl.load(table_ptr + token * width + column, mask=is_read, other=0.0)
     out = (x.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
     if hidden_ptr is not None:
         source = row if rows_ptr is None else tl.load(rows_ptr + row).to(tl.int64)
@@ -54,6 +64,14 @@ def embed_cuda(token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
     """See `embedding.embed`."""
     out = table.new_empty(*token_ids.shape, table.shape[1])
     return _launch(out, token_ids.contiguous(), table, scale, None, None)
+
+
+def embed_part_cuda(
+    token_ids: Tensor, table: Tensor, first: int, num_tokens: int, scale: float | None
+) -> Tensor:
+    """See `embedding.embed_part`."""
+    out = table.new_empty(*token_ids.shape, table.shape[1])
+    return _launch(out, token_ids.contiguous(), table[:num_tokens], scale, None, None, first)
 
 
 def embed_beside_cuda(
@@ -74,6 +92,7 @@ def _launch(
     scale: float | None,
     hidden: Tensor | None,
     rows: Tensor | None,
+    first: int | None = None,
 ) -> Tensor:
     assert table.is_contiguous()
     if not out.numel():
@@ -88,6 +107,8 @@ def _launch(
         out.shape[-1] - table.shape[1],
         0 if hidden is None else hidden.stride(0),
         1.0 if scale is None else scale,
+        first or 0,
+        IS_PART=first is not None,
         BLOCK=BLOCK,
         num_warps=4,
         **dependent_launch(table),

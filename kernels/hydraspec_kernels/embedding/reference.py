@@ -20,6 +20,16 @@ def embed_reference(token_ids: Tensor, table: Tensor, scale: float | None) -> Te
     return x if scale is None else x.mul_(scale)
 
 
+def embed_part_reference(
+    token_ids: Tensor, table: Tensor, first: int, num_tokens: int, scale: float | None
+) -> Tensor:
+    """See `embedding.embed_part`."""
+    rows = token_ids - first
+    is_elsewhere = (rows < 0) | (rows >= num_tokens)
+    found = embed_reference(rows.masked_fill_(is_elsewhere, 0), table, scale)
+    return found.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
+
+
 def embed_beside_reference(
     token_ids: Tensor, table: Tensor, scale: float | None, hidden: Tensor, rows: Tensor | None
 ) -> Tensor:

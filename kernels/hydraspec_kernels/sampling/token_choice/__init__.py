@@ -8,12 +8,20 @@ from torch import Tensor
 from hydraspec_kernels.runtime.launch import runs_kernels
 from hydraspec_kernels.sampling.random_streams import DrawKey
 from hydraspec_kernels.sampling.token_choice.reference import (
+    best_candidates_reference,
     draw_tokens_reference,
+    greedy_candidates_reference,
     greedy_tokens_reference,
     sample_with_probs_reference,
 )
 
-__all__ = ["draw_tokens", "greedy_tokens", "sample_with_probs"]
+__all__ = [
+    "best_candidates",
+    "draw_tokens",
+    "greedy_candidates",
+    "greedy_tokens",
+    "sample_with_probs",
+]
 
 
 def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
@@ -28,6 +36,31 @@ def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
 
         return greedy_tokens_kernel(logits, marks_not_finite=marks_not_finite)
     return greedy_tokens_reference(logits, marks_not_finite=marks_not_finite)
+
+
+def greedy_candidates(logits: Tensor, first: int, num_tokens: int) -> Tensor:
+    """What decides the argmax of rows of which a rank has some columns, [2, N, C]: the best values
+    and their tokens. logits [N, >= num_tokens]: columns are the tokens from `first` on.
+
+    `best_candidates` reads those of all ranks; C and the form depend on the columns' type, device
+    and number alone.
+    """
+    if runs_kernels(logits) and logits.dtype is not torch.float64:
+        from hydraspec_kernels.sampling.token_choice.kernel import greedy_candidates_kernel
+
+        return greedy_candidates_kernel(logits, first, num_tokens)
+    return greedy_candidates_reference(logits, first, num_tokens)
+
+
+def best_candidates(candidates: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """`greedy_tokens` [N] of whole rows, from every rank's candidates [size, 2, N, C] in the order
+    of their tokens.
+    """
+    if runs_kernels(candidates) and candidates.dtype is not torch.float64:
+        from hydraspec_kernels.sampling.token_choice.kernel import best_candidates_kernel
+
+        return best_candidates_kernel(candidates, marks_not_finite=marks_not_finite)
+    return best_candidates_reference(candidates, marks_not_finite=marks_not_finite)
 
 
 def draw_tokens(weights: Tensor, key: DrawKey) -> Tensor:

@@ -38,6 +38,7 @@ def _best_of_chunks(
     row_stride,
     vocab_size,
     num_chunks,
+    first,  # the token of column 0
     BLOCKS_EACH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,15 +60,17 @@ def _best_of_chunks(
         token += BLOCK
     value, found = first_best(best, ids)
     tl.store(best_ptr + row * num_chunks + chunk, value)
-    tl.store(ids_ptr + row * num_chunks + chunk, found)
+    tl.store(ids_ptr + row * num_chunks + chunk, first + found)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "part_stride"])
 def _best_of_rows(
     tokens_ptr,  # [N]
-    best_ptr,  # [N, C]
-    ids_ptr,  # [N, C]
+    best_ptr,  # [N, C], PARTS of them
+    ids_ptr,  # [N, C], PARTS of them
     num_chunks,
+    part_stride,  # of best and ids
+    PARTS: tl.constexpr,
     CHUNKS: tl.constexpr,  # power of two, at least num_chunks
     MARK: tl.constexpr,  # whether to give ~token where the best is infinite or NaN
     PDL: tl.constexpr,
@@ -77,9 +80,17 @@ def _best_of_rows(
     chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < num_chunks
     wait_for_inputs(PDL)
-    best = tl.load(best_ptr + row * num_chunks + chunk, mask=is_chunk, other=-float("inf"))
-    ids = tl.load(ids_ptr + row * num_chunks + chunk, mask=is_chunk, other=NO_TOKEN)
+    at = row * num_chunks + chunk
+    best = tl.load(best_ptr + at, mask=is_chunk, other=-float("inf"))
+    ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
     value, token = first_best(best, ids)
+    for _ in tl.static_range(1, PARTS):
+        at += part_stride
+        best = tl.load(best_ptr + at, mask=is_chunk, other=-float("inf"))
+        ids = tl.load(ids_ptr + at, mask=is_chunk, other=NO_TOKEN)
+        other, its = first_best(best, ids)
+        is_better = other > value  # and not >=: ids of later parts are higher
+        value, token = tl.where(is_better, other, value), tl.where(is_better, its, token)
     token = token.to(tl.int64)
     if MARK:
         token = tl.where(tl.abs(value) == float("inf"), -1 - token, token)
@@ -87,12 +98,17 @@ def _best_of_rows(
 
 
 def best_of_rows(best: Tensor, ids: Tensor, *, marks_not_finite: bool = False) -> Tensor:
-    """The id [N] int64 of the best of each row, the lowest of equals: best and ids [N, C]."""
-    n, chunks = best.shape
+    """The id [N] int64 of the best of each row, the lowest of equals: best and ids [N, C], or
+    [P, N, C] with ids that rise along P.
+    """
+    n, chunks = best.shape[-2:]
+    parts = best.shape[0] if best.dim() == 3 else 1
     tokens = torch.empty(n, dtype=torch.int64, device=best.device)
+    if n == 0:
+        return tokens
     _best_of_rows[(n,)](
-        tokens, best, ids, chunks,
-        CHUNKS=triton.next_power_of_2(chunks), MARK=marks_not_finite, num_warps=1,
+        tokens, best, ids, chunks, best.stride(0) if best.dim() == 3 else 0,
+        PARTS=parts, CHUNKS=triton.next_power_of_2(chunks), MARK=marks_not_finite, num_warps=1,
         **dependent_launch(best),
     )  # fmt: skip
     return tokens
@@ -105,19 +121,29 @@ def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
 
 def greedy_tokens_kernel(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     """See `token_choice.greedy_tokens`."""
-    n, vocab_size = logits.shape
+    candidates = greedy_candidates_kernel(logits, 0, logits.shape[1])
+    return best_candidates_kernel(candidates.unsqueeze(0), marks_not_finite=marks_not_finite)
+
+
+def greedy_candidates_kernel(logits: Tensor, first: int, num_tokens: int) -> Tensor:
+    """See `token_choice.greedy_candidates`. Chunks of a row; ids are the bits of int32."""
+    n, num_columns = logits.shape
     assert logits.stride(1) == 1, logits.stride()
-    if n == 0:
-        return torch.empty(n, dtype=torch.int64, device=logits.device)
-    each = blocks_per_chunk(n, vocab_size)
-    chunks = triton.cdiv(vocab_size, each * BLOCK)
-    best = torch.empty(n, chunks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
-    _best_of_chunks[(chunks, n)](
-        best, ids, logits, logits.stride(0), vocab_size, chunks,
-        BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits),
-    )  # fmt: skip
-    return best_of_rows(best, ids, marks_not_finite=marks_not_finite)
+    each = blocks_per_chunk(n, num_columns)
+    chunks = triton.cdiv(num_columns, each * BLOCK)
+    found = torch.empty(2, n, chunks, dtype=torch.float32, device=logits.device)
+    if n:
+        _best_of_chunks[(chunks, n)](
+            found[0], found[1].view(torch.int32), logits, logits.stride(0), num_tokens, chunks,
+            first, BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits),
+        )  # fmt: skip
+    return found
+
+
+def best_candidates_kernel(candidates: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """See `token_choice.best_candidates`."""
+    best, ids = candidates.unbind(1)
+    return best_of_rows(best, ids.view(torch.int32), marks_not_finite=marks_not_finite)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ Letters: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,6 +25,25 @@ def greedy_tokens_reference(logits: Tensor, *, marks_not_finite: bool = False) -
         return tokens
     best = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return torch.where(best.isfinite(), tokens, ~tokens)
+
+
+def greedy_candidates_reference(logits: Tensor, first: int, num_tokens: int) -> Tensor:
+    """See `token_choice.greedy_candidates`: one of each row; a rank without tokens has -inf."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if num_tokens == 0:
+        return wide.new_tensor([-math.inf, first]).view(2, 1, 1).repeat(1, len(logits), 1)
+    columns = wide[:, :num_tokens].argmax(-1, keepdim=True)
+    return torch.stack((wide.gather(1, columns), (columns + first).to(wide.dtype)))
+
+
+def best_candidates_reference(candidates: Tensor, *, marks_not_finite: bool = False) -> Tensor:
+    """See `token_choice.best_candidates`. NaN is the largest value, ties go to the first rank."""
+    values, tokens = candidates.transpose(0, 2).flatten(2).unbind(1)  # [N, C * size] each
+    best = values.argmax(-1, keepdim=True)
+    token = tokens.gather(-1, best).squeeze(-1).to(torch.int64)
+    if not marks_not_finite:
+        return token
+    return torch.where(values.gather(-1, best).squeeze(-1).isfinite(), token, ~token)
 
 
 def draw_tokens_reference(weights: Tensor, key: DrawKey) -> Tensor:
