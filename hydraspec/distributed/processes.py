@@ -103,4 +103,5 @@ def _over(group: dist.ProcessGroup, watch: Watch, backend: str) -> TensorGroup:
     from hydraspec.distributed.symmetric import SymmetricGroup
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return SymmetricGroup(group, device, wait_s=watch.timeout_s)
+    # Before whoever watches the hosts, which cannot tell who waits for whom.
+    return SymmetricGroup(group, device, wait_s=watch.timeout_s * 2 / 3)

@@ -153,4 +153,4 @@ def test_a_fault_names_the_rank_of_the_run(monkeypatch):
     monkeypatch.setattr(dist, "get_global_rank", lambda group, peer: 6 + peer)
     with pytest.raises(LostPeerError, match="rank 7 sent nothing for 5 s") as raised:
         group.check()
-    assert raised.value.rank == 7
+    assert raised.value.silent_rank == 7

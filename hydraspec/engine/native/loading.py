@@ -154,6 +154,7 @@ def assemble(
     if on_cuda or backend is not None:
         rehearsing = rehearsing_runner(models, modes, backend)
         _compile(rehearsing)
+        control.agree_all(True)  # from here on devices wait for each other, and not for long
         if on_cuda and kv is None:
             memory_bytes["activations"] = _measure_activations(rehearsing)
         del rehearsing

@@ -87,7 +87,15 @@ def packed_results(step: DeviceStep) -> Tensor:
 class ResultRing:
     """Host memory for the results of the last few launches."""
 
-    def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_drafts: int,
+        device: torch.device,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """check: called when results have arrived; raises where they are wrong."""
+        self._check = check
         self._width, self._k = 2 * num_drafts + 3, num_drafts
         self._is_cuda = device.type == "cuda"
         shape = (max_num_seqs, self._width)
@@ -114,9 +122,10 @@ class ResultRing:
         event = torch.cuda.Event() if self._is_cuda else None
         if event is not None:
             event.record()
-        k = self._k
+        k, check = self._k, self._check
 
         def fetch() -> StepResult:
+            check()
             # Copied: the buffer serves another launch later.
             found = buffer[:row].numpy().copy()
             return StepResult(
