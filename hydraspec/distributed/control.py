@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import count
 from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
@@ -59,6 +60,7 @@ class Control:
         where a rank is lost."""
         self._store, self.layout, self.rank, self.watch = store, layout, rank, watch
         self._unread: dict[int, Plain] = {}  # of what was gathered
+        self.runs = count()  # numbers of the runs of engines, equal on the ranks of a replica
         self.all_ranks = list(range(layout.num_ranks))
         size = layout.tensor * layout.pipeline
         first = rank // size * size

@@ -32,11 +32,12 @@ class OfferedRequest:
     error: str | None = None
 
     @classmethod
-    def of(cls, request: Request) -> Self:
-        """A tokenised request, offered now."""
+    def of(cls, request: Request, offered_at: float | None = None) -> Self:
+        """A tokenised request, offered at `offered_at` (time.perf_counter()), or now."""
         assert request.prompt_token_ids is not None, "call tokenize() first"
         tokens = list(request.prompt_token_ids)
-        return cls(request=request, token_ids=tokens, num_prompt=len(tokens))
+        at = time.perf_counter() if offered_at is None else offered_at
+        return cls(request=request, token_ids=tokens, num_prompt=len(tokens), offered_at=at)
 
     @property
     def num_tokens(self) -> int:

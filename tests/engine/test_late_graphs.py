@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
-import torch
 from graph_runs import (
     assert_same,
     attention_as_on_devices,
@@ -15,10 +13,9 @@ from graph_runs import (
     run_requests,
     zoo_requests,
 )
-from recorded_graphs import RecordedOps
+from recorded_graphs import RecordedOps, SmallMemory
 
 from hydraspec.config.schema import DraftSampling, Verification
-from hydraspec.graphs.capture import Replayable
 
 T = TypeVar("T")
 
@@ -71,24 +68,6 @@ def test_prepared_ways_of_sampling_are_captured_before_they_are_met() -> None:
     built = unprepared.num_built()
     run_requests(unprepared, requests, concurrency=5)
     assert unprepared.num_built().graphs > built.graphs
-
-
-class SmallMemory(RecordedOps):
-    """Every capture takes a byte; of those that come late, few find one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_left, self.num_refused = 1000, 0
-
-    def capture(self, run: Callable[[], T], *, in_pieces: bool, pool: str) -> tuple[T, Replayable]:
-        if not self.num_left:
-            self.num_refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
-        self.num_left -= 1
-        return super().capture(run, in_pieces=in_pieces, pool=pool)
-
-    def num_bytes(self) -> int:
-        return self.num_captures
 
 
 @pytest.mark.parametrize("num_left", [0, 1])

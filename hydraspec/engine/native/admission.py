@@ -5,18 +5,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Protocol
 
-from hydraspec.distributed.control import GRACE_S, Control, RankError
+from hydraspec.distributed.control import Control, RankError
 from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Request
 
-TOPIC = "step"
-
 
 class Admission(Protocol):
-    """Asked before each step of one run."""
+    """Asked before each step of one run.
+
+    Attributes:
+        offered_at: when those that joined last were offered (time.perf_counter()); None: just then.
+    """
+
+    @property
+    def offered_at(self) -> float | None: ...
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """The requests that join the step, beside as many unfinished ones; None: the run is over,
@@ -30,6 +35,8 @@ class Admission(Protocol):
 
 class Pending:
     """Requests in their order, at most `concurrency` of them unfinished (None: all)."""
+
+    offered_at = None
 
     def __init__(self, requests: Sequence[Request], concurrency: int | None) -> None:
         self._pending, self._limit = deque(requests), concurrency or len(requests)
@@ -53,9 +60,15 @@ class Leading:
 
     def __init__(self, source: Admission, requests: Sequence[Request], control: Control) -> None:
         self._source, self._control = source, control
+        self._topic = _topic(control)
         self._places = {id(request): place for place, request in enumerate(requests)}
         self._held = ExitStack()
         self._has_ended = False
+
+    @property
+    def offered_at(self) -> float | None:
+        """See Admission."""
+        return self._source.offered_at
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """See Admission.
@@ -72,7 +85,7 @@ class Leading:
     def _announce(self, num_unfinished: int, found: Sequence[Request] | None) -> None:
         self._has_ended = found is None
         places = None if found is None else [self._places[id(request)] for request in found]
-        self._control.tell(self._control.replica, TOPIC, [num_unfinished, places])
+        self._control.tell(self._control.replica, self._topic, [num_unfinished, places])
 
     def close(self) -> None:
         """See Admission."""
@@ -85,9 +98,11 @@ class Leading:
 class Following:
     """Another rank's: does what the first of its replica announces."""
 
+    offered_at = None
+
     def __init__(self, requests: Sequence[Request], control: Control) -> None:
         self._requests, self._control = requests, control
-        self._has_ended = False
+        self._topic = _topic(control)
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """See Admission.
@@ -95,9 +110,8 @@ class Following:
         Raises:
             RankError: this rank has finished other requests than the first one has.
         """
-        unfinished_there, places = self._control.hear(self._control.replica[0], TOPIC)
+        unfinished_there, places = self._control.hear(self._control.replica[0], self._topic)
         if places is None:
-            self._has_ended = True
             return None
         if unfinished_there != num_unfinished:
             raise RankError(
@@ -108,11 +122,12 @@ class Following:
         return [self._requests[place] for place in places]
 
     def close(self) -> None:
-        """See Admission. An error that both have had leaves the announced end unheard."""
-        with suppress(RankError):
-            while not self._has_ended:
-                heard = self._control.hear(self._control.replica[0], TOPIC, GRACE_S)
-                self._has_ended = heard[1] is None
+        """See Admission."""
+
+
+def _topic(control: Control) -> str:
+    """Of one run: an error that ranks share leaves the announced end of their run unheard."""
+    return f"step{next(control.runs)}"
 
 
 def obeyed(source: Admission, requests: Sequence[Request], control: Control) -> Admission:

@@ -79,7 +79,7 @@ class NativeEngine(Engine):
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
             while (joining := admission.joining(num_unfinished)) is not None:
                 for request in joining:
-                    self._scheduler.add(Sequence.of(request))
+                    self._scheduler.add(Sequence.of(request, admission.offered_at))
                 collected = self.step()
                 num_unfinished += len(joining) - len(collected.completions)
                 if collected.record is not None:

@@ -30,8 +30,8 @@ def follow(config: RunConfig) -> None:
     Raises:
         what ends the whole run: its first error, which rank 0 raises too.
     """
-    control = current().control
-    together, engines = Together(control), [Peers()]
+    together, engines = Together(current()), [Peers()]
+    control = together.control
     with together.call(engines[0]):
         engines[0].engine = NativeEngine(config)
     while True:

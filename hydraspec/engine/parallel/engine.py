@@ -31,7 +31,7 @@ class ParallelEngine(Engine):
         self._peers = Peers()
         self._num_steps = 0
         if origin is None:
-            self._together = Together(current().control)
+            self._together = Together(current())
             self._number, self._numbers = 0, count(1)  # this engine's, and those of the next ones
             self._runs = count()
             with self._together.call(self._peers):

@@ -16,12 +16,15 @@ from hydraspec.distributed.control import (
     Plain,
     RankError,
 )
+from hydraspec.distributed.faults import LostRankError
+from hydraspec.distributed.ranks import Ranks
 from hydraspec.engine.base import Built
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.errors import UserError
 from hydraspec.signals import interrupts_held_back
 
 TOPIC = "outcome"
+STOPPED = (GeneratorExit, KeyboardInterrupt)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +48,8 @@ class Peers:
 class Together:
     """The calls that all ranks make, one after another."""
 
-    def __init__(self, control: Control) -> None:
-        self.control = control
+    def __init__(self, ranks: Ranks) -> None:
+        self.control, self._watch = ranks.control, ranks.watch
         self.is_over = False  # a rank is lost, or its engine is in another state than the others'
 
     @contextmanager
@@ -62,6 +65,8 @@ class Together:
             yield
         except BaseException as error:
             own = error
+            if not isinstance(error, (UserError, *STOPPED)):
+                self._watch.record(error)  # the others need not wait for a rank that left a step
         self.is_over = True  # if the next lines raise
         with interrupts_held_back():
             outcomes = self._outcomes(peers.engine, own)
@@ -71,6 +76,8 @@ class Together:
             peers.facts = _merged(outcomes)
             if own is not None:
                 raise own
+        elif isinstance(own, LostRankError):  # which names the rank and its step
+            raise own
         elif self.control.rank == 0 or self.is_over:
             first = min(failed, key=lambda outcome: outcome["error"]["at"])
             raise _error_of(first, self.control.rank, own) from own
@@ -81,7 +88,7 @@ class Together:
         """By rank; None of those that say nothing while another rank has failed."""
         control = self.control
         # An engine is closed or interrupted between two steps: that is no failure.
-        stopped = engine is not None and isinstance(own, (GeneratorExit, KeyboardInterrupt))
+        stopped = engine is not None and isinstance(own, STOPPED)
         error = None if own is None or stopped else _described(own)
         facts = None if engine is None or error else _facts(engine)
         outcome = {"rank": control.rank, "error": error, "facts": facts}

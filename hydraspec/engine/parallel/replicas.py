@@ -50,6 +50,7 @@ class SharedQueue:
         self._room = min(max_num_seqs, -(-together // control.layout.data))
         self._num_joined = self._num_told = 0  # requests; of those that ended, how many were told
         self._next: int | None = None  # its place: taken, but it has not joined
+        self.offered_at = None if self._is_limited else time.perf_counter()
         self._look_at = 0.0
         self._has_ended = False
 
