@@ -284,6 +284,22 @@ RULES = (
     *_shape("method"),
     *METHOD_AND_ENGINE,
     *(*_axis("tensor"), *_axis("pipeline"), *_axis("data")),
+    Rule(  # whether they fit the target is checked when that is read
+        "parallelism.pipeline_layers",
+        lambda layers, c: (
+            layers is None or (len(layers) == c.parallelism.pipeline and min(layers) > 0)
+        ),
+        "null, or a number of layers for each stage (parallelism.pipeline), 1 or more",
+        "is no split over {c.parallelism.pipeline} stages",
+        "leave the key out for a balanced split",
+    ),
+    Rule(
+        "parallelism.pipeline_layers",
+        lambda layers, c: layers is None or _is_native(c),
+        "null with engine={c.engine.name}",
+        "is for engine=native",
+        "leave the key out",
+    ),
     Rule(
         "parallelism.timeout_s",
         lambda seconds, c: MIN_TIMEOUT_S <= seconds < math.inf,

@@ -139,6 +139,7 @@ class ParallelismConfig:
     name: str
     tensor: int = 1  # ranks that share every layer
     pipeline: int = 1  # stages, each with some of the layers
+    pipeline_layers: list[int] | None = None  # layers of each stage; null: balanced
     data: int = 1  # replicas, each with some of the requests
     timeout_s: float = 15.0  # a rank that stands still for so long in a step ends the run
     check: bool = False  # tensor-parallel ranks compare their results after every step

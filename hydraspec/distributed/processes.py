@@ -21,6 +21,7 @@ from hydraspec.distributed.control import Control
 from hydraspec.distributed.group import SOLO, ProcessGroup, TensorGroup
 from hydraspec.distributed.layout import Coordinates, Layout
 from hydraspec.distributed.ranks import Ranks, acting_as
+from hydraspec.distributed.stages import link_stages
 from hydraspec.distributed.watch import Watch
 
 TO_START = timedelta(minutes=5)  # for the slowest rank's imports
@@ -71,9 +72,11 @@ def joined(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=layout.num_ranks, timeout=TO_LOAD
     )
-    group = _tensor_group(layout, rank, watch, "nccl" if on_cuda else "gloo")
+    backend = "nccl" if on_cuda else "gloo"
+    group = _tensor_group(layout, rank, watch, backend)
+    link = link_stages(layout, rank, watch, backend=backend, timeout=TO_LOAD)
     control = Control(store, layout, rank, watch=watch.check)
-    ranks = Ranks(layout=layout, rank=rank, group=group, control=control, watch=watch)
+    ranks = Ranks(layout=layout, rank=rank, group=group, link=link, control=control, watch=watch)
     with acting_as(ranks):
         yield ranks
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ from hydraspec.distributed.control import ALONE as ALONE_CONTROL
 from hydraspec.distributed.control import Control
 from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.distributed.layout import Coordinates, Layout
+from hydraspec.distributed.stages import StageLink
 from hydraspec.distributed.watch import ALONE as UNWATCHED
 from hydraspec.distributed.watch import Watch
 
@@ -22,6 +23,7 @@ class Ranks:
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     group: TensorGroup = SOLO  # the ranks that share this one's layers
+    link: StageLink | None = None  # to the other pipeline stages; None: there are none
     control: Control = ALONE_CONTROL  # plain data to and from every rank
     watch: Watch = UNWATCHED  # over the other ranks: in every wait, and around every step
 

@@ -34,6 +34,7 @@ class BaseSpeculator(ABC):
     """
 
     owns_kv_cache: ClassVar[bool] = False  # drafting writes KV into further groups
+    reads_target_kv: ClassVar[bool] = False  # of the last layer of each kind that writes any
     # The reason, if `propose` cannot be captured; only such a drafter may read the device.
     cannot_be_captured: ClassVar[str | None] = None
 

@@ -21,6 +21,7 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
     """
 
     owns_kv_cache: ClassVar[bool] = False
+    reads_target_kv: ClassVar[bool] = True
     head: Gemma4Assistant
 
     def load_draft_model(self, target: TargetModel, checkpoint: str) -> Gemma4Assistant:

@@ -225,7 +225,7 @@ def test_a_closed_run_leaves_nothing_in_flight(
     events = engine.run(copy.deepcopy(requests), concurrency=None)
     for _ in range(3):
         next(events)
-    assert engine._in_flight is not None
+    assert engine._in_flight
     events.close()  # type: ignore[attr-defined]
     for other in (engine.baseline(), engine):
         seen = run_watched(other, requests, monkeypatch)
@@ -253,7 +253,7 @@ def test_a_failed_launch_leaves_the_engine_usable(
         patch.setattr(engine.parts.runner, "launch", fail_third)
         with pytest.raises(error, match="planted"):
             list(engine.run(copy.deepcopy(requests), concurrency=None))
-    assert engine._in_flight is None
+    assert not engine._in_flight
     assert len(run_watched(engine, requests, monkeypatch).completions) == 4
 
 
@@ -271,7 +271,7 @@ def test_null_waits_on_the_cpu(dense: World) -> None:
     config = run_config(dense.folder)
     assert config.engine.async_scheduling is None
     engine = make_engine(config, dense.target, NoSpeculator(config))
-    assert not engine._runs_ahead
+    assert not engine._num_ahead
     records = [
         event
         for event in engine.run(requests_of(dense, SamplingParams()), concurrency=None)

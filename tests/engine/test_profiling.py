@@ -102,7 +102,7 @@ def test_a_device_profile_sums_verbs_by_phase(monkeypatch: pytest.MonkeyPatch) -
     assert again.outputs == wanted.outputs
     assert backend.num_replays > num_replays
     assert isinstance(engine.parts.runner, DeviceRunner)
-    assert engine._runs_ahead
+    assert engine._num_ahead
 
 
 def test_no_step_waits_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def interleave(runs: Sequence[Following], stride: int = 1) -> list[Watch]:
 def assert_nothing_is_held(engine: NativeEngine) -> None:
     """No block, slot or step belongs to a request that has ended; the null block is as it was."""
     scheduler, kv = engine.parts.scheduler, engine.parts.runner.kv
-    assert engine._in_flight is None
+    assert not engine._in_flight
     assert not scheduler.running
     assert not scheduler.waiting
     assert sorted(scheduler._free_slots) == list(range(scheduler.max_num_seqs)), "slots leaked"

@@ -133,7 +133,7 @@ def run_watched(
         else:
             seen.completions[event.index] = event
     assert engine.parts.runner.kv.usage == 0.0, "blocks leaked"
-    assert engine._in_flight is None
+    assert not engine._in_flight
     return seen
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from thread_stages import Lanes, ThreadLink
 from torch import Tensor
 
 from hydraspec.distributed.control import Control
@@ -61,16 +62,25 @@ def as_ranks(layout: Layout, work: Callable[[Ranks], T]) -> list[T]:
         if lost.is_set():
             raise threading.BrokenBarrierError
 
+    pipelines = [Lanes(layout.pipeline) for _ in range(layout.tensor * layout.data)]
+
     def run(rank: int) -> T:
-        control = Control(store, layout, rank, watch=watch)
-        ranks = Ranks(layout=layout, rank=rank, group=groups[rank], control=control)
+        at = layout.coordinates(rank)
+        lanes = pipelines[at.replica * layout.tensor + at.tensor]
+        ranks = Ranks(
+            layout=layout,
+            rank=rank,
+            group=groups[rank],
+            link=ThreadLink(lanes, at.stage) if layout.pipeline > 1 else None,
+            control=Control(store, layout, rank, watch=watch),
+        )
         try:
             with acting_as(ranks):
                 return work(ranks)
         except BaseException:
             lost.set()
-            for barrier in barriers:
-                barrier.abort()
+            for end in [*barriers, *pipelines]:
+                end.abort()
             raise
 
     with ThreadPoolExecutor(layout.num_ranks) as pool:
@@ -79,4 +89,5 @@ def as_ranks(layout: Layout, work: Callable[[Ranks], T]) -> list[T]:
     causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if errors:
         raise (causes or errors)[0]
+    assert all(lanes.are_empty for lanes in pipelines), "something was sent and not received"
     return [future.result() for future in futures]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager, suppress
@@ -51,11 +52,14 @@ class NativeEngine(Engine):
             self.parts.info,
             self.parts.runner.speculator,
         )
-        self._runs_ahead = bool(self.parts.info.async_scheduling)
-        self._in_flight: Flight | None = None  # launched, not collected
+        # Launched, not collected. A step leaves as many there as `_num_ahead`.
+        self._in_flight: deque[Flight] = deque()
+        self._num_stages = self.parts.target.stage.count
+        self._num_ahead = self._num_stages - 1 + bool(self.parts.info.async_scheduling)
         on_cpu = self.parts.target.device.type == "cpu"
-        self.clock = StepClock(has_phases=on_cpu and not self._runs_ahead)
-        if on_cpu and not self._runs_ahead:
+        has_phases = on_cpu and not self._num_ahead
+        self.clock = StepClock(has_phases=has_phases)
+        if has_phases:
             self.parts.runner.clock = self.clock
 
     @property
@@ -91,25 +95,23 @@ class NativeEngine(Engine):
     @torch.inference_mode()
     def step(self) -> Collected:
         """Schedule and launch the next step, then collect one: the same or, where the host runs
-        ahead, the one launched before it."""
+        ahead or pipeline stages work on several, the oldest in flight."""
         with self._watch.step():
             return self._step()
 
     def _step(self) -> Collected:
-        clock, runner = self.clock, self.parts.runner
-        if self._in_flight is None:
+        clock, runner, flights = self.clock, self.parts.runner, self._in_flight
+        if not flights:
             clock.start()
         with clock("schedule"):
             scheduled, plan = self._schedule()
-        flight = None
         if plan is not None:
             with clock("launch"), runner.clock("device"):
                 launched = runner.launch(plan)
-            flight = self._flight(scheduled, launched)
-        if self._runs_ahead:
-            flight, self._in_flight = self._in_flight, flight
-        if flight is None:
+            flights.append(self._flight(scheduled, launched))
+        if not flights or (plan is not None and len(flights) <= self._num_ahead):
             return Collected(None, self._collector.failed())
+        flight = flights.popleft()
         if self.parts.check is not None:
             self.parts.check.compare(self._collector.num_steps, flight.step.result())
         collected = self._collector.collect(flight, clock)
@@ -131,7 +133,7 @@ class NativeEngine(Engine):
 
     def _flight(self, scheduled: list[Scheduled], launched: LaunchedStep) -> Flight:
         scheduler = self._scheduler
-        if self._runs_ahead:
+        if self._num_ahead:
             scheduler.launched(scheduled)
         return Flight(
             scheduled,
@@ -143,15 +145,14 @@ class NativeEngine(Engine):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """At its end, forget unfinished requests, and wait until the device has done the step in
+        """At its end, forget unfinished requests, and wait until the device has done the steps in
         flight: the cache may serve another engine next (`baseline`)."""
         try:
             yield
         finally:
-            flight, self._in_flight = self._in_flight, None
             self._scheduler.clear()
-            if flight is not None:
-                flight.step.result()
+            while self._in_flight:
+                self._in_flight.popleft().step.result()
 
     def tokenize(self, requests: Seq[Request]) -> None:
         checkpoint = self.parts.config.target.checkpoint
@@ -175,27 +176,31 @@ class NativeEngine(Engine):
         return Built(num_compiled(runner.target.device), num_captured)
 
     def profile_step(self, requests: Seq[Request]) -> StepProfile | None:
-        if self.parts.target.device.type == "cpu":
+        if self._cannot_be_profiled():
             return None
         return profile_step(self, requests, lambda: torch.cuda.Event(enable_timing=True))
 
     def profile_phases(self, requests: Seq[Request]) -> dict[str, float] | None:
         """None on a CPU, where phases are measured in every step."""
-        if self.parts.target.device.type == "cpu":
+        if self._cannot_be_profiled():
             return None
         return profile_phases(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+
+    def _cannot_be_profiled(self) -> bool:
+        """On a CPU, and where stages work on several steps at once."""
+        return self.parts.target.device.type == "cpu" or self._num_stages > 1
 
     @contextmanager
     def timed_by(self, clock: Clock, *, ahead: bool) -> Iterator[None]:
         """While it lasts, `clock` times what the device does, and no step runs ahead of results
         unless `ahead` is true."""
         runner = self.parts.runner
-        before = runner.clock, self._runs_ahead
-        runner.clock, self._runs_ahead = clock, self._runs_ahead and ahead
+        before = runner.clock, self._num_ahead
+        runner.clock, self._num_ahead = clock, self._num_ahead if ahead else 0
         try:
             yield
         finally:
-            runner.clock, self._runs_ahead = before
+            runner.clock, self._num_ahead = before
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
@@ -213,5 +218,8 @@ class NativeEngine(Engine):
             with suppress(NotFiniteError):  # they are an answer here
                 for _ in self.run([request], concurrency=1):
                     pass
-            assert runner.kept_logits is not None, "a prompt that does not fit samples nothing"
-            return runner.kept_logits[-1].double().cpu().numpy()
+            logits = None if runner.kept_logits is None else runner.kept_logits[-1].double().cpu()
+            if runner.io is not None:
+                logits = runner.io.link.share(logits)
+            assert logits is not None, "a prompt that does not fit samples nothing"
+            return logits.numpy()

@@ -17,6 +17,7 @@ from hydraspec import factory
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.distributed.control import ALONE, Control
 from hydraspec.distributed.ranks import current
+from hydraspec.distributed.stages import StageLink
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.native.device_runner import DeviceRunner
@@ -25,6 +26,8 @@ from hydraspec.engine.native.rank_check import RankCheck
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sizing import Models, new_cache, size_warnings, smallest_cache
+from hydraspec.engine.native.stage_io import StageIO
+from hydraspec.engine.native.stage_runner import StageRunner
 from hydraspec.engine.native.state import new_request_state
 from hydraspec.engine.native.step_graphs import RunnerLimits
 from hydraspec.graphs import (
@@ -38,9 +41,11 @@ from hydraspec.graphs import (
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.models.stages import Stage
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.speculators.base import BaseSpeculator
+from hydraspec.speculators.elsewhere import loaded_drafter
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.types import DTYPES
 
@@ -60,6 +65,7 @@ class Loaded:
     info: EngineInfo
     control: Control = ALONE  # of the ranks that run this engine's steps
     check: RankCheck | None = None  # of parallelism.check
+    link: StageLink | None = None  # of a pipeline stage
 
 
 def load(config: RunConfig) -> Loaded:
@@ -70,6 +76,15 @@ def load(config: RunConfig) -> Loaded:
         CheckpointError: a checkpoint that cannot be used.
     """
     device, ranks = pick_device(config), current()
+    speculator = factory.build_speculator(config)
+    split = config.parallelism.pipeline_layers
+    stage = Stage(
+        index=ranks.at.stage,
+        count=ranks.layout.pipeline,
+        num_layers=None if split is None else tuple(split),
+        drafts=speculator.num_speculative_tokens > 0,
+        drafter_reads_kv=speculator.reads_target_kv,
+    )
     with _timed("target's weights", device):
         target = load_target(
             config.target.checkpoint,
@@ -79,19 +94,15 @@ def load(config: RunConfig) -> Loaded:
             seed=config.seed,
             max_model_len=config.target.max_model_len,
             group=ranks.group,
+            stage=stage,
         )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
-    speculator = factory.build_speculator(config)
     with _timed("drafter's weights", device):
-        speculator.load(target)
+        speculator = loaded_drafter(speculator, target, config, ranks.link)
+    tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
     return assemble(
-        config,
-        target,
-        load_tokenizer(resolve_folder(config.target.checkpoint)),
-        speculator,
-        None,
-        control=ranks.control,
+        *(config, target, tokenizer, speculator, None), control=ranks.control, link=ranks.link
     )
 
 
@@ -121,6 +132,7 @@ def load_baseline(loaded: Loaded) -> Loaded:
         target_kv,
         backend=backend,  # the same memory pool: only one of the two runs
         control=loaded.control,
+        link=loaded.link,
     )
 
 
@@ -133,9 +145,10 @@ def assemble(
     *,
     backend: GraphBackend | None = None,
     control: Control = ALONE,
+    link: StageLink | None = None,
 ) -> Loaded:
     """Wire loaded models into an engine's parts; `kv` None makes a new cache, as large on every
-    rank.
+    rank. `link` is that of a pipeline stage.
 
     `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
     """
@@ -145,6 +158,7 @@ def assemble(
         target=target,
         speculator=speculator,
         max_model_len=model_length(config, target.max_position_embeddings),
+        link=link,
     )
     modes = _resolve_modes(models, backend)
     if modes.enabled and backend is None:
@@ -177,6 +191,7 @@ def assemble(
         info=_info(models, modes, memory_bytes, warnings),
         control=control,
         check=_rank_check(config, target),
+        link=link,
     )
 
 
@@ -189,6 +204,7 @@ def _scheduler(models: Models, kv: KVCache) -> Scheduler:
         max_model_len=models.max_model_len,
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
+        num_micro_batches=_num_micro_batches(config, models.target),
     )
 
 
@@ -223,7 +239,9 @@ def _runner(
         vocabulary=target.vocabulary,
     )
     if target.device.type == "cpu" and backend is None:
-        return Runner(target, speculator, verifier, kv, state)
+        if models.link is None:
+            return Runner(target, speculator, verifier, kv, state)
+        return StageRunner(target, speculator, verifier, kv, state, StageIO.of(models))
     most = config.engine.max_num_seqs
     limits = RunnerLimits(
         max_num_seqs=most,
@@ -322,11 +340,19 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _runs_ahead(config: RunConfig, device: torch.device) -> bool:
+def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
     """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
-    done."""
+    done. Of pipeline stages, whether one more step than stages is in flight; null means no, since
+    then steps have fewer requests each."""
     wanted = config.engine.async_scheduling
-    return device.type == "cuda" if wanted is None else wanted
+    if wanted is None:
+        return target.device.type == "cuda" and target.stage.count == 1
+    return wanted
+
+
+def _num_micro_batches(config: RunConfig, target: TargetModel) -> int:
+    count = target.stage.count
+    return 1 if count == 1 else count + _runs_ahead(config, target)
 
 
 def _info(
@@ -352,7 +378,7 @@ def _info(
         greedy_is_exact=target.dtype in (torch.float32, torch.float64),
         cudagraph=modes.as_info(),
         checks_logits=True,
-        async_scheduling=_runs_ahead(config, target.device),
+        async_scheduling=_runs_ahead(config, target),
         memory_bytes=memory_bytes,
         devices=[_device_name(target.device)],
         draft_spec=None if spec is None else asdict(spec),

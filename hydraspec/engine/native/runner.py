@@ -16,6 +16,7 @@ from hydraspec.engine.native.draft_check import check_draft, check_drafts_on_cpu
 from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.results import DeviceStep, LaunchedStep, launched_on_cpu
+from hydraspec.engine.native.stage_io import StageIO
 from hydraspec.engine.native.state import commit, store_draft
 from hydraspec.engine.native.step_graphs import StepGraphs
 from hydraspec.engine.native.timing import Clock, no_clock
@@ -51,6 +52,7 @@ class Runner:
         self._placer = PlanPlacer(target.device)
         self.clock: Clock = no_clock
         self.graphs: StepGraphs | None = None
+        self.io: StageIO | None = None  # of a pipeline stage
         self._keeps_logits = False
         self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
         speculator.bind_kv_caches(kv.specs, kv.caches)
@@ -62,11 +64,16 @@ class Runner:
     def prepare(self, plan: PlanTensors) -> Batch:
         return prepare(plan, self.state, self.kv.specs)
 
-    def forward(self, batch: Batch) -> TargetStep:
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The target's forward pass; of a pipeline stage, its part of it."""
         needed = None if self.speculator.reads_all_hidden_states else batch.needed
-        hidden, aux = self.target.forward(
-            batch, self.kv.caches, self.speculator.aux_layer_ids, needed
+        received = () if self.io is None else (self.io.received(batch),)
+        return self.target.forward(
+            batch, self.kv.caches, self.speculator.aux_layer_ids, needed, *received
         )
+
+    def forward(self, batch: Batch) -> TargetStep:
+        hidden, aux = self.hidden_states(batch)
         logits = self._logits(batch, hidden)
         if self._keeps_logits and logits.shape[0]:
             self.kept_logits = self.target.vocabulary.whole(logits)

@@ -3,6 +3,9 @@ Plain numbers only.
 
 The scheduler may run one step ahead of the results (docs/adr/0010): what a step in flight will have
 accepted is then known within bounds only, and every decision here holds at both ends of them.
+
+Pipeline stages have several steps in flight, of disjoint requests: a request waits there for its
+results before it is scheduled again, and is not preempted meanwhile.
 """
 
 from __future__ import annotations
@@ -28,8 +31,12 @@ class Scheduler:
         max_model_len: int,
         num_speculative_tokens: int,
         num_lookahead_tokens: int = 0,
+        num_micro_batches: int = 1,
     ) -> None:
+        """num_micro_batches: steps in flight of disjoint requests, over which requests are spread
+        evenly; 1: one step, or two as in docs/adr/0010."""
         self.kv = kv
+        self.num_micro_batches = num_micro_batches
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -69,7 +76,10 @@ class Scheduler:
         self._budget = self.max_num_batched_tokens
         self._is_short = False
         chosen: dict[Sequence, Scheduled] = {}
+        most = self._share()
         for sequence in self._in_turn():
+            if len(chosen) == most:
+                break
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
             self.kv.slide(sequence.slot, sequence.fewest_computed)
@@ -77,7 +87,7 @@ class Scheduler:
             if item is not None and self._make_room(item, chosen):
                 chosen[sequence] = item
                 self._budget -= item.num_rows
-        while self.waiting and self._free_slots and not self._is_short:
+        while self.waiting and self._free_slots and not self._is_short and len(chosen) < most:
             if not self._admit(self.waiting[0], chosen):
                 break
             self.waiting.popleft()
@@ -90,11 +100,19 @@ class Scheduler:
         count, self.num_preempted = self.num_preempted, 0
         return count
 
+    def _share(self) -> int:
+        """The most requests of a step: with several in flight, an even part of all."""
+        wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        return -(-wanted // self.num_micro_batches)
+
     def _in_turn(self) -> list[Sequence]:
-        decodes = [sequence for sequence in self.running if sequence.decodes_next]
-        if len(decodes) == len(self.running):
+        running = self.running
+        if self.num_micro_batches > 1:
+            running = [sequence for sequence in running if sequence.in_flight is None]
+        decodes = [sequence for sequence in running if sequence.decodes_next]
+        if len(decodes) == len(running):
             return decodes
-        return decodes + [sequence for sequence in self.running if not sequence.decodes_next]
+        return decodes + [sequence for sequence in running if not sequence.decodes_next]
 
     def _rows_for(self, sequence: Sequence) -> Scheduled | None:
         """Rows this sequence wants: the newest token and its drafts, or the next chunk of its
@@ -133,6 +151,9 @@ class Scheduler:
                 self._is_short = True
                 return False
             victim = self.running[-1]
+            if self.num_micro_batches > 1 and victim.in_flight is not None:
+                self._is_short = True  # its slot's state changes when its results arrive
+                return False
             if victim is not sequence:
                 self._preempt(victim)
                 dropped = chosen.pop(victim, None)

@@ -10,6 +10,7 @@ import torch
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.control import ALONE, Control
+from hydraspec.distributed.stages import StageLink
 from hydraspec.engine.machine import GIB
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
 from hydraspec.models.base import TargetModel
@@ -27,6 +28,7 @@ class Models:
     target: TargetModel
     speculator: BaseSpeculator
     max_model_len: int
+    link: StageLink | None = None  # of a pipeline stage
 
     def kv_groups(self) -> list[KVGroupSpec]:
         """The target's groups, then those the drafter owns."""

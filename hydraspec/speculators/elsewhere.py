@@ -1,0 +1,76 @@
+"""The drafter as the pipeline stages before the last one know it: facts, and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.distributed.stages import StageLink
+from hydraspec.models.base import TargetModel
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.speculators.base import BaseSpeculator
+from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep, Verdict
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DrafterFacts:
+    """What all stages have to know of the drafter that the last one has loaded."""
+
+    spec: DraftSpec | None
+    aux_layer_ids: tuple[int, ...]  # states that stages capture and send on
+    num_lookahead_tokens: int
+    kv_groups: Sequence[KVGroupSpec]  # its own: every stage allocates their blocks alike
+    cannot_be_captured: str | None
+
+    @classmethod
+    def of(cls, speculator: BaseSpeculator, target: TargetModel, block_size: int) -> DrafterFacts:
+        """Facts of a loaded drafter."""
+        return cls(
+            spec=speculator.spec,
+            aux_layer_ids=tuple(speculator.aux_layer_ids),
+            num_lookahead_tokens=speculator.num_lookahead_tokens,
+            kv_groups=speculator.kv_groups(block_size, target.num_layers),
+            cannot_be_captured=speculator.cannot_be_captured,
+        )
+
+
+class DrafterElsewhere(BaseSpeculator):
+    """Stands in for the drafter of the last stage. Drafts come with that stage's results."""
+
+    def __init__(self, config: RunConfig, facts: DrafterFacts) -> None:
+        super().__init__(config)
+        self._facts = facts
+        self.spec, self.aux_layer_ids = facts.spec, facts.aux_layer_ids
+        self.cannot_be_captured = facts.cannot_be_captured  # type: ignore[misc]
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        return self._facts.num_lookahead_tokens
+
+    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+        """The drafter's groups, of which this stage has block tables and no cache."""
+        return [replace(spec, layers=()) for spec in self._facts.kv_groups]
+
+    def load(self, target: TargetModel) -> None:
+        """There is nothing to load here."""
+
+    def propose(
+        self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
+    ) -> Draft:
+        raise AssertionError("only the last stage drafts")
+
+
+def loaded_drafter(
+    speculator: BaseSpeculator, target: TargetModel, config: RunConfig, link: StageLink | None
+) -> BaseSpeculator:
+    """The loaded drafter; on pipeline stages before the last, facts of it."""
+    facts: DrafterFacts | None = None
+    if target.stage.is_last:
+        speculator.load(target)
+        if link is None:
+            return speculator
+        facts = DrafterFacts.of(speculator, target, config.engine.kv_cache.block_size)
+    assert link is not None
+    facts = link.share(facts)
+    return speculator if target.stage.is_last else DrafterElsewhere(config, facts)

@@ -1,0 +1,196 @@
+"""Pipeline stages as threads: tokens, drafts and accepted counts are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
+from side_by_side import run_alone
+from staged import assert_same_everywhere, assert_same_run, config_of, mixed_requests, run_over
+from step_ahead import Watch, outputs
+from thread_ranks import as_ranks
+
+from hydraspec.config.schema import Dtype, RunConfig
+from hydraspec.distributed.layout import Layout
+from hydraspec.distributed.ranks import Ranks
+from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.types import ConfigurationError, Request
+
+PP2 = Layout(pipeline=2)
+E_WITH_ASSISTANT = Pair("tiny_gemma4_e", "gemma4_mtp", "zoo:tiny_gemma4_e-assistant")
+GEMMA_WITH_EAGLE3 = Pair("tiny_gemma4", "eagle3", "zoo:tiny_gemma4-eagle3")
+QUICK = (
+    Pair("tiny_gemma4", "none"),
+    E_WITH_ASSISTANT,
+    Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
+    Pair("tiny_deepseek", "mtp"),
+)
+
+
+def compare(layout: Layout, config: RunConfig, requests: list[Request]) -> Watch:
+    alone = run_alone(NativeEngine(copy.deepcopy(config)), requests)
+    found = assert_same_everywhere(run_over(layout, config, requests))
+    assert_same_run(found, alone)
+    return found
+
+
+def name(pair: Pair) -> str:
+    return f"{pair.stage}-{pair.method}".replace(" ", "_")
+
+
+@pytest.mark.parametrize("pair", QUICK, ids=name)
+def test_two_stages_decode_as_one_process(pair: Pair) -> None:
+    found = compare(PP2, config_of(pair), mixed_requests(pair))
+    parts = [part for record in found.records for part in record.requests]
+    if pair.method != "none":
+        drafted = [part for part in parts if part.draft_token_ids]
+        assert sum(part.num_accepted for part in drafted) > 0
+        assert any(part.num_accepted < len(part.draft_token_ids) for part in drafted)
+    assert any(part.is_prefill and not part.output_token_ids for part in parts), "no chunks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [Dtype.float64, Dtype.float32])
+@pytest.mark.parametrize("pair", PAIRS, ids=name)
+def test_every_target_with_every_drafter_in_two_stages(pair: Pair, dtype: Dtype) -> None:
+    if pair.stage == "random sharing":  # its four layers share KV over every border
+        with pytest.raises(ConfigurationError, match=r"parallelism\.pipeline=2 does not go"):
+            run_over(PP2, config_of(pair, dtype), [])
+        return
+    compare(PP2, config_of(pair, dtype), mixed_requests(pair, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ZOO_PAIRS, ids=name)
+def test_four_stages_decode_as_one_process(pair: Pair) -> None:
+    compare(Layout(pipeline=4), config_of(pair), mixed_requests(pair))
+
+
+@pytest.mark.parametrize("border", [2, 5, 8])
+def test_aux_states_before_at_and_after_the_border(border: int) -> None:
+    """The drafter reads the states after 2, 8 and 13 layers."""
+    config = config_of(GEMMA_WITH_EAGLE3, max_num_batched_tokens=64)
+    config.parallelism.pipeline_layers = [border, 16 - border]
+    requests = mixed_requests(GEMMA_WITH_EAGLE3)[:2]
+    alone = run_alone(NativeEngine(config_of(GEMMA_WITH_EAGLE3)), requests)
+    sent: list[tuple[int, int]] = []
+
+    def work(ranks: Ranks) -> Watch:
+        seen = run_alone(NativeEngine(copy.deepcopy(config)), requests)
+        if ranks.rank == 0:
+            num_rows = sum(part.num_rows for record in seen.records for part in record.requests)
+            sent.append((ranks.link.num_sent_bytes, num_rows))  # type: ignore[union-attr]
+        return seen
+
+    found = assert_same_everywhere(as_ranks(PP2, work))
+    assert_same_run(found, alone)
+    num_bytes, num_rows = sent[0]
+    tensors = 1 + sum(i < border for i in (2, 8, 13))  # the stream, which is the state at a border
+    width = NativeEngine(config_of(GEMMA_WITH_EAGLE3)).parts.target.hidden_size
+    assert num_bytes == num_rows * tensors * width * 8
+
+
+def test_a_border_inside_layers_that_share_kv_is_refused_with_the_legal_splits() -> None:
+    """Layers 10 to 13 read KV of layers 8 and 9."""
+    config = config_of(E_WITH_ASSISTANT)
+    config.parallelism.pipeline_layers = [11, 3]
+    with pytest.raises(ConfigurationError) as refused:
+        run_over(PP2, config, [])
+    assert "parallelism.pipeline_layers=[11, 3]" in str(refused.value)
+    assert "end after 1 to 8 layers" in str(refused.value)
+
+
+def test_requests_are_spread_over_the_steps_in_flight() -> None:
+    """Seven requests, of which four run: two in each of the two steps in flight."""
+    pair = QUICK[0]
+    found = compare(PP2, config_of(pair, max_num_batched_tokens=256), mixed_requests(pair))
+    sizes = Counter(len(record.requests) for record in found.records)
+    assert max(sizes) == 2
+    assert sizes[2] > sizes[1]
+    for before, after in zip(found.records, found.records[1:], strict=False):
+        together = {part.index for part in before.requests} & {p.index for p in after.requests}
+        assert not together or len(before.requests) == 1 or len(after.requests) == 1
+
+
+def test_one_request_alone_runs_step_by_step() -> None:
+    pair = QUICK[1]
+    found = compare(PP2, config_of(pair), mixed_requests(pair)[:1])
+    assert len(found.completions) == 1
+
+
+def test_one_more_step_than_stages_in_flight() -> None:
+    pair = QUICK[2]
+    config = config_of(pair)
+    config.engine.async_scheduling = True
+    found = compare(PP2, config, mixed_requests(pair))
+    assert max(len(record.requests) for record in found.records) == 2  # of 4 over 3 steps
+
+
+def test_a_full_cache_preempts_alike_on_every_stage() -> None:
+    pair = QUICK[1]
+    requests = mixed_requests(pair)
+    ample = run_alone(NativeEngine(config_of(pair)), requests)
+    config = config_of(pair)
+    whole = NativeEngine(copy.deepcopy(config)).parts
+    need = whole.runner.kv.num_bytes / (1 << 30)
+    config.engine.kv_cache.memory_gib = need * 0.2
+    found = assert_same_everywhere(run_over(PP2, config, requests))
+    assert sum(record.num_preempted for record in found.records) > 0
+    greedy = [r.index for r in requests if r.sampling.temperature == 0.0]
+    assert {i: outputs(found)[i] for i in greedy} == {i: outputs(ample)[i] for i in greedy}
+
+
+def test_a_baseline_and_logits_of_a_pipeline() -> None:
+    pair = E_WITH_ASSISTANT
+    requests = mixed_requests(pair)[:3]
+    config = config_of(pair)
+    alone = NativeEngine(copy.deepcopy(config))
+    wanted = run_alone(alone.baseline(), requests), alone.next_token_logits([5, 6, 7, 8, 9])
+
+    def work(ranks: Ranks) -> object:
+        engine = NativeEngine(copy.deepcopy(config))
+        first = run_alone(engine, requests)
+        seen = run_alone(engine.baseline(), requests)
+        assert outputs(run_alone(engine, requests)) == outputs(first)
+        return seen, engine.next_token_logits([5, 6, 7, 8, 9]), engine.info
+
+    for seen, logits, info in as_ranks(PP2, work):  # type: ignore[misc]
+        assert outputs(seen) == outputs(wanted[0])
+        assert abs(logits - wanted[1]).max() < 1e-12
+        assert info.draft_spec is not None
+        assert info.draft_spec["method"] == "gemma4_mtp"
+
+
+def test_a_closed_run_leaves_nothing_in_flight() -> None:
+    pair = QUICK[2]
+    requests = mixed_requests(pair)
+
+    def work(ranks: Ranks) -> Watch:
+        engine = NativeEngine(config_of(pair))
+        events = engine.run(copy.deepcopy(requests), concurrency=None)
+        for _ in range(3):
+            next(events)
+        assert engine._in_flight
+        events.close()
+        assert not engine._in_flight
+        return run_alone(engine, requests)
+
+    alone = run_alone(NativeEngine(config_of(pair)), requests)
+    assert_same_run(assert_same_everywhere(as_ranks(PP2, work)), alone)
+
+
+def test_a_stage_holds_the_cache_of_its_layers() -> None:
+    config = config_of(E_WITH_ASSISTANT)
+    whole = NativeEngine(copy.deepcopy(config)).parts.runner.kv
+
+    def work(ranks: Ranks) -> tuple[list[int], int, list[int]]:
+        kv = NativeEngine(copy.deepcopy(config)).parts.runner.kv
+        owners = [i for i, cache in enumerate(kv.caches) if cache is not None]
+        return owners, kv.num_bytes, kv.num_blocks
+
+    first, last = as_ranks(PP2, work)
+    assert first[2] == last[2] == whole.num_blocks
+    assert first[1] + last[1] == whole.num_bytes
+    assert first[0] + last[0] == [i for i, cache in enumerate(whole.caches) if cache is not None]
