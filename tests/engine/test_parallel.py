@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from graph_runs import attention_as_on_devices, graph_config, zoo_requests
-from many_ranks import Outputs, outputs, over_ranks
+from many_ranks import Outputs, few, outputs, over_ranks, requests_of
 from recorded_graphs import SmallMemory
 
 from hydraspec.config.schema import RunConfig
@@ -26,15 +26,10 @@ from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel import outcome
 from hydraspec.engine.parallel.calls import follow
 from hydraspec.engine.parallel.engine import ParallelEngine
-from hydraspec.types import CheckpointError, Completion, NotFiniteError, Request, StepRecord
+from hydraspec.types import CheckpointError, NotFiniteError, Request
 
 PAIR, REPLICAS = Layout(tensor=2), Layout(data=2)
 BOTH = pytest.mark.parametrize("layout", [PAIR, REPLICAS], ids=["tp2", "dp2"])
-NUM_REQUESTS = 6
-
-
-def few(count: int = NUM_REQUESTS) -> list[Request]:
-    return zoo_requests(count, longest=10)
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +45,6 @@ def config() -> RunConfig:
 @pytest.fixture(scope="module")
 def wanted(config: RunConfig) -> Outputs:
     return outputs(NativeEngine(config), few())
-
-
-def requests_of(engine: Engine, count: int = NUM_REQUESTS) -> list[Request]:
-    requests = few(count)
-    engine.tokenize(requests)
-    return requests
 
 
 def at_step_of(
@@ -79,20 +68,6 @@ def at_step_of(
 
 
 # ---------------------------------------------------------------- the same as one process
-
-
-@pytest.mark.parametrize(
-    ("layout", "concurrency"),
-    [(Layout(tensor=2, data=2), 3), (REPLICAS, None), (REPLICAS, 1)],
-    ids=["tp2_dp2-3", "dp2-all", "dp2-1"],
-)
-def test_ranks_give_what_one_process_gives(
-    layout: Layout, concurrency: int | None, config: RunConfig, wanted: Outputs
-) -> None:
-    def lab(engine: Engine) -> Outputs:
-        return outputs(engine, few(), concurrency)
-
-    assert over_ranks(layout, config, lab) == wanted
 
 
 def test_every_call_is_made_by_every_rank(config: RunConfig, wanted: Outputs) -> None:
@@ -373,31 +348,3 @@ def test_a_graph_that_one_rank_has_no_memory_for_is_dropped_by_all(
         assert (backends[0].num_replays, backends[1].num_refused) == (num_replays, num_refused)
 
     over_ranks(PAIR, graph_config("none", "full"), lab)
-
-
-# ---------------------------------------------------------------- replicas
-
-
-def test_replicas_share_the_requests_and_the_limit(config: RunConfig, wanted: Outputs) -> None:
-    def lab(engine: Engine) -> list[StepRecord | Completion]:
-        return list(engine.run(requests_of(engine), concurrency=3))
-
-    events = over_ranks(REPLICAS, config, lab)
-    records = [event for event in events if isinstance(event, StepRecord)]
-    assert [record.step for record in records] == list(range(len(records)))
-    served = {r: {s.index for e in records if e.replica == r for s in e.requests} for r in (0, 1)}
-    assert served[0] | served[1] == set(wanted)
-    assert not served[0] & served[1], "a request is served by one replica"
-    assert all(served.values())
-    assert max(len(record.requests) for record in records) <= 2, "3 at once, over two replicas"
-    assert records[0].num_replicas == 2
-    assert {record.num_replicas for record in records} <= {1, 2}
-    assert len({event.index for event in events if isinstance(event, Completion)}) == NUM_REQUESTS
-
-
-def test_a_replica_without_requests_holds_nobody_up(config: RunConfig, wanted: Outputs) -> None:
-    def lab(engine: Engine) -> Outputs:
-        return outputs(engine, few(1))
-
-    found = over_ranks(Layout(data=3), config, lab)
-    assert found == {0: wanted[0]}

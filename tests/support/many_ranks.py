@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TypeVar
 
+from graph_runs import zoo_requests
 from thread_ranks import as_ranks
 
 from hydraspec import factory
@@ -21,6 +22,20 @@ from hydraspec.types import Completion, Request, StepRecord
 
 T = TypeVar("T")
 Outputs = dict[int, tuple[list[int], str, list[tuple[list[int], int]]]]
+
+NUM_REQUESTS = 6
+
+
+def few(count: int = NUM_REQUESTS) -> list[Request]:
+    """Short requests of the zoo's workload."""
+    return zoo_requests(count, longest=10)
+
+
+def requests_of(engine: Engine, count: int = NUM_REQUESTS) -> list[Request]:
+    """The same, tokenised."""
+    requests = few(count)
+    engine.tokenize(requests)
+    return requests
 
 
 def over_ranks(
