@@ -16,7 +16,7 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Baseline, Summary
-from hydraspec.report.figures import interval, number
+from hydraspec.report.figures import engine_words, interval, number
 from hydraspec.types import Completion, StepRecord
 
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
@@ -158,7 +158,8 @@ def print_summary(console: Console, summary: Summary) -> None:
 def _title(summary: Summary) -> str:
     drafts = summary["num_speculative_tokens"]
     method = f"{summary['method']}, K={drafts}" if drafts else summary["method"]
-    return escape(f"{summary['target']} with {method} on {summary['engine']}")
+    engine = engine_words(summary["engine"], summary["parallelism"])
+    return escape(f"{summary['target']} with {method} on {engine}")
 
 
 def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:

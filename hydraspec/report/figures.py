@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hydraspec.metrics.statistics import MIN_REQUESTS
-from hydraspec.metrics.summary import AcceptanceLength, Interval
+from hydraspec.metrics.summary import AcceptanceLength, Interval, Parallelism
 
 TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 
@@ -29,6 +29,14 @@ def interval_note(estimate: Interval | AcceptanceLength) -> str:
     if not estimate["ci95"]:
         return f"no interval: {TOO_FEW}"
     return "95 % interval {:.2f} to {:.2f}".format(*estimate["ci95"])
+
+
+def engine_words(engine: str, parallelism: Parallelism) -> str:
+    """ "native", or with several ranks "native with 4 ranks (tensor 2, pipeline 2)"."""
+    ranks = parallelism
+    axes = (("tensor", ranks["tensor"]), ("pipeline", ranks["pipeline"]), ("data", ranks["data"]))
+    several = ", ".join(f"{name} {size}" for name, size in axes if size > 1)
+    return f"{engine} with {ranks['num_devices']} ranks ({several})" if several else engine
 
 
 def plus_minus(estimate: Interval | AcceptanceLength | None) -> str:

@@ -16,6 +16,7 @@ from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 SUMMARY: dict[str, Any] = {
     "status": "ok",
     "engine": "native",
+    "parallelism": {"tensor": 2, "pipeline": 1, "data": 2, "num_devices": 4},
     "target": "tiny [bold]",
     "method": "eagle3",
     "num_speculative_tokens": 2,
@@ -76,7 +77,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "\x1b" not in text
     assert "\r" not in text
     assert "round 1 of 2: eagle3" in text
-    assert "tiny [bold] with eagle3, K=2" in text
+    ranks = "4 ranks (tensor 2, data 2)"
+    assert f"tiny [bold] with eagle3, K=2 on native with {ranks}" in " ".join(text.split())
     assert "2.50 (2.25 to 2.75)" in text
     assert "Lossless: not checked (baseline=false)\n" in text
     assert "Warning: a [red] warning" in text
