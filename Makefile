@@ -65,6 +65,9 @@ bench-kernels: $(VENV)/.stamp-test ## Time every kernel on this GPU against its 
 test-gpu: $(VENV)/.stamp-test ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
+test-multi-gpu: $(VENV)/.stamp-test ## Run the tests that need two or more CUDA devices
+	$(BIN)/python -m pytest -q -n 0 -m multi_gpu $(ARGS)
+
 # PART=cells, tests, memcheck or speed; CELLS=<names or patterns> runs some of a part's cells again.
 verify-gpu: $(VENV)/.stamp-test ## The device gate, before a change to engine, models or kernels is done: PART=cells
 	$(BIN)/python tests/gate/verify.py $(ARGS)
@@ -102,4 +105,4 @@ $(ORACLE)/.stamp: $(RECIPE_FILES)
 	$(ORACLE)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio
 	touch $@
 
-.PHONY: help run setup test test-fast test-slow test-oracle test-gpu verify-gpu fmt lint type check wheel bench bench-gpu bench-kernels table sweep clean
+.PHONY: help run setup test test-fast test-slow test-oracle test-gpu test-multi-gpu verify-gpu fmt lint type check wheel bench bench-gpu bench-kernels table sweep clean

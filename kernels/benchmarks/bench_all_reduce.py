@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from harness import describe_device, time_us
 from hydraspec_kernels import collectives
 from hydraspec_kernels.collectives import Mailboxes
+from hydraspec_kernels.collectives import kernel as kernels
 from hydraspec_kernels.collectives.memory import found_fault, open_mailboxes, shared_memory
 from hydraspec_kernels.norms import add_norm
 from round_trip_kernel import round_trips
@@ -39,13 +41,16 @@ WAYS = ("messages", "sum, norm", "one-shot", "two-shot", "NCCL", "gather", "NCCL
 class Bench:
     """One rank."""
 
-    def __init__(self, rank: int, size: int, width: int, most_rows: int) -> None:
-        self.rank, self.size, self.width = rank, size, width
+    def __init__(self, rank: int, options: argparse.Namespace) -> None:
+        self.rank, self.size, self.width = rank, options.ranks, options.width
+        self.warps: list[int] = options.warps
+        self.ways = (*WAYS, *(f"{warps} warps" for warps in self.warps))
         self.device = torch.device("cuda", rank)
         self.group = dist.group.WORLD
         self.boxes: Mailboxes = open_mailboxes(self.group, self.device, WAIT_S)
-        self.memory, self.addresses = shared_memory(self.group, self.device, 2 * most_rows * width)
-        self.weights = [self.normal(width) for _ in range(2)]
+        num_bytes = 2 * max(options.rows) * self.width
+        self.memory, _ = shared_memory(self.group, self.device, num_bytes)
+        self.weights = [self.normal(self.width) for _ in range(2)]
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
@@ -77,13 +82,23 @@ class Bench:
         }
         if collectives.fits_add_norm(h):
             ways["messages"] = lambda: collectives.add_norm_over_ranks(self.boxes, h, x, **options)
+            for warps in self.warps:
+                ways[f"{warps} warps"] = partial(self._with_warps, warps, ways["messages"])
         if collectives.fits_all_reduce(x):
             ways["sum, norm"] = lambda: normed(collectives.all_reduce(self.boxes, x))
         return {
             way: self.slowest(time_us(ways[way], [()], least_calls=CALLS))
-            for way in WAYS
+            for way in self.ways
             if way in ways
         }
+
+    def _with_warps(self, warps: int, call: Callable[[], object]) -> None:
+        """Programs of at most `warps` warps: what kernel.MOST_WARPS was chosen from."""
+        before, kernels.MOST_WARPS = kernels.MOST_WARPS, warps
+        try:
+            call()
+        finally:
+            kernels.MOST_WARPS = before
 
     def norm_alone(self, rows: int) -> float:
         h, x = self.normal(rows, self.width), self.normal(rows, self.width)
@@ -130,25 +145,28 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         device_id=torch.device("cuda", rank),
     )
     with torch.inference_mode():
-        bench = Bench(rank, options.ranks, options.width, max(options.rows))
+        bench = Bench(rank, options)
         trip = bench.round_trip_us()
         if rank == 0:
             title = f"{options.ranks} ranks, width {options.width}, {describe_device()}"
             say(f"{title}\nround trip between two ranks: {trip:.2f} us")
-            say(f"{'rows':>5} {'KiB':>7} {'norm':>8} " + " ".join(f"{way:>12}" for way in WAYS))
+            names = " ".join(f"{way:>12}" for way in bench.ways)
+            say(f"{'rows':>5} {'KiB':>7} {'norm':>8} {names}  least")
         for rows in options.rows:
             found = bench.times(rows) | {"norm": bench.norm_alone(rows)}
             if rank == 0:
-                report(rows, rows * options.width / 512, found, options.json)
+                report(rows, rows * options.width / 512, found, bench.ways, options.json)
     if fault := found_fault(bench.boxes):
         say(f"rank {rank}: rank {fault.peer} sent nothing; the figures are wrong")
     sys.stdout.flush()
     os._exit(0)
 
 
-def report(rows: int, kib: float, found: dict[str, float], file: str | None) -> None:
+def report(
+    rows: int, kib: float, found: dict[str, float], ways: tuple[str, ...], file: str | None
+) -> None:
     """A line of the table, and of the file."""
-    cells = " ".join(f"{found[way]:12.2f}" if way in found else " " * 12 for way in WAYS)
+    cells = " ".join(f"{found[way]:12.2f}" if way in found else " " * 12 for way in ways)
     best = min((way for way in WAYS if way in found and "gather" not in way), key=found.__getitem__)
     say(f"{rows:5} {kib:7.0f} {found['norm']:8.2f} {cells}  {best}")
     if file:
@@ -166,6 +184,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 32, 64, 128, 512, 2048])
     parser.add_argument("--width", type=int, default=5376)
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="8 16: of messages, too")
     parser.add_argument("--json", help="file that a line for each number of rows is added to")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
