@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,20 @@ from installed import install, on_path
 
 from hydraspec import factory, plugins
 from hydraspec.cli.compose import plan
+from hydraspec.distributed.group import SoloGroup
 from hydraspec.lab import workloads
 from hydraspec.models import load_target
+from hydraspec.models.stages import Stage
 from hydraspec.types import ConfigurationError, WorkloadError
+
+
+@dataclass
+class Rank(SoloGroup):
+    """A rank that only builds."""
+
+    rank: int
+    size: int
+
 
 SPECULATOR = """
 from hydraspec.speculators.base import BaseSpeculator
@@ -112,6 +124,13 @@ def test_a_target_of_another_package_is_loaded_for_its_model_type(tmp_path: Path
         assert model.opened.folder == checkpoint
         with pytest.raises(ConfigurationError, match="max_model_len=128 is above"):
             load_target(str(checkpoint), max_model_len=128, **where)
+        for several, key in (
+            ({"group": Rank(0, 2)}, "parallelism.tensor=2"),
+            ({"stage": Stage(count=2)}, "parallelism.pipeline=2"),
+        ):
+            with pytest.raises(ConfigurationError, match=f"^{key}: .* loads them whole") as refused:
+                load_target(str(checkpoint), max_model_len=32, **where, **several)
+            assert "allowed: 1\n" in str(refused.value)
 
 
 WORKLOAD = "name: counting\nlimit: null\nconcurrency: null\n"
