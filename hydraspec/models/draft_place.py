@@ -1,5 +1,5 @@
 """Which parts of a draft head tensor-parallel ranks divide, and which every rank holds whole
-(docs/adr/0021).
+(docs/adr/0022).
 
 A part that is divided reads fewer bytes a pass, and costs reductions that a whole one does not
 need.

@@ -1,4 +1,4 @@
-"""Which parts of draft heads are divided (docs/adr/0021), and that ranks hold what one process
+"""Which parts of draft heads are divided (docs/adr/0022), and that ranks hold what one process
 holds, cut in parts.
 """
 
@@ -110,7 +110,7 @@ def dense_layers_are_divided(shape: str, size: int) -> bool:
 
 
 def test_the_rule_over_published_shapes() -> None:
-    """Large heads are divided, small ones are not; the numbers are ADR 21's."""
+    """Large heads are divided, small ones are not; the numbers are ADR 22's."""
     assert dense_layers_are_divided("gemma4_31b-eagle3", 2)
     assert dense_layers_are_divided("llama3_1_8b-eagle3", 2)
     assert not dense_layers_are_divided("gemma4_31b-eagle3", 3)  # heads do not divide

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from fuzz_cases import Case, Choices, draw
 from fuzz_engines import build, near_tie
 from fuzz_stages import of_rank, stage
+from graph_runs import attention_as_on_devices
 from side_by_side import assert_same_run, run_alone
 from step_ahead import Watch, outputs
 from thread_ranks import as_ranks
@@ -48,18 +50,20 @@ class Happened:
 
 
 def run_case_on_ranks(number: int, choices: Choices, num_ranks: int, happened: Happened) -> None:
-    """Case `number`, with a runner that a CPU has, on `num_ranks` ranks: each gives what one
-    process gives, request by request.
+    """Case `number` on `num_ranks` ranks: each gives what one process gives, request by request.
+
+    What graphs hold is called again: a recording of operators has no sums over ranks.
     """
-    case = draw(number, choices)
-    runner = case.runner if case.runner in ("plain", "launched") else "plain"
-    case = replace(case, runner=runner, company="alone", other=None)
-    case.config.cudagraph.name, case.config.cudagraph.capture_sizes = "none", None
-    try:
-        check_case_on_ranks(case, num_ranks, happened)
-    except Exception as error:
-        error.add_note(f"{num_ranks} ranks, {case}")
-        raise
+    case = replace(draw(number, choices), company="alone", other=None)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.runner in ("recorded", "called"):
+            case.runner = "called"
+            attention_as_on_devices(patch)
+        try:
+            check_case_on_ranks(case, num_ranks, happened)
+        except Exception as error:
+            error.add_note(f"{num_ranks} ranks, {case}")
+            raise
 
 
 def check_case_on_ranks(case: Case, num_ranks: int, happened: Happened) -> None:
