@@ -92,6 +92,39 @@ def test_every_call_is_made_by_every_rank(config: RunConfig, wanted: Outputs) ->
     over_ranks(Layout(tensor=2, data=2), config, lab)
 
 
+SPLITS = {
+    "tp2": Layout(tensor=2),
+    "pp2": Layout(pipeline=2),
+    "tp2_pp2": Layout(tensor=2, pipeline=2),
+    "pp2_dp2": Layout(pipeline=2, data=2),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=[pytest.mark.slow] if name != "pp2_dp2" else [])
+        for name, layout in SPLITS.items()
+    ],
+)
+def test_ranks_that_divide_the_layers(layout: Layout, config: RunConfig, wanted: Outputs) -> None:
+    """Logits, a baseline, runs that are closed with steps in flight, and a whole one."""
+    alone = NativeEngine(config)
+    plain = outputs(alone.baseline(), few(3))
+    logits = alone.next_token_logits([5, 6, 7])
+
+    def lab(engine: Engine) -> None:
+        assert np.allclose(engine.next_token_logits([5, 6, 7]), logits, rtol=0, atol=1e-9)
+        assert outputs(engine.baseline(), few(3)) == plain
+        for num_events in (1, 6):
+            with closing(engine.run(requests_of(engine), concurrency=3)) as events:
+                for _ in range(num_events):
+                    next(events)
+        assert outputs(engine, few(), 4) == wanted
+
+    over_ranks(layout, config, lab, splits=True)
+
+
 # ---------------------------------------------------------------- early ends
 
 
