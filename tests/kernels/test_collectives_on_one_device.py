@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 EPS = 1e-6
 WAIT_S = 5.0
-# A sum in another order; a narrow type may round the other way before and after the stream.
+# A norm's sum in another order; a narrow type may round the other way before and after the stream.
 CLOSE = {
     torch.float32: {"rtol": 4e-6, "atol": 4e-6},
-    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-5},
 }
 T = TypeVar("T")
 
@@ -99,7 +99,8 @@ def draws(size: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int
 def test_sums_with_norms_have_the_same_bits_on_every_rank(rows, width, parts, dtype, size):
     shape = (parts, rows, width) if parts else (rows, width)
     sent = draws(size, *shape, dtype=torch.float32 if parts else dtype)
-    h, post, following = (draws(1, *s, dtype=dtype)[0] for s in ((rows, width), (width,), (width,)))
+    h = draws(1, rows, width, dtype=dtype, seed=1)[0]
+    post, following = (1 + draws(1, width, dtype=dtype, seed=s)[0] / 8 for s in (2, 3))
     options = {"post_weight": post, "next_weight": following, "eps": EPS, "scale": 0.7}
     ranks = Ranks(size)
     for _ in range(3):  # both places of a box, and the first again
@@ -116,7 +117,7 @@ def test_sums_with_norms_have_the_same_bits_on_every_rank(rows, width, parts, dt
 def test_without_norms(options):
     has_post, has_next = options
     sent, h = draws(2, 3, 640), draws(1, 3, 640, seed=1)[0]
-    weight = draws(1, 640, seed=2)[0]
+    weight = 1 + draws(1, 640, seed=2)[0] / 8
     kinds = {
         "post_weight": weight if has_post else None,
         "next_weight": weight if has_next else None,

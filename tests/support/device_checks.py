@@ -29,11 +29,12 @@ from hydraspec.distributed.group import LostPeerError
 from hydraspec.distributed.symmetric import SIZES, Sizes, SymmetricGroup
 
 EPS = 1e-6
-# As tests/kernels/test_norm_kernels.py: a sum in another order, and one step of the narrow type.
+# A norm's sum in another order moves a float32 result by some units in the last place, and a narrow
+# one by one step, before and after it meets the stream: of numbers below 8.
 CLOSE = {
     torch.float32: {"rtol": 4e-6, "atol": 4e-6},
-    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
-    torch.float16: {"rtol": 2**-9, "atol": 2**-9},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-5},
+    torch.float16: {"rtol": 2**-9, "atol": 2**-8},
 }
 # torch and NCCL round every partial sum of bfloat16: half a step of the largest, a few times.
 ROUNDED = CLOSE | {torch.bfloat16: {"rtol": 2**-6, "atol": 2**-4}}
@@ -107,7 +108,7 @@ def norm_cases() -> Iterator[Norms]:
 
 
 def options_of(world: World, case: Norms) -> dict[str, Any]:
-    weights = [world.draw(900 + i, case.width, dtype=case.dtype) for i in range(2)]
+    weights = [1 + world.draw(900 + i, case.width, dtype=case.dtype) / 8 for i in range(2)]
     return {
         "post_weight": weights[0] if case.post and case.has_post_norm else None,
         "next_weight": weights[1] if case.following else None,

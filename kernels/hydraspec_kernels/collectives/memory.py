@@ -45,7 +45,7 @@ def shared_memory(
     """`size` bytes of this rank, and at which addresses this device finds those of each rank.
     Every rank calls this at the same time.
     """
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it can disable shared hosts
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
     bases: list[int] = handle.buffer_ptrs  # of allocations, in which a pool may place the memory
