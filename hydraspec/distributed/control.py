@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 
+from hydraspec.distributed.faults import LostRankError
 from hydraspec.distributed.layout import Layout
 
 Plain: TypeAlias = Any  # what JSON holds: numbers, strings, None, lists, dicts with string keys
@@ -37,7 +38,7 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
 
-class RankError(RuntimeError):
+class RankError(LostRankError):
     """A rank failed, or did not answer in time; the text names it."""
 
     def __init__(self, rank: int, text: str) -> None:

@@ -106,5 +106,7 @@ def _over(group: dist.ProcessGroup, watch: Watch, backend: str) -> TensorGroup:
     from hydraspec.distributed.symmetric import SymmetricGroup
 
     device = torch.device("cuda", torch.cuda.current_device())
-    # Before whoever watches the hosts, which cannot tell who waits for whom.
-    return SymmetricGroup(group, device, wait_s=watch.timeout_s * 2 / 3)
+    # Sooner than the hosts' limit, as devices know which rank they wait for.
+    found = SymmetricGroup(group, device, wait_s=watch.timeout_s * 2 / 3)
+    watch.look_at_device = found.check
+    return found

@@ -143,8 +143,15 @@ class Judge:
         if not stuck:
             return None
         computing = [r for r, s in stuck.items() if s.signs.state == State.busy]
-        # Where all wait, the one that others wait for is the one that is least far.
-        rank = min(computing or self._seen, key=lambda r: (self._seen[r].signs.steps, r))
+        # Where none computes, the one that others wait for is the least far, or has left its step.
+        rank = min(
+            computing or self._seen,
+            key=lambda r: (
+                self._seen[r].signs.steps,
+                self._seen[r].signs.state == State.waiting,
+                r,
+            ),
+        )
         what = f"made no progress for {self.timeout_s:g} s"
         why = "where steps take so long raise parallelism.timeout_s"
         return self._fault(rank, self._seen[rank], what, why)

@@ -44,6 +44,18 @@ class Work(Protocol):
         ...
 
 
+class DeviceEvent(Protocol):
+    """torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
 class Watch:
     """One rank's end. The default is that of a run of one rank, which has nothing to watch."""
 
@@ -60,6 +72,7 @@ class Watch:
         """timeout_s: for a wait of devices for each other, which no host sees. each_look: called by
         the thread every LOOK_EVERY_S; raises where the run cannot go on."""
         self.timeout_s = timeout_s
+        self.look_at_device: Callable[[], None] = lambda: None  # raises where it lost another one
         self.rank, self.num_ranks = rank, num_ranks
         self.progress = progress or Progress(bytearray(32))
         self._records, self._each_look = records, each_look
@@ -74,7 +87,16 @@ class Watch:
             LostRankError: another rank has failed.
         """
         self.check()
-        return self.progress.step() if self.num_ranks > 1 else _NOTHING
+        return self._step() if self.num_ranks > 1 else _NOTHING
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        with self.progress.step():
+            try:
+                yield
+            except Exception as error:  # now, as the others wait for this rank
+                self.record(error)
+                raise
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -118,6 +140,22 @@ class Watch:
                     if STILL_WAITING not in str(error):
                         raise
                 self.check()
+
+    def wait_for_device(self, event: DeviceEvent) -> None:
+        """Let the host wait for an event of its device, whose kernels may wait for other ranks.
+
+        Raises:
+            LostRankError: another rank has failed; the device may be busy for ever.
+            LostPeerError: from `look_at_device`.
+        """
+        if self.num_ranks == 1:
+            event.synchronize()
+            return
+        with self.progress.waiting():
+            while not event.query():
+                self.check()
+                time.sleep(0)
+            self.look_at_device()
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hydraspec.distributed.ranks import current
 from hydraspec.types import Batch, Draft, TargetStep, Verdict
 
 RESULT_RING = 4  # launches whose results may be under way at once
@@ -57,7 +58,7 @@ class LaunchedStep:
         """The step's results; waits for the device if need be."""
         if self._result is None:
             if self._event is not None:
-                self._event.synchronize()
+                current().watch.wait_for_device(self._event)
             self._result = self._fetch()
         return self._result
 

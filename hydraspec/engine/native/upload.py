@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hydraspec.distributed.ranks import current
 from hydraspec.engine.native.device_tables import DeviceTables
 from hydraspec.engine.native.inputs import Layout, PlanTensors, row_places
 from hydraspec.graphs import Descriptor
@@ -56,7 +57,7 @@ class _Stage:
 
 def wait_for(event: torch.cuda.Event) -> None:
     """Let the host wait for an event: a staging buffer's last copy, of an older step."""
-    event.synchronize()
+    current().watch.wait_for_device(event)
 
 
 class PlanUpload:

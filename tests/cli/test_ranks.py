@@ -1,0 +1,175 @@
+"""A command that runs as several ranks, end to end, and what it says and saves when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydraspec
+
+QUICK = ["method=none", "tracker=none", "engine.device=cpu", "workload.limit=12"]
+FAULTS = str(Path(__file__).parents[1] / "support" / "faulty_site")
+ENDS_WITHIN_S = 30.0
+MARK = "TEST_MARK"
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+
+
+def tokens(folder: Path) -> dict[str, list[int]]:
+    return {row["id"]: row["output_token_ids"] for row in rows(folder)}
+
+
+class Command:
+    """A command that is under way, in a folder of its own."""
+
+    def __init__(self, folder: Path, *typed: str, fault: str | None = None) -> None:
+        self.folder, self.reached = folder / "run", folder / "reached"
+        self.mark = uuid.uuid4().hex
+        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        if fault is not None:
+            more = {"FAULT": fault, "FAULT_FILE": str(self.reached), "PYTHONPATH": FAULTS}
+            environment |= more
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hydraspec", *typed, f"hydra.run.dir={self.folder}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def wait(self) -> str:
+        """Its errors, once it has ended."""
+        self.output, errors = self.process.communicate(timeout=170)
+        return errors
+
+    def processes(self) -> list[int]:
+        """Those of this command that there are."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"{MARK}={self.mark}".encode() in entry.read_bytes():
+                    found.append(int(entry.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+
+def test_two_ranks_decode_what_one_does(tmp_path: Path) -> None:
+    few = [*QUICK, "workload.limit=3", "sampling.max_tokens=12"]
+    one = hydraspec.run([*few, f"hydra.run.dir={tmp_path / 'one'}"], quiet=True)
+    two = hydraspec.run([*few, f"hydra.run.dir={tmp_path / 'two'}", "parallelism=tp2"], quiet=True)
+    assert tokens(tmp_path / "two") == tokens(tmp_path / "one")
+    assert two["num_output_tokens"] == one["num_output_tokens"] > 0
+    assert two["status"] == "ok"
+
+
+def test_a_mistake_of_every_rank_is_told_once(tmp_path: Path) -> None:
+    command = Command(tmp_path, *QUICK, "parallelism.tensor=3")
+    errors = command.wait()
+    assert command.process.returncode == 2, errors
+    assert errors.count("parallelism.tensor=3") == 1
+    assert "Traceback" not in errors
+    assert not command.processes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["pp2", "dp2", "tp2_pp2"])
+def test_every_split_decodes_what_one_rank_does(tmp_path: Path, choice: str) -> None:
+    few = ["tracker=none", "engine.device=cpu", "workload.limit=4", "baseline=false"]
+    for name, typed in (("one", few), ("several", [*few, f"parallelism={choice}"])):
+        hydraspec.run([*typed, f"hydra.run.dir={tmp_path / name}"], quiet=True)
+    assert tokens(tmp_path / "several") == tokens(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "fault", "said"),
+    [
+        (1, "raise", "failed in step 40: ValueError: the seventh head is missing"),
+        (1, "memory", "failed in step 40: MemoryError: out of memory"),
+        (1, "kill", "was killed by SIGKILL in step 40"),
+        (1, "stop", "gave no sign of life for 4 s in step 40"),
+        (1, "spin", "made no progress for 6 s in step 40"),
+        (0, "raise", "failed in step 40: ValueError: the seventh head is missing"),
+        (0, "kill", "was killed by SIGKILL in step 40"),
+        (0, "stop", "gave no sign of life for 4 s in step 40"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(tmp_path: Path, rank: int, fault: str, said: str) -> None:
+    """Catches a run that hangs, that names a survivor, or that loses what was finished."""
+    typed = ["parallelism=tp2", "parallelism.timeout_s=6", "sampling.max_tokens=8"]
+    command = Command(tmp_path, *QUICK, *typed, fault=f"{rank}:40:{fault}")
+    errors = command.wait()
+    assert time.time() - command.reached.stat().st_mtime < ENDS_WITHIN_S
+    assert command.process.returncode == 1, errors
+    assert f"hydraspec: rank {rank} of 2 {said}" in errors
+    assert errors.count("hydraspec: ") == 1
+    assert ("Traceback" in errors) == ((rank, fault) == (0, "raise"))
+    assert not command.processes()
+    if rank == 0 and fault != "raise":
+        assert "saved: only what rank 0 had written" in errors
+        return
+    assert f"saved: the requests that were finished, in {command.folder}" in errors
+    assert command.summary()["status"] == "failed"
+    assert 0 < len(rows(command.folder)) < 12
+    if rank == 1:
+        warning = next(w for w in command.summary()["warnings"] if "ended early" in w)
+        assert "rank 1" in warning
+        assert said.rpartition("step 40: ")[2] in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_saves_what_was_finished(tmp_path: Path, number: signal.Signals) -> None:
+    long = ["parallelism=tp2", "sampling.max_tokens=8", "workload=random", "sampling=greedy"]
+    sizes = ["workload.num_requests=400", "workload.prompt_tokens=8", "workload.output_tokens=8"]
+    command = Command(tmp_path, "method=none", "tracker=none", "engine.device=cpu", *long, *sizes)
+    while not (command.folder / "requests.jsonl").is_file() and command.process.poll() is None:
+        time.sleep(0.2)
+    time.sleep(2)
+    command.process.send_signal(number)
+    errors = command.wait()
+    assert command.process.returncode == 130, errors
+    assert errors.count("hydraspec: interrupted: what was finished is saved") == 1
+    assert command.summary()["status"] == "interrupted"
+    assert 0 < len(rows(command.folder)) < 400
+    assert not command.processes()
+
+
+@pytest.mark.slow
+def test_a_sweep_over_ranks(tmp_path: Path) -> None:
+    sweep = ["-m", "parallelism=single,tp2", "workload.limit=3", "baseline=false"]
+    command = Command(tmp_path, *QUICK, *sweep, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    errors = command.wait()
+    assert command.process.returncode == 0, errors
+    assert tokens(tmp_path / "sweep" / "0") == tokens(tmp_path / "sweep" / "1")
+    assert (tmp_path / "sweep" / "compare.json").is_file()
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    command = Command(tmp_path, *QUICK, "parallelism=tp2", fault="9:1:none")
+    while len(command.processes()) < 3:
+        time.sleep(0.1)
+    time.sleep(3)
+    command.process.kill()
+    command.process.communicate(timeout=60)
+    until = time.monotonic() + ENDS_WITHIN_S
+    while command.processes():
+        assert time.monotonic() < until, "a rank outlives its parent"
+        time.sleep(0.2)
