@@ -1,4 +1,5 @@
-"""Processes with a CUDA device each, started by a test: what they check is in `device_checks`.
+"""Processes with a CUDA device each, started by a test: what they check is in `device_checks`, or
+in another module: `module.function:argument`.
 
 As a program: one such process. It prints a line of JSON for every check.
 """
@@ -72,6 +73,7 @@ def main(rank: int, count: int, store: str, checks: Sequence[str]) -> None:
     """One rank."""
     import traceback
     from datetime import timedelta
+    from importlib import import_module
 
     import device_checks
     import torch.distributed as dist
@@ -89,7 +91,10 @@ def main(rank: int, count: int, store: str, checks: Sequence[str]) -> None:
     for name in checks:
         start, error = time.perf_counter(), ""
         try:
-            getattr(device_checks, name)(world)
+            path, _, argument = name.partition(":")
+            module, _, function = path.rpartition(".")
+            check = getattr(import_module(module or "device_checks"), function)
+            check(world, *([argument] if argument else []))
             torch.cuda.synchronize()
         except Exception:
             error = traceback.format_exc()

@@ -1,0 +1,59 @@
+"""Whole engines on several CUDA devices choose the tokens of one, with every drafter of the zoo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from device_engines import ALL_PAIRS, check_engines
+from device_ranks import checked, num_devices
+from graph_runs import graph_config, zoo_requests
+from thread_ranks import as_ranks
+
+from hydraspec.distributed.layout import Layout
+
+LIMIT_S = 1500.0  # of all pairs: two engines each compile their kernels
+CHECK = "device_engines.engine_chooses_the_tokens_of_one_device"
+COUNTS = [
+    pytest.param(count, marks=pytest.mark.skipif(num_devices() < count, reason="fewer devices"))
+    for count in (2, 4)
+]
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[int, dict[str, list[str]]]:
+    """What was checked already, by number of ranks: they are started once."""
+    return {}
+
+
+def pairs_asked_for(items: list[pytest.Item], count: int) -> list[str]:
+    """The pairs of the tests on `count` devices that were selected."""
+    found = [
+        item.callspec.params
+        for item in items
+        if item.name.startswith("test_on_devices[") and item.path == Path(__file__)
+    ]
+    return [params["pair"] for params in found if params["count"] == count]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(LIMIT_S + 120)
+@pytest.mark.parametrize("pair", ALL_PAIRS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_on_devices(count, pair, said, request):
+    if count not in said:
+        checks = [f"{CHECK}:{each}" for each in pairs_asked_for(request.session.items, count)]
+        said[count] = checked(count, checks, LIMIT_S)
+    for rank, error in enumerate(said[count][f"{CHECK}:{pair}"]):
+        assert not error, f"rank {rank}: {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ALL_PAIRS)
+def test_the_check_passes_on_a_cpu(pair):
+    """Threads as ranks, without graphs: the check itself is right."""
+    method, models = ALL_PAIRS[pair]
+    config = graph_config(method, "none", pair=models)
+    runs = as_ranks(Layout(tensor=2), lambda ranks: check_engines(config, ranks, zoo_requests(3)))
+    assert runs[0].outputs == runs[1].outputs
+    assert runs[0].drafts == runs[1].drafts

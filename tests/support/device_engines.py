@@ -1,0 +1,75 @@
+"""What ranks with a CUDA device each check of whole engines: float32 tokens, against one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from graph_runs import PAIRS, Run, graph_config, run_requests, zoo_requests
+
+from hydraspec.config.schema import Device, Dtype, RunConfig
+from hydraspec.distributed.layout import Layout
+from hydraspec.distributed.ranks import ALONE, Ranks, acting_as
+from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.types import Request
+
+WAIT_S = 120.0  # for the other ranks, which compile and run an engine of one device before
+# Targets that no pair with a usual drafter has, beside the pairs.
+ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
+    **{name: (name, pair) for name, pair in PAIRS.items()},
+    "gemma4_mtp on e": ("gemma4_mtp", ("tiny_gemma4_e", "tiny_gemma4_e-assistant")),
+    "gemma4_mtp on moe": ("gemma4_mtp", ("tiny_gemma4_moe", "tiny_gemma4_moe-assistant")),
+}
+
+
+def engine_chooses_the_tokens_of_one_device(world: Any, pair: str) -> None:
+    """With graphs of whole decode steps; every rank has the same tokens and drafts."""
+    method, models = ALL_PAIRS[pair]
+    config = graph_config(
+        method, "full_and_piecewise", device=Device.cuda, dtype=Dtype.float32, pair=models
+    )
+    config.engine.kv_cache.memory_gib = 1.0
+    group = world.symmetric(wait_s=WAIT_S)
+    ranks = Ranks(layout=Layout(tensor=world.size), rank=world.rank, group=group)
+    run = check_engines(config, ranks, zoo_requests(8))
+    numbers = [n for tokens in run.tokens for n in tokens]
+    numbers += [n for index in sorted(run.drafts) for draft in run.drafts[index] for n in draft]
+    count = torch.tensor([len(numbers)], device=world.device)
+    world.same_everywhere(count)
+    world.same_everywhere(torch.tensor(numbers, device=world.device))
+
+
+def check_engines(config: RunConfig, ranks: Ranks, requests: list[Request]) -> Run:
+    """This rank's run, whose tokens are those of one device by the margin rule."""
+    with acting_as(ALONE):
+        alone = NativeEngine(config)
+    requests = copy.deepcopy(requests)
+    wanted = run_requests(alone, requests)
+    with acting_as(ranks):
+        engine = NativeEngine(config)
+    assert engine.parts.target.memory_bytes() < alone.parts.target.memory_bytes()
+    found = run_requests(engine, copy.deepcopy(requests))
+    for request in requests:
+        prompt = request.prompt_token_ids
+        assert prompt is not None
+        ours, theirs = found.outputs[request.index], wanted.outputs[request.index]
+        if ours != theirs:
+            assert_parts_at_near_tie(alone, list(prompt), ours[0], theirs[0])
+    if config.method.num_speculative_tokens:
+        assert found.num_accepted > 0
+        assert abs(found.num_accepted - wanted.num_accepted) <= 0.2 * wanted.num_accepted
+    return found
+
+
+def assert_parts_at_near_tie(
+    engine: NativeEngine, prompt: list[int], ours: list[int], theirs: list[int]
+) -> None:
+    """As scenarios.assert_near_tie, for tokens alone."""
+    pairs = zip(ours, theirs, strict=False)
+    common = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+    assert common is not None, "one output is the beginning of the other"
+    logits = np.sort(engine.next_token_logits(prompt + theirs[:common]))
+    margin, allowed = logits[-1] - logits[-2], 8 * np.finfo(np.float32).eps * np.abs(logits).max()
+    assert margin <= allowed, f"token {common}: margin {margin}, allowed {allowed}"
