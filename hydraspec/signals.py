@@ -76,6 +76,14 @@ def interrupts_held_back() -> Iterator[None]:
 
 
 @contextmanager
+def on_interrupts(react: Callable[[], None]) -> Iterator[None]:
+    """Call `react` at each interrupt for a while; what it raises is raised there."""
+    handled = [number for number in INTERRUPTS if callable(signal.getsignal(number))]
+    with _handled(handled, lambda number, frame: react()):
+        yield
+
+
+@contextmanager
 def interrupts_stay_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt where a library that was interrupted raises another error instead."""
     try:

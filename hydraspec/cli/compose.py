@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hydraspec.cli.hydra_keys import check_output_subdir
+from hydraspec.cli.hydra_keys import check_launcher, check_output_subdir
 from hydraspec.cli.overrides import check_keys, leaves, parse, search_places, values_of, with_method
 from hydraspec.cli.translate import translated
 from hydraspec.config import RunConfig, to_run_config
@@ -95,7 +95,9 @@ def plan(
         composed = _compose(config_name, once)
         hydra = composed.hydra
         check_output_subdir(hydra.output_subdir)
-        if multirun or hydra.mode == RunMode.MULTIRUN:
+        is_sweep = multirun or hydra.mode == RunMode.MULTIRUN
+        check_launcher(composed, is_sweep=is_sweep)
+        if is_sweep:
             jobs, folder = list(_jobs_of_sweep(composed, typed)), Path(hydra.sweep.dir)
             return Plan(jobs=jobs, folder=folder, is_sweep=True, composed=composed)
         for override in typed:

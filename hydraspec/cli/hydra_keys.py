@@ -5,16 +5,25 @@ run folder. Hydra itself would import and call what `_target_`, `class` or `ext:
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import PurePosixPath
+
+from omegaconf import DictConfig
 
 from hydraspec.config.messages import listing, refusal
 from hydraspec.errors import ConfigurationError
 
+LAUNCHER, BASIC = "hydra/launcher", "basic"
+LAUNCHERS = {  # where each comes from
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+}
 # Choices of groups whose files name classes: those that ship with Hydra, and ours.
 CHOICES = {
     "hydra/job_logging": ("console", "default", "disabled", "none", "stdout"),
     "hydra/hydra_logging": ("default", "disabled", "hydra_debug", "none"),
-    "hydra/launcher": ("basic",),
+    LAUNCHER: (BASIC, *LAUNCHERS),
     "hydra/sweeper": ("basic",),
     "hydra/callbacks": (),
 }
@@ -33,6 +42,8 @@ def check_hydra_key(key: str, value: object) -> None:
         if value not in CHOICES[key]:
             allowed = listing(CHOICES[key]) or "none"
             raise refusal(key, value, "is not available", allowed=allowed, remedy="leave it out")
+        if key == LAUNCHER:
+            _check_installed(str(value))
         return
     parts = re.split(r"[.\[\]]+", key)
     if NAMES_CODE & set(parts):
@@ -46,6 +57,40 @@ def check_hydra_key(key: str, value: object) -> None:
             "is not available: of logging only levels can be set",
             allowed=f"{LOGGING[0]}.root.level=<one of {', '.join(LEVELS)}>",
             remedy="use hydra.verbose=true, or hydra/job_logging=<choice>",
+        )
+
+
+def launcher_of(composed: DictConfig) -> str:
+    """The launcher that a command line chooses."""
+    return str(composed.hydra.runtime.choices.get(LAUNCHER, BASIC))
+
+
+def check_launcher(composed: DictConfig, *, is_sweep: bool) -> None:
+    """Refuse a launcher that has nothing to launch.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    name = launcher_of(composed)
+    if name != BASIC and not is_sweep:
+        raise refusal(
+            LAUNCHER,
+            name,
+            "has no meaning for one run",
+            allowed=f"{BASIC}, or a sweep",
+            remedy="add -m, or leave it out",
+        )
+
+
+def _check_installed(launcher: str) -> None:
+    package = LAUNCHERS.get(launcher)
+    if package is not None and find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
+        raise refusal(
+            LAUNCHER,
+            launcher,
+            f"needs the package {package}, which is not installed",
+            allowed=BASIC,
+            remedy=f"pip install {package}==1.2.0, or leave it out",
         )
 
 

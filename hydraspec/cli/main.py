@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.cli import sweep, torchrun
+from hydraspec.cli import launchers, sweep, torchrun
 from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
 from hydraspec.cli.folders import (
@@ -33,12 +34,22 @@ from hydraspec.cli.folders import (
     refuse_no_folder,
     results,
 )
+from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
 from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
 from hydraspec.cli.overrides import with_config_dir
 from hydraspec.cli.rank_job import errors_alone_logged
 from hydraspec.cli.translate import translate
+from hydraspec.config.messages import refusal
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
-from hydraspec.lab.outcome import INTERRUPTED, Outcome, exit_status, last_line, outcome
+from hydraspec.lab.outcome import (
+    DIVERGED,
+    INTERRUPTED,
+    OK,
+    Outcome,
+    exit_status,
+    last_line,
+    outcome,
+)
 from hydraspec.signals import (
     ignore_interrupts,
     interrupts_stay_interrupts,
@@ -134,14 +145,18 @@ def _claimed_folder(planned: Plan, overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _run_jobs(planned: Plan) -> int:
-    """Run the jobs one after another; a sweep ends with its comparison, whatever failed."""
+    """Run the jobs, here one after another unless a launcher does; a sweep ends with its
+    comparison, whatever failed."""
     outcomes: list[Outcome] = []
     before = results(planned.folder)
     if planned.is_sweep:
         OmegaConf.save(planned.composed, planned.folder / "multirun.yaml")
     try:
         try:
-            for job in planned.jobs:
+            here = planned.jobs
+            if launcher_of(planned.composed) != BASIC:
+                outcomes, here = _run_by_launcher(planned)
+            for job in here:
                 name = "" if job.number is None else str(job.number)
                 with interrupts_stay_interrupts(), hydra_settings(job):
                     try:
@@ -160,7 +175,35 @@ def _run_jobs(planned: Plan) -> int:
         if results(planned.folder) == before:
             raise
         raise KeyboardInterrupt("what was finished is saved") from None
-    return _end(outcomes)
+    return _end(sorted(outcomes, key=lambda end: int(end.job or 0)))
+
+
+def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
+    """Run a sweep's jobs by Hydra's launcher.
+
+    Returns:
+        How they ended, and the jobs whose results are to be taken over from a finished one.
+    """
+    if torchrun.num_ranks() > 1:
+        raise refusal(
+            LAUNCHER,
+            launcher_of(planned.composed),
+            "is not available under torchrun",
+            allowed=BASIC,
+            remedy="start the sweep without torchrun: each job starts its own ranks",
+        )
+    division = launchers.divide(planned)
+    ended = launchers.launch(planned, division.launched)
+    for each in ended.values():
+        if each.said is not None:
+            _complain(each.said, each.outcome.status)
+    outcomes, here = [each.outcome for each in ended.values()], list(division.here)
+    for number, first in division.twins.items():
+        if ended[first].outcome.status in (OK, DIVERGED):
+            here.append(planned.jobs[number])
+        else:
+            outcomes.append(replace(ended[first].outcome, job=str(number)))
+    return outcomes, here
 
 
 @contextmanager
@@ -170,7 +213,7 @@ def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
         yield
         return
     log.info("job %s of %d: %s", job.number, len(planned.jobs), " ".join(job.overrides))
-    sweep.note_idle_seed(job.config, [other.config for other in planned.jobs])
+    sweep.note_idle_seed(job.config, [other.config.seed for other in planned.jobs])
     with claimed(job.folder, SWEEP_DIR):
         yield
 

@@ -36,7 +36,7 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
     """
     for number, config in enumerate(jobs):
         recorded = _recorded(sweep_dir / str(number))
-        if recorded is not None and recorded not in (_identity(config), _resolved(config)):
+        if recorded is not None and recorded not in (identity(config), _resolved(config)):
             raise refusal(
                 "hydra.sweep.dir",
                 str(sweep_dir),
@@ -76,13 +76,14 @@ def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str
     return summary
 
 
-def note_idle_seed(config: RunConfig, jobs: Sequence[RunConfig]) -> None:
-    """Add a warning to config.warnings where a sweep over `seed` repeats this job's outputs.
+def note_idle_seed(config: RunConfig, seeds: Sequence[int]) -> None:
+    """Add a warning to config.warnings where a sweep over `seed` repeats this job's outputs; seeds
+    are those of all its jobs.
 
     Raises:
         WorkloadError: the job's workload cannot be read.
     """
-    seeds = list(dict.fromkeys(job.seed for job in jobs))
+    seeds = list(dict.fromkeys(seeds))
     if len(seeds) < 2 or is_bench(config):
         return
     from hydraspec.lab.workloads import depends_on_seed
@@ -102,12 +103,13 @@ def group_name(sweep_dir: Path) -> str:
 
 def _is_equal(folder: Path, config: RunConfig) -> bool:
     try:
-        return _recorded(folder) == _identity(config)
+        return _recorded(folder) == identity(config)
     except ConfigurationError:  # a folder in the sweep's that is no job
         return False
 
 
-def _identity(config: RunConfig) -> dict[str, Any]:
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What makes two resolved jobs equal: everything but the tracker."""
     plain = to_dict(config)
     del plain["tracker"]
     return plain
@@ -116,7 +118,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
 def _resolved(config: RunConfig) -> dict[str, Any]:
     resolved = copy.deepcopy(config)
     resolve(resolved)
-    return _identity(resolved)
+    return identity(resolved)
 
 
 def _recorded(folder: Path) -> dict[str, Any] | None:

@@ -127,7 +127,7 @@ def test_a_seed_without_effect_is_warned_about(lines, typed, is_idle, tmp_path, 
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(LINES[x]) + "\n" for x in lines))
     jobs = [job.config for job in plan(typed, multirun=True).jobs]
     before = list(jobs[0].warnings)
-    note_idle_seed(jobs[0], jobs)
+    note_idle_seed(jobs[0], [job.seed for job in jobs])
     added = jobs[0].warnings[len(before) :]
     assert [text.startswith("seed=1,2 changes nothing: ") for text in added] == [True] * is_idle
 
