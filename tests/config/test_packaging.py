@@ -16,8 +16,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 TARGETS = ["help", "run", "setup", "test", "test-fast", "test-slow", "test-oracle", "fmt"]
 TARGETS += ["lint", "type", "check"]
-TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "verify-gpu"]
-TARGETS += ["table", "sweep", "clean"]
+TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "test-multi-gpu"]
+TARGETS += ["verify-gpu", "table", "sweep", "clean"]
 
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # import name → name on the index
 INSTALLED_BY_THE_USER = {"vllm"}  # it asks for a torch of its own
