@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
+from graph_runs import attention_as_on_devices
+from recorded_graphs import RecordedOps
 from side_by_side import run_alone
 from staged import assert_same_everywhere, assert_same_run, config_of, mixed_requests, run_over
 from step_ahead import Watch, outputs
@@ -15,6 +17,7 @@ from thread_ranks import as_ranks
 from hydraspec.config.schema import Dtype, RunConfig
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.ranks import Ranks
+from hydraspec.engine.native import loading
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.types import ConfigurationError, Request
 
@@ -194,3 +197,28 @@ def test_a_stage_holds_the_cache_of_its_layers() -> None:
     assert first[2] == last[2] == whole.num_blocks
     assert first[1] + last[1] == whole.num_bytes
     assert first[0] + last[0] == [i for i, cache in enumerate(whole.caches) if cache is not None]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_stages_on_a_device_hand_over_what_graphs_compute(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a device's runner, and recorded operations in place of CUDA's graphs. (A process records
+    one piecewise graph at a time, which threads would mix up.)"""
+    attention_as_on_devices(monkeypatch)
+    pair = E_WITH_ASSISTANT
+    requests = mixed_requests(pair)
+    config = config_of(pair, max_num_batched_tokens=40)
+    alone = run_alone(NativeEngine(copy.deepcopy(config)), requests)
+    config.cudagraph.name, config.cudagraph.capture_sizes = mode, [1, 2]
+    assemble = loading.assemble
+    monkeypatch.setattr(
+        loading, "assemble", lambda *args, **given: assemble(*args, backend=RecordedOps(), **given)
+    )
+
+    def work(ranks: Ranks) -> Watch:
+        engine = NativeEngine(copy.deepcopy(config))
+        assert (engine.parts.runner.graphs is None) == (mode == "none")
+        return run_alone(engine, requests)
+
+    assert_same_run(assert_same_everywhere(as_ranks(PP2, work)), alone)

@@ -24,17 +24,13 @@ from hydraspec.engine.native.device_runner import DeviceRunner
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.rank_check import RankCheck
 from hydraspec.engine.native.runner import Runner
+from hydraspec.engine.native.runners import build_runner
 from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sizing import Models, new_cache, size_warnings, smallest_cache
-from hydraspec.engine.native.stage_io import StageIO
-from hydraspec.engine.native.stage_runner import StageRunner
-from hydraspec.engine.native.state import new_request_state
-from hydraspec.engine.native.step_graphs import RunnerLimits
 from hydraspec.graphs import (
     CudaGraphBackend,
     GraphBackend,
     GraphModes,
-    default_capture_sizes,
     no_graphs,
     resolve_modes,
 )
@@ -43,7 +39,6 @@ from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.stages import Stage
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
-from hydraspec.sampling.verifier import build_verifier
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.elsewhere import loaded_drafter
 from hydraspec.speculators.none import NoSpeculator
@@ -179,7 +174,7 @@ def assemble(
             kv = new_cache(models, control, activation_bytes=memory_bytes.get("activations", 0))
         warnings = size_warnings(models, kv)
     memory_bytes["kv_cache"] = kv.num_bytes
-    runner = _runner(models, kv, modes, backend, control)
+    runner = build_runner(models, kv, modes, backend, control)
     if isinstance(runner, DeviceRunner):
         _capture(runner)
     return Loaded(
@@ -214,51 +209,6 @@ def _rank_check(config: RunConfig, target: TargetModel) -> RankCheck | None:
     return RankCheck(group, target.device) if is_needed else None
 
 
-def _runner(
-    models: Models,
-    kv: KVCache,
-    modes: GraphModes,
-    backend: GraphBackend | None,
-    control: Control = ALONE,
-) -> Runner:
-    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one."""
-    config, target, speculator = models.config, models.target, models.speculator
-    num_drafts = speculator.num_speculative_tokens
-    state = new_request_state(
-        num_slots=config.engine.max_num_seqs,
-        max_model_len=models.max_model_len,
-        num_speculative_tokens=num_drafts,
-        draft_vocab_size=speculator.draft_vocab_size,
-        device=target.device,
-        draft_vocab_map=speculator.draft_vocab_map,
-    )
-    verifier = build_verifier(
-        config.method.verification.value,
-        synthetic_acceptance_length=config.method.synthetic_acceptance_length,
-        num_speculative_tokens=num_drafts,
-        vocabulary=target.vocabulary,
-    )
-    if target.device.type == "cpu" and backend is None:
-        if models.link is None:
-            return Runner(target, speculator, verifier, kv, state)
-        return StageRunner(target, speculator, verifier, kv, state, StageIO.of(models))
-    most = config.engine.max_num_seqs
-    limits = RunnerLimits(
-        max_num_seqs=most,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        num_speculative_tokens=num_drafts,
-        max_seq_len=models.cache_size().max_tokens,
-        capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
-    )
-    return DeviceRunner(
-        *(target, speculator, verifier, kv, state),
-        limits=limits,
-        modes=modes,
-        backend=backend,
-        control=control,
-    )
-
-
 def rehearsing_runner(
     models: Models, modes: GraphModes, backend: GraphBackend | None
 ) -> DeviceRunner:
@@ -267,7 +217,7 @@ def rehearsing_runner(
     In a rehearsal indices read zeros and products are left out, so whatever a runner computes and
     keeps is wrong: a runner that has rehearsed never decodes.
     """
-    runner = _runner(models, smallest_cache(models), modes, backend)
+    runner = build_runner(models, smallest_cache(models), modes, backend)
     assert isinstance(runner, DeviceRunner)
     return runner
 

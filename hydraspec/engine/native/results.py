@@ -85,6 +85,11 @@ def packed_results(step: DeviceStep) -> Tensor:
     return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
 
 
+def unpacked(packed: np.ndarray, k: int) -> StepResult:
+    """The results in [B, 2K+3] of `packed_results`."""
+    return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
+
+
 class ResultRing:
     """Host memory for the results of the last few launches."""
 
@@ -128,10 +133,7 @@ class ResultRing:
         def fetch() -> StepResult:
             check()
             # Copied: the buffer serves another launch later.
-            found = buffer[:row].numpy().copy()
-            return StepResult(
-                found[:, : k + 1], found[:, k + 1], found[:, k + 2], found[:, k + 3 :]
-            )
+            return unpacked(buffer[:row].numpy().copy(), k)
 
         launched = self._users[place] = LaunchedStep(fetch, event)
         return launched

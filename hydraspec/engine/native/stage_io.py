@@ -4,16 +4,24 @@ last stage, which every other stage applies to its own state."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hydraspec.distributed.stages import StageLink
-from hydraspec.engine.native.results import DeviceStep
 from hydraspec.engine.native.sizing import Models
 from hydraspec.engine.native.state import commit, store_draft
 from hydraspec.models.base import TargetModel
-from hydraspec.types import Batch, Draft, IntermediateTensors, RequestState, Verdict
+from hydraspec.types import (
+    Batch,
+    Draft,
+    IntermediateTensors,
+    RequestState,
+    StepPlan,
+    Verdict,
+)
 
 
 class StageIO:
@@ -61,33 +69,71 @@ class StageIO:
         stream, *aux = self._tensors(batch.positions.shape[0]).unbind(0)
         return IntermediateTensors(hidden_states=stream, aux_hidden_states=aux)
 
-    def send(self, hidden: Tensor, aux: Sequence[Tensor]) -> None:
-        """The stream [T, D] after this stage, and the aux states seen so far."""
-        self.link.send(torch.stack([hidden, *aux]))
+    def send(self, stacked: Tensor) -> None:
+        """To the next stage: [1 + aux states, T, D], not written afterwards; see `stack`."""
+        self.link.send(stacked)
 
-    def send_results(self, step: DeviceStep) -> None:
-        """From the last stage: the verdict of a step, and the drafts for the next one."""
-        verdict, batch = step.verdict, step.batch
-        drafts = step.draft.tokens if step.draft is not None else batch.draft_tokens
-        count, broken = verdict.num_sampled.unsqueeze(1), verdict.not_finite.unsqueeze(1)
-        self.link.send_results(torch.cat((verdict.tokens, count, broken, drafts), 1))
+    def send_results(self, plan: StepPlan, packed: Tensor, state: RequestState) -> Tensor:
+        """From the last stage: a step's `packed_results` [B, 2K+3] and the drafts for the next
+        step, which are in its state. Returns a copy of the former, without padding."""
+        packed = packed[: len(plan.slots)]
+        slots = PlanRows.of(plan, state).slots
+        columns = state.token_ids.shape[1]
+        newest = state.num_computed.index_select(0, slots) + slots * columns
+        places = newest.unsqueeze(1) + torch.arange(1, self._k + 1, device=slots.device)
+        sent = torch.cat((packed, state.token_ids.take(places)), 1)
+        self.link.send_results(sent)
+        return sent[:, : 2 * self._k + 3]
 
-    def apply_results(self, batch: Batch, state: RequestState) -> Verdict:
+    def apply_results(self, plan: StepPlan, state: RequestState) -> Tensor:
         """On every other stage: receive those results and change the state as the last stage has.
+        Returns what `send_results` returns there.
 
         Requests of a step are in no later one until its results are applied.
         """
-        shape, k = (batch.num_requests, 2 * self._k + 3), self._k
-        packed = torch.empty(shape, dtype=torch.int64, device=batch.slots.device)
+        k = self._k
+        rows = PlanRows.of(plan, state)
+        packed = rows.slots.new_empty(len(plan.slots), 3 * k + 3)
         self.link.receive_results(packed)
         count = packed[:, k + 1].contiguous()
         verdict = Verdict(
             tokens=packed[:, : k + 1].contiguous(),
             num_sampled=count,
-            num_rejected=(batch.num_drafts + 1) * batch.samples - count,
+            num_rejected=(rows.num_drafts + 1) * rows.samples - count,
             not_finite=packed[:, k + 2].contiguous(),
         )
-        commit(state, batch, verdict)
+        commit(state, rows, verdict)
         if k:
-            store_draft(state, batch, Draft(tokens=packed[:, k + 3 :].contiguous()))
-        return verdict
+            store_draft(state, rows, Draft(tokens=packed[:, 2 * k + 3 :].contiguous()))
+        return packed[:, : 2 * k + 3]
+
+
+def stack(hidden: Tensor, aux: Sequence[Tensor]) -> Tensor:
+    """The stream [T, D] after a stage, and the aux states seen so far, as they are sent."""
+    return torch.stack([hidden, *aux])
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanRows:
+    """What committing a step reads of it, from its plan and the state before."""
+
+    slots: Tensor  # [B]
+    seq_lens: Tensor  # [B]
+    num_drafts: Tensor  # [B]
+    samples: Tensor  # [B] bool
+
+    @classmethod
+    def of(cls, plan: StepPlan, state: RequestState) -> PlanRows:
+        """One upload, for which the host does not wait."""
+        numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples])
+        staged = torch.from_numpy(numbers.astype(np.int64))
+        if state.num_computed.is_cuda:
+            staged = staged.pin_memory()
+        placed = staged.to(state.num_computed.device, non_blocking=True)
+        slots, num_rows, num_drafts, samples = placed.unbind(0)
+        return cls(
+            slots=slots,
+            seq_lens=state.num_computed.index_select(0, slots) + num_rows,
+            num_drafts=num_drafts,
+            samples=samples.bool(),
+        )

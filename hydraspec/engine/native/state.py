@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from hydraspec_kernels.sampling.records import CommittedBatch
 from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts
 
-from hydraspec.types import Batch, Draft, RequestState, SamplingParams, Verdict
+from hydraspec.types import Draft, RequestState, SamplingParams, Verdict
 
 
 def new_request_state(
@@ -65,13 +66,13 @@ def write_request(
     state.seed[slot].fill_(sampling.seed)
 
 
-def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
+def commit(state: RequestState, batch: CommittedBatch, verdict: Verdict) -> None:
     """Write the verdict into the state: emitted tokens after the computed ones, then the new
     computed count."""
     commit_tokens(state, batch, verdict)
 
 
-def store_draft(state: RequestState, batch: Batch, draft: Draft) -> None:
+def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> None:
     """Write the drafts after each request's newest sampled token, where the next step's rows read
     them."""
     store_drafts(state, batch, draft.tokens)

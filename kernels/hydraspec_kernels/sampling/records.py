@@ -64,15 +64,20 @@ class SlotTokens(Protocol):
     num_computed: Tensor  # [S] tokens with valid KV
 
 
-class VerifiedBatch(Protocol):
+class CommittedBatch(Protocol):
+    """Which requests of a step changed, and where."""
+
+    num_drafts: Tensor  # [B] drafts under verification
+    samples: Tensor  # [B] bool: whether the request samples in this step
+    seq_lens: Tensor  # [B] computed tokens plus the rows of this step
+    slots: Tensor  # [B]
+
+
+class VerifiedBatch(CommittedBatch, Protocol):
     """The drafts under verification: a part of `hydraspec.types.Batch`."""
 
     verify_rows: Tensor  # [B, K+1] rows of N; entries past num_drafts repeat a valid row
     draft_tokens: Tensor  # [B, K], -1 where there is no draft
-    num_drafts: Tensor  # [B]
-    samples: Tensor  # [B] bool: whether the request samples in this step
-    seq_lens: Tensor  # [B] computed tokens plus the rows of this step
-    slots: Tensor  # [B]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydraspec_kernels.runtime.launch import runs_kernels
-from hydraspec_kernels.sampling.records import SlotTokens, Verdict, VerifiedBatch
+from hydraspec_kernels.sampling.records import CommittedBatch, SlotTokens, Verdict, VerifiedBatch
 from hydraspec_kernels.sampling.verification import reference
 
 __all__ = ["commit_tokens", "store_drafts", "verify_prefix", "verify_synthetic"]
@@ -40,7 +40,7 @@ def verify_synthetic(
     return reference.verify_synthetic_reference(choices, batch, seed, acceptance_length)
 
 
-def commit_tokens(state: SlotTokens, batch: VerifiedBatch, verdict: Verdict) -> None:
+def commit_tokens(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) -> None:
     """Write a verdict into the state: its tokens after the computed ones of requests that sample,
     then the new computed count.
 
@@ -54,7 +54,7 @@ def commit_tokens(state: SlotTokens, batch: VerifiedBatch, verdict: Verdict) -> 
     run(state, batch, verdict)
 
 
-def store_drafts(state: SlotTokens, batch: VerifiedBatch, tokens: Tensor) -> None:
+def store_drafts(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> None:
     """Write drafts [B, K] after each request's newest sampled token, where the next step's rows
     read them. Requests that do not sample keep their tokens.
     """

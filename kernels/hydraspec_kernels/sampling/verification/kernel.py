@@ -19,7 +19,7 @@ from hydraspec_kernels.sampling.random_streams.kernel import (
     stream_key,
     unit_interval,
 )
-from hydraspec_kernels.sampling.records import SlotTokens, Verdict, VerifiedBatch
+from hydraspec_kernels.sampling.records import CommittedBatch, SlotTokens, Verdict, VerifiedBatch
 
 BLOCK = 32  # requests of a program; few, so that more multiprocessors share the work
 
@@ -159,7 +159,7 @@ def _commit_tokens(
     tl.store(num_computed_ptr + slot, length - rejected, mask=is_request)
 
 
-def commit_tokens_kernel(state: SlotTokens, batch: VerifiedBatch, verdict: Verdict) -> None:
+def commit_tokens_kernel(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) -> None:
     """See `verification.commit_tokens`; the last column is left alone."""
     token_ids, tokens = state.token_ids, verdict.tokens
     step = (batch.slots, batch.seq_lens, batch.num_drafts, batch.samples.view(torch.int8))
@@ -196,7 +196,7 @@ def _store_drafts(
     _write_tokens(token_ids_ptr, columns, slot, first, tokens_ptr, request, samples, COUNT, WIDTH)
 
 
-def store_drafts_kernel(state: SlotTokens, batch: VerifiedBatch, tokens: Tensor) -> None:
+def store_drafts_kernel(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> None:
     """See `verification.store_drafts`; the last column is left alone."""
     token_ids, samples = state.token_ids, batch.samples.view(torch.int8)
     check_contiguous(token_ids, state.num_computed, batch.slots, samples, tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.sampling.random_streams import Purpose, uniform
-from hydraspec_kernels.sampling.records import SlotTokens, Verdict, VerifiedBatch
+from hydraspec_kernels.sampling.records import CommittedBatch, SlotTokens, Verdict, VerifiedBatch
 
 
 def verify_prefix_reference(choices: Tensor, batch: VerifiedBatch) -> Verdict:
@@ -55,20 +55,20 @@ def _emit(tokens: Tensor, accepted: Tensor, broken: Tensor, batch: VerifiedBatch
     )
 
 
-def commit_tokens_reference(state: SlotTokens, batch: VerifiedBatch, verdict: Verdict) -> None:
+def commit_tokens_reference(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) -> None:
     """See `verification.commit_tokens`."""
     first = batch.seq_lens - batch.num_drafts  # position of the first predicted token
     _write_tokens(state.token_ids, batch, first, verdict.tokens)
     state.num_computed.index_copy_(0, batch.slots, batch.seq_lens - verdict.num_rejected)
 
 
-def store_drafts_reference(state: SlotTokens, batch: VerifiedBatch, tokens: Tensor) -> None:
+def store_drafts_reference(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> None:
     """See `verification.store_drafts`."""
     newest = state.num_computed.index_select(0, batch.slots)
     _write_tokens(state.token_ids, batch, newest + 1, tokens)
 
 
-def _write_tokens(token_ids: Tensor, batch: VerifiedBatch, first: Tensor, tokens: Tensor) -> None:
+def _write_tokens(token_ids: Tensor, batch: CommittedBatch, first: Tensor, tokens: Tensor) -> None:
     """token_ids[slot, first + j] = tokens[:, j] for requests that sample; the others write the
     last column.
     """

@@ -1,0 +1,73 @@
+"""Which runner an engine has: by device, and by pipeline stage."""
+
+from __future__ import annotations
+
+from hydraspec.distributed.control import ALONE, Control
+from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.runner import Runner
+from hydraspec.engine.native.sizing import Models
+from hydraspec.engine.native.stage_io import StageIO
+from hydraspec.engine.native.stage_runner import (
+    EarlierStageRunner,
+    LastStageRunner,
+    StageRunner,
+)
+from hydraspec.engine.native.state import new_request_state
+from hydraspec.engine.native.step_graphs import RunnerLimits
+from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
+from hydraspec.sampling.verifier import build_verifier
+
+
+def build_runner(
+    models: Models,
+    kv: KVCache,
+    modes: GraphModes,
+    backend: GraphBackend | None,
+    control: Control = ALONE,
+) -> Runner:
+    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one."""
+    config, target, speculator = models.config, models.target, models.speculator
+    num_drafts = speculator.num_speculative_tokens
+    state = new_request_state(
+        num_slots=config.engine.max_num_seqs,
+        max_model_len=models.max_model_len,
+        num_speculative_tokens=num_drafts,
+        draft_vocab_size=speculator.draft_vocab_size,
+        device=target.device,
+        draft_vocab_map=speculator.draft_vocab_map,
+    )
+    verifier = build_verifier(
+        config.method.verification.value,
+        synthetic_acceptance_length=config.method.synthetic_acceptance_length,
+        num_speculative_tokens=num_drafts,
+        vocabulary=target.vocabulary,
+    )
+    if target.device.type == "cpu" and backend is None:
+        plain = Runner if models.link is None else StageRunner
+        return _with_io(plain(target, speculator, verifier, kv, state), models)
+    most = config.engine.max_num_seqs
+    limits = RunnerLimits(
+        max_num_seqs=most,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        num_speculative_tokens=num_drafts,
+        max_seq_len=models.cache_size().max_tokens,
+        capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
+    )
+    kind = DeviceRunner
+    if models.link is not None:
+        kind = LastStageRunner if target.stage.is_last else EarlierStageRunner
+    runner = kind(
+        *(target, speculator, verifier, kv, state),
+        limits=limits,
+        modes=modes,
+        backend=backend,
+        control=control,
+    )
+    return _with_io(runner, models)
+
+
+def _with_io(runner: Runner, models: Models) -> Runner:
+    if models.link is not None:
+        runner.io = StageIO.of(models)
+    return runner
