@@ -83,12 +83,7 @@ class DeviceRunner(Runner):
             ),
             target.device,
         )
-        self._ring = ResultRing(
-            limits.max_num_seqs,
-            limits.num_speculative_tokens,
-            target.device,
-            check=target.vocabulary.group.check,
-        )
+        self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
         if backend is not None and modes.enabled:
             self.graphs = StepGraphs(
                 *(backend, modes, limits, self._static_inputs, self._captured_step), control=control
