@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hydraspec.distributed.group import SoloGroup
-from hydraspec.models.checkpoint import mistral_names
+from hydraspec.models.checkpoint import mistral_names, reader
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, Share, Tensors, held
@@ -81,6 +85,30 @@ def test_parts_are_read_from_files_as_slices(tmp_path: Path) -> None:
     for name, tensor in whole.items():
         assert joined(parts, name).equal(held(tensor)), name
         assert tuple(parts[1][name].shape) == tuple(tensor.shape)
+
+
+def test_what_is_divided_is_never_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are mapped: of a slice only its pages are touched."""
+    whole = weights(Place(torch.float64, torch.device("cpu")))
+    randomise(whole, 3)
+    save_file({k: held(v).contiguous() for k, v in whole.items()}, tmp_path / "model.safetensors")
+    read: list[str] = []
+    true_open = reader.safe_open
+
+    @contextmanager
+    def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with true_open(*args, **kwargs) as file:
+            wrapped = Mock(wraps=file)
+            wrapped.get_tensor = lambda name: read.append(name) or file.get_tensor(name)
+            yield wrapped
+
+    monkeypatch.setattr(reader, "safe_open", opened)
+    mine = weights(Place(torch.float64, torch.device("cpu"), Rank(1, 2)))
+    load_tensors(Checkpoint(tmp_path, {}, {}), mine, lambda name: name, lambda name: False)
+    assert sorted(read) == [k for k, v in sorted(mine.items()) if not isinstance(v, Part)]
+    assert sorted(read) == ["norm", "whole"]
 
 
 def test_rows_in_mistrals_order_are_turned_before_they_are_cut(tmp_path: Path) -> None:

@@ -121,23 +121,39 @@ def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
 
 def greedy_tokens_kernel(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     """See `token_choice.greedy_tokens`."""
-    candidates = greedy_candidates_kernel(logits, 0, logits.shape[1])
-    return best_candidates_kernel(candidates.unsqueeze(0), marks_not_finite=marks_not_finite)
+    shape = _chunks_of_rows(logits)
+    best = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    _find_best_of_chunks(best, ids, logits, 0, logits.shape[1])
+    return best_of_rows(best, ids, marks_not_finite=marks_not_finite)
 
 
 def greedy_candidates_kernel(logits: Tensor, first: int, num_tokens: int) -> Tensor:
     """See `token_choice.greedy_candidates`. Chunks of a row; ids are the bits of int32."""
-    n, num_columns = logits.shape
-    assert logits.stride(1) == 1, logits.stride()
-    each = blocks_per_chunk(n, num_columns)
-    chunks = triton.cdiv(num_columns, each * BLOCK)
-    found = torch.empty(2, n, chunks, dtype=torch.float32, device=logits.device)
-    if n:
-        _best_of_chunks[(chunks, n)](
-            found[0], found[1].view(torch.int32), logits, logits.stride(0), num_tokens, chunks,
-            first, BLOCKS_EACH=each, BLOCK=BLOCK, num_warps=4, **dependent_launch(logits),
-        )  # fmt: skip
+    found = torch.empty(2, *_chunks_of_rows(logits), dtype=torch.float32, device=logits.device)
+    _find_best_of_chunks(found[0], found[1].view(torch.int32), logits, first, num_tokens)
     return found
+
+
+def _chunks_of_rows(logits: Tensor) -> tuple[int, int]:
+    """Rows, and chunks of each."""
+    n, num_columns = logits.shape
+    return n, triton.cdiv(num_columns, blocks_per_chunk(n, num_columns) * BLOCK)
+
+
+def _find_best_of_chunks(
+    best: Tensor, ids: Tensor, logits: Tensor, first: int, num_tokens: int
+) -> None:
+    """best and ids [N, C] of the first num_tokens columns, whose tokens start at `first`."""
+    n, chunks = best.shape
+    assert logits.stride(1) == 1, logits.stride()
+    if n == 0:
+        return
+    _best_of_chunks[(chunks, n)](
+        best, ids, logits, logits.stride(0), num_tokens, chunks, first,
+        BLOCKS_EACH=blocks_per_chunk(*logits.shape), BLOCK=BLOCK, num_warps=4,
+        **dependent_launch(logits),
+    )  # fmt: skip
 
 
 def best_candidates_kernel(candidates: Tensor, *, marks_not_finite: bool = False) -> Tensor:
