@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -202,11 +203,15 @@ def main() -> None:
             for rank in range(options.ranks)
         ]
         try:
-            codes = [rank.wait(LIMIT_S) for rank in ranks]
+            until = time.monotonic() + LIMIT_S
+            while None in (codes := [rank.poll() for rank in ranks]):
+                if any(codes) or time.monotonic() > until:
+                    break
+                time.sleep(0.1)
         finally:
             for rank in ranks:
                 rank.kill()
-    sys.exit(max(map(abs, codes)))
+    sys.exit(0 if codes == [0] * options.ranks else 1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import torch
 
 SUPPORT = Path(__file__).parent
 KERNELS = SUPPORT.parents[1] / "kernels"
+AFTER_A_LOSS_S = 20.0
+ALIKE_S = 5.0  # for a check to fail on every rank
 START_S = 90.0  # imports, NCCL, first compilations
 
 
@@ -48,10 +50,10 @@ def checked(count: int, checks: Sequence[str], limit_s: float) -> dict[str, list
         ]
         until = time.monotonic() + limit_s + START_S
         try:
-            for process in ranks:
-                process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+            while time.monotonic() < until and None in (codes := [rank.poll() for rank in ranks]):
+                if any(codes):  # the others may wait for it
+                    until = min(until, time.monotonic() + AFTER_A_LOSS_S)
+                time.sleep(0.1)
         finally:
             for process in ranks:
                 process.kill()
@@ -88,7 +90,7 @@ def main(rank: int, count: int, store: str, checks: Sequence[str]) -> None:
         timeout=timedelta(minutes=3),
     )
     world = device_checks.World(rank, count, device, dist.group.WORLD)
-    for name in checks:
+    for number, name in enumerate(checks):
         start, error = time.perf_counter(), ""
         try:
             path, _, argument = name.partition(":")
@@ -101,7 +103,21 @@ def main(rank: int, count: int, store: str, checks: Sequence[str]) -> None:
         took = round(time.perf_counter() - start, 2)
         sys.stdout.write(json.dumps({"check": name, "error": error, "seconds": took}) + "\n")
         sys.stdout.flush()
+        failures = [Path(f"{store}.{number}.{other}") for other in range(count)]
+        if error and not _fail_alike(failures, rank):
+            os._exit(1)
     os._exit(0)  # taking NCCL down could wait for a rank that is gone
+
+
+def _fail_alike(failures: Sequence[Path], rank: int) -> bool:
+    """Whether every rank fails here. If not, one of them is further, and nothing can go on."""
+    failures[rank].touch()
+    until = time.monotonic() + ALIKE_S
+    while not all(file.exists() for file in failures):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 if __name__ == "__main__":
