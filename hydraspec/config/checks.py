@@ -295,9 +295,9 @@ RULES = (
     ),
     Rule(
         "parallelism.pipeline_layers",
-        lambda layers, c: layers is None or _is_native(c),
+        lambda layers, c: layers is None or c.engine.name in (NATIVE, VLLM),
         "null with engine={c.engine.name}",
-        "is for engine=native",
+        "is for engine=native and engine=vllm",
         "leave the key out",
     ),
     Rule(

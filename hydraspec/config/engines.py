@@ -222,6 +222,7 @@ _RULES = (
     ),
     # They record draft token ids, and vLLM hands out the accepted ones only.
     _unavailable("metrics.steps", lambda steps: not steps, "false"),
+    _unavailable("parallelism.check", lambda check: not check, "false"),
     _unavailable("metrics.trace", lambda trace: not trace, "false"),
     Rule(  # vLLM loads most drafters as it loads the target, whatever it is told
         "method.weights",

@@ -28,6 +28,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     def start_engine(method: str = "gemma4_mtp", **changes: Any) -> VllmEngine:
         record_steps, vllm = changes.pop("record_steps", True), changes.pop("vllm", {})
         splits = {axis: changes.pop(axis, 1) for axis in ("tensor", "pipeline", "data")}
+        splits["pipeline_layers"] = changes.pop("pipeline_layers", None)
         config = run_config(
             folder,
             method=method,

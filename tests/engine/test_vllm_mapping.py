@@ -179,7 +179,11 @@ def test_no_configuration_of_ours_is_left_out() -> None:
             *("name", "device", "max_num_seqs", "max_num_batched_tokens", "num_threads"),
             *("async_scheduling", "kv_cache", "vllm"),
         },
-        "parallelism": {"name", "tensor", "pipeline", "data", "timeout_s"},
+        "parallelism": {
+            *("name", "tensor", "pipeline", "data", "timeout_s"),
+            "pipeline_layers",  # through the environment
+            "check",  # refused
+        },
         "cudagraph": {"name", "capture_sizes"},
     }
     config = planned()
@@ -205,6 +209,7 @@ TWO_HOSTS = (f"{VLLM}.nnodes=2", "parallelism.tensor=2")
         (["+engine.num_threads=2"], "engine.num_threads=2", "max_num_seqs"),
         (["engine.vllm.gpu_memory_utilization=1.5"], "engine.vllm.gpu_memory", "up to 1"),
         (["metrics.trace=true"], "metrics.trace=true", "false"),
+        (["parallelism.check=true"], "parallelism.check=true", "false"),
         (["metrics.steps=true"], "metrics.steps=true", "false"),
         (["sampling=stochastic", "sampling.min_p=0.1"], "sampling.min_p=0.1", "0"),
         (["parallelism.tensor=0"], "parallelism.tensor=0", "1 or more"),

@@ -140,6 +140,15 @@ def test_stages_of_a_target_with_per_layer_inputs_are_refused(
         VllmEngine(config)
 
 
+def test_layers_of_stages_reach_vllm_through_the_environment(
+    start: Callable[..., VllmEngine],
+) -> None:
+    engine = start("none", pipeline=2, pipeline_layers=[1, 2])
+    assert os.environ["VLLM_PP_LAYER_PARTITION"] == "1,2"
+    engine.close()
+    assert "VLLM_PP_LAYER_PARTITION" not in os.environ
+
+
 def test_mimo_is_known_to_what_vllm_reads_configurations_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

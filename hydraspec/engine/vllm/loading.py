@@ -136,6 +136,9 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
     opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
     check_splits(config, opened)
     environment.add("HF_HUB_OFFLINE", "1")  # from here on there are folders
+    if config.parallelism.pipeline_layers is not None:
+        layers = ",".join(map(str, config.parallelism.pipeline_layers))
+        environment.add("VLLM_PP_LAYER_PARTITION", layers)
     with _importing():
         from hydraspec.engine.vllm import configs
     configs.register()
