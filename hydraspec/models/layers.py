@@ -96,10 +96,13 @@ class Place:
         table[vocabulary.num_tokens :] = 0.0
         return table
 
-    def rows(self, table: Tensor, vocabulary: Vocabulary) -> Weight:
-        """A table as a weight: this rank's tokens, without padding."""
+    def rows(self, table: Tensor, vocabulary: Vocabulary, columns: Share | None = None) -> Weight:
+        """A table as a weight: this rank's tokens, without padding, and some columns (all if
+        None)."""
         share = Share(vocabulary.size, vocabulary.first, vocabulary.num_tokens)
-        return table if self.group.size == 1 else Part(table[: share.count], 0, share)
+        if self.group.size == 1 and columns is None:
+            return table
+        return Part(table[: share.count], 0, share, columns=columns)
 
     def once(self, bias: Tensor | None) -> Tensor | None:
         """A bias of a sum over ranks, on the one rank that adds it."""

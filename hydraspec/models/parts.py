@@ -1,4 +1,4 @@
-"""Weights that tensor-parallel ranks divide: which slice of a checkpoint's tensor a rank holds."""
+"""Weights that ranks divide: which slice of a checkpoint's tensor a rank holds."""
 
 from __future__ import annotations
 
@@ -26,25 +26,33 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """A rank's slice of a checkpoint's tensor, along one dimension."""
+    """A rank's slice of a checkpoint's tensor, along one dimension; of a matrix also some columns,
+    where pipeline stages divide those.
+    """
 
     tensor: Tensor  # what this rank holds, seen as the checkpoint orders it
     dim: int
     share: Share
     repeats: int = 1  # the dimension holds as many blocks of share.size, each cut alike
+    columns: Share | None = None  # with dim 0; None: all of them
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
         sizes = list(self.tensor.shape)
         sizes[self.dim] = self.share.size * self.repeats
+        if self.columns is not None:
+            sizes[1] = self.columns.size
         return tuple(sizes)
 
     def read(self, whole: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
         """The slice of a whole tensor, of which `whole` reads a region."""
         share, before = self.share, (slice(None),) * self.dim
+        after: tuple[slice, ...] = ()
+        if self.columns is not None:
+            after = (slice(self.columns.first, self.columns.first + self.columns.count),)
         starts = (share.first + share.size * block for block in range(self.repeats))
-        found = [whole((*before, slice(start, start + share.count))) for start in starts]
+        found = [whole((*before, slice(start, start + share.count), *after)) for start in starts]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def empty_whole(self) -> Tensor:

@@ -22,6 +22,7 @@ from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.types import ConfigurationError, Request
 
 PP2 = Layout(pipeline=2)
+TP2_PP2 = Layout(tensor=2, pipeline=2)
 E_WITH_ASSISTANT = Pair("tiny_gemma4_e", "gemma4_mtp", "zoo:tiny_gemma4_e-assistant")
 GEMMA_WITH_EAGLE3 = Pair("tiny_gemma4", "eagle3", "zoo:tiny_gemma4-eagle3")
 QUICK = (
@@ -69,6 +70,16 @@ def test_every_target_with_every_drafter_in_two_stages(pair: Pair, dtype: Dtype)
 @pytest.mark.parametrize("pair", ZOO_PAIRS, ids=name)
 def test_four_stages_decode_as_one_process(pair: Pair) -> None:
     compare(Layout(pipeline=4), config_of(pair), mixed_requests(pair))
+
+
+def test_tensor_parallel_ranks_in_each_of_two_stages() -> None:
+    compare(TP2_PP2, config_of(E_WITH_ASSISTANT), mixed_requests(E_WITH_ASSISTANT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ZOO_PAIRS, ids=name)
+def test_every_pair_in_two_stages_of_two_ranks(pair: Pair) -> None:
+    compare(TP2_PP2, config_of(pair), mixed_requests(pair))
 
 
 @pytest.mark.parametrize("border", [2, 5, 8])

@@ -28,7 +28,7 @@ from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.kv_groups import SLIDING, RopeTable
 from hydraspec.models.layers import Place
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Part, Share, Tensors, Weight
 from hydraspec.models.stages import WHOLE, Stage
 
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -43,11 +43,14 @@ def canonical_name(name: str) -> str | None:
 
 class PerLayerEmbedding:
     """The per-layer inputs (PLE): a second embedding table, and a projection of the scaled token
-    embedding.
+    embedding. A pipeline stage has the columns of its layers (docs/adr/0023).
     """
 
-    def __init__(self, config: Gemma4Config, place: Place) -> None:
-        self.width, self.num_layers = config.ple_size, len(config.layers)
+    def __init__(self, config: Gemma4Config, held: range, place: Place) -> None:
+        """held: the layers that read what is computed here."""
+        self.width, self.num_layers = config.ple_size, len(held)
+        share = Share(len(config.layers), held.start, len(held))
+        self.columns = None if share.count == share.size else share.times(self.width)
         self.place, self.eps = place, config.rms_norm_eps
         self.vocabulary = Vocabulary(config.ple_vocab_size, place.group)
         self.table = place.table(self.vocabulary, self.num_layers * self.width)
@@ -58,10 +61,16 @@ class PerLayerEmbedding:
 
     def tensors(self) -> Tensors:
         return {
-            "embed_tokens_per_layer.weight": self.place.rows(self.table, self.vocabulary),
-            "per_layer_model_projection.weight": self.projection.t(),
+            "embed_tokens_per_layer.weight": self.place.rows(
+                self.table, self.vocabulary, self.columns
+            ),
+            "per_layer_model_projection.weight": self._projection(),
             "per_layer_projection_norm.weight": self.norm_weight,
         }
+
+    def _projection(self) -> Weight:
+        rows = self.projection.t()
+        return rows if self.columns is None else Part(rows, 0, self.columns)
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """token_ids [T] and their scaled embeddings [T, D] -> [T, num_layers, width]. Unknown ids
@@ -92,7 +101,7 @@ class Gemma4Target(Decoder):
         super().__init__(config, layers, place)
         self.last_owner = max(i for i, x in enumerate(config.layers) if not x.shares_kv)
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
-        self.per_layer = PerLayerEmbedding(config, place) if config.ple_size else None
+        self.per_layer = PerLayerEmbedding(config, self.held, place) if config.ple_size else None
         self.frequencies = rope_frequencies_by_kind(config, place)
 
     def tensors(self) -> Tensors:
@@ -142,7 +151,7 @@ class Gemma4Target(Decoder):
         if self.per_layer is None:
             return None
         embedded = self.embed(token_ids) if embedded is None else embedded
-        return self.per_layer.forward(token_ids, embedded)[:, self.held.start : self.held.stop]
+        return self.per_layer.forward(token_ids, embedded)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
