@@ -45,9 +45,14 @@ def pick_device(config: RunConfig) -> torch.device:
     return device
 
 
+def num_ranks_here(parallelism: ParallelismConfig) -> int:
+    """Ranks of this run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", parallelism.num_ranks))
+
+
 def _check_count(parallelism: ParallelismConfig) -> None:
     """Refuse more ranks on this host than it has devices."""
-    needed = int(os.environ.get("LOCAL_WORLD_SIZE", parallelism.num_ranks))
+    needed = num_ranks_here(parallelism)
     found = torch.cuda.device_count()
     if needed <= found:
         return

@@ -132,6 +132,6 @@ def _topic(control: Control) -> str:
 
 def obeyed(source: Admission, requests: Sequence[Request], control: Control) -> Admission:
     """What `source` says, on every rank of a replica; only its first rank asks it."""
-    if len(control.replica) == 1:
+    if control.layout.num_ranks == 1:
         return source
     return Leading(source, requests, control) if control.leads else Following(requests, control)

@@ -11,7 +11,7 @@ import torch
 from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.control import ALONE, Control
 from hydraspec.distributed.stages import StageLink
-from hydraspec.engine.machine import GIB
+from hydraspec.engine.machine import GIB, num_ranks_here
 from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
@@ -88,14 +88,14 @@ def _cache(models: Models, specs: list[KVGroupSpec], num_blocks: list[int]) -> K
 
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_bytes: int) -> int:
-    """engine.kv_cache.memory_gib, or most of the free device memory, or half of the host's, at most
-    4 GiB."""
+    """Of one rank: engine.kv_cache.memory_gib, or most of the free device memory, or half of the
+    host's, which its ranks share, at most 4 GiB."""
     memory_gib = config.engine.kv_cache.memory_gib
     if memory_gib is not None:
         return int(memory_gib * GIB)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE) - activation_bytes
-    return min(4 * GIB, _available_bytes() // 2)
+    return min(4 * GIB, _available_bytes() // 2 // num_ranks_here(config.parallelism))
 
 
 def _available_bytes() -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from itertools import count
 
 import numpy as np
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.control import Plain, RankError
+from hydraspec.distributed.control import Plain
 from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.native.engine import NativeEngine
@@ -39,10 +39,9 @@ class ParallelEngine(Engine):
         else:
             self._together, self._runs = origin._together, origin._runs
             self._number, self._numbers = next(origin._numbers), origin._numbers
-            with interrupts_held_back():
+            with interrupts_held_back(), self._together.call(self._peers):
                 origin._announce("baseline")
-                with self._together.call(self._peers):
-                    self._peers.engine = origin._engine.baseline()
+                self._peers.engine = origin._engine.baseline()
 
     @property
     def _engine(self) -> NativeEngine:
@@ -61,17 +60,14 @@ class ParallelEngine(Engine):
         )
 
     def _announce(self, name: str, **arguments: Plain) -> None:
-        if self._together.is_over:
-            raise RankError(0, "the ranks have failed: this engine can make no further call")
         announce(self._together.control, self._number, name, **arguments)
 
     @contextmanager
     def _called(self, name: str, **arguments: Plain) -> Iterator[NativeEngine]:
         """A call that is not interrupted in the middle of a step."""
-        with interrupts_held_back():
+        with interrupts_held_back(), self._together.call(self._peers):
             self._announce(name, **arguments)
-            with self._together.call(self._peers):
-                yield self._engine
+            yield self._engine
 
     def tokenize(self, requests: Sequence[Request]) -> None:
         self._engine.tokenize(requests)
@@ -82,11 +78,15 @@ class ParallelEngine(Engine):
         """See Engine. `concurrency` limits the requests of all replicas together."""
         control = self._together.control
         share = Share(name=f"run{next(self._runs)}", concurrency=concurrency)
-        self._announce("run", requests=from_requests(requests), share=asdict(share))
         inbox = Inbox(control, self._num_steps)
-        with self._together.call(self._peers):
-            own = replica_events(self._engine, control, requests, share, inbox.receive)
-            with closing(inbox.merged(own)) as events:
+        with self._together.call(self._peers), ExitStack() as opened:
+            with interrupts_held_back():  # every rank begins the run, or none
+                own = replica_events(self._engine, control, requests, share, inbox.receive)
+                events = opened.enter_context(closing(inbox.merged(own)))
+                self._announce("run", requests=from_requests(requests), share=asdict(share))
+                first = next(events, None)
+            if first is not None:
+                yield first
                 yield from events
         self._num_steps = inbox.num_steps
 

@@ -60,6 +60,8 @@ class Together:
             what the call raises, or the first error of any rank: on rank 0, and if the ranks
             cannot make further calls (`is_over`) on every rank.
         """
+        if self.is_over:
+            raise RankError(0, "the ranks have failed: this engine can make no further call")
         builds, own = peers.engine is None, None
         try:
             yield

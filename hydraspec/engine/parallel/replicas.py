@@ -13,6 +13,7 @@ from hydraspec.engine.native.admission import obeyed
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel.outcome import raise_if_failed
 from hydraspec.engine.parallel.wire import from_event, to_event
+from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Completion, Request, StepRecord
 
 EVENTS = "events"  # the topic of what replicas did
@@ -157,12 +158,13 @@ class Inbox:
 
     def receive(self) -> None:
         """Take what has come; does not wait."""
-        for rank in list(self._working):
-            while found := self._control.heard(rank, EVENTS):
-                if found[0] is None:
-                    self._working.remove(rank)
-                    break
-                self._see(to_event(found[0]), rank)
+        with interrupts_held_back():  # what is taken is seen
+            for rank in list(self._working):
+                while found := self._control.heard(rank, EVENTS):
+                    if found[0] is None:
+                        self._working.remove(rank)
+                        break
+                    self._see(to_event(found[0]), rank)
 
     def _see(self, event: StepRecord | Completion, rank: int) -> None:
         if isinstance(event, StepRecord):
