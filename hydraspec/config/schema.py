@@ -180,7 +180,7 @@ class WorkloadConfig:
     name: str
     path: str | None = None  # JSON lines; "zoo:tiny" is the one that ships with the package
     limit: int | None = None
-    concurrency: int | None = None  # requests offered at once; null = all
+    concurrency: int | None = None  # requests offered at once, to all replicas; null = all
     num_requests: int = 32  # workload=random only
     prompt_tokens: int = 512  # workload=random only
     output_tokens: int = 256  # workload=random only

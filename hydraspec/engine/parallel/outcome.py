@@ -78,8 +78,8 @@ class Together:
             peers.facts = _merged(outcomes)
             if own is not None:
                 raise own
-        elif isinstance(own, LostRankError):  # which names the rank and its step
-            raise own
+        elif isinstance(own, LostRankError) and not isinstance(own, RankError):
+            raise own  # of the watch: it names the rank that failed first, and its step
         elif self.control.rank == 0 or self.is_over:
             first = min(failed, key=lambda outcome: outcome["error"]["at"])
             raise _error_of(first, self.control.rank, own) from own
