@@ -4,16 +4,26 @@ request, for every zoo target with every drafter it has.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fuzz_cases import Case, Choices
 from fuzz_ranks import Happened, check_case_on_ranks, run_case_on_ranks
 from fuzz_stages import PAIRS, ZOO_PAIRS, Pair, stage
-from graph_runs import graph_config, zoo_requests
+from graph_runs import Run, graph_config, run_requests, zoo_requests
+from side_by_side import assert_same_run, run_alone
+from thread_ranks import as_ranks
+from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
+from hydraspec.distributed.layout import Layout
+from hydraspec.distributed.ranks import Ranks
+from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.models import draft_place
+from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.types import Request, SamplingParams
 
 SAMPLED = {"temperature": 1.1, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
 MIXED_TYPES = (Dtype.float64, Dtype.float64, Dtype.float32)
@@ -78,6 +88,64 @@ def test_heads_that_every_rank_holds_whole(method: str, monkeypatch: pytest.Monk
     """The same drafts again, from other parts of the head."""
     held_whole(monkeypatch)
     check_case_on_ranks(small_case(1, WHOLE[method], Dtype.float32), 2, Happened())
+
+
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3 on gemma4"])
+def test_suppressed_tokens_occur_on_no_rank(method: str, tmp_path: Path) -> None:
+    """The target's most frequent tokens, which both ranks hold some of; a dense head, and one of a
+    narrow vocabulary."""
+    config = graph_config(method, "none", k=2)
+    requests = zoo_requests(2, longest=6)
+    said = run_requests(NativeEngine(config), requests).tokens
+    suppressed = sorted({token for tokens in said for token in tokens})
+    half = stage("tiny_gemma4", Dtype.float64).target.vocab_size // 2
+    assert suppressed[0] < half <= suppressed[-1]
+    for file in resolve_folder(config.target.checkpoint).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    text = json.dumps({"suppress_tokens": suppressed, "eos_token_id": 1})
+    (tmp_path / "generation_config.json").write_text(text)
+    config.target.checkpoint = str(tmp_path)
+    wanted = run_requests(NativeEngine(config), requests)
+
+    def work(ranks: Ranks) -> Run:
+        return run_requests(NativeEngine(config), requests)
+
+    for run in as_ranks(Layout(tensor=2), work):
+        assert (run.outputs, run.drafts) == (wanted.outputs, wanted.drafts)
+        drafts = [step for steps in run.drafts.values() for step in steps]
+        found = {token for tokens in [*run.tokens, *drafts] for token in tokens}
+        assert found
+        assert not found & {*suppressed}
+
+
+def test_a_vocabulary_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    """65 tokens over 2 and 4 ranks; greedy requests and sampled ones, whose drafts are sampled."""
+    shape = gemma4_config(vocab_size=65, vocab_size_per_layer_input=65, tie_word_embeddings=False)
+    config = run_config(
+        write_folder(tmp_path / "target", shape),
+        method="gemma4_mtp",
+        drafter=write_folder(tmp_path / "assistant", assistant_config(shape)),
+        draft_sampling=DraftSampling.probabilistic,
+    )
+    prompts = [[64, 3, 64, 9], [5], [*range(2, 40)], [33, 32, 31]]
+    requests = [
+        Request(
+            index=i,
+            id=str(i),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9 * (i % 2)),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    wanted = run_alone(NativeEngine(config), requests)
+    assert any(step[2] < len(step[1]) for steps in wanted.decodes.values() for step in steps)
+    for num_ranks in (2, 4):
+        found = as_ranks(
+            Layout(tensor=num_ranks), lambda ranks: run_alone(NativeEngine(config), requests)
+        )
+        for run in found:
+            assert_same_run(run, wanted)
 
 
 # ------------------------------------------------------------------ the whole product
