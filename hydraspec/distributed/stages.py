@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch.distributed import Work
 from hydraspec.distributed.layout import Coordinates, Layout
 from hydraspec.distributed.watch import Watch
 
-T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup
 
 
@@ -47,7 +46,7 @@ class StageLink(Protocol):
         """Into x what the last stage sent next."""
         ...
 
-    def share(self, found: T | None) -> T:
+    def share(self, found: Any) -> Any:
         """What the last stage gives, which every stage gets; other stages give None. For facts that
         are known once models are loaded: it is slow.
         """
@@ -108,14 +107,12 @@ class ProcessLink:
         """See StageLink."""
         self._finish(self._broadcast(x), x)
 
-    def share(self, found: T | None) -> T:
+    def share(self, found: Any) -> Any:
         """See StageLink."""
-        held: list[T | None] = [found]
+        held = [found]
         with self._watch.naming_the_lost():
             dist.broadcast_object_list(held, self._ranks[-1], group=self._groups.hosts)
-        shared = held[0]
-        assert shared is not None, "the last stage shares something"
-        return shared
+        return held[0]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

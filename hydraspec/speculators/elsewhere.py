@@ -10,7 +10,15 @@ from hydraspec.distributed.stages import StageLink
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.speculators.base import BaseSpeculator
-from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep, Verdict
+from hydraspec.types import (
+    Batch,
+    Draft,
+    KVGroupSpec,
+    RequestState,
+    TargetStep,
+    UserError,
+    Verdict,
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,13 +72,22 @@ class DrafterElsewhere(BaseSpeculator):
 def loaded_drafter(
     speculator: BaseSpeculator, target: TargetModel, config: RunConfig, link: StageLink | None
 ) -> BaseSpeculator:
-    """The loaded drafter; on pipeline stages before the last, facts of it."""
-    facts: DrafterFacts | None = None
-    if target.stage.is_last:
+    """The loaded drafter; on pipeline stages before the last, facts of it.
+
+    Raises:
+        UserError: what the last stage's `load` refuses, on every stage.
+    """
+    if link is None:
         speculator.load(target)
-        if link is None:
-            return speculator
-        facts = DrafterFacts.of(speculator, target, config.engine.kv_cache.block_size)
-    assert link is not None
-    facts = link.share(facts)
-    return speculator if target.stage.is_last else DrafterElsewhere(config, facts)
+        return speculator
+    found: DrafterFacts | UserError | None = None
+    if target.stage.is_last:
+        try:
+            speculator.load(target)
+            found = DrafterFacts.of(speculator, target, config.engine.kv_cache.block_size)
+        except UserError as error:
+            found = error
+    shared: DrafterFacts | UserError = link.share(found)
+    if isinstance(shared, UserError):
+        raise shared
+    return speculator if target.stage.is_last else DrafterElsewhere(config, shared)

@@ -19,7 +19,7 @@ from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.ranks import Ranks
 from hydraspec.engine.native import loading
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.types import ConfigurationError, Request
+from hydraspec.types import CheckpointError, ConfigurationError, Request
 
 PP2 = Layout(pipeline=2)
 TP2_PP2 = Layout(tensor=2, pipeline=2)
@@ -114,6 +114,19 @@ def test_a_border_inside_layers_that_share_kv_is_refused_with_the_legal_splits()
         run_over(PP2, config, [])
     assert "parallelism.pipeline_layers=[11, 3]" in str(refused.value)
     assert "end after 1 to 8 layers" in str(refused.value)
+
+
+def test_every_stage_refuses_the_drafter_that_the_last_one_refuses() -> None:
+    config = config_of(E_WITH_ASSISTANT)
+    config.method.checkpoint = "zoo:tiny_gemma4-assistant"
+
+    def work(ranks: Ranks) -> str:
+        with pytest.raises(CheckpointError, match="was not made for this target") as refused:
+            NativeEngine(copy.deepcopy(config))
+        return str(refused.value)
+
+    first, last = as_ranks(PP2, work)
+    assert first == last
 
 
 def test_requests_are_spread_over_the_steps_in_flight() -> None:
