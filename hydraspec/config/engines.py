@@ -17,11 +17,13 @@ from hydraspec.config.schema import (
     DraftSampling,
     Dtype,
     EngineConfig,
+    ParallelismConfig,
     RunConfig,
     Verification,
     VllmConfig,
 )
 
+TIMEOUT_S = ParallelismConfig(name="").timeout_s
 NATIVE, VLLM = "native", "vllm"
 VLLM_KEYS = tuple(f"vllm.{field.name}" for field in fields(VllmConfig))
 STAGES = (  # a warning
@@ -223,6 +225,7 @@ _RULES = (
     # They record draft token ids, and vLLM hands out the accepted ones only.
     _unavailable("metrics.steps", lambda steps: not steps, "false"),
     _unavailable("parallelism.check", lambda check: not check, "false"),
+    _unavailable("parallelism.timeout_s", lambda seconds: seconds == TIMEOUT_S, f"{TIMEOUT_S:g}"),
     _unavailable("metrics.trace", lambda trace: not trace, "false"),
     Rule(  # vLLM loads most drafters as it loads the target, whatever it is told
         "method.weights",

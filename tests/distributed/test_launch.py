@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import faulty_rank
@@ -19,6 +20,7 @@ from hydraspec.distributed import launch
 from hydraspec.distributed.faults import Kind
 from hydraspec.distributed.launch import Ended, run_ranks
 
+slow = partial(pytest.param, marks=pytest.mark.slow)  # like another fault, for the parent
 TIMEOUT_S = 1.5  # of a step that takes 0.02 s
 ENDS_WITHIN_S = 8.0
 
@@ -56,9 +58,11 @@ def test_ranks_that_end_well(tmp_path: Path) -> None:
     ("fault", "kind", "said"),
     [
         ("raise", Kind.error, "failed in step 7: ValueError: the seventh head is missing"),
-        ("memory", Kind.error, "failed in step 7: MemoryError: out of memory: 20 GiB asked for"),
+        slow(
+            "memory", Kind.error, "failed in step 7: MemoryError: out of memory: 20 GiB asked for"
+        ),
         ("kill", Kind.ended, "was killed by SIGKILL in step 7: the system does that where memory"),
-        ("exit", Kind.ended, "ended with exit status 7 in step 7"),
+        slow("exit", Kind.ended, "ended with exit status 7 in step 7"),
         ("stop", Kind.hung, "gave no sign of life for 1 s in step 7: it was stopped (SIGSTOP)"),
         ("spin", Kind.hung, "made no progress for 1.5 s in step 7: where steps take so long raise"),
     ],

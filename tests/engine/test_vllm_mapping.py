@@ -213,6 +213,7 @@ TWO_HOSTS = (f"{VLLM}.nnodes=2", "parallelism.tensor=2")
         (["metrics.steps=true"], "metrics.steps=true", "false"),
         (["sampling=stochastic", "sampling.min_p=0.1"], "sampling.min_p=0.1", "0"),
         (["parallelism.tensor=0"], "parallelism.tensor=0", "1 or more"),
+        (["parallelism.timeout_s=60"], "parallelism.timeout_s=60", "15"),
         (["method=eagle3", "method.weights=random"], "method.weights=random", "checkpoint"),
         (["method=eagle3", "parallelism.pipeline=2"], "parallelism.pipeline=2", "method=none"),
         (["method=gemma4_mtp", "parallelism.pipeline=2"], "parallelism.pipeline=2", "SupportsPP"),
