@@ -12,8 +12,11 @@ from thread_ranks import as_ranks
 
 from hydraspec.distributed.layout import Layout
 
-LIMIT_S = 1500.0  # of all pairs: two engines each compile their kernels
-CHECK = "device_engines.engine_chooses_the_tokens_of_one_device"
+LIMIT_S = 2400.0  # of all pairs along both axes: two engines each compile their kernels
+CHECKS = {
+    "tensor": "device_engines.engine_chooses_the_tokens_of_one_device",
+    "pipeline": "device_engines.stages_choose_the_tokens_of_one_device",
+}
 COUNTS = [
     pytest.param(count, marks=pytest.mark.skipif(num_devices() < count, reason="fewer devices"))
     for count in (2, 4)
@@ -26,34 +29,36 @@ def said() -> dict[int, dict[str, list[str]]]:
     return {}
 
 
-def pairs_asked_for(items: list[pytest.Item], count: int) -> list[str]:
-    """The pairs of the tests on `count` devices that were selected."""
+def checks_asked_for(items: list[pytest.Item], count: int) -> list[str]:
+    """Those of the tests on `count` devices that were selected."""
     found = [
         item.callspec.params
         for item in items
         if item.name.startswith("test_on_devices[") and item.path == Path(__file__)
     ]
-    return [params["pair"] for params in found if params["count"] == count]
+    return [f"{CHECKS[p['axis']]}:{p['pair']}" for p in found if p["count"] == count]
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.timeout(LIMIT_S + 120)
 @pytest.mark.parametrize("pair", ALL_PAIRS)
+@pytest.mark.parametrize("axis", CHECKS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_on_devices(count, pair, said, request):
+def test_on_devices(count, axis, pair, said, request):
     if count not in said:
-        checks = [f"{CHECK}:{each}" for each in pairs_asked_for(request.session.items, count)]
+        checks = checks_asked_for(request.session.items, count)
         said[count] = checked(count, checks, LIMIT_S)
-    for rank, error in enumerate(said[count][f"{CHECK}:{pair}"]):
+    for rank, error in enumerate(said[count][f"{CHECKS[axis]}:{pair}"]):
         assert not error, f"rank {rank}: {error}"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=str)
 @pytest.mark.parametrize("pair", ALL_PAIRS)
-def test_the_check_passes_on_a_cpu(pair):
+def test_the_check_passes_on_a_cpu(pair, layout):
     """Threads as ranks, without graphs: the check itself is right."""
     method, models = ALL_PAIRS[pair]
     config = graph_config(method, "none", pair=models)
-    runs = as_ranks(Layout(tensor=2), lambda ranks: check_engines(config, ranks, zoo_requests(3)))
+    runs = as_ranks(layout, lambda ranks: check_engines(config, ranks, zoo_requests(3)))
     assert runs[0].outputs == runs[1].outputs
     assert runs[0].drafts == runs[1].drafts

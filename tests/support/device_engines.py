@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from graph_runs import PAIRS, Run, graph_config, run_requests, zoo_requests
 from hydraspec.config.schema import Device, Dtype, RunConfig
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.ranks import ALONE, Ranks, acting_as
+from hydraspec.distributed.stages import link_stages
+from hydraspec.distributed.watch import ALONE as UNWATCHED
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.types import Request
 
@@ -25,14 +28,27 @@ ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
 
 
 def engine_chooses_the_tokens_of_one_device(world: Any, pair: str) -> None:
-    """With graphs of whole decode steps; every rank has the same tokens and drafts."""
+    """Tensor-parallel ranks, with graphs of whole decode steps."""
+    group = world.symmetric(wait_s=WAIT_S)
+    _check_everywhere(
+        world, pair, Ranks(layout=Layout(tensor=world.size), rank=world.rank, group=group)
+    )
+
+
+def stages_choose_the_tokens_of_one_device(world: Any, pair: str) -> None:
+    """Pipeline stages, with graphs of what each computes."""
+    layout, timeout = Layout(pipeline=world.size), timedelta(seconds=WAIT_S)
+    link = link_stages(layout, world.rank, UNWATCHED, backend="nccl", timeout=timeout)
+    _check_everywhere(world, pair, Ranks(layout=layout, rank=world.rank, link=link))
+
+
+def _check_everywhere(world: Any, pair: str, ranks: Ranks) -> None:
+    """Every rank has the same tokens and drafts."""
     method, models = ALL_PAIRS[pair]
     config = graph_config(
         method, "full_and_piecewise", device=Device.cuda, dtype=Dtype.float32, pair=models
     )
     config.engine.kv_cache.memory_gib = 1.0
-    group = world.symmetric(wait_s=WAIT_S)
-    ranks = Ranks(layout=Layout(tensor=world.size), rank=world.rank, group=group)
     run = check_engines(config, ranks, zoo_requests(8))
     numbers = [n for tokens in run.tokens for n in tokens]
     numbers += [n for index in sorted(run.drafts) for draft in run.drafts[index] for n in draft]
