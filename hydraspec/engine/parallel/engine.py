@@ -80,14 +80,15 @@ class ParallelEngine(Engine):
         share = Share(name=f"run{next(self._runs)}", concurrency=concurrency)
         inbox = Inbox(control, self._num_steps)
         with self._together.call(self._peers), ExitStack() as opened:
-            with interrupts_held_back():  # every rank begins the run, or none
-                own = replica_events(self._engine, control, requests, share, inbox.receive)
-                events = opened.enter_context(closing(inbox.merged(own)))
-                self._announce("run", requests=from_requests(requests), share=asdict(share))
-                first = next(events, None)
-            if first is not None:
-                yield first
-                yield from events
+            try:
+                with interrupts_held_back():  # every rank begins the run, or none
+                    own = replica_events(self._engine, control, requests, share, inbox.receive)
+                    events = opened.enter_context(closing(inbox.merged(own)))
+                    self._announce("run", requests=from_requests(requests), share=asdict(share))
+            except KeyboardInterrupt:
+                next(events, None)  # one that has begun announces its end
+                raise
+            yield from events
         self._num_steps = inbox.num_steps
 
     def prepare(self, requests: Sequence[Request]) -> None:
