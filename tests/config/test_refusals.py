@@ -117,7 +117,7 @@ REFUSED = {
     "hydra.launcher._target_=os.system": ["hydra.launcher._target_=os.system names code"],
     "hydra.job_logging.handlers.console.stream=ext://os.x": ["only levels", "hydra.verbose=true"],
     "hydra.job_logging.root.level=os.x": ["only levels", "root.level=<one of CRITICAL"],
-    "hydra/launcher=joblib": ["hydra/launcher=joblib is not available", "allowed: basic"],
+    "hydra/launcher=ray": ["hydra/launcher=ray is not available", "allowed: basic"],
     "hydra.output_subdir=../x": ["hydra.output_subdir=../x is no folder inside the run folder"],
     "hydra.output_subdir=/x": ["hydra.output_subdir=/x is no folder inside", "null, or a name"],
     # combinations

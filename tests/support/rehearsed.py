@@ -57,7 +57,7 @@ def rehearse_on_cpu(patch: pytest.MonkeyPatch) -> None:
 
 def rehearse_where_it_decodes(patch: pytest.MonkeyPatch) -> None:
     """A planted bug: the runner that rehearses decodes, as it did for every second engine."""
-    true_runner = loading._runner
+    true_runner = loading.build_runner
 
     def runner(*args: object) -> object:
         made = true_runner(*args)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def rehearse_where_it_decodes(patch: pytest.MonkeyPatch) -> None:
             loading._compile(made)
         return made
 
-    patch.setattr(loading, "_runner", runner)
+    patch.setattr(loading, "build_runner", runner)
 
 
 class Snapshot:

@@ -43,7 +43,7 @@ def canonical_name(name: str) -> str | None:
 
 class PerLayerEmbedding:
     """The per-layer inputs (PLE): a second embedding table, and a projection of the scaled token
-    embedding. A pipeline stage has the columns of its layers (docs/adr/0023).
+    embedding. A pipeline stage has the columns of its layers (docs/adr/0024).
     """
 
     def __init__(self, config: Gemma4Config, held: range, place: Place) -> None:
