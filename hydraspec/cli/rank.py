@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import sys
 import traceback
 from contextlib import AbstractContextManager, ExitStack
@@ -35,6 +36,8 @@ def main() -> int:
     num_ranks, parent = int(os.environ["WORLD_SIZE"]), int(os.environ[PARENT])
     if rank:
         ignore_interrupts()  # the first rank ends the others once it has saved
+    else:  # the parent's way to end it, also where the parent itself ignores Ctrl-C (nohup, &)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with ExitStack() as opened:
         file = opened.enter_context((shared / SIGNS).open("r+b"))
         row = memoryview(mmap.mmap(file.fileno(), 0))[ROW.size * rank : ROW.size * (rank + 1)]

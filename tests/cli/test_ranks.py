@@ -30,10 +30,16 @@ def tokens(folder: Path) -> dict[str, list[int]]:
     return {row["id"]: row["output_token_ids"] for row in rows(folder)}
 
 
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class Command:
     """A command that is under way, in a folder of its own."""
 
-    def __init__(self, folder: Path, *typed: str, fault: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *typed: str, fault: str | None = None, in_background: bool = False
+    ) -> None:
         self.folder, self.reached = folder / "run", folder / "reached"
         self.mark = uuid.uuid4().hex
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
@@ -46,6 +52,8 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
+            # as a shell's & and nohup do
+            preexec_fn=_ignore_interrupts if in_background else None,
         )
 
     def wait(self) -> str:
@@ -146,6 +154,20 @@ def test_an_interrupt_saves_what_was_finished(tmp_path: Path, number: signal.Sig
     assert errors.count("hydraspec: interrupted: what was finished is saved") == 1
     assert command.summary()["status"] == "interrupted"
     assert 0 < len(rows(command.folder)) < 64
+    assert not command.processes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tp2", "dp2"])
+def test_a_termination_saves_in_the_background_too(tmp_path: Path, split: str) -> None:
+    typed = [f"parallelism={split}", "sampling.max_tokens=8", "workload.limit=64"]
+    command = Command(tmp_path, *QUICK, *typed, fault="0:40:none", in_background=True)
+    while not command.reached.exists() and command.process.poll() is None:
+        time.sleep(0.05)
+    command.process.send_signal(signal.SIGTERM)
+    errors = command.wait()
+    assert command.process.returncode == 130, errors
+    assert command.summary()["status"] == "interrupted"
     assert not command.processes()
 
 
