@@ -153,6 +153,7 @@ def follow() -> int:
         sys.stderr.flush()
         fleet.leave(TO_SAVE_S)
         os._exit(1)  # taking groups and devices down could wait for a rank that is lost
+    fleet.close()
     return 0
 
 

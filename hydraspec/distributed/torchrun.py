@@ -60,6 +60,10 @@ class Fleet:
     def end(self) -> None:
         """The first rank: there is no further job."""
         self.announce("")
+        self.close()
+
+    def close(self) -> None:
+        """End the thread that publishes: Python aborts if it ends while that is in the store."""
         self._watching.__exit__(None, None, None)
 
     def next_job(self) -> str:
