@@ -60,10 +60,8 @@ def check_size(jobs: Sequence[RunConfig]) -> None:
                 remedy="start it without torchrun",
             )
         if started and config.engine.name == NATIVE and axes.num_ranks != started:
-            axis = max(("tensor", "pipeline", "data"), key=lambda axis: getattr(axes, axis))
             raise refusal(
-                f"parallelism.{axis}",
-                getattr(axes, axis),
+                *axes.largest_axis,
                 f"makes {axes.num_ranks} ranks, and torchrun started {started} (WORLD_SIZE)",
                 allowed=f"parallelism.tensor x parallelism.pipeline x parallelism.data = {started}",
                 remedy=f"choose so, start {axes.num_ranks} ranks (--nnodes x --nproc-per-node), or "

@@ -149,6 +149,14 @@ class ParallelismConfig:
         """Ranks of all axes together."""
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def largest_axis(self) -> tuple[str, int]:
+        """The key of the axis with the most ranks, which a message about too many names, and its
+        value."""
+        axes = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
+        axis = max(axes, key=axes.__getitem__)
+        return f"parallelism.{axis}", axes[axis]
+
 
 @dataclass(slots=True, kw_only=True)
 class CudagraphConfig:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch.distributed as dist
-from hydraspec_kernels.norms import AddNorm
+from hydraspec_kernels.norms import AddNorm, AddNormOptions
 from torch import Tensor
 
 from hydraspec.distributed.watch import ALONE, Watch
@@ -34,17 +34,7 @@ class TensorGroup(Protocol):
         """[size, *x.shape]: every rank's x, in the order of ranks."""
         ...
 
-    def add_norm(
-        self,
-        h: Tensor,
-        x: Tensor,
-        *,
-        post_weight: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-        scale: float | None,
-        has_post_norm: bool,
-    ) -> AddNorm | None:
+    def add_norm(self, h: Tensor, x: Tensor, **options: Unpack[AddNormOptions]) -> AddNorm | None:
         """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, as one kernel. None,
         and nothing has been done: this group has no kernel for x.
         """

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from hydraspec_kernels import collectives
 from hydraspec_kernels.collectives import Mailboxes
 from hydraspec_kernels.collectives.memory import found_fault, open_mailboxes, shared_memory
-from hydraspec_kernels.norms import AddNorm, add_norm
+from hydraspec_kernels.norms import AddNorm, AddNormOptions, add_norm
 from hydraspec_kernels.runtime.ahead import is_rehearsing
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class Sizes:
     gather: int  # by messages
 
 
-# By number of ranks, measured on H200s: kernels/benchmarks/bench_all_reduce.py prints them.
+# By number of ranks. Estimates: kernels/benchmarks/bench_all_reduce.py prints what to put here.
 SIZES = {
     2: Sizes(messages=2 * MIB, two_shot=32 * MIB, gather=256 * KIB),
     4: Sizes(messages=3 * MIB // 2, two_shot=32 * MIB, gather=128 * KIB),
@@ -73,40 +74,13 @@ class SymmetricGroup(TensorGroup):
             if self._sizes.two_shot:
                 self._workspace = shared_memory(group, device, self._sizes.two_shot)[0]
 
-    def add_norm(
-        self,
-        h: Tensor,
-        x: Tensor,
-        *,
-        post_weight: Tensor | None,
-        next_weight: Tensor | None,
-        eps: float,
-        scale: float | None,
-        has_post_norm: bool,
-    ) -> AddNorm | None:
+    def add_norm(self, h: Tensor, x: Tensor, **options: Unpack[AddNormOptions]) -> AddNorm | None:
         """See TensorGroup."""
         if self._boxes is not None and self._sends(h) and collectives.fits_add_norm(h):
-            return collectives.add_norm_over_ranks(
-                self._boxes,
-                h,
-                x,
-                post_weight=post_weight,
-                next_weight=next_weight,
-                eps=eps,
-                scale=scale,
-                has_post_norm=has_post_norm,
-            )
+            return collectives.add_norm_over_ranks(self._boxes, h, x, **options)
         if x.dim() == 3:
             x = (x[0] if x.shape[0] == 1 else x.sum(0)).to(h.dtype)
-        return add_norm(
-            h,
-            self._sum(x.contiguous()),
-            post_weight=post_weight,
-            next_weight=next_weight,
-            eps=eps,
-            scale=scale,
-            has_post_norm=has_post_norm,
-        )
+        return add_norm(h, self._sum(x.contiguous()), **options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See TensorGroup."""

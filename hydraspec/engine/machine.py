@@ -56,10 +56,8 @@ def _check_count(parallelism: ParallelismConfig) -> None:
     found = torch.cuda.device_count()
     if needed <= found:
         return
-    axis = max(("tensor", "pipeline", "data"), key=lambda axis: getattr(parallelism, axis))
     raise refusal(
-        f"parallelism.{axis}",
-        getattr(parallelism, axis),
+        *parallelism.largest_axis,
         f"needs {needed} CUDA devices, one a rank, and this machine has {found}",
         allowed=f"{found} ranks or fewer: parallelism.tensor x parallelism.pipeline x "
         "parallelism.data" + ("; parallelism=single is one" if found == 1 else ""),

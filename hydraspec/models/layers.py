@@ -12,11 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypedDict
 
 import torch
 from hydraspec_kernels.linear import Activation, gated_linear, linear, linear_partials
-from hydraspec_kernels.norms import NormGain, add_norm, add_norm_cpu, rms_norm, rms_norm_cpu
+from hydraspec_kernels.norms import (
+    AddNormOptions,
+    NormGain,
+    add_norm,
+    add_norm_cpu,
+    rms_norm,
+    rms_norm_cpu,
+)
 from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
@@ -132,16 +138,6 @@ class Norm:
         return rms_norm(x, self.weight, self.eps)
 
 
-class _AddNorm(TypedDict):
-    """Options of `add_norm`."""
-
-    post_weight: Tensor | None
-    next_weight: Tensor | None
-    eps: float
-    scale: float | None
-    has_post_norm: bool
-
-
 def add_and_norm(
     h: Tensor,
     x: Tensor,
@@ -174,7 +170,9 @@ def add_and_norm(
     return summed.h, summed.h if summed.y is None else summed.y
 
 
-def _kernel_options(post: Norm | None, next_norm: Norm | None, scale: float | None) -> _AddNorm:
+def _kernel_options(
+    post: Norm | None, next_norm: Norm | None, scale: float | None
+) -> AddNormOptions:
     norm = next_norm or post
     return {
         "post_weight": None if post is None else post.weight,

@@ -65,39 +65,33 @@ def load_target(
         dtype=dtype,
         device=device,
         seed=seed,
-        **_group_argument(load, group, model_type),
-        **_stage_argument(load, stage, model_type),
+        **_of_ranks(load, group, stage, model_type),
     )
     check_length(max_model_len, model.max_position_embeddings)
     return model
 
 
-def _group_argument(load: Any, group: TensorGroup, model_type: str) -> dict[str, TensorGroup]:
-    """The group, where there is more than one rank. Raises ConfigurationError for a plugin's target
-    that takes none.
+def _of_ranks(
+    load: Any, group: TensorGroup, stage: Stage, model_type: str
+) -> dict[str, TensorGroup | Stage]:
+    """Group and stage, where there is more than one rank or stage. Raises ConfigurationError for a
+    plugin's target that takes none.
     """
-    if group.size == 1:
-        return {}
-    if "group" not in inspect.signature(load).parameters:
-        raise ConfigurationError(
-            f"parallelism.tensor={group.size}: the plugin that offers targets of model_type "
-            f"{model_type!r} loads them whole (its loader takes no group)\n  allowed: 1\n"
-            "  to do: leave parallelism.tensor at 1"
-        )
-    return {"group": group}
-
-
-def _stage_argument(load: Any, stage: Stage, model_type: str) -> dict[str, Stage]:
-    """The same for pipeline stages."""
-    if stage.count == 1:
-        return {}
-    if "stage" not in inspect.signature(load).parameters:
-        raise ConfigurationError(
-            f"parallelism.pipeline={stage.count}: the plugin that offers targets of model_type "
-            f"{model_type!r} loads them whole (its loader takes no stage)\n  allowed: 1\n"
-            "  to do: leave parallelism.pipeline at 1"
-        )
-    return {"stage": stage}
+    found: dict[str, TensorGroup | Stage] = {}
+    for axis, count, name, value in (
+        ("tensor", group.size, "group", group),
+        ("pipeline", stage.count, "stage", stage),
+    ):
+        if count == 1:
+            continue
+        if name not in inspect.signature(load).parameters:
+            raise ConfigurationError(
+                f"parallelism.{axis}={count}: the plugin that offers targets of model_type "
+                f"{model_type!r} loads them whole (its loader takes no {name})\n  allowed: 1\n"
+                f"  to do: leave parallelism.{axis} at 1"
+            )
+        found[name] = value
+    return found
 
 
 def check_length(max_model_len: int | None, limit: int) -> None:

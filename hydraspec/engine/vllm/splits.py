@@ -71,10 +71,8 @@ def _check_devices(config: RunConfig) -> None:
     needed, found = ranks.num_ranks // nodes, torch.cuda.device_count()
     if needed <= found:
         return
-    axis = max(("tensor", "pipeline", "data"), key=lambda axis: getattr(ranks, axis))
     raise refusal(
-        f"parallelism.{axis}",
-        getattr(ranks, axis),
+        *ranks.largest_axis,
         f"needs {needed} CUDA devices on this host, one a rank, and there are {found}",
         allowed=f"{found} ranks a host: parallelism.tensor x parallelism.pipeline x "
         "parallelism.data / engine.vllm.nnodes",

@@ -5,11 +5,12 @@ memory. For a few rows; sums may include the residual sum and the norms after it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.norms import MAX_WIDTH, AddNorm
+from hydraspec_kernels.norms import MAX_WIDTH, AddNorm, AddNormOptions
 
 __all__ = [
     "MAX_BOXES",
@@ -91,12 +92,7 @@ def add_norm_over_ranks(
     boxes: Mailboxes,
     h: Tensor,
     x: Tensor,
-    *,
-    post_weight: Tensor | None,
-    next_weight: Tensor | None,
-    eps: float,
-    scale: float | None = None,
-    has_post_norm: bool = True,
+    **options: Unpack[AddNormOptions],
 ) -> AddNorm:
     """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, in one kernel.
 
@@ -105,16 +101,7 @@ def add_norm_over_ranks(
     """
     from hydraspec_kernels.collectives.kernel import add_norm_cuda  # Triton
 
-    return add_norm_cuda(
-        boxes,
-        h,
-        x,
-        post_weight=post_weight,
-        next_weight=next_weight,
-        eps=eps,
-        scale=scale,
-        has_post_norm=has_post_norm,
-    )
+    return add_norm_cuda(boxes, h, x, **options)
 
 
 def all_reduce(boxes: Mailboxes, x: Tensor) -> Tensor:

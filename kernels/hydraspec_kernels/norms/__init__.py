@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NotRequired, TypedDict
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,24 @@ from hydraspec_kernels.runtime.launch import runs_kernels
 __all__ = [
     "MAX_WIDTH",
     "AddNorm",
+    "AddNormOptions",
     "NormGain",
     "add_norm",
     "add_norm_cpu",
     "rms_norm",
     "rms_norm_cpu",
 ]
+
+
+class AddNormOptions(TypedDict):
+    """Options of `add_norm`, for functions that hand them on."""
+
+    post_weight: Tensor | None
+    next_weight: Tensor | None
+    eps: float
+    scale: NotRequired[float | None]
+    has_post_norm: NotRequired[bool]
+
 
 MAX_WIDTH = 16384  # a longer row does not fit the registers of one program
 
