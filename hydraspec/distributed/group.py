@@ -35,8 +35,8 @@ class TensorGroup(Protocol):
         ...
 
     def add_norm(self, h: Tensor, x: Tensor, **options: Unpack[AddNormOptions]) -> AddNorm | None:
-        """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, as one kernel. None,
-        and nothing has been done: this group has no kernel for x.
+        """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, as one kernel; may
+        overwrite x. None, and nothing has been done: this group has no kernel for x.
         """
         return None
 

@@ -244,7 +244,7 @@ def chain(world: World, group: SymmetricGroup, rows: int, width: int) -> Callabl
     start, options = world.draw(rows + 50, rows, width), options_of(world, case)
 
     def run() -> Tensor:
-        h, x = start.clone(), sent
+        h, x = start.clone(), sent.clone()  # a sum may take the place of x
         for _ in range(10):
             found = group.add_norm(h, x, **options)
             assert found is not None

@@ -39,15 +39,13 @@ def checked(count: int, checks: Sequence[str], limit_s: float) -> dict[str, list
         paths = [str(SUPPORT), str(KERNELS), str(SUPPORT.parents[1])]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
         files = [Path(folder) / f"out{rank}" for rank in range(count)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(count), f"{folder}/store", *checks],
-                stdout=file.open("w"),
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-            for rank, file in enumerate(files)
-        ]
+        ranks = []
+        for rank, file in enumerate(files):
+            command = [sys.executable, __file__, str(rank), str(count), f"{folder}/store", *checks]
+            with file.open("w") as out:
+                ranks.append(
+                    subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+                )
         until = time.monotonic() + limit_s + START_S
         try:
             while time.monotonic() < until and None in (codes := [rank.poll() for rank in ranks]):
