@@ -181,8 +181,10 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
             seen.add(call)
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with ThreadPoolExecutor(num_processes, "compile", torch.cuda.set_device, (index,)) as pool:
+    if device.index is None and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())  # of this thread, not of all
+    in_thread = (torch.cuda.set_device, (device,)) if device.index is not None else (None, ())
+    with ThreadPoolExecutor(num_processes, "compile", *in_thread) as pool:
         loading = _Loading(pool)
         # Its end waits for all; a failed kernel is compiled again at its first launch, and raises.
         with triton.AsyncCompileMode(loading, ignore_errors=True):
