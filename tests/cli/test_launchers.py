@@ -24,7 +24,8 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.lab.outcome import Outcome
 
 needs_launchers = pytest.mark.skipif(
-    find_spec("hydra_plugins.hydra_joblib_launcher") is None
+    find_spec("hydra_plugins") is None
+    or find_spec("hydra_plugins.hydra_joblib_launcher") is None
     or find_spec("hydra_plugins.hydra_submitit_launcher") is None,
     reason="needs what make test installs: pip install -c constraints.txt -e '.[test]'",
 )
