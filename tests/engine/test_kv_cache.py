@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks, row_bytes
+from hydraspec.engine.native.kv_budget import CacheSize, plan_num_blocks, row_bytes
+from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.types import GroupShape, KVGroupSpec
 
 FULL = KVGroupSpec(

@@ -24,7 +24,7 @@ from step_ahead import Watch, outputs
 from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype, RunConfig
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_cache import plan_num_blocks, row_bytes
+from hydraspec.engine.native.kv_budget import plan_num_blocks, row_bytes
 from hydraspec.engine.native.sizing import Models
 from hydraspec.graphs import GraphBackend
 from hydraspec.types import Request

@@ -14,7 +14,8 @@ from tiny_targets import run_config
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
+from hydraspec.engine.native.kv_budget import CacheSize, plan_num_blocks
+from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.loading import assemble
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator

@@ -12,7 +12,8 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.control import ALONE, Control
 from hydraspec.distributed.stages import StageLink
 from hydraspec.engine.machine import GIB, num_ranks_here
-from hydraspec.engine.native.kv_cache import CacheSize, KVCache, plan_num_blocks
+from hydraspec.engine.native.kv_budget import CacheSize, plan_num_blocks
+from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import KVGroupSpec
