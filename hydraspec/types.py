@@ -66,6 +66,7 @@ class Request:
     category: str | None = None
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl
+    arrival_s: float | None = None  # seconds after the start of a run; None: offered at once
 
 
 @dataclass(slots=True, kw_only=True)

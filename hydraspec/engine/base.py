@@ -77,7 +77,8 @@ class Engine(ABC):
     def run(
         self, requests: Sequence[Request], *, concurrency: int | None
     ) -> Iterator[StepRecord | Completion]:
-        """Decode tokenised requests, at most `concurrency` offered at a time (None: all at once).
+        """Decode tokenised requests, at most `concurrency` unfinished at a time (None: any number).
+        One with `arrival_s` is offered so many seconds after the first `next` of the iterator.
 
         Yields the record of each step, then the completions it brought. A request that can never be
         served yields a Completion with finish_reason "error"; the others go on. Closing the

@@ -3,8 +3,9 @@ replica, which the others obey."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -12,20 +13,20 @@ from hydraspec.distributed.control import Control, RankError
 from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Request
 
+LONGEST_SLEEP_S = 0.1  # while no request has arrived; between two looks at the other ranks
+
 
 class Admission(Protocol):
-    """Asked before each step of one run.
-
-    Attributes:
-        offered_at: when those that joined last were offered (time.perf_counter()); None: just then.
-    """
-
-    @property
-    def offered_at(self) -> float | None: ...
+    """Asked before each step of one run."""
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """The requests that join the step, beside as many unfinished ones; None: the run is over,
-        and none is unfinished or those are to be dropped."""
+        and none is unfinished or those are to be dropped. Where none is unfinished, waits until one
+        joins."""
+        ...
+
+    def offered_at(self, request: Request) -> float | None:
+        """When a request that has joined was offered (time.perf_counter()); None: as it joined."""
         ...
 
     def close(self) -> None:
@@ -33,20 +34,75 @@ class Admission(Protocol):
         ...
 
 
+class Arrivals:
+    """The times at which the requests of one run arrive: `Request.arrival_s` after its start, which
+    is when this is first asked."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._start: float | None = None
+
+    def due_in(self, request: Request) -> float:
+        """Seconds until it arrives; 0 or less once it has."""
+        if self._start is None:
+            self._start = self._clock()
+        if request.arrival_s is None:
+            return 0.0
+        return self._start + request.arrival_s - self._clock()
+
+    def at(self, request: Request) -> float | None:
+        """When one that was asked about arrived, by the clock; None: it has no time of arrival."""
+        if request.arrival_s is None or self._start is None:
+            return None
+        return self._start + request.arrival_s
+
+    def wait_for(self, request: Request, watch: Callable[[], None]) -> None:
+        """Sleep until it arrives. `watch` is called at least every LONGEST_SLEEP_S."""
+        while (left := self.due_in(request)) > 0:
+            watch()
+            self._sleep(min(left, LONGEST_SLEEP_S))
+
+
+def by_arrival(requests: Sequence[Request]) -> list[Request]:
+    """The order in which requests are offered: by arrival, then as they stand."""
+    return sorted(requests, key=lambda request: request.arrival_s or 0.0)
+
+
 class Pending:
-    """Requests in their order, at most `concurrency` of them unfinished (None: all)."""
+    """Requests as they arrive, at most `concurrency` of them unfinished (None: any number)."""
 
-    offered_at = None
-
-    def __init__(self, requests: Sequence[Request], concurrency: int | None) -> None:
-        self._pending, self._limit = deque(requests), concurrency or len(requests)
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        concurrency: int | None,
+        *,
+        watch: Callable[[], None] = lambda: None,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """watch: called during waits; raises where a rank is lost."""
+        self._pending, self._limit = deque(by_arrival(requests)), concurrency or len(requests)
+        self._watch, self._arrivals = watch, arrivals or Arrivals()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """See Admission."""
         if not self._pending:
             return () if num_unfinished else None
-        count = min(self._limit - num_unfinished, len(self._pending))
-        return [self._pending.popleft() for _ in range(count)]
+        if not num_unfinished:
+            self._arrivals.wait_for(self._pending[0], self._watch)
+        found: list[Request] = []
+        while self._pending and num_unfinished + len(found) < self._limit:
+            if self._arrivals.due_in(self._pending[0]) > 0:
+                break
+            found.append(self._pending.popleft())
+        return found
+
+    def offered_at(self, request: Request) -> float | None:
+        """See Admission."""
+        return self._arrivals.at(request)
 
     def close(self) -> None:
         """See Admission."""
@@ -65,10 +121,9 @@ class Leading:
         self._held = ExitStack()
         self._has_ended = False
 
-    @property
-    def offered_at(self) -> float | None:
+    def offered_at(self, request: Request) -> float | None:
         """See Admission."""
-        return self._source.offered_at
+        return self._source.offered_at(request)
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """See Admission.
@@ -98,8 +153,6 @@ class Leading:
 class Following:
     """Another rank's: does what the first of its replica announces."""
 
-    offered_at = None
-
     def __init__(self, requests: Sequence[Request], control: Control) -> None:
         self._requests, self._control = requests, control
         self._topic = _topic(control)
@@ -120,6 +173,10 @@ class Following:
                 f"{unfinished_there}: the tokens of the two differ",
             )
         return [self._requests[place] for place in places]
+
+    def offered_at(self, request: Request) -> float | None:
+        """None: the first rank's times count."""
+        return None
 
     def close(self) -> None:
         """See Admission."""

@@ -75,15 +75,16 @@ class NativeEngine(Engine):
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Generator[StepRecord | Completion]:
         control = self.parts.control
-        return self.decode(obeyed(Pending(requests, concurrency), requests, control))
+        pending = Pending(requests, concurrency, watch=control.watch)
+        return self.decode(obeyed(pending, requests, control))
 
     def decode(self, admission: Admission) -> Generator[StepRecord | Completion]:
         """As `run`, of the requests that `admission` lets join."""
         num_unfinished = 0
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
-            while (joining := admission.joining(num_unfinished)) is not None:
+            while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
-                    self._scheduler.add(Sequence.of(request, admission.offered_at))
+                    self._scheduler.add(Sequence.of(request, admission.offered_at(request)))
                 collected = self.step()
                 num_unfinished += len(joining) - len(collected.completions)
                 if collected.record is not None:
@@ -91,6 +92,14 @@ class NativeEngine(Engine):
                 yield from collected.completions
                 if collected.error is not None:
                     raise collected.error
+
+    def _joining(self, admission: Admission, num_unfinished: int) -> Seq[Request] | None:
+        """The requests that join. Time without any request is no step's, also where one that was
+        launched ahead, for requests that have ended, is still to be collected."""
+        if num_unfinished:
+            return admission.joining(num_unfinished)
+        with self.clock.paused():
+            return admission.joining(0)
 
     @torch.inference_mode()
     def step(self) -> Collected:

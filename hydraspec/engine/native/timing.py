@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from hydraspec.types import PHASES
@@ -67,6 +67,15 @@ class StepClock:
         for span in self._spans.values():
             span.ms = 0.0
         self._started = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside is no step's."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - began
 
     def launch_ms(self) -> dict[str, float]:
         """Scheduling and launching, the last time."""

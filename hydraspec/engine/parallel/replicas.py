@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.distributed.control import WATCH_EVERY_S, Control, Wait
-from hydraspec.engine.native.admission import obeyed
+from hydraspec.engine.native.admission import Arrivals, by_arrival, obeyed
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel.outcome import raise_if_failed
 from hydraspec.engine.parallel.wire import from_event, to_event
@@ -29,7 +29,8 @@ class Share:
 
 
 class SharedQueue:
-    """An Admission: the requests of one run, each taken by the replica that has room first.
+    """An Admission: the requests of one run, each taken once it has arrived, by the replica that
+    has room first. Every replica counts arrivals from its own start of the run.
 
     A replica holds at most its share of what may be unfinished, and no more than it can run at
     once, so that a short queue is spread over all replicas.
@@ -44,14 +45,16 @@ class SharedQueue:
         max_num_seqs: int,
         while_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """while_idle: called again and again while the limit keeps this replica waiting."""
-        self._control, self._requests, self._name = control, requests, share.name
+        """while_idle: called again and again while this replica waits for a request."""
+        self._control, self._requests, self._name = control, by_arrival(requests), share.name
         self._limit, self._while_idle = share.concurrency or len(requests), while_idle
         together = min(self._limit, len(requests))
         self._room = min(max_num_seqs, -(-together // control.layout.data))
         self._num_joined = self._num_told = 0  # requests; of those that ended, how many were told
         self._next: int | None = None  # its place: taken, but it has not joined
-        self.offered_at = None if self._is_limited else time.perf_counter()
+        self._arrivals, self._least_taken = Arrivals(), 0  # by all replicas, as far as known
+        self._has_arrivals = any(request.arrival_s is not None for request in requests)
+        self._started_at = time.perf_counter()
         self._look_at = 0.0
         self._has_ended = False
 
@@ -75,8 +78,13 @@ class SharedQueue:
         found: list[Request] = []
         while num_unfinished + len(found) < self._room:
             if self._next is None:
+                if self._has_arrivals and not self._is_one_waiting():
+                    break
                 self._next = self._add("taken", 1) - 1
-            if self._is_empty or not self._is_allowed(self._next):
+                self._least_taken = self._next + 1
+            if self._is_empty or not self._has_arrived(self._next):
+                break
+            if not self._is_allowed(self._next):
                 break
             found.append(self._requests[self._next])
             self._next = None
@@ -86,6 +94,24 @@ class SharedQueue:
     @property
     def _is_empty(self) -> bool:
         return self._next is not None and self._next >= len(self._requests)
+
+    def _is_one_waiting(self) -> bool:
+        """Whether a request has arrived that no replica has taken, or all are taken: none is taken
+        ahead of its time by a replica that may be the busiest by then."""
+        if not self._has_arrived(self._least_taken):
+            return False
+        self._least_taken = self._add("taken", 0)
+        return self._has_arrived(self._least_taken)
+
+    def _has_arrived(self, place: int) -> bool:
+        requests = self._requests
+        return place >= len(requests) or self._arrivals.due_in(requests[place]) <= 0
+
+    def offered_at(self, request: Request) -> float | None:
+        """See Admission. Without arrivals and a limit all are offered at the start."""
+        if request.arrival_s is not None:
+            return self._arrivals.at(request)
+        return None if self._is_limited else self._started_at
 
     def _is_allowed(self, place: int) -> bool:
         """Whether fewer than the limit are unfinished of the requests before `place`."""

@@ -15,14 +15,20 @@ COMPLETION_FIELDS = [field.name for field in fields(Completion)]
 
 def from_requests(requests: Sequence[Request]) -> Plain:
     """What an engine reads of tokenised requests."""
-    return [[r.index, r.id, r.prompt_token_ids, asdict(r.sampling)] for r in requests]
+    return [[r.index, r.id, r.prompt_token_ids, asdict(r.sampling), r.arrival_s] for r in requests]
 
 
 def to_requests(data: Plain) -> list[Request]:
     """The requests of `from_requests`."""
     return [
-        Request(index=index, id=id_, prompt_token_ids=token_ids, sampling=_sampling(sampling))
-        for index, id_, token_ids, sampling in data
+        Request(
+            index=index,
+            id=id_,
+            prompt_token_ids=token_ids,
+            sampling=_sampling(sampling),
+            arrival_s=arrival_s,
+        )
+        for index, id_, token_ids, sampling, arrival_s in data
     ]
 
 
