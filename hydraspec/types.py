@@ -81,6 +81,15 @@ class Completion:
     error: str | None
     ttft_ms: float | None  # from being offered to the engine to the first token
     latency_ms: float  # from being offered to the engine to the last token
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PrefixCaching:
+    """What may be taken from an engine's prefix cache."""
+
+    block_size: int  # tokens: every hit is a multiple of it
+    has_draft_kv: bool = False  # in which a block depends on the token after it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +121,7 @@ class StepRecord:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of KV blocks in use, 0..1
+    kv_usage_per_group: dict[str, float] = field(default_factory=dict)  # the same by KV group
     replica: int = 0  # that made the step: the figures above are of its requests and cache
     num_replicas: int = 1  # at work then: the step took 1 / num_replicas of the run's time
 

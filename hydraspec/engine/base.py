@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class EngineInfo:
     cudagraph: dict[str, str | None]  # requested, target, draft, reason
     checks_logits: bool = False  # in every step; NaN or infinite logits end the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
+    prefix_caching: PrefixCaching | None = None  # None: there is none, or it is not known
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
     max_memory_bytes: dict[str, int] = field(default_factory=dict)  # of any rank, where several run
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order

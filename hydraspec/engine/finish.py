@@ -27,6 +27,7 @@ class OfferedRequest:
     offered_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None
+    num_cached: int = 0  # prompt tokens taken from the prefix cache at its first admission
     text: str | None = None  # set when a stop string cut it
     finish_reason: str | None = None
     error: str | None = None
@@ -170,4 +171,5 @@ class FinishCheck:
             error=sequence.error,
             ttft_ms=None if first is None else (first - offered) * 1e3,
             latency_ms=(end - offered) * 1e3,
+            num_cached_tokens=sequence.num_cached,
         )

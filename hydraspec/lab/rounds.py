@@ -57,7 +57,11 @@ class Measurement:
         self._sides = {
             side: Measured(
                 engine=engine,
-                meter=Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens),
+                meter=Meter(
+                    requests,
+                    num_speculative_tokens=engine.info.num_speculative_tokens,
+                    prefix_caching=engine.info.prefix_caching,
+                ),
             )
             for side, engine in engines.items()
         }
@@ -93,6 +97,7 @@ class Measurement:
                     for sink in self._sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
                     built_before = measured.engine.num_built()
+                    measured.meter.begin_run()
                     with closing_run(measured.engine, part, self._concurrency) as events:
                         for event in events:
                             self._record(side, event)

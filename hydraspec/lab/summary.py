@@ -23,6 +23,7 @@ from hydraspec.metrics.summary import (
     Counts,
     Interval,
     Lossless,
+    PrefixCache,
     RunFacts,
     Settings,
     Speed,
@@ -144,6 +145,22 @@ def _counts(meter: Meter) -> Counts:
         "num_output_tokens": meter.num_output_tokens(),
         "num_steps": meter.num_steps,
         "num_preemptions": meter.num_preemptions,
+        "prefix_cache": _prefix_cache(meter),
+        "kv_peak_usage_per_group": meter.peak_kv_usage_per_group,
+    }
+
+
+def _prefix_cache(meter: Meter) -> PrefixCache | None:
+    hits = meter.prefix_hits
+    if hits is None:
+        return None
+    return {
+        "queried_tokens": hits.num_queried_tokens,
+        "hit_tokens": hits.num_hit_tokens,
+        "hit_rate": hits.hit_rate(),
+        "eligible_hit_rate": hits.eligible_hit_rate(),
+        "border_tokens": hits.num_border_tokens(),
+        "recomputed_tokens": meter.num_recomputed_tokens(),
     }
 
 

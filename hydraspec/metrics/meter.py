@@ -11,8 +11,16 @@ from statistics import median
 
 import numpy as np
 
+from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_rates, ratio_of_sums
-from hydraspec.types import PHASES, Completion, Request, RequestStep, StepRecord
+from hydraspec.types import (
+    PHASES,
+    Completion,
+    PrefixCaching,
+    Request,
+    RequestStep,
+    StepRecord,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +43,8 @@ class RequestCounters:
     reached_per_position: list[int] = field(default_factory=list)
     decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
     decode_ms: float = 0.0  # this request's share of those steps' wall time
+    num_computed_tokens: int = 0  # the most that had KV after any of its steps
+    num_recomputed_tokens: int = 0  # of those, computed once more after it was preempted
     # Of its completion.
     finish_reason: str | None = None  # null until the request has ended
     num_output_tokens: int = 0
@@ -52,6 +62,7 @@ class RequestCounters:
             for sums in (self, totals):
                 sums.decode_tokens += len(step.output_token_ids)
                 sums.decode_ms += ms_per_row * step.num_rows
+        self._add_computed(step)
         num_offered = sum(token >= 0 for token in step.draft_token_ids)
         if num_offered == 0:
             return
@@ -70,6 +81,12 @@ class RequestCounters:
             self.drafted_per_position[i] += 1
             self.reached_per_position[i] += num_accepted >= i
             self.accepted_per_position[i] += num_accepted > i
+
+    def _add_computed(self, step: RequestStep) -> None:
+        before = step.num_computed_tokens
+        after = before + (step.num_rows if step.is_prefill else step.num_accepted + 1)
+        self.num_recomputed_tokens += max(0, min(self.num_computed_tokens, after) - before)
+        self.num_computed_tokens = max(self.num_computed_tokens, after)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,8 +127,15 @@ class Meter:
     `time_breakdown_ms` and `total_step_time_s` are over steps.
     """
 
-    def __init__(self, requests: Iterable[Request], *, num_speculative_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        *,
+        num_speculative_tokens: int = 0,
+        prefix_caching: PrefixCaching | None = None,
+    ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self.prefix_hits = None if prefix_caching is None else PrefixHits(prefix_caching)
         self.counters = {
             r.index: RequestCounters(index=r.index, category=r.category) for r in requests
         }
@@ -119,9 +143,15 @@ class Meter:
         self.num_steps = 0
         self.num_preemptions = 0
         self.peak_kv_usage = 0.0
+        self.peak_kv_usage_per_group: dict[str, float] = {}
         self._step_ms = 0.0
         self._phase_sums = dict.fromkeys(PHASES, 0.0)
         self._phase_steps = dict.fromkeys(PHASES, 0)
+
+    def begin_run(self) -> None:
+        """The engine begins a run, with an empty prefix cache."""
+        if self.prefix_hits is not None:
+            self.prefix_hits.begin_run()
 
     def add_step(self, record: StepRecord) -> None:
         """Count a step. Its wall time goes to the requests in it in proportion to their rows. Of
@@ -132,6 +162,9 @@ class Meter:
         self._step_ms += total_ms
         self.num_preemptions += record.num_preempted
         self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
+        peaks = self.peak_kv_usage_per_group
+        for name, usage in record.kv_usage_per_group.items():
+            peaks[name] = max(peaks.get(name, 0.0), usage)
         for phase, milliseconds in record.phase_ms.items():
             if milliseconds is not None:
                 self._phase_sums[phase] = self._phase_sums.get(phase, 0.0) + milliseconds
@@ -140,6 +173,8 @@ class Meter:
         ms_per_row = total_ms / num_rows if num_rows else 0.0
         for step in record.requests:
             self.counters[step.index].add(step, ms_per_row, self.totals)
+            if self.prefix_hits is not None:
+                self.prefix_hits.begun(step.index)
 
     def add_completion(self, completion: Completion) -> None:
         """Count the output of a request that ended, and the times its user waited."""
@@ -147,6 +182,8 @@ class Meter:
         counters.finish_reason = completion.finish_reason
         counters.num_output_tokens = len(completion.output_token_ids)
         counters.ttft_ms, counters.latency_ms = completion.ttft_ms, completion.latency_ms
+        if self.prefix_hits is not None:
+            self.prefix_hits.ended(completion)
 
     @property
     def completed(self) -> list[RequestCounters]:
@@ -227,6 +264,15 @@ class Meter:
         accepted = self._per_position("accepted_per_position")
         reached = self._per_position("reached_per_position")
         return [ratio(a, r) for a, r in zip(accepted, reached, strict=True)]
+
+    # ------------------------------------------------------------------ cache
+
+    def num_recomputed_tokens(self) -> int:
+        """Tokens whose KV was computed a second time: those of preempted requests that they had to
+        read again, and prompt tokens that the cache should have had (PrefixHits.num_missed_tokens).
+        """
+        again = sum(c.num_recomputed_tokens for c in self.completed)
+        return again + (0 if self.prefix_hits is None else self.prefix_hits.num_missed_tokens())
 
     # ------------------------------------------------------------------ speed
 

@@ -116,6 +116,7 @@ def request_row(
         "accepted_per_position": accepted + missing,
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
+        "num_cached_tokens": completion.num_cached_tokens,
         "correct": correct,
         "meta": request.meta,
     }

@@ -128,6 +128,17 @@ class Speed(TypedDict):
     accuracy: Accuracy | None
 
 
+class PrefixCache(TypedDict):
+    """What requests took from the prefix cache; metrics.prefix_cache defines every figure."""
+
+    queried_tokens: int
+    hit_tokens: int
+    hit_rate: float | None
+    eligible_hit_rate: float | None
+    border_tokens: int
+    recomputed_tokens: int
+
+
 class Counts(TypedDict):
     """Counts of one side: the method, or the baseline."""
 
@@ -136,6 +147,8 @@ class Counts(TypedDict):
     num_output_tokens: int
     num_steps: int
     num_preemptions: int
+    prefix_cache: PrefixCache | None
+    kv_peak_usage_per_group: dict[str, float]
 
 
 class Baseline(Speed, Counts):

@@ -80,6 +80,7 @@ class WandbSink(Sink):
         window = meter.totals.since(self._last_totals[side])
         self._last_point[side] = now
         self._last_totals[side] = replace(meter.totals)
+        hits = meter.prefix_hits
         point = {
             "step": record.step,
             "acceptance_length": window.acceptance_length,
@@ -88,6 +89,8 @@ class WandbSink(Sink):
             "num_running": record.num_running,
             "num_waiting": record.num_waiting,
             "kv_usage": record.kv_usage,
+            **{f"kv_usage/{name}": share for name, share in record.kv_usage_per_group.items()},
+            "prefix_cache_hit_rate": hits and hits.hit_rate(),
         }
         values = {
             f"{side.value}/{key}": value for key, value in plain(point).items() if value is not None

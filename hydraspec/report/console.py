@@ -15,8 +15,8 @@ from hydraspec.errors import printable
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
-from hydraspec.metrics.summary import Baseline, Summary
-from hydraspec.report.figures import engine_words, interval, number
+from hydraspec.metrics.summary import Baseline, PrefixCache, Summary
+from hydraspec.report.figures import engine_words, interval, number, percent
 from hydraspec.types import Completion, StepRecord
 
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
@@ -185,8 +185,27 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         "time to first token, ms",
         *(number(side["time_to_first_token_ms"], 1) for side in sides),
     ]
+    yield from _cache_rows(sides)
     if summary["accuracy"]:
         found = [side["accuracy"] for side in sides]
         yield ["exact match", *(number(f["exact_match"], 3) if f else "-" for f in found)]
     if summary["speedup"]:
         yield ["speedup", interval(summary["speedup"], "x"), "1"]
+
+
+def _cache_rows(sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
+    """What came from the prefix cache, and pressure on the KV cache where there was any."""
+    caches = [side["prefix_cache"] for side in sides]
+    if any(cache and cache["queried_tokens"] for cache in caches):
+        yield ["prefix cache hit rate", *(_hit_rates(cache) for cache in caches)]
+    if any(cache and cache["recomputed_tokens"] for cache in caches):
+        counts = (str(cache["recomputed_tokens"]) if cache else "-" for cache in caches)
+        yield ["  tokens recomputed", *counts]
+    if any(side["num_preemptions"] for side in sides):
+        yield ["preemptions", *(str(side["num_preemptions"]) for side in sides)]
+
+
+def _hit_rates(cache: PrefixCache | None) -> str:
+    if cache is None:
+        return "-"
+    return f"{percent(cache['hit_rate'])} ({percent(cache['eligible_hit_rate'])} of eligible)"

@@ -13,6 +13,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
+def percent(share: float | None) -> str:
+    """A share from 0 to 1 as "97.5 %"; a dash where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def interval(estimate: Interval | AcceptanceLength | None, unit: str = "") -> str:
     """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
     if estimate is None or estimate["mean"] is None:

@@ -10,7 +10,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hydraspec.errors import printable
-from hydraspec.report.figures import engine_words, interval_note, number
+from hydraspec.report.figures import engine_words, interval_note, number, percent
 
 
 def render(template: str, **view: object) -> str:
@@ -32,6 +32,7 @@ def environment() -> Environment:
     )
     made.filters |= {
         "number": number,
+        "percent": percent,
         "engine_words": engine_words,
         "interval_note": interval_note,
         "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",

@@ -30,7 +30,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="u
 WORDS = set(re.findall(r"`([^`]+)`", TEXT))
 # Their keys are names of categories, packages, batch sizes or a drafter's fields.
 FREE = {"acceptance_length_by_category", "num_drafts_by_category", "by_category", "versions"}
-FREE |= {"draft_spec", "tpot", "prefill"}
+FREE |= {"draft_spec", "tpot", "prefill", "kv_peak_usage_per_group", "kv_usage_per_group"}
 
 
 def keys_of(value: object) -> Iterator[str]:

@@ -163,9 +163,15 @@ def forget_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
         preempted.append(sequence.token_ids)
         true_preempt(self, sequence)
 
-    def write(state: RequestState, slot: int, tokens: list[int], sampling: SamplingParams) -> None:
+    def write(
+        state: RequestState,
+        slot: int,
+        tokens: list[int],
+        sampling: SamplingParams,
+        num_computed: int,
+    ) -> None:
         is_resumed = any(tokens is known for known in preempted)
-        true_write(state, slot, tokens[:-1] if is_resumed else tokens, sampling)
+        true_write(state, slot, tokens[:-1] if is_resumed else tokens, sampling, num_computed)
 
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
     monkeypatch.setattr(engine, "write_request", write)

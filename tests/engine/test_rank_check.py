@@ -33,7 +33,7 @@ def test_ranks_that_agree_are_left_alone() -> None:
         assert check is not None
         steps: list[int] = []
         compare = check.compare
-        check.compare = lambda step, result: (steps.append(step), compare(step, result))[1]
+        check.compare = lambda step, *found: (steps.append(step), compare(step, *found))[1]
         run = run_requests(engine, zoo_requests(2, longest=6))
         assert steps == list(range(len(run.batch_sizes)))
         return run.tokens, len(steps)
@@ -75,7 +75,7 @@ def test_a_rank_that_chooses_another_token_is_found() -> None:
         )
 
 
-@pytest.mark.parametrize("part", ["step number", "tokens", "counts", "drafts"])
+@pytest.mark.parametrize("part", ["step number", "rows", "tokens", "counts", "drafts"])
 def test_every_part_of_a_result_is_compared(part: str) -> None:
     """Of four ranks two are wrong; both are named, and what they have wrong."""
 
@@ -89,8 +89,9 @@ def test_every_part_of_a_result_is_compared(part: str) -> None:
             draft_tokens=drafts[: 2 - wrong * (part == "drafts")],
         )
         check = RankCheck(ranks.group, torch.device("cpu"))
+        rows = np.array([[16 * (1 - wrong * (part == "rows")), 4]])  # a rank without the hit
         with pytest.raises(RanksDiffer) as caught:
-            check.compare(9 + wrong * (part == "step number"), result)
+            check.compare(9 + wrong * (part == "step number"), rows, result)
         return str(caught.value)
 
     for message in as_ranks(Layout(tensor=4), work):

@@ -74,6 +74,7 @@ REQUEST_KEYS = [
     "accepted_per_position",
     "ttft_ms",
     "latency_ms",
+    "num_cached_tokens",
     "correct",
     "meta",
 ]

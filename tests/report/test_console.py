@@ -22,6 +22,15 @@ SUMMARY: dict[str, Any] = {
     "num_speculative_tokens": 2,
     "num_requests": 2,
     "num_errors": 1,
+    "num_preemptions": 3,
+    "prefix_cache": {
+        "queried_tokens": 200,
+        "hit_tokens": 96,
+        "hit_rate": 0.48,
+        "eligible_hit_rate": 0.75,
+        "border_tokens": 0,
+        "recomputed_tokens": 32,
+    },
     "num_drafts": 4,
     "acceptance_length": {"mean": 2.5, "ci95": [2.25, 2.75], "mean_over_requests": 2.25},
     "acceptance_rate_per_position": [1.0, None],
@@ -82,7 +91,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "2.50 (2.25 to 2.75)" in text
     assert "Lossless: not checked (baseline=false)\n" in text
     assert "Warning: a [red] warning" in text
-    assert len(text.splitlines()) < 20
+    assert "48.0 % (75.0 % of eligible)" in text
+    assert len(text.splitlines()) < 22
 
 
 def test_a_bar_on_a_terminal() -> None:

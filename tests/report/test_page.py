@@ -11,6 +11,7 @@ from checked_pages import Checker, check_page
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.types import PrefixCaching
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
@@ -39,6 +40,19 @@ def test_the_report_shows_the_verdict_and_escapes_prompts(
         "device is cpu",
     ):
         assert text in page.text
+
+
+def test_the_report_shows_the_prefix_cache_and_peaks_by_group(
+    use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    """Six prompts of 16 to 21 tokens, of which each takes 8; the baseline has no such cache."""
+    caching = PrefixCaching(block_size=4)
+    use_engine(FakeEngine(Behaviour(num_cached=8), prefix_caching=caching))
+    found = run_config()["prefix_cache"]
+    assert (found["hit_tokens"], found["queried_tokens"]) == (48, 111)
+    text = report(tmp_path).text
+    for part in ("Prefix cache", "43.2 %", "taken from the cache", "<full>", "37.5 %"):
+        assert part in text
 
 
 def test_reports_of_runs_with_little_to_show(

@@ -59,6 +59,7 @@ class Behaviour:
     ms_per_step: float = 2.0
     builds_at_step: int | None = None  # a kernel is compiled and a graph captured then
     builds_always: bool = False  # the same in every step
+    num_cached: int = 0  # prompt tokens that every request finds in the prefix cache
     is_eager: bool = False  # kernels are compiled when a step first needs them
 
 
@@ -148,6 +149,7 @@ class FakeEngine(Engine):
                 total_ms=self.behaviour.ms_per_step,
                 requests=parts,
                 num_running=len(parts),
+                kv_usage_per_group={"<full>": 0.375},
             )
             self.num_steps += 1
             done = [r for r in waiting if len(outputs[r.index]) >= r.sampling.max_tokens]
@@ -198,4 +200,5 @@ class FakeEngine(Engine):
             error=error,
             ttft_ms=None if error else 5.0,
             latency_ms=5.0 + 2.0 * len(output),
+            num_cached_tokens=0 if error else self.behaviour.num_cached,
         )

@@ -46,9 +46,11 @@ class LateDevice:
         monkeypatch.setattr(engine.parts.runner, "launch", self.launch)
         write = engine_module.write_request
 
-        def write_later(state: RequestState, slot: int, tokens: list[int], sampling: Any) -> None:
+        def write_later(
+            state: RequestState, slot: int, tokens: list[int], sampling: Any, num_computed: int
+        ) -> None:
             known = list(tokens)  # the host's copy at the time of the call
-            self._queue.append(lambda: write(state, slot, known, sampling))
+            self._queue.append(lambda: write(state, slot, known, sampling, num_computed))
 
         monkeypatch.setattr(engine_module, "write_request", write_later)
 

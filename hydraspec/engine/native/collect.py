@@ -26,6 +26,7 @@ class Flight:
     step: LaunchedStep
     num_preempted: int  # while it was scheduled
     kv_usage: float  # with its blocks
+    kv_usage_per_group: dict[str, float]
     launch_ms: dict[str, float]  # of the host, for "schedule" and "launch"
 
 
@@ -91,6 +92,7 @@ class Collector:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_usage=flight.kv_usage,
+            kv_usage_per_group=flight.kv_usage_per_group,
         )
         self.num_steps += 1
         return Collected(record, completions, error)

@@ -122,7 +122,8 @@ class NativeEngine(Engine):
             return Collected(None, self._collector.failed())
         flight = flights.popleft()
         if self.parts.check is not None:
-            self.parts.check.compare(self._collector.num_steps, flight.step.result())
+            rows = np.array([[item.num_computed, item.num_rows] for item in flight.scheduled])
+            self.parts.check.compare(self._collector.num_steps, rows, flight.step.result())
         collected = self._collector.collect(flight, clock)
         clock.start(flight.launch_ms)  # with a step in flight, the next one's time counts from here
         return collected
@@ -137,6 +138,7 @@ class NativeEngine(Engine):
                     sequence.slot,
                     sequence.token_ids,
                     sequence.request.sampling,
+                    sequence.num_computed,
                 )
         return scheduled, self._scheduler.plan(scheduled) if scheduled else None
 
@@ -149,6 +151,7 @@ class NativeEngine(Engine):
             launched,
             num_preempted=scheduler.take_num_preempted(),
             kv_usage=scheduler.kv.usage,
+            kv_usage_per_group=scheduler.kv.usage_per_group,
             launch_ms=self.clock.launch_ms(),
         )
 

@@ -167,6 +167,14 @@ class KVCache:
         total = sum(group.num_blocks - 1 for group in self._groups)
         return 1.0 - sum(len(group.free_blocks) for group in self._groups) / total
 
+    @property
+    def usage_per_group(self) -> dict[str, float]:
+        """The same of each group, by its name."""
+        return {
+            group.spec.name: 1.0 - len(group.free_blocks) / (group.num_blocks - 1)
+            for group in self._groups
+        }
+
     def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
         """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
         be, beside what a drafter writes after each row."""

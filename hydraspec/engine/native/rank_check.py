@@ -21,11 +21,13 @@ class RankCheck:
     def __init__(self, group: TensorGroup, device: torch.device) -> None:
         self._group, self._device = group, device
 
-    def compare(self, step: int, result: StepResult) -> None:
-        """Every rank calls it with its own results. Raises RanksDiffer on all of them."""
+    def compare(self, step: int, rows: np.ndarray, result: StepResult) -> None:
+        """Every rank calls it with its own results, and the first position and the number of rows
+        [B, 2] of each request. Raises RanksDiffer on all of them."""
         counts = np.concatenate((result.num_sampled, result.not_finite))
         parts = {
             "step number": np.array([step]),
+            "rows": rows,
             "tokens": result.tokens,
             "counts": counts,
             "drafts": result.draft_tokens,

@@ -45,10 +45,14 @@ def new_request_state(
 
 
 def write_request(
-    state: RequestState, slot: int, token_ids: list[int], sampling: SamplingParams
+    state: RequestState,
+    slot: int,
+    token_ids: list[int],
+    sampling: SamplingParams,
+    num_computed: int = 0,
 ) -> None:
-    """Give `slot` to a request: its tokens, nothing computed, no drafts left from the slot's last
-    owner.
+    """Give `slot` to a request: its tokens, of which the first `num_computed` have KV already, and
+    no drafts left from the slot's last owner.
 
     On CUDA the host does not wait: tokens go through pinned memory, numbers as launch arguments.
     """
@@ -58,7 +62,7 @@ def write_request(
     if row.is_cuda:
         staged = staged.pin_memory()  # given back once the copy is done
     row[: len(token_ids)].copy_(staged, non_blocking=True)
-    state.num_computed[slot].fill_(0)
+    state.num_computed[slot].fill_(num_computed)
     state.temperature[slot].fill_(sampling.temperature)
     state.top_k[slot].fill_(sampling.top_k)
     state.top_p[slot].fill_(sampling.top_p)

@@ -1,0 +1,143 @@
+"""Figures of prefix caching over the requests of one meter: what was taken from the cache, and
+what could have been."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hydraspec.metrics.statistics import ratio
+from hydraspec.types import Completion, PrefixCaching
+
+
+@dataclass(slots=True)
+class _Known:
+    """Prefixes whose KV had been computed in a run: digests of whole blocks, and the token that
+    came after each block."""
+
+    digests: set[bytes] = field(default_factory=set)
+    next_tokens: set[tuple[bytes, int]] = field(default_factory=set)
+
+    def add(self, tokens: Sequence[int], num_computed: int, block_size: int) -> None:
+        for end, digest in _digests(tokens, num_computed, block_size):
+            self.digests.add(digest)
+            if end < len(tokens):
+                self.next_tokens.add((digest, tokens[end]))
+
+
+@dataclass(slots=True, kw_only=True)
+class Eligible:
+    """Of one request, in tokens of its prompt."""
+
+    num_tokens: int = 0  # see PrefixHits.eligible
+    num_border_tokens: int = 0  # see PrefixHits.num_border_tokens
+
+
+class PrefixHits:
+    """What completed requests took from the cache, of how much. The cache is empty when a run
+    begins, and each run's requests are compared among themselves.
+
+    Attributes:
+        num_queried_tokens: prompt tokens of the completed requests, all of them.
+        num_hit_tokens: those that were taken from the cache when a request was first admitted.
+    """
+
+    def __init__(self, caching: PrefixCaching) -> None:
+        self._caching = caching
+        self._runs: list[list[tuple[int, bool]]] = [[]]  # request index, and whether it ended
+        self._begun: set[int] = set()
+        self._completions: dict[int, Completion] = {}
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def begin_run(self) -> None:
+        """The cache is empty, and requests are new."""
+        self._runs.append([])
+
+    def begun(self, index: int) -> None:
+        """A request has its first step (or another one)."""
+        if index not in self._begun:
+            self._begun.add(index)
+            self._runs[-1].append((index, False))
+
+    def ended(self, completion: Completion) -> None:
+        """A request ended; one that never had a step did not look into the cache."""
+        if completion.index in self._begun:
+            self._completions[completion.index] = completion
+            self._runs[-1].append((completion.index, True))
+            self.num_queried_tokens += len(completion.prompt_token_ids)
+            self.num_hit_tokens += completion.num_cached_tokens
+
+    def hit_rate(self) -> float | None:
+        """num_hit_tokens / num_queried_tokens."""
+        return ratio(self.num_hit_tokens, self.num_queried_tokens)
+
+    def eligible(self) -> dict[int, Eligible]:
+        """By request index: the longest prefix that a cache without limits could have given.
+
+        It is the longest common prefix with any earlier request of the same run (of all replicas),
+        rounded down to a multiple of the block size that hits have, and shorter than the prompt.
+        Earlier is a prompt whose first step came first in the run; where that request had ended
+        by then, its output counts too, up to the last token that has KV. Never less than what was
+        taken, which may be the output of a request that still ran.
+        """
+        size, found = self._caching.block_size, {}
+        for run in self._runs:
+            known = _Known()
+            for index, has_ended in run:
+                done = self._completions.get(index)
+                if done is None:
+                    continue
+                prompt, output = done.prompt_token_ids, done.output_token_ids
+                if has_ended:
+                    tokens = [*prompt, *output]
+                    known.add(tokens, len(tokens) - 1, size)
+                else:
+                    own = found[index] = self._eligible(prompt, known)
+                    own.num_tokens = max(own.num_tokens, done.num_cached_tokens)
+                    known.add(prompt, len(prompt), size)
+        return found
+
+    def _eligible(self, prompt: Sequence[int], known: _Known) -> Eligible:
+        last: tuple[int, bytes] | None = None
+        for end, digest in _digests(prompt, len(prompt) - 1, self._caching.block_size):
+            if digest not in known.digests:
+                break
+            last = end, digest
+        if last is None:
+            return Eligible()
+        end, digest = last
+        parts_here = (digest, prompt[end]) not in known.next_tokens
+        lost = self._caching.block_size if parts_here and self._caching.has_draft_kv else 0
+        return Eligible(num_tokens=end - lost, num_border_tokens=lost)
+
+    def eligible_hit_rate(self) -> float | None:
+        """num_hit_tokens / tokens of `eligible`, border tokens not among them. Below 1 where blocks
+        had been evicted, were not computed yet, or lie in another replica's cache."""
+        return ratio(self.num_hit_tokens, sum(e.num_tokens for e in self.eligible().values()))
+
+    def num_border_tokens(self) -> int:
+        """Tokens of blocks after which a prompt parts from every earlier request. The draft KV of
+        the last row depends on the token after it, so a drafter with its own KV cannot use them."""
+        return sum(each.num_border_tokens for each in self.eligible().values())
+
+    def num_missed_tokens(self) -> int:
+        """Tokens of `eligible` that were computed again: evicted, or not published in time."""
+        return sum(
+            max(0, each.num_tokens - self._completions[index].num_cached_tokens)
+            for index, each in self.eligible().items()
+        )
+
+
+def _digests(
+    tokens: Sequence[int], num_tokens: int, block_size: int
+) -> Iterator[tuple[int, bytes]]:
+    """The end of each whole block within the first `num_tokens`, and a digest of all up to it."""
+    array = np.asarray(tokens[: num_tokens // block_size * block_size], dtype=np.int64)
+    chain = hashlib.blake2b(digest_size=16)
+    for end in range(block_size, len(array) + 1, block_size):
+        chain.update(array[end - block_size : end].tobytes())
+        yield end, chain.digest()
