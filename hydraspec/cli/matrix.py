@@ -1,0 +1,273 @@
+"""What combines with what: the configuration's own rules, asked for every combination of choices,
+and for each legal one the tests that run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from hydraspec.cli.compose import plan
+from hydraspec.config.checks import ALIASES, check
+from hydraspec.config.choices import choices_of, packaged_drafters
+from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+
+# Axes in the order of a table. Choices of the first two make rows, of the next two columns.
+AXES = ("target", "method", "engine", "parallelism", "cudagraph", "sampling")
+GROUPS = AXES[2:]  # what a configuration takes whole from another
+ZOO = "tiny_"
+NO_DRAFTER = "the target's YAML names no drafter for it: give method.checkpoint"
+GATE = "make verify-gpu PART=cells"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Cell:
+    """One combination; `reason` says why it is refused, None: it is legal."""
+
+    choices: Mapping[str, str]  # by axis
+    reason: str | None = None
+    tests: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Proof:
+    """A test, and the choices that it runs: all of an axis that is not named."""
+
+    test: str  # file::function, or a command
+    covers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def holds(self, choices: Mapping[str, str]) -> bool:
+        """Whether the test runs this combination."""
+        return all(choices[axis] in covered for axis, covered in self.covers.items())
+
+
+GEMMA = ("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe")
+OTHERS = ("tiny_deepseek", "tiny_mistral", "tiny_qwen3")
+DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
+GRAPHS = ("full", "full_and_piecewise", "full_decode_only", "piecewise")
+
+
+def _native(parallelism: str, **covers: Sequence[str]) -> dict[str, Sequence[str]]:
+    return {"engine": ("native",), "parallelism": (parallelism,), **covers}
+
+
+# Over ranks a CPU runs without graphs; the graphs of ranks are those of one device, and
+# test_engines_of_devices runs every pair with them.
+PROOFS = (
+    Proof(GATE, _native("single")),
+    Proof(
+        "tests/engine/test_fuzz_gemma4.py::test_configurations_decode_as_the_plain_engine",
+        _native("single", target=GEMMA, method=DRAFTERS),
+    ),
+    Proof(
+        "tests/engine/test_fuzz_others.py::test_configurations_decode_as_the_plain_engine",
+        _native("single", target=OTHERS, method=DRAFTERS),
+    ),
+    Proof(
+        "tests/engine/test_graph_modes.py::test_every_mode_gives_the_tokens_of_eager_steps",
+        _native(
+            "single",
+            target=("tiny_gemma4", *OTHERS),
+            method=DRAFTERS,
+            cudagraph=GRAPHS,
+            sampling=("greedy",),
+        ),
+    ),
+    Proof(
+        "tests/engine/test_stochastic.py::test_sampled_runs_follow_the_target",
+        _native(
+            "single", target=("tiny_gemma4",), method=("gemma4_mtp",), sampling=("stochastic",)
+        ),
+    ),
+    Proof(
+        "tests/engine/test_tensor_parallel.py::test_two_ranks_give_what_one_process_gives",
+        _native("tp2", method=DRAFTERS),
+    ),
+    Proof(
+        "tests/engine/test_engines_of_ranks.py::test_ranks_choose_the_tokens_of_one",
+        {"engine": ("native",), "parallelism": ("tp2", "tp4"), "method": ("none",)},
+    ),
+    Proof(
+        "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks",
+        {"engine": ("native",), "parallelism": ("tp2", "tp4"), "method": DRAFTERS},
+    ),
+    Proof(
+        "tests/engine/test_pipeline.py::test_every_target_with_every_drafter_in_two_stages",
+        _native("pp2"),
+    ),
+    Proof("tests/engine/test_pipeline.py::test_four_stages_decode_as_one_process", _native("pp4")),
+    Proof(
+        "tests/engine/test_pipeline.py::test_every_pair_in_two_stages_of_two_ranks",
+        _native("tp2_pp2"),
+    ),
+    Proof("tests/engine/test_replicas.py::test_two_replicas_of_the_zoo", _native("dp2")),
+    Proof(
+        "tests/engine/test_engines_of_devices.py::test_on_devices",
+        {
+            "engine": ("native",),
+            "parallelism": ("tp2", "tp4", "pp2", "pp4"),
+            "sampling": ("greedy",),
+        },
+    ),
+    Proof(
+        "tests/engine/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines",
+        {"engine": ("transformers",), "method": ("none",)},
+    ),
+    Proof(
+        "tests/engine/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines",
+        {"engine": ("transformers",), "method": ("gemma4_mtp",)},
+    ),
+    Proof(
+        "tests/engine/test_vllm_mapping.py::test_one_key_changes_one_argument",
+        {"engine": ("vllm",)},
+    ),
+    Proof(
+        "tests/engine/test_vllm_mapping.py::test_the_speculative_configuration",
+        {"engine": ("vllm",), "method": DRAFTERS},
+    ),
+)
+
+
+def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[str, ...]]:
+    """The choices of every axis: those wanted, else all; of targets the zoo's, which tests run.
+
+    Raises:
+        ConfigurationError: an axis or a choice that does not exist.
+    """
+    known = {axis: tuple(c for c in choices_of(axis) if c not in ALIASES) for axis in AXES}
+    found = {**known, "target": tuple(name for name in known["target"] if name.startswith(ZOO))}
+    for axis, choices in (wanted or {}).items():
+        if axis not in known:
+            raise ConfigurationError(
+                f"{axis} is no axis of the matrix\n  allowed: {listing(AXES)}\n"
+                f"  to do: {_meant(axis, AXES)}"
+            )
+        if not choices:
+            raise ConfigurationError(
+                f"{axis} has no choices\n  allowed: {listing(known[axis])}\n"
+                f"  to do: write {axis}=<choice>,<choice>"
+            )
+        for choice in choices:
+            if choice not in known[axis]:
+                remedy = _meant(choice, known[axis], f"{axis}=")
+                raise refusal(
+                    axis, choice, "is no choice", allowed=listing(known[axis]), remedy=remedy
+                )
+        found[axis] = tuple(choices)
+    return found
+
+
+def cells(wanted: Mapping[str, Sequence[str]] | None = None) -> Iterator[Cell]:
+    """Every combination of the choices of `axes`, in their order."""
+    chosen = axes(wanted)
+    groups = {
+        axis: {name: _config(f"{axis}={name}", "method=none") for name in chosen[axis]}
+        for axis in GROUPS
+    }
+    for target, method in itertools.product(chosen["target"], chosen["method"]):
+        has_drafter = method == "none" or method in packaged_drafters(target)
+        base = _config(f"target={target}", f"method={method}") if has_drafter else None
+        for names in itertools.product(*(chosen[axis] for axis in GROUPS)):
+            taken = {
+                axis: getattr(groups[axis][name], axis)
+                for axis, name in zip(GROUPS, names, strict=True)
+            }
+            reason = NO_DRAFTER if base is None else _reason(replace(base, **taken, warnings=[]))
+            choices = dict(zip(AXES, (target, method, *names), strict=True))
+            tests = () if reason else tuple(p.test for p in PROOFS if p.holds(choices))
+            yield Cell(choices=choices, reason=reason, tests=tests)
+
+
+def _config(*overrides: str) -> RunConfig:
+    return plan(overrides).jobs[0].config
+
+
+def _reason(config: RunConfig) -> str | None:
+    """What the rules say of a configuration; None: they hold."""
+    try:
+        check(config)
+    except ConfigurationError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def tables(found: Sequence[Cell]) -> str:
+    """Markdown: a table an engine, a row a pair of target and method, a column a split; where graph
+    mode or sampling decides, the cell says which are legal. Reasons are numbered below."""
+    reasons: dict[str, int] = {}
+    text = []
+    for engine in dict.fromkeys(cell.choices["engine"] for cell in found):
+        of_engine = [cell for cell in found if cell.choices["engine"] == engine]
+        splits = list(dict.fromkeys(cell.choices["parallelism"] for cell in of_engine))
+        text += [f"## engine={engine}", "", f"| target | method | {' | '.join(splits)} |"]
+        text.append("|" + "---|" * (2 + len(splits)))
+        for row in dict.fromkeys((c.choices["target"], c.choices["method"]) for c in of_engine):
+            of_row = [c for c in of_engine if (c.choices["target"], c.choices["method"]) == row]
+            if all(cell.reason == NO_DRAFTER for cell in of_row):
+                continue
+            said = [
+                _said([c for c in of_row if c.choices["parallelism"] == split], reasons)
+                for split in splits
+            ]
+            text.append(f"| {' | '.join([*row, *said])} |")
+        text.append("")
+    text += [f"[{number}] {reason}" for reason, number in reasons.items()]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
+    """Of one place in a table: whether all its graph modes and ways of sampling are legal."""
+    refused = [cell.reason for cell in of_place if cell.reason]
+    if not refused:
+        return "yes"
+    numbers = [reasons.setdefault(reason, len(reasons) + 1) for reason in dict.fromkeys(refused)]
+    marks = "".join(f"[{number}]" for number in numbers)
+    if len(refused) == len(of_place):
+        return f"no {marks}"
+    legal = {
+        axis: list(dict.fromkeys(c.choices[axis] for c in of_place if not c.reason))
+        for axis in ("cudagraph", "sampling")
+    }
+    return "; ".join(f"{axis}={','.join(names)}" for axis, names in legal.items()) + f" {marks}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m hydraspec.matrix`: print the tables; write every cell as JSON where asked to."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hydraspec.matrix",
+        description="What combines with what, and which test runs it.",
+        epilog=f"Axes: {', '.join(AXES)}. A target that is not named is one of the zoo's.",
+    )
+    parser.add_argument("choices", nargs="*", metavar="axis=a,b", help="look at these choices only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell with its tests")
+    args = parser.parse_args(argv)
+    wanted = {}
+    for word in args.choices:
+        axis, _, names = word.partition("=")
+        wanted[axis] = names.split(",") if names else []
+    found = list(cells(wanted))
+    if args.json is not None:
+        lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in found)
+        try:
+            args.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"--json {args.json}: {error.strerror}\n  allowed: a file that can be written\n"
+                "  to do: name one in a folder that exists"
+            ) from error
+    legal = [cell for cell in found if cell.reason is None]
+    sys.stdout.write(tables(found))
+    sys.stdout.write(f"\n{len(legal)} of {len(found)} combinations are legal.\n")
+    return 0
+
+
+def _meant(word: str, known: Sequence[str], prefix: str = "") -> str:
+    meant = nearest(word, known)
+    return f"did you mean {prefix}{meant}?" if meant else "choose one of these"
