@@ -55,6 +55,9 @@ class Request:
     """One workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
 
     `Engine.tokenize` fills prompt_token_ids. `index` is the place in the workload, counted from 0.
+
+    A later turn of a conversation (`after`) has in its prompt, messages or prompt_token_ids only
+    what is new: the engine puts the turn before, and the answer to it, in front.
     """
 
     index: int
@@ -67,6 +70,8 @@ class Request:
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl
     arrival_s: float | None = None  # seconds after the start of a run; None: offered at once
+    after: int | None = None  # index of the turn before it, whose answer is waited for
+    turn: int = 1  # its number in its conversation, from 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -79,7 +79,9 @@ class Engine(ABC):
         self, requests: Sequence[Request], *, concurrency: int | None
     ) -> Iterator[StepRecord | Completion]:
         """Decode tokenised requests, at most `concurrency` unfinished at a time (None: any number).
-        One with `arrival_s` is offered so many seconds after the first `next` of the iterator.
+        One with `arrival_s` is offered so many seconds after the first `next` of the iterator. A
+        later turn of a conversation is offered once the one before it has ended; until its last
+        turn has ended a conversation counts as one.
 
         Yields the record of each step, then the completions it brought. A request that can never be
         served yields a Completion with finish_reason "error"; the others go on. Closing the

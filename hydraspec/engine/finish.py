@@ -54,8 +54,8 @@ class OfferedRequest:
         self.finish_reason, self.error = "error", message
 
     def fail_if_too_long(self, max_model_len: int) -> None:
-        """Fail a prompt that leaves no room for one token."""
-        if self.num_tokens >= max_model_len:
+        """Fail a prompt that leaves no room for one token, unless it has failed already."""
+        if self.finish_reason is None and self.num_tokens >= max_model_len:
             self.fail(
                 f"the prompt has {self.num_tokens} tokens; target.max_model_len is "
                 f"{max_model_len} and leaves no room for an answer: shorten the prompt, or raise "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 
 from hydraspec.engine.base import EngineInfo
@@ -11,11 +12,17 @@ from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
+ANSWER = "answer-{}-of-this-conversation"  # in a chat template, for an answer not given yet
+
 
 def tokenize(
     requests: Sequence[Request], tokenizer: Tokenizer | None, info: EngineInfo, checkpoint: str
 ) -> None:
-    """What `Engine.tokenize` says; `checkpoint` is the target's, for messages."""
+    """What `Engine.tokenize` says; `checkpoint` is the target's, for messages.
+
+    Of a later turn only what follows the answer before it is encoded: the chat template's text
+    between that answer and the next one. Answers stay the token ids that were emitted.
+    """
     for request in requests:
         needs_text = request.prompt_token_ids is None
         if tokenizer is None and (needs_text or request.sampling.stop):
@@ -26,7 +33,7 @@ def tokenize(
                 request_id=request.id,
             )
     if tokenizer is not None:
-        _encode([r for r in requests if r.prompt_token_ids is None], tokenizer)
+        _encode(requests, tokenizer)
     for request in requests:
         ids = request.prompt_token_ids or []
         bad = [token for token in ids if not 0 <= token < info.vocab_size]
@@ -43,9 +50,12 @@ def tokenize(
             )
 
 
-def _encode(requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+def _encode(every: Sequence[Request], tokenizer: Tokenizer) -> None:
     """Fill prompt_token_ids; the first request that template or tokenizer fails on is named."""
-    with closing(bounded(partial(_token_ids, tokenizer), requests)) as encoded:
+    requests = [request for request in every if request.prompt_token_ids is None]
+    chats = _chats(every)
+    texts = [chats.get(request.index, request.prompt or "") for request in requests]
+    with closing(bounded(partial(_token_ids, tokenizer), texts)) as encoded:
         for request in requests:
             try:
                 found = next(encoded)
@@ -61,11 +71,35 @@ def _encode(requests: Sequence[Request], tokenizer: Tokenizer) -> None:
             request.prompt_token_ids = found
 
 
-def _token_ids(tokenizer: Tokenizer, request: Request) -> list[int] | str:
+@dataclass(slots=True, frozen=True)
+class _Chat:
+    """Messages of a conversation up to a turn, and the answer before it (None: it is the first)."""
+
+    messages: list[Mapping[str, str]]
+    after: str | None
+
+
+def _chats(requests: Sequence[Request]) -> dict[int, _Chat]:
+    """By index, of the requests with messages. A turn comes after the one before it."""
+    found: dict[int, _Chat] = {}
+    for request in requests:
+        if request.messages is None:
+            continue
+        before = None if request.after is None else found[request.after]
+        if before is None:
+            found[request.index] = _Chat(list(request.messages), None)
+        else:
+            answer = ANSWER.format(len(before.messages))
+            said = [*before.messages, {"role": "assistant", "content": answer}]
+            found[request.index] = _Chat([*said, *request.messages], answer)
+    return found
+
+
+def _token_ids(tokenizer: Tokenizer, text: str | _Chat) -> list[int] | str:
     """The prompt's ids, or why there are none."""
     try:
-        if request.messages is not None:
-            return tokenizer.encode_chat(request.messages)
-        return tokenizer.encode(request.prompt or "")
+        if isinstance(text, _Chat):
+            return tokenizer.encode_chat(text.messages, after=text.after)
+        return tokenizer.encode(text)
     except WorkloadError as error:
         return str(error)

@@ -1,18 +1,20 @@
-"""Parsing one line of a workload file: JSON to a Request, or an error with place, key and value."""
+"""Parsing one line of a workload file: JSON to requests, or an error with place, key and value."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
-PROMPTS = ("prompt", "messages", "prompt_token_ids")
-KEYS = ("id", *PROMPTS, "category", "answer", "max_tokens", "sampling", "meta")
+PROMPTS = ("prompt", "messages", "prompt_token_ids", "turns")
+KEYS = ("id", *PROMPTS, "system", "category", "answer", "max_tokens", "sampling", "meta")
+SPEAKERS = ("user", "assistant")  # these alternate
 MAX_META_DEPTH = 50  # levels; deeper nesting could not be written to requests.jsonl
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -20,8 +22,12 @@ SAMPLING_KEYS = (
 )
 
 
-def parse_line(raw: bytes, *, place: str, index: int, defaults: SamplingParams) -> Request:
-    """Parse one line. Its sampling keys override `defaults`; a null key is as good as absent.
+def parse_line(
+    raw: bytes, *, place: str, index: int, number: int, defaults: Callable[[int], SamplingParams]
+) -> list[Request]:
+    """Parse one line: a request, or with `turns` one for each. The first has place `index` among
+    the requests of the workload; the line, counted from 0, is number `number`. A line's sampling
+    keys override `defaults` of a request's place; a null key is as good as absent.
 
     Raises:
         WorkloadError: beginning with `place`, naming the key, the value and what is allowed.
@@ -33,17 +39,35 @@ def parse_line(raw: bytes, *, place: str, index: int, defaults: SamplingParams) 
     if len(given) != 1:
         found = " and ".join(given) if given else "none of them"
         line.fail(f"give exactly one of {', '.join(PROMPTS)}; it has {found}")
-    return Request(
-        index=index,
-        id=line.identifier(values.get("id"), str(index)),
-        sampling=line.sampling(values, defaults),
-        prompt=line.prompt(values.get("prompt")),
-        messages=line.messages(values.get("messages")),
-        prompt_token_ids=line.token_ids("prompt_token_ids", values.get("prompt_token_ids")),
-        category=line.text("category", values.get("category")),
-        answer=line.answer(values.get("answer")),
-        meta=line.meta(values.get("meta")),
-    )
+    id_ = line.identifier(values.get("id"), str(number))
+    turns = line.turns(values)
+    answers = line.answers(values.get("answer"), len(turns))
+    messages = line.messages(values.get("messages"))
+    token_ids = line.token_ids("prompt_token_ids", values.get("prompt_token_ids"))
+    return [
+        Request(
+            index=index + i,
+            id=f"{id_}/{i + 1}" if turns else id_,
+            sampling=line.sampling(values, defaults(index + i)),
+            prompt=line.prompt(values.get("prompt")),
+            messages=turns[i].messages if turns else messages,
+            prompt_token_ids=turns[i].token_ids if turns else token_ids,
+            category=line.text("category", values.get("category")),
+            answer=answer,
+            meta=line.meta(values.get("meta")),
+            after=index + i - 1 if i else None,
+            turn=i + 1,
+        )
+        for i, answer in enumerate(answers)
+    ]
+
+
+@dataclass(slots=True, frozen=True)
+class _Turn:
+    """What is new in a turn: either of the two."""
+
+    messages: list[dict[str, str]] | None
+    token_ids: list[int] | None
 
 
 class _Line:
@@ -150,6 +174,17 @@ class _Line:
             self.refuse("answer", value, "a string or a number")
         return value
 
+    def answers(self, value: object, num_turns: int) -> list[str | None]:
+        """An answer for each request of the line; of a conversation, one that is not a list is the
+        last turn's."""
+        if not num_turns:
+            return [self.answer(value)]
+        if not isinstance(value, list):
+            return [*[None] * (num_turns - 1), self.answer(value)]
+        if len(value) != num_turns:
+            self.refuse("answer", value, f"one answer, of the last turn, or a list of {num_turns}")
+        return [self.answer(one) for one in value]
+
     def meta(self, value: object) -> object:
         if _depth(value) > MAX_META_DEPTH:
             self.fail(f"meta: is nested too deeply; allowed are {MAX_META_DEPTH} levels")
@@ -171,7 +206,45 @@ class _Line:
                 self.refuse("messages", message, allowed)
             if not all(isinstance(part, str) and part for part in message.values()):
                 self.refuse("messages", message, allowed)
+        self.check_order([message["role"] for message in value])
         return value
+
+    def check_order(self, roles: Sequence[str]) -> None:
+        """The user speaks first, user and assistant alternate, and the assistant is to answer."""
+        for i in range(1, len(roles)):
+            if roles[i] in SPEAKERS and roles[i] == roles[i - 1]:
+                self.fail(
+                    f"messages[{i}]: role {roles[i]!r} comes twice in a row; user and assistant "
+                    "alternate: join the two messages, or add what was said between them"
+                )
+        if next((role for role in roles if role in SPEAKERS), None) == "assistant":
+            self.fail(f"messages[{roles.index('assistant')}]: the user speaks before the assistant")
+        if roles[-1] == "assistant":
+            self.fail(
+                f"messages[{len(roles) - 1}]: the last message is the assistant's, and nothing is "
+                'asked after it; leave it out, or give it as "answer"'
+            )
+
+    def turns(self, values: Mapping[str, Any]) -> list[_Turn]:
+        """What is new in each turn; empty where the line is no conversation."""
+        value, system = values.get("turns"), self.text("system", values.get("system"))
+        if value is None:
+            if system is not None:
+                self.fail('"system" belongs to "turns"; in "messages" it is a message of its own')
+            return []
+        allowed = "a non-empty list of user messages, all strings or all lists of token ids"
+        if not isinstance(value, list) or not value:
+            self.refuse("turns", value, allowed)
+        if isinstance(value[0], list):
+            if system is not None:
+                self.fail('"system" is text, and the turns are token ids: put it into the first')
+            return [_Turn(None, self.token_ids(f"turns[{i}]", v)) for i, v in enumerate(value)]
+        for i, content in enumerate(value):
+            if not isinstance(content, str) or not content.strip():
+                self.refuse(f"turns[{i}]", content, "a string with something in it, as the first")
+        first = [{"role": "system", "content": system}] if system else []
+        messages = [[{"role": "user", "content": content}] for content in value]
+        return [_Turn([*first, *messages[0]], None), *(_Turn(m, None) for m in messages[1:])]
 
     def token_ids(self, key: str, value: object) -> list[int] | None:
         if value is None:

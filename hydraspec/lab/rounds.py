@@ -73,11 +73,12 @@ class Measurement:
         where steps run without graphs, or kernels are still compiled, some requests whole. Nothing
         is counted."""
         count = min(self._concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
+        in_turn = sorted(self.requests, key=lambda r: r.turn)  # what runs together at first
         few = [
             replace(r, sampling=replace(r.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
-            for r in self.requests[:count]
+            for r in in_turn[:count]
         ]
-        whole = self.requests[: FULL_WARM_UP_BATCHES * count]
+        whole = in_turn[: FULL_WARM_UP_BATCHES * count]
         for engine in (side.engine for side in self._sides.values()):
             engine.prepare(self.requests)
             for requests in (few, *[whole] * MAX_FULL_WARM_UPS):
@@ -106,7 +107,8 @@ class Measurement:
     def profile(self) -> None:
         """Measure where steps spend their time, and phases where steps have none: a few decode
         steps of the first requests."""
-        few = self.requests[: min(self._concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
+        firsts = [request for request in self.requests if request.after is None]
+        few = firsts[: min(self._concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
         for measured in self._sides.values():
             measured.step_profile = measured.engine.profile_step(few)
             measured.phase_ms = measured.engine.profile_phases(few)
@@ -139,8 +141,11 @@ def closing_run(
 
 
 def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
-    """The workload in NUM_ROUNDS contiguous parts, empty ones left out."""
-    bounds = [len(requests) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
+    """The workload in NUM_ROUNDS contiguous parts, empty ones left out. Conversations stay
+    whole: a part ends at the first turn of one."""
+    starts = [i for i, r in enumerate(requests) if r.after is None] + [len(requests)]
+    wanted = [len(requests) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
+    bounds = [min(starts, key=lambda start: abs(start - place)) for place in wanted]
     for first, last in pairwise(bounds):
         if last > first:
             yield requests[first:last]

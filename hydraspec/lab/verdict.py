@@ -34,6 +34,7 @@ def not_checked(
         "num_requests_checked": 0,
         "num_requests_diverged": 0,
         "num_requests_sampled": sum(not _is_greedy(r) and _finished(method, r) for r in requests),
+        "num_turns_not_checked": 0,
         "first_divergence": None,
         "first_beyond_margin": None,
         "num_failed_with_method_only": 0,
@@ -58,12 +59,18 @@ def judge(
     the method finished, there is nothing to compare it with, and what would be "identical" is
     "not_checked". Synthetic verification, and a workload without greedy requests, is not checked.
     Logits that are not finite, looked at in one request if no outputs differ, prove nothing equal.
+    A later turn of a conversation is compared where both sides read the same prompt: where the
+    answers before it differ, it is only counted.
     Where the engine gives no logits there is no margin: other outputs are "not_checked" in bfloat16
     and float16, where ties are frequent, and "diverged" in float32 and float64.
     """
+    found = not_checked(SYNTHETIC, requests, method)
+    others = [r for r in requests if _have_other_prompts(r, method, baseline)]
+    left_out = {r.index for r in others}
+    requests = [r for r in requests if r.index not in left_out]
     failed_here = [r for r in requests if _failed(method, r) and _finished(baseline, r)]
     failed_in_baseline = [r for r in requests if _finished(method, r) and _failed(baseline, r)]
-    found = not_checked(SYNTHETIC, requests, method)
+    found["num_turns_not_checked"] = sum(map(_is_greedy, others))
     found["num_failed_with_method_only"] = len(failed_here)
     found["num_failed_with_baseline_only"] = len(failed_in_baseline)
     if synthetic:
@@ -108,6 +115,16 @@ def _why_not(
     if num_failed := sum(_is_greedy(r) for r in failed):
         return f"the baseline failed {num_failed} greedy request{'s' * (num_failed > 1)}"
     return None if found["num_requests_checked"] else NOT_FINISHED
+
+
+def _have_other_prompts(
+    request: Request, method: Mapping[int, Completion], baseline: Mapping[int, Completion]
+) -> bool:
+    """Whether the answers before a turn differ, so that its prompts do."""
+    ours, other = method.get(request.index), baseline.get(request.index)
+    if request.after is None or ours is None or other is None:
+        return False
+    return ours.prompt_token_ids != other.prompt_token_ids
 
 
 def _is_greedy(request: Request) -> bool:

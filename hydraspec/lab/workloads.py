@@ -45,6 +45,7 @@ class Workload:
 
     requests: list[Request]
     places: dict[str, str]  # request id -> "file:line"
+    num_lines: int = 0  # read; one with turns has several requests
     warnings: list[str] = field(default_factory=list)
 
     def with_place(self, error: WorkloadError) -> WorkloadError:
@@ -60,11 +61,14 @@ class Workload:
         Raises:
             WorkloadError: with file and line of the first one.
         """
+        with_next = {request.after for request in self.requests}
         for request in self.requests:
+            has_turns = request.after is not None or request.index in with_next
+            key = f"turns[{request.turn - 1}]" if has_turns else "prompt_token_ids"
             for token in request.prompt_token_ids or ():
                 if token >= vocab_size:
                     raise WorkloadError(
-                        f"{self.places[request.id]}: prompt_token_ids: {token} is outside the "
+                        f"{self.places[request.id]}: {key}: {token} is outside the "
                         f"target's vocabulary of {vocab_size} tokens (ids 0 to {vocab_size - 1}); "
                         "tokenise the prompt with the target's own tokenizer"
                     )
@@ -112,7 +116,7 @@ def read(config: RunConfig) -> Workload | None:
         name, lines = f"workload={added.name}", _lines_of(added, config)
     workload = Workload(requests=[], places={})
     for number, line in enumerate(lines, start=1):
-        if len(workload.requests) == config.workload.limit:
+        if workload.num_lines == config.workload.limit:
             break
         if line.strip():
             _add(workload, f"{name}:{number}", line, config)
@@ -166,16 +170,22 @@ def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str
 
 
 def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
-    index = len(workload.requests)
-    defaults = default_sampling(config.sampling, seed=request_seed(config.seed, index))
-    request = parse_line(raw, place=place, index=index, defaults=defaults)
-    if request.id in workload.places:
-        raise WorkloadError(
-            f"{place}: id: {request.id!r} is the id of {workload.places[request.id]} already; "
-            "ids must differ (a line without one is called by its place, from 0)"
-        )
-    workload.places[request.id] = place
-    workload.requests.append(request)
+    found = parse_line(
+        raw,
+        place=place,
+        index=len(workload.requests),
+        number=workload.num_lines,
+        defaults=lambda i: default_sampling(config.sampling, seed=request_seed(config.seed, i)),
+    )
+    for request in found:
+        if request.id in workload.places:
+            raise WorkloadError(
+                f"{place}: id: {request.id!r} is the id of {workload.places[request.id]} already; "
+                "ids must differ (a line without one is called by its place, from 0)"
+            )
+        workload.places[request.id] = place
+    workload.requests += found
+    workload.num_lines += 1
 
 
 def random_requests(config: RunConfig, vocab_size: int) -> Workload:

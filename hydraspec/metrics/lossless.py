@@ -54,12 +54,18 @@ def verdict_words(lossless: Lossless) -> str:
 
 
 def _unchecked_words(lossless: Lossless) -> str:
-    """The number of sampled requests, which are never compared, beside the greedy ones."""
-    count = lossless["num_requests_sampled"]
-    if not count or not lossless["num_requests_checked"]:
+    """The number of requests that are not compared, beside the others: sampled ones, and turns of
+    conversations that had parted."""
+    if not lossless["num_requests_checked"]:
         return ""
-    requests = "1 sampled request is" if count == 1 else f"{count} sampled requests are"
-    return f"; {requests} not checked (drafts keep the distribution, not the tokens)"
+    words = ""
+    if count := lossless["num_requests_sampled"]:
+        requests = "1 sampled request is" if count == 1 else f"{count} sampled requests are"
+        words += f"; {requests} not checked (drafts keep the distribution, not the tokens)"
+    if count := lossless.get("num_turns_not_checked"):
+        turns = "1 later turn is" if count == 1 else f"{count} later turns are"
+        words += f"; {turns} not checked (an answer before differs, and so does the prompt)"
+    return words
 
 
 def what_diverged(summary: Mapping[str, Any]) -> str:

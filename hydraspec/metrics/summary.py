@@ -82,6 +82,7 @@ class Lossless(TypedDict):
     num_requests_checked: int
     num_requests_diverged: int
     num_requests_sampled: int  # finished at a temperature above 0: not compared
+    num_turns_not_checked: int  # greedy turns whose prompts differ, as answers before them do
     first_divergence: Divergence | None  # lowest request index
     first_beyond_margin: Divergence | None  # the one that decided "diverged"
     num_failed_with_method_only: int  # requests, greedy or not, that the baseline finished

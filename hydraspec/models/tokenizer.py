@@ -35,11 +35,14 @@ class Tokenizer:
         """Token ids of a plain prompt, with the special tokens that the tokenizer adds itself."""
         return list(self._inner.encode(prompt))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, after: str | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn; with `after` only those
+        after this text of an earlier message, which is unlike any other.
 
         Raises WorkloadError if the checkpoint has no chat template, or it refuses the messages, has
-        no place for a role, or makes a text beyond MAX_CHARACTERS of them.
+        no place for a role or for the text `after`, or makes a text beyond MAX_CHARACTERS of them.
         """
         if not getattr(self._inner, "chat_template", None):
             raise WorkloadError(
@@ -60,6 +63,13 @@ class Tokenizer:
                 f"{MAX_CHARACTERS} are read"
             )
         _refuse_dropped(messages, text)
+        if after is not None:
+            if text.count(after) != 1:
+                raise WorkloadError(
+                    "turns: the chat template does not write an earlier answer as it was given, "
+                    "once: give turns of token ids, or single requests"
+                )
+            text = text.partition(after)[2]
         return list(self._inner.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from fake_engine import Behaviour, FakeEngine, make_info
 
 from hydraspec.lab.run_warnings import verdict_warnings
 from hydraspec.lab.verdict import judge
+from hydraspec.metrics.lossless import verdict_words
 from hydraspec.types import Completion, Request, SamplingParams
 
 EPS = float(np.finfo(np.float32).eps)
@@ -255,3 +256,35 @@ def test_only_greedy_requests_of_a_mixed_workload_are_compared() -> None:
     result = judge([request(0), request(1, 0.5)], ours, theirs, FakeEngine(), synthetic=False)
     assert (result["verdict"], result["num_requests_checked"]) == ("identical", 1)
     assert result["num_requests_sampled"] == 1
+
+
+def turns_of(*prompts: int) -> dict[int, Completion]:
+    """Three turns; the prompts of later ones begin with these tokens."""
+    return {
+        i: replace(completion(i, 1, 2), prompt_token_ids=[prompt, 5])
+        for i, prompt in enumerate(prompts)
+    }
+
+
+def test_turns_after_answers_that_differ_are_counted_and_not_compared() -> None:
+    """The second turn's answers part at a tie, so that the third turn has another prompt."""
+    requests = [replace(request(i), after=i - 1 if i else None) for i in range(3)]
+    ours, theirs = turns_of(3, 3, 3), turns_of(3, 3, 4)
+    theirs[1] = replace(theirs[1], output_token_ids=[1, 9])
+    theirs[2] = replace(theirs[2], output_token_ids=[8, 8])
+    engine = FakeEngine(Behaviour(margin=0.5 * ALLOWED))
+    result = judge(requests, ours, theirs, engine, synthetic=False)
+    assert result["verdict"] == "numerical"
+    assert (result["num_requests_checked"], result["num_requests_diverged"]) == (2, 1)
+    assert result["num_turns_not_checked"] == 1
+    assert "; 1 later turn is not checked (an answer before differs" in verdict_words(result)
+
+
+def test_a_turn_that_fails_after_another_answer_is_no_divergence() -> None:
+    requests = [replace(request(i), after=i - 1 if i else None) for i in range(3)]
+    ours, theirs = turns_of(3, 3, 3), turns_of(3, 3, 4)
+    theirs[1] = replace(theirs[1], output_token_ids=[1, 9])
+    ours[2] = replace(ours[2], finish_reason="error", error="too long")
+    engine = FakeEngine(Behaviour(margin=0.5 * ALLOWED))
+    result = judge(requests, ours, theirs, engine, synthetic=False)
+    assert (result["verdict"], result["num_failed_with_method_only"]) == ("numerical", 0)

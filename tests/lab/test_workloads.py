@@ -51,7 +51,7 @@ BAD_LINES = {
         {**GOOD, "sampling": {"temprature": 1}},
         "unknown key 'sampling.temprature'; did you mean 'temperature'?",
     ),
-    "no prompt": ({"id": "a"}, "exactly one of prompt, messages, prompt_token_ids; it has none"),
+    "no prompt": ({"id": "a"}, "exactly one of prompt, messages, prompt_token_ids, turns; it"),
     "null prompt": ({"prompt": None}, "it has none of them"),
     "two prompts": ({**GOOD, "prompt_token_ids": [1]}, "it has prompt and prompt_token_ids"),
     "empty prompt": ({"prompt": ""}, 'prompt: "" is not allowed'),
@@ -64,6 +64,30 @@ BAD_LINES = {
     "no messages": ({"messages": []}, "messages: [] is not allowed"),
     "message without content": ({"messages": [{"role": "user"}]}, "messages: {"),
     "empty message": ({"messages": [{"role": "user", "content": ""}]}, "messages: {"),
+    "user twice": (
+        {"messages": [{"role": "user", "content": c} for c in "ab"]},
+        "messages[1]: role 'user' comes twice in a row; user and assistant alternate",
+    ),
+    "assistant first": (
+        {"messages": [{"role": r, "content": "a"} for r in ("system", "assistant", "user")]},
+        "messages[1]: the user speaks before the assistant",
+    ),
+    "assistant last": (
+        {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]},
+        "messages[1]: the last message is the assistant's",
+    ),
+    "no turns": ({"turns": []}, "turns: [] is not allowed; it must be a non-empty list"),
+    "turns no list": ({"turns": "a"}, 'turns: "a" is not allowed'),
+    "blank turn": ({"turns": ["a", " "]}, 'turns[1]: " " is not allowed'),
+    "turns of two kinds": ({"turns": ["a", [1]]}, "turns[1]: [1] is not allowed"),
+    "turns of two kinds, ids first": ({"turns": [[1], "a"]}, 'turns[1]: "a" is not allowed'),
+    "turn without ids": ({"turns": [[1], []]}, "turns[1]: [] is not allowed; it must be a non-emp"),
+    "bad id in a turn": ({"turns": [[1], [-2]]}, "turns[1]: -2 is not allowed"),
+    "turns beside prompt": ({**GOOD, "turns": ["a"]}, "it has prompt and turns"),
+    "system alone": ({**GOOD, "system": "a"}, '"system" belongs to "turns"'),
+    "system of ids": ({"turns": [[1]], "system": "a"}, '"system" is text'),
+    "system no text": ({"turns": ["a"], "system": 1}, "system: 1 is not allowed"),
+    "answers of some turns": ({"turns": ["a", "b"], "answer": ["1"]}, "or a list of 2"),
     "bad id": ({**GOOD, "id": ""}, 'id: "" is not allowed'),
     "bad category": ({**GOOD, "category": 3}, "category: 3 is not allowed; it must be a string"),
     "bad answer": ({**GOOD, "answer": [3]}, "answer: [3] is not allowed"),
@@ -299,3 +323,55 @@ def test_a_workload_that_is_no_file_is_refused_without_waiting(
     config.workload.path = str(path)
     with pytest.raises(WorkloadError, match=f"is a {kind}; give the path of a file"):
         workloads.read(config)
+
+
+# ------------------------------------------------------------------ conversations
+
+
+def test_turns_become_requests_that_follow_each_other(config: RunConfig, path: Path) -> None:
+    line = {"turns": ["a", "b", "c"], "system": "s", "category": "k", "meta": {"m": 1}}
+    line |= {"answer": "3", "max_tokens": 7, "sampling": {"temperature": 0.5}}
+    requests = read_lines(config, path, GOOD, line, {"turns": [[1, 2], [3]], "id": "x"}).requests
+    assert [r.id for r in requests] == ["0", "1/1", "1/2", "1/3", "x/1", "x/2"]
+    assert [r.after for r in requests] == [None, None, 1, 2, None, 4]
+    assert [r.turn for r in requests] == [1, 1, 2, 3, 1, 2]
+    assert requests[1].messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+    ]
+    assert requests[2].messages == [{"role": "user", "content": "b"}]
+    assert [r.prompt_token_ids for r in requests[4:]] == [[1, 2], [3]]
+    assert [r.answer for r in requests[1:4]] == [None, None, "3"]
+    for request in requests[1:4]:
+        assert (request.category, request.meta) == ("k", {"m": 1})
+        assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.5)
+        assert request.sampling.seed == request_seed(config.seed, request.index)
+
+
+def test_each_turn_may_have_its_answer(config: RunConfig, path: Path) -> None:
+    line = {"turns": ["a", "b", "c"], "answer": ["1", None, 3]}
+    assert [r.answer for r in read_lines(config, path, line).requests] == ["1", None, "3"]
+
+
+def test_the_limit_counts_lines_and_ids_of_turns_must_differ(config: RunConfig, path: Path) -> None:
+    config.workload.limit = 2
+    lines = [{"turns": ["a", "b"]}, GOOD, {**GOOD, "id": "0/2"}]
+    assert len(read_lines(config, path, *lines).requests) == 3
+    config.workload.limit = None
+    with pytest.raises(WorkloadError, match=f"{path}:3: id: '0/2' is the id of {path}:1 already"):
+        read_lines(config, path, *lines)
+
+
+def test_token_ids_of_turns_are_checked_against_the_vocabulary(
+    config: RunConfig, path: Path
+) -> None:
+    workload = read_lines(config, path, GOOD, {"turns": [[1], [2, 64]]})
+    with pytest.raises(WorkloadError, match=rf"^{path}:2: turns\[1\]: 64 is outside"):
+        workload.check_vocabulary(64)
+
+
+def test_a_message_list_of_several_turns_is_one_request(config: RunConfig, path: Path) -> None:
+    roles = ("system", "user", "assistant", "tool", "assistant", "user")
+    messages = [{"role": role, "content": "a"} for role in roles]
+    (request,) = read_lines(config, path, {"messages": messages}).requests
+    assert (request.messages, request.after) == (messages, None)

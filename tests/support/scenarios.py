@@ -34,7 +34,7 @@ class LetterTokenizer:
     def encode(self, prompt: str) -> list[int]:
         return [ord(letter) - 48 for letter in prompt]
 
-    def encode_chat(self, messages: object) -> list[int]:
+    def encode_chat(self, messages: object, *, after: str | None = None) -> list[int]:
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:

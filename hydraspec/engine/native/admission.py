@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from hydraspec.distributed.control import Control, RankError
+from hydraspec.engine.turns import Conversations
 from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Request
 
@@ -27,6 +28,10 @@ class Admission(Protocol):
 
     def offered_at(self, request: Request) -> float | None:
         """When a request that has joined was offered (time.perf_counter()); None: as it joined."""
+        ...
+
+    def ended(self, index: int) -> None:
+        """Request `index` has ended: the next turn of its conversation may join."""
         ...
 
     def close(self) -> None:
@@ -73,7 +78,8 @@ def by_arrival(requests: Sequence[Request]) -> list[Request]:
 
 
 class Pending:
-    """Requests as they arrive, at most `concurrency` of them unfinished (None: any number)."""
+    """Conversations as they arrive, at most `concurrency` of them in progress (None: any number).
+    One in progress keeps its place: its next turn joins at once."""
 
     def __init__(
         self,
@@ -84,21 +90,29 @@ class Pending:
         arrivals: Arrivals | None = None,
     ) -> None:
         """watch: called during waits; raises where a rank is lost."""
-        self._pending, self._limit = deque(by_arrival(requests)), concurrency or len(requests)
+        self._conversations = Conversations(requests)
+        self._pending = deque(by_arrival(self._conversations.starts))
+        self._next_turns: list[Request] = []
+        self._limit = concurrency or len(requests)
         self._watch, self._arrivals = watch, arrivals or Arrivals()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """See Admission."""
-        if not self._pending:
-            return () if num_unfinished else None
-        if not num_unfinished:
+        found, self._next_turns = self._next_turns, []
+        if not found and not num_unfinished:
+            if not self._pending:
+                return None
             self._arrivals.wait_for(self._pending[0], self._watch)
-        found: list[Request] = []
         while self._pending and num_unfinished + len(found) < self._limit:
             if self._arrivals.due_in(self._pending[0]) > 0:
                 break
             found.append(self._pending.popleft())
         return found
+
+    def ended(self, index: int) -> None:
+        """See Admission."""
+        if (turn := self._conversations.next_turn(index)) is not None:
+            self._next_turns.append(turn)
 
     def offered_at(self, request: Request) -> float | None:
         """See Admission."""
@@ -142,6 +156,10 @@ class Leading:
         places = None if found is None else [self._places[id(request)] for request in found]
         self._control.tell(self._control.replica, self._topic, [num_unfinished, places])
 
+    def ended(self, index: int) -> None:
+        """See Admission."""
+        self._source.ended(index)
+
     def close(self) -> None:
         """See Admission."""
         with self._held:
@@ -177,6 +195,9 @@ class Following:
     def offered_at(self, request: Request) -> float | None:
         """None: the first rank's times count."""
         return None
+
+    def ended(self, index: int) -> None:
+        """See Admission."""
 
     def close(self) -> None:
         """See Admission."""

@@ -25,6 +25,7 @@ from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
 from hydraspec.engine.native.timing import Clock, StepClock
 from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.turns import History
 from hydraspec.sampling.flags import flags_of
 from hydraspec.types import (
     Completion,
@@ -76,17 +77,23 @@ class NativeEngine(Engine):
     ) -> Generator[StepRecord | Completion]:
         control = self.parts.control
         pending = Pending(requests, concurrency, watch=control.watch)
-        return self.decode(obeyed(pending, requests, control))
+        return self.decode(requests, obeyed(pending, requests, control))
 
-    def decode(self, admission: Admission) -> Generator[StepRecord | Completion]:
-        """As `run`, of the requests that `admission` lets join."""
-        num_unfinished = 0
+    def decode(
+        self, requests: Seq[Request], admission: Admission
+    ) -> Generator[StepRecord | Completion]:
+        """As `run`, of those of the requests that `admission` lets join."""
+        num_unfinished, history = 0, History(requests)
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
-                    self._scheduler.add(Sequence.of(request, admission.offered_at(request)))
+                    offered_at = admission.offered_at(request)
+                    self._scheduler.add(history.offer(Sequence, request, offered_at))
                 collected = self.step()
                 num_unfinished += len(joining) - len(collected.completions)
+                for completion in collected.completions:
+                    history.add(completion)
+                    admission.ended(completion.index)
                 if collected.record is not None:
                     yield collected.record
                 yield from collected.completions

@@ -13,6 +13,7 @@ from hydraspec.engine.native.admission import Arrivals, by_arrival, obeyed
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel.outcome import raise_if_failed
 from hydraspec.engine.parallel.wire import from_event, to_event
+from hydraspec.engine.turns import Conversations
 from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Completion, Request, StepRecord
 
@@ -29,10 +30,11 @@ class Share:
 
 
 class SharedQueue:
-    """An Admission: the requests of one run, each taken once it has arrived, by the replica that
-    has room first. Every replica counts arrivals from its own start of the run.
+    """An Admission: the conversations of one run, each taken once it has arrived, by the replica
+    that has room first. It serves all turns of it, as it has their prefix. Every replica counts
+    arrivals from its own start of the run.
 
-    A replica holds at most its share of what may be unfinished, and no more than it can run at
+    A replica holds at most its share of what may be in progress, and no more than it can run at
     once, so that a short queue is spread over all replicas.
     """
 
@@ -46,11 +48,14 @@ class SharedQueue:
         while_idle: Callable[[], object] = lambda: None,
     ) -> None:
         """while_idle: called again and again while this replica waits for a request."""
-        self._control, self._requests, self._name = control, by_arrival(requests), share.name
-        self._limit, self._while_idle = share.concurrency or len(requests), while_idle
-        together = min(self._limit, len(requests))
+        self._control, self._name, self._while_idle = control, share.name, while_idle
+        self._conversations = Conversations(requests)
+        self._starts = by_arrival(self._conversations.starts)
+        self._limit = share.concurrency or len(self._starts)
+        together = min(self._limit, len(self._starts))
         self._room = min(max_num_seqs, -(-together // control.layout.data))
-        self._num_joined = self._num_told = 0  # requests; of those that ended, how many were told
+        self._num_ended = self._num_told = 0  # conversations; of those, how many were told
+        self._next_turns: list[Request] = []
         self._next: int | None = None  # its place: taken, but it has not joined
         self._arrivals, self._least_taken = Arrivals(), 0  # by all replicas, as far as known
         self._has_arrivals = any(request.arrival_s is not None for request in requests)
@@ -73,9 +78,9 @@ class SharedQueue:
         return None
 
     def _taken(self, num_unfinished: int) -> list[Request]:
-        """As many requests as there is room for, and the limit allows now."""
-        self._tell_ended(self._num_joined - num_unfinished)
-        found: list[Request] = []
+        """Next turns, and as many conversations as there is room for, and the limit allows now."""
+        self._tell_ended()
+        found, self._next_turns = self._next_turns, []
         while num_unfinished + len(found) < self._room:
             if self._next is None:
                 if self._has_arrivals and not self._is_one_waiting():
@@ -86,14 +91,21 @@ class SharedQueue:
                 break
             if not self._is_allowed(self._next):
                 break
-            found.append(self._requests[self._next])
+            found.append(self._starts[self._next])
             self._next = None
-        self._num_joined += len(found)
         return found
+
+    def ended(self, index: int) -> None:
+        """See Admission."""
+        turn = self._conversations.next_turn(index)
+        if turn is None:
+            self._num_ended += 1
+        else:
+            self._next_turns.append(turn)
 
     @property
     def _is_empty(self) -> bool:
-        return self._next is not None and self._next >= len(self._requests)
+        return self._next is not None and self._next >= len(self._starts)
 
     def _is_one_waiting(self) -> bool:
         """Whether a request has arrived that no replica has taken, or all are taken: none is taken
@@ -104,8 +116,8 @@ class SharedQueue:
         return self._has_arrived(self._least_taken)
 
     def _has_arrived(self, place: int) -> bool:
-        requests = self._requests
-        return place >= len(requests) or self._arrivals.due_in(requests[place]) <= 0
+        starts = self._starts
+        return place >= len(starts) or self._arrivals.due_in(starts[place]) <= 0
 
     def offered_at(self, request: Request) -> float | None:
         """See Admission. Without arrivals and a limit all are offered at the start."""
@@ -114,17 +126,17 @@ class SharedQueue:
         return None if self._is_limited else self._started_at
 
     def _is_allowed(self, place: int) -> bool:
-        """Whether fewer than the limit are unfinished of the requests before `place`."""
+        """Whether fewer than the limit are in progress of the conversations before `place`."""
         return not self._is_limited or place - self._add("ended", 0) < self._limit
 
     @property
     def _is_limited(self) -> bool:
-        return self._limit < len(self._requests)
+        return self._limit < len(self._starts)
 
-    def _tell_ended(self, count: int) -> None:
-        if self._is_limited and count > self._num_told:
-            self._add("ended", count - self._num_told)
-            self._num_told = count
+    def _tell_ended(self) -> None:
+        if self._is_limited and self._num_ended > self._num_told:
+            self._add("ended", self._num_ended - self._num_told)
+            self._num_told = self._num_ended
 
     def _is_stopped(self) -> bool:
         """Whether a replica has left the run early, as of LOOK_EVERY_S ago."""
@@ -155,7 +167,7 @@ def replica_events(
         return engine.run(requests, concurrency=share.concurrency)
     most = engine.parts.config.engine.max_num_seqs
     queue = SharedQueue(control, requests, share, max_num_seqs=most, while_idle=while_idle)
-    return engine.decode(obeyed(queue, requests, control))
+    return engine.decode(requests, obeyed(queue, requests, control))
 
 
 def send_events(events: Iterable[StepRecord | Completion], control: Control) -> None:

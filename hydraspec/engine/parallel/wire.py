@@ -15,7 +15,10 @@ COMPLETION_FIELDS = [field.name for field in fields(Completion)]
 
 def from_requests(requests: Sequence[Request]) -> Plain:
     """What an engine reads of tokenised requests."""
-    return [[r.index, r.id, r.prompt_token_ids, asdict(r.sampling), r.arrival_s] for r in requests]
+    return [
+        [r.index, r.id, r.prompt_token_ids, asdict(r.sampling), r.arrival_s, r.after]
+        for r in requests
+    ]
 
 
 def to_requests(data: Plain) -> list[Request]:
@@ -27,8 +30,9 @@ def to_requests(data: Plain) -> list[Request]:
             prompt_token_ids=token_ids,
             sampling=_sampling(sampling),
             arrival_s=arrival_s,
+            after=after,
         )
-        for index, id_, token_ids, sampling, arrival_s in data
+        for index, id_, token_ids, sampling, arrival_s, after in data
     ]
 
 

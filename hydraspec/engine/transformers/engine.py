@@ -19,9 +19,11 @@ from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
 from hydraspec.engine.machine import log_once, model_length
+from hydraspec.engine.native.admission import Pending
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.transformers.loading import TransformersParts, load_parts
 from hydraspec.engine.transformers.watch import AssistedWatch, StepWatch, StreamSampler
+from hydraspec.engine.turns import History
 from hydraspec.types import Completion, Request, StepRecord
 
 log = logging.getLogger(__name__)
@@ -57,21 +59,34 @@ class TransformersEngine(Engine):
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Iterator[StepRecord | Completion]:
-        limit = 1 if self._one_at_a_time else concurrency or max(1, len(requests))
-        size = min(limit, self.parts.config.engine.max_num_seqs)
+        pending = Pending(requests, 1 if self._one_at_a_time else concurrency)
+        history = History(requests)
         num_steps = 0
-        for first in range(0, len(requests), limit):
-            offered = [OfferedRequest.of(request) for request in requests[first : first + limit]]
-            for sequence in offered:
-                sequence.fail_if_too_long(self.info.max_model_len)
-                if sequence.finish_reason:
-                    yield self._finish.completion(sequence)
-            waiting = [sequence for sequence in offered if not sequence.finish_reason]
-            for at in range(0, len(waiting), size):
-                batch = waiting[at : at + size]
-                records = self._decode(batch, num_steps)
-                num_steps += len(records)
-                yield from self._in_order(batch, records)
+        while joining := pending.joining(0):
+            offered = [history.offer(OfferedRequest, request) for request in joining]
+            for event in self._events(offered, num_steps):
+                if isinstance(event, Completion):
+                    history.add(event)
+                    pending.ended(event.index)
+                else:
+                    num_steps = event.step + 1
+                yield event
+
+    def _events(
+        self, offered: Seq[OfferedRequest], num_steps: int
+    ) -> Iterator[StepRecord | Completion]:
+        """Decode what is offered together, in batches; `num_steps` came before."""
+        for sequence in offered:
+            sequence.fail_if_too_long(self.info.max_model_len)
+            if sequence.finish_reason:
+                yield self._finish.completion(sequence)
+        waiting = [sequence for sequence in offered if not sequence.finish_reason]
+        size = 1 if self._one_at_a_time else self.parts.config.engine.max_num_seqs
+        for at in range(0, len(waiting), size):
+            batch = waiting[at : at + size]
+            records = self._decode(batch, num_steps)
+            num_steps += len(records)
+            yield from self._in_order(batch, records)
 
     def _in_order(
         self, batch: Seq[OfferedRequest], records: Seq[StepRecord]

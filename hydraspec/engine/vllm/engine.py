@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -19,7 +18,9 @@ import torch
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
+from hydraspec.engine.native.admission import Pending
 from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.turns import History
 from hydraspec.engine.vllm.loading import VllmParts, load_parts
 from hydraspec.engine.vllm.steps import Part, StepStats, drafts_of, share_out
 from hydraspec.types import (
@@ -61,24 +62,34 @@ class VllmEngine(Engine):
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Iterator[StepRecord | Completion]:
-        pending, limit = deque(requests), concurrency or max(1, len(requests))
+        pending, history = Pending(requests, concurrency), History(requests)
         offered: dict[str, OfferedRequest] = {}
         self._num_runs += 1
         try:
-            while pending or offered:
-                while pending and len(offered) < limit:
-                    sequence = OfferedRequest.of(pending.popleft())
-                    name = f"{self._num_runs}-{sequence.request.index}"
-                    self._offer(name, sequence)
-                    if sequence.finish_reason:
-                        yield self._finish.completion(sequence)
-                    else:
-                        offered[name] = sequence
-                if offered:
-                    yield from self._step(offered)
+            while (joining := pending.joining(len(offered))) is not None:
+                sequences = [history.offer(OfferedRequest, request) for request in joining]
+                for event in self._events(sequences, offered):
+                    if isinstance(event, Completion):
+                        history.add(event)
+                        pending.ended(event.index)
+                    yield event
         finally:
             if offered:
                 self.parts.engine.abort_request(list(offered))
+
+    def _events(
+        self, joining: Seq[OfferedRequest], offered: dict[str, OfferedRequest]
+    ) -> Iterator[StepRecord | Completion]:
+        """Offer those that join, then take a step."""
+        for sequence in joining:
+            name = f"{self._num_runs}-{sequence.request.index}"
+            self._offer(name, sequence)
+            if sequence.finish_reason:
+                yield self._finish.completion(sequence)
+            else:
+                offered[name] = sequence
+        if offered:
+            yield from self._step(offered)
 
     def _offer(self, name: str, sequence: OfferedRequest) -> None:
         """Hand a request over; what vLLM finds wrong with it is that request's error."""
