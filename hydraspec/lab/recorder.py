@@ -18,6 +18,7 @@ from hydraspec.metrics.tracker import WandbSink
 from hydraspec.report import page as report
 from hydraspec.report.console import ConsoleSink, run_console
 from hydraspec.report.samples import SampleSink
+from hydraspec.report.worst import worst_requests
 from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Request
 
@@ -49,6 +50,7 @@ class Recorder:
         if metrics.trace:
             ids = {r.index: r.id for r in requests}
             self._files.append(TraceFile(folder.path / TRACE, ids))
+        self._trace = folder.path / TRACE if metrics.trace else None
         self._samples = SampleSink(requests)
         sizes = dict.fromkeys(sides, len(requests))
         self._progress = ConsoleSink(self._console, method=method, sizes=sizes)
@@ -86,5 +88,11 @@ class Recorder:
         self._folder.write_summary(summary)
         made = f"{self._started}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
         samples = self._samples.samples({row["id"]: row for row in rows})
-        page = report.render(summary, resolved=self._folder.resolved, samples=samples, made=made)
+        page = report.render(
+            summary,
+            resolved=self._folder.resolved,
+            samples=samples,
+            worst=worst_requests(rows, self._trace),
+            made=made,
+        )
         self._folder.write_report(page)

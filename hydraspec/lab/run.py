@@ -219,7 +219,7 @@ def _save(
     lossless: Lossless,
     warnings: Sequence[str] = (),
 ) -> Summary:
-    rows = summary.request_rows(loaded.workload.requests, measurement.method)
+    rows = summary.request_rows(loaded.workload.requests, measurement)
     return recorder.save(partial(_summarise, loaded, measurement, status, lossless, warnings), rows)
 
 

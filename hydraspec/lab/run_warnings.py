@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from math import comb
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.base import Built, EngineInfo
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.scoring import score_completion
+from hydraspec.metrics.paired import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.report.figures import interval
 from hydraspec.types import Completion, Request
 
+LOW_LENGTH = 1.3  # tokens per verification; a drafter that fits its target has more
 HARDLY_EVER = 0.05  # of first drafts; a drafter that fits its target has most of them accepted
 ENOUGH_DRAFTS = 50  # for a rate that low to be no accident
+DOCTOR = (
+    "whether the drafter is read as it was trained shows: python -m hydraspec.doctor with the "
+    "target and method of this run"
+)
 MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
 
@@ -136,7 +141,22 @@ def figure_warnings(config: RunConfig, summary: Summary) -> list[str]:
             f"method={summary['method']} {verb} slower than method=none here: speedup "
             f"{interval(speedup, 'x')}; {_why_slower(summary, hardly=hardly)}"
         )
+    trained = is_real and config.method.needs_checkpoint and not is_random_text
+    if trained and Weights.random not in (config.target.weights, config.method.weights):
+        found = _with_the_doctor(found, summary)
     return found
+
+
+def _with_the_doctor(found: list[str], summary: Summary) -> list[str]:
+    """The warnings, the last with where to look for a fault of the drafter if acceptance or speedup
+    suggest one."""
+    length, speedup = summary["acceptance_length"]["mean"], summary["speedup"]
+    is_low = length is not None and length < LOW_LENGTH and summary["num_drafts"] >= ENOUGH_DRAFTS
+    is_slower = speedup and speedup["ci95"] and speedup["ci95"][1] < 1
+    if not is_low and not is_slower:
+        return found
+    *others, last = found or [f"acceptance length {length:.2f} is low"]
+    return [*others, f"{last}; {DOCTOR}"]
 
 
 def _is_hardly_accepted(summary: Summary) -> bool:
@@ -215,10 +235,3 @@ def accuracy_warnings(
         f"p = {p:.1g}); drafts must not change answers: one side computes something else, so do "
         "not trust this run's speedup; please report it with this folder"
     ]
-
-
-def sign_test(a: int, b: int) -> float:
-    """Probability of a split of a + b fair coins at least as uneven as a to b."""
-    n = a + b
-    tail: int = sum(comb(n, i) for i in range(min(a, b) + 1))
-    return float(min(1, 2 * tail / 2**n))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import EngineInfo
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.lab.scoring import accuracy, score_completion
+from hydraspec.metrics import assessment
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.meter import Meter, speedup
-from hydraspec.metrics.sinks import request_row
+from hydraspec.metrics.meter import Meter, finished_pairs, speedup
+from hydraspec.metrics.sinks import baseline_row, request_row
 from hydraspec.metrics.summary import (
     ALL_STEPS,
     PROFILE,
@@ -45,6 +46,9 @@ def build(
     """The summary, still without warnings; every number is finite or null."""
     requests, method, baseline = measurement.requests, measurement.method, measurement.baseline
     info, meter = method.engine.info, method.meter
+    others = None if baseline is None else baseline.meter
+    gained = None if others is None else _speedup(meter, others)
+    categories = assessment.by_category(meter, others)
     summary = {
         "schema_version": SCHEMA_VERSION,
         "status": status,
@@ -60,7 +64,18 @@ def build(
         "baseline": None
         if baseline is None
         else {**_speed(baseline, requests), **_counts(baseline.meter)},
-        "speedup": None if baseline is None else _speedup(meter, baseline.meter),
+        "speedup": gained,
+        "assessment": assessment.assess(
+            meter,
+            others,
+            gained,
+            categories,
+            at_once=config.workload.concurrency,
+            diverged=lossless["verdict"] == "diverged",
+            synthetic=config.method.verification is Verification.synthetic,
+        ),
+        "by_category": categories,
+        "acceptance_by_output_place": assessment.by_output_place(meter),
         "lossless": lossless,
         "cudagraph": info.cudagraph,
         "warnings": [],
@@ -71,8 +86,9 @@ def build(
     return cast(Summary, plain(summary))
 
 
-def request_rows(requests: Sequence[Request], measured: Measured) -> list[Json]:
+def request_rows(requests: Sequence[Request], measurement: Measurement) -> list[Json]:
     """The lines of requests.jsonl: completed requests in workload order."""
+    measured, baseline = measurement.method, measurement.baseline
     counters, num_positions = measured.meter.counters, measured.meter.num_speculative_tokens
     return [
         request_row(
@@ -81,9 +97,18 @@ def request_rows(requests: Sequence[Request], measured: Measured) -> list[Json]:
             counters[request.index],
             score_completion(request, completion),
             num_positions=num_positions,
+            baseline=None if baseline is None else _baseline_row(request, baseline),
         )
         for request, completion in _completed(requests, measured)
     ]
+
+
+def _baseline_row(request: Request, baseline: Measured) -> Json:
+    completion = baseline.completions.get(request.index)
+    if completion is None:
+        return None
+    counters = baseline.meter.counters[request.index]
+    return baseline_row(counters, score_completion(request, completion))
 
 
 def _completed(requests: Sequence[Request], measured: Measured) -> list[tuple[Request, Completion]]:
@@ -165,7 +190,7 @@ def _prefix_cache(meter: Meter) -> PrefixCache | None:
 
 
 def _speedup(meter: Meter, baseline: Meter) -> Interval | None:
-    estimate = speedup(meter, baseline)
+    estimate = speedup(finished_pairs(meter, baseline))
     return None if estimate.mean is None else {"mean": estimate.mean, "ci95": estimate.ci95}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
@@ -21,6 +20,13 @@ from hydraspec.types import (
     RequestStep,
     StepRecord,
 )
+
+FIRST_PLACES = 16  # output tokens in the first bin of `place_bin`; each further bin ends at double
+
+
+def place_bin(place: int) -> int:
+    """The bin of an output token's place: 0 for 0..15, 1 for 16..31, 2 for 32..63, and so on."""
+    return (place // FIRST_PLACES).bit_length()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +47,9 @@ class RequestCounters:
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     reached_per_position: list[int] = field(default_factory=list)
+    # [steps with drafts, accepted draft tokens] by `place_bin` of the step's first output token.
+    drafts_by_place: dict[int, list[int]] = field(default_factory=dict)
+    num_emitted: int = 0  # output tokens so far
     decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
     decode_ms: float = 0.0  # this request's share of those steps' wall time
     num_computed_tokens: int = 0  # the most that had KV after any of its steps
@@ -58,6 +67,8 @@ class RequestCounters:
 
     def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
         """Count one step's part, here and in the totals; ms_per_row is its wall time by rows."""
+        place = place_bin(self.num_emitted)
+        self.num_emitted += len(step.output_token_ids)
         if not step.is_prefill:
             for sums in (self, totals):
                 sums.decode_tokens += len(step.output_token_ids)
@@ -71,6 +82,9 @@ class RequestCounters:
             sums.num_drafts += 1
             sums.num_accepted_tokens += num_accepted
         self.num_draft_tokens += num_offered
+        at_place = self.drafts_by_place.setdefault(place, [0, 0])
+        at_place[0] += 1
+        at_place[1] += num_accepted
         for counts in (
             self.drafted_per_position,
             self.accepted_per_position,
@@ -338,48 +352,21 @@ class Meter:
         return [int(n) for n in sums]
 
 
-@dataclass(slots=True, kw_only=True)
-class BatchTimes:
-    """Wall times in seconds of a batch that starts together: whole, and up to its first tokens.
-
-    The figures are of medians over the repeats. They need no times of steps or requests, so that
-    every engine has them.
-    """
-
-    num_requests: int
-    num_tokens: int  # of each request's whole output
-    whole_s: list[float]
-    one_token_s: list[float]
-
-    @property
-    def prefill_s(self) -> float:
-        """Time until every request has its first token."""
-        return median(self.one_token_s)
-
-    @property
-    def time_per_output_token_ms(self) -> float:
-        """(time of the whole output - prefill_s) / (tokens of a request - 1)."""
-        return self._decode_s / (self.num_tokens - 1) * 1e3
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        """Decode throughput: tokens after the first of every request / their time."""
-        return self.num_requests * (self.num_tokens - 1) / self._decode_s
-
-    @property
-    def _decode_s(self) -> float:
-        # Noise may exceed the time of a tiny model's few tokens.
-        return max(median(self.whole_s) - self.prefill_s, 1e-9)
+Pair = tuple[RequestCounters, RequestCounters]
 
 
-def speedup(method: Meter, baseline: Meter) -> Estimate:
-    """Ratio of the two `output_tokens_per_second`, over the requests that both finished.
+def finished_pairs(method: Meter, baseline: Meter) -> list[Pair]:
+    """The counters of both sides, of the requests that both finished, in workload order."""
+    other = {c.index: c for c in baseline.completed if c.finished}
+    return [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
+
+
+def speedup(pairs: Sequence[Pair]) -> Estimate:
+    """Ratio of the two `output_tokens_per_second`, over `finished_pairs` or some of them.
 
     Interval: paired bootstrap; each resample draws requests and takes both throughputs from the
     same draw.
     """
-    other = {c.index: c for c in baseline.completed if c.finished}
-    pairs = [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
     return ratio_of_rates(
         ([m.decode_tokens for m, _ in pairs], [m.decode_ms for m, _ in pairs]),
         ([b.decode_tokens for _, b in pairs], [b.decode_ms for _, b in pairs]),

@@ -98,9 +98,10 @@ def request_row(
     correct: bool | None,
     *,
     num_positions: int,
+    baseline: Json,
 ) -> Json:
     """A line of requests.jsonl: a completed request with its counts, those by position for each of
-    K=num_positions, whatever was drafted."""
+    K=num_positions, whatever was drafted; `baseline` is what `baseline_row` says, or None."""
     drafted, accepted = counters.drafted_per_position, counters.accepted_per_position
     missing = [0] * (num_positions - len(drafted))
     return {
@@ -117,6 +118,19 @@ def request_row(
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
         "num_cached_tokens": completion.num_cached_tokens,
+        "decode_tokens": counters.decode_tokens,
+        "decode_ms": counters.decode_ms,
         "correct": correct,
+        "baseline": baseline,
         "meta": request.meta,
+    }
+
+
+def baseline_row(counters: RequestCounters, correct: bool | None) -> Json:
+    """What a line of requests.jsonl says of the same request's run without drafts."""
+    return {
+        "finish_reason": counters.finish_reason,
+        "decode_tokens": counters.decode_tokens,
+        "decode_ms": counters.decode_ms,
+        "correct": correct,
     }

@@ -31,6 +31,38 @@ class AcceptanceLength(TypedDict):
     mean_over_requests: float | None
 
 
+class Length(TypedDict):
+    """Tokens per verification over some of the requests."""
+
+    mean: float | None
+    ci95: Sequence[float] | None
+
+
+class CategoryFigures(TypedDict):
+    """Acceptance and speedup of the requests of one category."""
+
+    num_requests: int
+    acceptance_length: Length
+    speedup: Interval | None
+
+
+class PlaceFigures(TypedDict):
+    """Acceptance of the verifications whose first output token has a place in first..last."""
+
+    first: int
+    last: int
+    num_requests: int
+    num_drafts: int
+    acceptance_length: Length
+
+
+class Assessment(TypedDict):
+    """Whether the method is worth it here, in a word and in a sentence."""
+
+    says: Literal["worth_it", "cannot_tell", "slower"]
+    sentence: str
+
+
 class CategoryAccuracy(TypedDict):
     """Exact match over the scored requests of one category."""
 
@@ -207,6 +239,9 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     peak_kv_usage: float
     baseline: Baseline | None
     speedup: Interval | None
+    assessment: Assessment | None
+    by_category: dict[str, CategoryFigures]
+    acceptance_by_output_place: list[PlaceFigures]
     lossless: Lossless
     cudagraph: Cudagraph
     warnings: list[str]

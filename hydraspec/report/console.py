@@ -151,6 +151,10 @@ def print_summary(console: Console, summary: Summary) -> None:
     style = "bold red" if summary["lossless"]["verdict"] == "diverged" else ""
     words = escape(printable(verdict_words(summary["lossless"])))
     console.print(f"Lossless: {words}", style=style, soft_wrap=True)
+    if assessment := summary["assessment"]:
+        sentence = escape(printable(assessment["sentence"]))
+        style = {"worth_it": "bold green", "slower": "bold red"}.get(assessment["says"], "")
+        console.print(f"Assessment: {sentence}", style=style, soft_wrap=True)
     for warning in summary["warnings"]:
         console.print(f"Warning: {escape(printable(warning))}", style="yellow", soft_wrap=True)
 

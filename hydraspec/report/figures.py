@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hydraspec.metrics.statistics import MIN_REQUESTS
-from hydraspec.metrics.summary import AcceptanceLength, Interval, Parallelism
+from hydraspec.metrics.summary import AcceptanceLength, Interval, Length, Parallelism
 
 TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 
@@ -18,7 +18,7 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def interval(estimate: Interval | AcceptanceLength | None, unit: str = "") -> str:
+def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = "") -> str:
     """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
     if estimate is None or estimate["mean"] is None:
         return "-"
@@ -29,7 +29,7 @@ def interval(estimate: Interval | AcceptanceLength | None, unit: str = "") -> st
     return f"{text} ({low:.2f} to {high:.2f})"
 
 
-def interval_note(estimate: Interval | AcceptanceLength) -> str:
+def interval_note(estimate: Interval | AcceptanceLength | Length) -> str:
     """The 95 % interval alone, in words."""
     if not estimate["ci95"]:
         return f"no interval: {TOO_FEW}"
@@ -44,7 +44,7 @@ def engine_words(engine: str, parallelism: Parallelism) -> str:
     return f"{engine} with {ranks['num_devices']} ranks ({several})" if several else engine
 
 
-def plus_minus(estimate: Interval | AcceptanceLength | None) -> str:
+def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:
     """ "2.67 ±0.08": the mean and half the 95 % interval, or a dash; for a narrow column."""
     if estimate is None or estimate["mean"] is None:
         return "-"

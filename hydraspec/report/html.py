@@ -10,7 +10,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hydraspec.errors import printable
-from hydraspec.report.figures import engine_words, interval_note, number, percent
+from hydraspec.report.figures import engine_words, interval, interval_note, number, percent
 
 
 def render(template: str, **view: object) -> str:
@@ -34,6 +34,7 @@ def environment() -> Environment:
         "number": number,
         "percent": percent,
         "engine_words": engine_words,
+        "interval": interval,
         "interval_note": interval_note,
         "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",
         "margin": lambda margin: "-" if margin is None else f"{margin:.3g}",

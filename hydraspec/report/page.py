@@ -25,8 +25,15 @@ from hydraspec.report.charts import (
 )
 from hydraspec.report.figures import TOO_FEW, number
 from hydraspec.report.samples import Sample
+from hydraspec.report.worst import WorstRequest
 
 FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
+# What an assessment says → kind (good, bad or neither) and words.
+ASSESSMENTS = {
+    "worth_it": ("good", "Worth it"),
+    "cannot_tell": ("", "Cannot tell"),
+    "slower": ("bad", "Slower"),
+}
 METHOD, SECOND, BASELINE = "var(--method)", "var(--second)", "var(--baseline)"
 
 
@@ -40,7 +47,12 @@ class Column:
 
 
 def render(
-    summary: Summary, *, resolved: Mapping[str, object], samples: Sequence[Sample], made: str
+    summary: Summary,
+    *,
+    resolved: Mapping[str, object],
+    samples: Sequence[Sample],
+    worst: Sequence[WorstRequest],
+    made: str,
 ) -> str:
     """The page. `made` says when and on what."""
     sides = [Column(name=summary["method"], figures=summary, color=METHOD)]
@@ -58,6 +70,9 @@ def render(
         verdict=HEADLINES[summary["lossless"]["verdict"]],
         by_position=_by_position(summary) if summary["num_drafts"] else None,
         by_category=_by_category(summary),
+        by_place=_by_place(summary),
+        assessment=ASSESSMENTS[summary["assessment"]["says"]] if summary["assessment"] else None,
+        worst=worst,
         sides=sides,
         throughput=_throughput(sides),
         throughput_note=_throughput_note(sides),
@@ -89,16 +104,42 @@ def _by_position(summary: Summary) -> Chart:
 
 
 def _by_category(summary: Summary) -> Chart | None:
-    lengths = summary["acceptance_length_by_category"].items()
-    found = sorted(((v, name) for name, v in lengths if v is not None), key=lambda item: -item[0])
+    lengths = {name: of["acceptance_length"] for name, of in summary["by_category"].items()}
     counts = summary["num_drafts_by_category"]
+    found = sorted(
+        ((of["mean"], name) for name, of in lengths.items() if of["mean"] is not None),
+        key=lambda item: -item[0],
+    )
     bars = [
-        Bar(label=name[:24], value=value, text=number(value) + _few(counts[name]), color=METHOD)
+        Bar(
+            label=name[:24],
+            value=value,
+            text=number(value) + _few(counts[name]),
+            color=METHOD,
+            ci95=lengths[name]["ci95"],
+        )
         for value, name in found
     ]
     if not bars:
         return None
     return horizontal_bars(bars, description="Acceptance length by category", mark=1.0)
+
+
+def _by_place(summary: Summary) -> Chart | None:
+    bars = [
+        Bar(
+            label=f"{of['first']} to {of['last']}",
+            value=mean,
+            text=number(mean) + _few(of["num_drafts"]),
+            color=SECOND,
+            ci95=of["acceptance_length"]["ci95"],
+        )
+        for of in summary["acceptance_by_output_place"]
+        if (mean := of["acceptance_length"]["mean"]) is not None
+    ]
+    if not bars:
+        return None
+    return horizontal_bars(bars, description="Acceptance length by place in the output", mark=1.0)
 
 
 def _few(num_drafts: int) -> str:

@@ -118,7 +118,7 @@ def in_schema(record: Any, name: str = "summary") -> dict[str, dict[str, str]]:
     hints = get_type_hints(record, include_extras=True)
     found = {name: {key: in_words(annotation) for key, annotation in hints.items()}}
     for key, annotation in hints.items():
-        if key not in ("baseline", "by_category") or name == "summary":
+        if key not in ("baseline", "by_category", "acceptance_length") or name == "summary":
             for inner in nested(annotation):
                 found |= in_schema(inner, key)
     return found
@@ -156,6 +156,7 @@ def keys_like(schema_of: Any, value: Any) -> None:
     for key, annotation in hints.items():
         for inner in nested(annotation):
             held = value[key] if key != "by_category" else next(iter(value[key].values()))
+            held = held[0] if isinstance(held, list) else held
             if held is not None:
                 keys_like(inner, held)
 

@@ -75,7 +75,10 @@ REQUEST_KEYS = [
     "ttft_ms",
     "latency_ms",
     "num_cached_tokens",
+    "decode_tokens",
+    "decode_ms",
     "correct",
+    "baseline",
     "meta",
 ]
 TRACE_KEYS = [

@@ -10,7 +10,8 @@ import pytest
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
-from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings, sign_test
+from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings
+from hydraspec.metrics.paired import sign_test
 from hydraspec.types import Completion, Request, SamplingParams
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -30,7 +31,7 @@ def figures(**changes: Any) -> dict[str, Any]:
     }
 
 
-GOOD = {"acceptance_rate_per_position": [0.7, 0.5, 0.3]}
+GOOD = {"acceptance_rate_per_position": [0.7, 0.5, 0.3], "acceptance_length": {"mean": 2.5}}
 
 
 def test_drafts_that_are_hardly_ever_accepted_are_named(config: RunConfig) -> None:
@@ -50,6 +51,24 @@ def test_drafts_that_are_hardly_ever_accepted_are_named(config: RunConfig) -> No
 )
 def test_good_or_few_drafts_are_not(config: RunConfig, changes: dict[str, Any]) -> None:
     assert figure_warnings(config, figures(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "ci95", "points"),
+    [(1.29, (1.1, 1.2), True), (1.31, (0.9, 1.1), False), (2.5, (0.5, 0.99), True)],
+)
+def test_a_low_acceptance_or_speedup_points_to_the_doctor(
+    config: RunConfig, length: float, ci95: tuple[float, float], points: bool
+) -> None:
+    """Catches a green page beside a drafter that is read in another way than it was trained."""
+    changes = {**GOOD, "acceptance_length": {"mean": length}}
+    speedup = {"mean": sum(ci95) / 2, "ci95": ci95}
+    found = figure_warnings(config, figures(**changes, speedup=speedup))
+    assert any("python -m hydraspec.doctor" in said for said in found) == points
+    assert len(found) == (speedup["mean"] < 1 or points)
+    config.method.weights = Weights.random
+    found = figure_warnings(config, figures(**changes, speedup=speedup))
+    assert not any("doctor" in said for said in found)
 
 
 @pytest.mark.parametrize(

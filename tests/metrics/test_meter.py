@@ -7,7 +7,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from hydraspec.metrics.meter import BatchTimes, Meter, speedup
+from hydraspec.metrics.batch_times import BatchTimes
+from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_rates, ratio_of_sums
 from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 
@@ -232,8 +233,8 @@ def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:
     theirs = Meter(make_requests(2))
     theirs.add_step(step(part(0), ms=2))
     theirs.add_completion(completion(0))
-    assert speedup(ours, theirs).mean == pytest.approx((4 / 4) / (1 / 2))
-    assert speedup(ours, Meter([])).mean is None
+    assert speedup(finished_pairs(ours, theirs)).mean == pytest.approx((4 / 4) / (1 / 2))
+    assert speedup(finished_pairs(ours, Meter([]))).mean is None
 
 
 def test_the_mean_over_requests_gives_each_the_same_weight() -> None:

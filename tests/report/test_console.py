@@ -40,6 +40,7 @@ SUMMARY: dict[str, Any] = {
     "accuracy": None,
     "baseline": None,
     "speedup": None,
+    "assessment": {"says": "cannot_tell", "sentence": "cannot tell: [b] 1.00x"},
     "lossless": {
         "verdict": "not_checked",
         "reason": "baseline=false",

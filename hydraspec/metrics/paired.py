@@ -1,0 +1,160 @@
+"""Paired comparison of two runs over the same requests: studentised bootstrap, Holm, power.
+
+Every figure compared is a product of sums over requests and of their inverses, such as a ratio of
+two speedups, so that one bootstrap of its logarithm serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, comb, exp, log, sqrt
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydraspec.metrics.statistics import MIN_REQUESTS, SEED
+
+LEVEL = 0.05  # false alarms that are accepted, over a family of comparisons
+POWER = 0.8  # of the number of requests that is said to be needed
+NUM_RESAMPLES = 9_999  # p-values down to 1e-4, which Holm's correction needs
+NUM_BLOCKS = 10  # at least, where requests suffice: few and long blocks hold slow noise too
+MIN_BLOCKS = 5  # where requests that share steps would leave fewer
+NUM_ROUNDS = 2  # parts of a run that were measured apart: those of the lab
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedRatio:
+    """A ratio with its 95 % interval and the two-sided p-value of 1.
+
+    Interval and p are null where fewer than MIN_REQUESTS requests contribute. `log_error` is the
+    standard error of the ratio's logarithm.
+    """
+
+    ratio: float | None
+    ci95: tuple[float, float] | None
+    p: float | None
+    log_error: float | None
+    num_requests: int
+
+    def num_more_needed(self, level: float = LEVEL) -> int | None:
+        """Requests beyond these for telling a ratio as large as this one from 1 with POWER, if
+        the error falls with their root; null where the ratio is 1 or has no interval."""
+        if self.ratio is None or self.log_error is None or abs(log(self.ratio)) < 1e-9:
+            return None
+        share = (_reach(level) * self.log_error / log(self.ratio)) ** 2
+        return max(0, ceil(self.num_requests * (share - 1)))
+
+    def detectable(self, level: float = LEVEL) -> float | None:
+        """The smallest ratio above 1 that as many requests tell from 1 with POWER."""
+        return None if self.log_error is None else exp(_reach(level) * self.log_error)
+
+
+def _reach(level: float) -> float:
+    """Standard errors between 1 and an effect that is found with POWER."""
+    normal = NormalDist()
+    return normal.inv_cdf(1 - level / 2) + normal.inv_cdf(POWER)
+
+
+def paired_ratio(
+    columns: Array, signs: Sequence[int], *, at_once: int = 1, num_rounds: int = NUM_ROUNDS
+) -> PairedRatio:
+    """Π (Σ column)^sign over requests [R], of columns [C, R] with `signs` [C] that add up to 0.
+
+    A studentised bootstrap of the logarithm (Davison and Hinkley, Bootstrap Methods, 1997, 2.4)
+    over blocks of requests that follow each other, since requests `at_once` in the engine share
+    the noise of their steps. The standard error is at least that of the mean of `num_rounds`
+    equal parts: noise that lasts as long as a round is not seen within one.
+    """
+    columns = columns[:, columns.any(axis=0)]
+    num_requests, totals = columns.shape[1], columns.sum(axis=1)
+    if num_requests == 0 or not (totals > 0).all():
+        return PairedRatio(ratio=None, ci95=None, p=None, log_error=None, num_requests=num_requests)
+    powers = np.asarray(signs, float)
+    found = float(powers @ np.log(totals))
+    if num_requests < MIN_REQUESTS:
+        return PairedRatio(
+            ratio=exp(found), ci95=None, p=None, log_error=None, num_requests=num_requests
+        )
+    blocks = in_blocks(columns, at_once)
+    shares = powers @ (blocks / totals[:, None])  # each block's part in the logarithm; sums to 0
+    num_blocks = len(shares)
+    error = float(np.sqrt((shares**2).sum() * num_blocks / (num_blocks - 1)))
+    error = max(error, _error_of_rounds(columns, powers, num_rounds))
+    if error < 1e-9:  # the same in every request
+        p = 1.0 if abs(found) < 1e-9 else 1 / (NUM_RESAMPLES + 1)
+        same = (exp(found), exp(found))
+        return PairedRatio(
+            ratio=exp(found), ci95=same, p=p, log_error=0.0, num_requests=num_requests
+        )
+    t = _studentised(blocks, shares, powers, found)
+    high, low = np.percentile(t, [2.5, 97.5])
+    beyond = int(min((t >= found / error).sum(), (t <= found / error).sum()))
+    return PairedRatio(
+        ratio=exp(found),
+        ci95=(exp(found - low * error), exp(found - high * error)),
+        p=min(1.0, 2 * (beyond + 1) / (len(t) + 1)),
+        log_error=error,
+        num_requests=num_requests,
+    )
+
+
+def in_blocks(columns: Array, at_once: int) -> Array:
+    """Sums of columns [C, R] over blocks of requests that follow each other: [C, G]."""
+    num_requests = columns.shape[1]
+    length = max(1, num_requests // NUM_BLOCKS, min(at_once, num_requests // MIN_BLOCKS))
+    return np.add.reduceat(columns, np.arange(0, num_requests, length), axis=1)
+
+
+def _error_of_rounds(columns: Array, powers: Array, num_rounds: int) -> float:
+    """Standard error of the mean logarithm of `num_rounds` equal parts of the requests."""
+    parts = np.array_split(columns, num_rounds, axis=1)
+    sums = np.stack([part.sum(axis=1) for part in parts])
+    if num_rounds < 2 or not (sums > 0).all():
+        return 0.0
+    return float(np.std(np.log(sums) @ powers, ddof=1) / sqrt(num_rounds))
+
+
+@lru_cache(maxsize=8)
+def _weights(num_blocks: int) -> Array:
+    """How often each of NUM_RESAMPLES draws with replacement takes each block."""
+    rng = np.random.default_rng(SEED)
+    draws = rng.integers(0, num_blocks, (NUM_RESAMPLES, num_blocks))
+    flat = draws + num_blocks * np.arange(NUM_RESAMPLES)[:, None]
+    counts = np.bincount(flat.ravel(), minlength=NUM_RESAMPLES * num_blocks)
+    return counts.reshape(NUM_RESAMPLES, num_blocks).astype(float)
+
+
+def _studentised(blocks: Array, shares: Array, powers: Array, found: float) -> Array:
+    """(logarithm - found) / its standard error in each resample that has one."""
+    weights, num_blocks = _weights(len(shares)), len(shares)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(weights @ blocks.T) @ powers
+        variances = weights @ shares**2 - (weights @ shares) ** 2 / num_blocks
+        t: Array = (logs - found) / np.sqrt(variances * num_blocks / (num_blocks - 1))
+    return t[np.isfinite(t)]
+
+
+def holm(p_values: Sequence[float | None], *, num_tests: int | None = None) -> list[float | None]:
+    """Adjusted p-values: those at most LEVEL are told, with at most LEVEL false alarms in the
+    whole family (Holm, 1979). Null stays null and is no test; `num_tests` counts tests that were
+    not made too, as those of all pairs where only those with the best are.
+    """
+    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    count = max(num_tests or 0, len(order))
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, i) in enumerate(order):
+        largest = max(largest, min(1.0, p * (count - rank)))
+        adjusted[i] = largest
+    return adjusted
+
+
+def sign_test(a: int, b: int) -> float:
+    """Probability of a split of a + b fair coins at least as uneven as a to b."""
+    n = a + b
+    tail: int = sum(comb(n, i) for i in range(min(a, b) + 1))
+    return float(min(1, 2 * tail / 2**n))

@@ -1,0 +1,88 @@
+"""The requests whose drafts were accepted least, with rejected drafts where a trace has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import ratio
+
+MAX_REQUESTS = 8
+MAX_REJECTED = 6  # shown of each request
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Rejected:
+    """A draft token that the target replaced, at a place in the output counted from 0."""
+
+    place: int
+    draft: int
+    target: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorstRequest:
+    """A request as the page lists it; `speedup` and `rejected` may be unknown."""
+
+    id: str
+    category: str | None
+    acceptance_length: float
+    num_drafts: int
+    speedup: float | None
+    num_rejected: int | None
+    rejected: Sequence[Rejected]  # the first ones
+
+
+def worst_requests(rows: Sequence[Json], trace: Path | None) -> list[WorstRequest]:
+    """Those of the rows of requests.jsonl with the lowest acceptance length, lowest first; `trace`
+    is the run's trace.jsonl."""
+    drafted = [row for row in rows if row["num_drafts"]]
+    worst = sorted(drafted, key=_acceptance_length)[:MAX_REQUESTS]
+    rejected = _rejected({row["id"]: len(row["prompt_token_ids"]) for row in worst}, trace)
+    return [
+        WorstRequest(
+            id=row["id"],
+            category=row["category"],
+            acceptance_length=_acceptance_length(row),
+            num_drafts=row["num_drafts"],
+            speedup=_speedup(row),
+            num_rejected=len(rejected[row["id"]]) if trace else None,
+            rejected=rejected[row["id"]][:MAX_REJECTED],
+        )
+        for row in worst
+    ]
+
+
+def _acceptance_length(row: Json) -> float:
+    return 1 + float(sum(row["accepted_per_position"]) / row["num_drafts"])
+
+
+def _speedup(row: Json) -> float | None:
+    baseline = row["baseline"]
+    if baseline is None:
+        return None
+    return ratio(
+        row["decode_tokens"] * baseline["decode_ms"], row["decode_ms"] * baseline["decode_tokens"]
+    )
+
+
+def _rejected(prompt_lengths: Mapping[str, int], trace: Path | None) -> dict[str, list[Rejected]]:
+    """By request: each step's first rejected draft, where the target's token was not cut off."""
+    found: dict[str, list[Rejected]] = {name: [] for name in prompt_lengths}
+    if trace is None or not found:
+        return found
+    with trace.open(encoding="utf-8") as lines:
+        for line in lines:
+            step = json.loads(line)
+            drafts, accepted = step["draft_token_ids"], step["num_accepted"]
+            output = step["output_token_ids"]
+            if step["request"] not in found or not accepted < min(len(drafts), len(output)):
+                continue
+            first = step["num_computed_tokens"] + 1 - prompt_lengths[step["request"]]
+            found[step["request"]].append(
+                Rejected(place=first + accepted, draft=drafts[accepted], target=output[accepted])
+            )
+    return found

@@ -1,0 +1,126 @@
+"""The assessment of a run, and its figures by category and by place in the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from hydraspec.metrics.assessment import assess, by_category, by_output_place
+from hydraspec.metrics.meter import Meter, finished_pairs, place_bin, speedup
+from hydraspec.metrics.summary import Assessment
+from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
+
+PER_CATEGORY = 12
+
+
+def meter(ms_per_token: Mapping[str, float], *, accepted: int = 0) -> Meter:
+    """Requests by category, each of some tokens at this pace; a draft of 2 in each step."""
+    names = [name for name in ms_per_token for _ in range(PER_CATEGORY)]
+    requests = [
+        Request(index=i, id=str(i), sampling=SamplingParams(), category=name)
+        for i, name in enumerate(names)
+    ]
+    made = Meter(requests, num_speculative_tokens=2)
+    for request in requests:
+        tokens = 20 + request.index % 5
+        step = RequestStep(
+            index=request.index,
+            num_rows=3,
+            is_prefill=False,
+            num_computed_tokens=1,
+            draft_token_ids=[1, 1],
+            num_accepted=accepted,
+            output_token_ids=[1] * tokens,
+        )
+        wobble = 1 + 0.01 * (request.index % 7)
+        ms = tokens * ms_per_token[names[request.index]] * wobble
+        for _ in range(2):
+            made.add_step(StepRecord(step=0, phase_ms={}, total_ms=ms, requests=[step]))
+        made.add_completion(
+            Completion(
+                index=request.index,
+                prompt_token_ids=[1],
+                output_token_ids=[1] * tokens,
+                text=None,
+                finish_reason="length",
+                error=None,
+                ttft_ms=1.0,
+                latency_ms=1.0,
+            )
+        )
+    return made
+
+
+def assessed(paces: Mapping[str, float], *, diverged: bool = False) -> Assessment | None:
+    method, baseline = meter(paces), meter(dict.fromkeys(paces, 1.0))
+    estimate = speedup(finished_pairs(method, baseline))
+    assert estimate.mean is not None
+    return assess(
+        method,
+        baseline,
+        {"mean": estimate.mean, "ci95": estimate.ci95},
+        by_category(method, baseline),
+        at_once=1,
+        diverged=diverged,
+        synthetic=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("paces", "says", "begins", "ends"),
+    [
+        ({"a": 0.5, "b": 0.5}, "worth_it", "worth it: 2.00x (2.00 to 2.00)", ""),
+        ({"a": 1.9, "b": 1.9}, "slower", "slower: 0.53x (0.53 to 0.53)", ""),
+        (
+            {"a": 0.2, "c": 0.2, "b": 1.4},
+            "worth_it",
+            "worth it: 1.6",
+            "; slower in b 0.71x (0.71 to 0.71)",
+        ),
+        ({"a": 0.7, "b": 1.8}, "slower", "slower: 0.8", "; worth it in a 1.43x (1.43 to 1.43)"),
+    ],
+)
+def test_the_sentence_names_the_category_that_differs(
+    paces: dict[str, float], says: str, begins: str, ends: str
+) -> None:
+    found = assessed(paces)
+    assert found is not None
+    assert found["says"] == says
+    assert found["sentence"].startswith(begins)
+    assert found["sentence"].endswith(ends or ")")
+
+
+def test_what_cannot_be_told() -> None:
+    """An interval with 1 in it names what holds in categories; wrong outputs have no speedup."""
+    found = assessed({"a": 0.5, "b": 1.5})
+    assert found is not None
+    assert found["says"] == "cannot_tell"
+    assert "; worth it in a 2.00x (2.00 to 2.00); slower in b 0.67x" in found["sentence"]
+    found = assessed({"a": 0.5}, diverged=True)
+    assert found is not None
+    assert found["says"] == "cannot_tell"
+    assert "not the target's" in found["sentence"]
+    method = meter({"a": 0.5})
+    assert assess(method, None, None, {}, at_once=1, diverged=False, synthetic=False) is None
+
+
+def test_categories_have_intervals_and_counts() -> None:
+    figures = by_category(meter({"a": 0.5, "b": 1.0}, accepted=1), meter({"a": 1.0, "b": 1.0}))
+    assert list(figures) == ["a", "b"]
+    assert figures["a"]["num_requests"] == PER_CATEGORY
+    assert figures["a"]["acceptance_length"] == {"mean": 2.0, "ci95": (2.0, 2.0)}
+    assert figures["a"]["speedup"] is not None
+    assert figures["a"]["speedup"]["mean"] == pytest.approx(2.0)
+    assert by_category(meter({"a": 0.5}), None)["a"]["speedup"] is None
+
+
+def test_acceptance_by_place_counts_a_step_where_its_first_token_is() -> None:
+    """The second step of each request begins 20 to 24 tokens after the first."""
+    places = by_output_place(meter({"a": 1.0}, accepted=2))
+    assert [(of["first"], of["last"], of["num_drafts"]) for of in places] == [
+        (0, 15, PER_CATEGORY),
+        (16, 31, PER_CATEGORY),
+    ]
+    assert {of["acceptance_length"]["mean"] for of in places} == {3.0}
+    assert [place_bin(place) for place in (0, 15, 16, 31, 32, 63, 64)] == [0, 0, 1, 1, 2, 2, 3]
