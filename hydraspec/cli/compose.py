@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -20,7 +20,7 @@ from hydraspec.cli.hydra_keys import check_launcher, check_output_subdir
 from hydraspec.cli.overrides import check_keys, leaves, parse, search_places, values_of, with_method
 from hydraspec.cli.translate import translated
 from hydraspec.config import RunConfig, to_run_config
-from hydraspec.config.build import NAME
+from hydraspec.config.build import NAME, in_mapping
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.errors import ConfigurationError
@@ -126,8 +126,15 @@ def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job
 
 def _compose(config_name: str, overrides: Sequence[Override]) -> DictConfig:
     """The configuration with Hydra's part. Names of choices are left to `_check_names`."""
-    lines = [o.input_line or "" for o in overrides if not _is_name(o.key_or_group)]
+    lines = [_line(o) for o in overrides if not _is_name(o.key_or_group)]
     return compose(config_name, lines, return_hydra_config=True)
+
+
+def _line(override: Override) -> str:
+    """As typed; Hydra takes new names of a mapping only if they are forced."""
+    line = override.input_line or ""
+    is_plain = override.type is OverrideType.CHANGE
+    return f"++{line}" if is_plain and in_mapping(override.key_or_group) else line
 
 
 def _job(composed: DictConfig, overrides: Sequence[Override], folder: Path) -> Job:

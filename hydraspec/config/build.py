@@ -106,6 +106,16 @@ def check_key(path: str, value: object) -> None:
         schema = known[part]
 
 
+def in_mapping(path: str) -> bool:
+    """Whether a dotted key is a mapping with names that are not known ahead, or in one."""
+    schema: Any = RunConfig
+    for part in path.split("."):
+        if not dataclasses.is_dataclass(schema):
+            break
+        schema = keys_of(typing.cast(type, schema)).get(part)
+    return typing.get_origin(schema) is dict
+
+
 def _of_choices(schema: type, name: str) -> bool:
     return any(f.name == name and f.metadata.get("of_choices") for f in dataclasses.fields(schema))
 
@@ -249,7 +259,7 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return f"a list, each entry {_describe(typing.get_args(kind)[0])}"
     if typing.get_origin(kind) is dict:
-        return "a mapping of names to text"
+        return f"a mapping, each value {_describe(typing.get_args(kind)[1])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(kind, "a group of keys")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from hydraspec.config.benches import BENCH, is_bench, is_rising
 from hydraspec.config.choices import added_workload, choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
+from hydraspec.config.kv_cache import KV_CACHE_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
@@ -31,7 +32,6 @@ MAX_SPECULATIVE_TOKENS = 32
 # Far past what helps; thousands of threads hang or end the process.
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 MAX_RANKS = 1024  # a process each; far past what one engine can use
-MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
 MIN_TIMEOUT_S = 5  # a rank's processor may be taken away for a second or two
 MAX_PROJECT_LENGTH, NOT_IN_PROJECTS = 128, "/\\#?%:"  # of a project's name in W&B
 ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
@@ -241,20 +241,7 @@ METHOD_AND_ENGINE = (
         f"1 to {MAX_NUM_THREADS}, or null to have it chosen",
     ),
     *OFFERED,
-    Rule(
-        "engine.kv_cache.block_size",
-        lambda size, c: 1 <= size <= MAX_BLOCK_SIZE and not size & (size - 1),
-        f"1, 2, 4, … {MAX_BLOCK_SIZE}",
-        "is no power of two in range",
-        "16 suits most runs",
-        when=_is_native,
-    ),
-    Rule(
-        "engine.kv_cache.memory_gib",
-        lambda size, c: size is None or 0 < size < math.inf,
-        "above 0, or null",
-        when=_is_native,
-    ),
+    *KV_CACHE_RULES,
     Rule(
         "engine.max_num_batched_tokens",
         lambda most, c: most >= c.engine.max_num_seqs * _rows(c),

@@ -140,7 +140,8 @@ OFFERED = (
         _settable(key)
         for key in (
             *("async_scheduling", "max_num_batched_tokens", "num_threads"),
-            *("kv_cache.block_size", "kv_cache.memory_gib"),
+            *("kv_cache.block_size", "kv_cache.block_sizes"),
+            *("kv_cache.memory_fraction", "kv_cache.memory_gib"),
             *VLLM_KEYS,
         )
     ),

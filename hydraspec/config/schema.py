@@ -101,7 +101,13 @@ class KVCacheConfig:
     """engine.kv_cache: block size and memory of the paged cache."""
 
     block_size: int = 16
+    block_sizes: dict[str, int] = field(default_factory=dict)  # of some KV groups, by their names
     memory_gib: float | None = None  # null: enough for max_num_seqs requests, within free memory
+    memory_fraction: float | None = None  # of the memory that is free once the weights are loaded
+
+    def block_size_of(self, group: str) -> int:
+        """Tokens of a block in the KV group of this name."""
+        return self.block_sizes.get(group, self.block_size)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.distributed.vocabulary import Vocabulary
+from hydraspec.models.kv_groups import BlockSize
 from hydraspec.models.stages import Stage
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
@@ -32,9 +33,9 @@ class TargetModel(Protocol):
     # This rank's rows, [vocabulary.num_rows, D]; one tensor where the two are tied.
     table: Tensor  # token embedding, unscaled
     head: Tensor  # output projection
-    block_size: int  # cache rows a block, as last given to kv_groups
+    block_size: BlockSize  # cache rows a block, as last given to kv_groups
 
-    def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:
         """The KV groups, in the order of Batch.slot_mapping. Also sets the block size that
         forward reads with: engines that share weights have a shallow copy of the target each.
         """

@@ -20,6 +20,7 @@ from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
+    BlockSize,
     GroupPass,
     RopeTable,
     group_layers,
@@ -69,7 +70,7 @@ class Decoder:
         if not self.stage.is_last:
             self.next_norms[self.held[-1]] = None  # the next stage reads the stream
         self.embed_scale: float | None = None  # of the embedding, as the first layer reads it
-        self.block_size = 16  # until kv_groups says otherwise
+        self.block_size: BlockSize = 16  # until kv_groups says otherwise
         self.groups: dict[str, GroupShape] = {}  # by kind of layer; filled by kv_groups
         self.last_owner = self.num_layers - 1  # the last layer that writes KV
         self._suppressed: Tensor | None = None
@@ -146,16 +147,14 @@ class Decoder:
         """The layer whose cache `layer` reads: itself, unless it shares."""
         return layer
 
-    def kv_groups(self, block_size: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:
         """See TargetModel.kv_groups: sliding layers first, then full ones. Groups are those of
         the whole model, their layers those that this stage holds.
         """
         self.block_size = block_size
         owners = {i: each.kind for i, each in enumerate(self.layers) if self.kv_source(i) == i}
         # A new dict: another engine's shallow copy of this target keeps its own.
-        self.groups, specs = group_layers(
-            owners, TARGET_GROUPS, lambda kind: self.group_shape(kind, block_size)
-        )
+        self.groups, specs = group_layers(owners, TARGET_GROUPS, block_size, self.group_shape)
         return [
             replace(spec, layers=tuple(i for i in spec.layers if i in self.held)) for spec in specs
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from hydraspec_kernels.attention import AttentionPlan, GroupShape, plan_attention
@@ -18,21 +19,27 @@ DRAFT_GROUPS = {SLIDING: "draft_sliding", FULL: "draft_full"}
 MTP_GROUPS = {FULL: "mtp"}
 
 RopeTable = tuple[Tensor, Tensor]  # cosines and signed sines, [T, 1, H] each
+BlockSize: TypeAlias = int | Callable[[str], int]  # tokens of a block, or those by a group's name
 
 
 def group_layers(
-    layers: Mapping[int, str], names: Mapping[str, str], shape_of: Callable[[str], GroupShape]
+    layers: Mapping[int, str],
+    names: Mapping[str, str],
+    block_size: BlockSize,
+    shape_of: Callable[[str, int], GroupShape],
 ) -> tuple[dict[str, GroupShape], list[KVGroupSpec]]:
     """Layers that own KV (index -> kind) by kind: each group's attention, and its record for the
-    engine, in the order of KINDS.
+    engine, in the order of KINDS. shape_of takes kind and block size.
     """
     shapes, specs = {}, []
     for kind in KINDS:
         owners = tuple(i for i, each in layers.items() if each == kind)
         if not owners:
             continue
-        shape = shapes[kind] = shape_of(kind)
-        specs.append(KVGroupSpec(name=names[kind], layers=owners, shape=shape))
+        name = names[kind]
+        size = block_size if isinstance(block_size, int) else block_size(name)
+        shape = shapes[kind] = shape_of(kind, size)
+        specs.append(KVGroupSpec(name=name, layers=owners, shape=shape))
     return shapes, specs
 
 

@@ -14,6 +14,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.graphs import GraphBackend
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.kv_groups import BlockSize
 from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep, Verdict
 
 
@@ -55,7 +56,7 @@ class BaseSpeculator(ABC):
         """Positions after a request's rows that drafting writes KV to."""
         return max(0, self.num_speculative_tokens - 1) if self.owns_kv_cache else 0
 
-    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """KV groups the drafter owns; their layers count from `first_layer`."""
         return []
 

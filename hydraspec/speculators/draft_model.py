@@ -14,6 +14,7 @@ from torch import Tensor
 from hydraspec.config.schema import DraftSampling, RunConfig
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.kv_groups import BlockSize
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import (
     Batch,
@@ -44,7 +45,7 @@ class DraftHead(Protocol):
 class OwnCacheHead(DraftHead, Protocol):
     """A draft head whose layers write KV."""
 
-    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """Its KV groups; layer i of the head is number `first_layer` + i."""
         ...
 
@@ -97,7 +98,7 @@ class DraftModelSpeculator(BaseSpeculator):
             )
         return checkpoint
 
-    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         if self.owns_kv_cache:
             self.draft_specs = self.head.kv_groups(block_size, first_layer)
         return self.draft_specs

@@ -9,6 +9,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.stages import StageLink
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.kv_groups import BlockSize
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import (
     Batch,
@@ -32,7 +33,9 @@ class DrafterFacts:
     cannot_be_captured: str | None
 
     @classmethod
-    def of(cls, speculator: BaseSpeculator, target: TargetModel, block_size: int) -> DrafterFacts:
+    def of(
+        cls, speculator: BaseSpeculator, target: TargetModel, block_size: BlockSize
+    ) -> DrafterFacts:
         """Facts of a loaded drafter."""
         return cls(
             spec=speculator.spec,
@@ -56,7 +59,7 @@ class DrafterElsewhere(BaseSpeculator):
     def num_lookahead_tokens(self) -> int:
         return self._facts.num_lookahead_tokens
 
-    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """The drafter's groups, of which this stage has block tables and no cache."""
         return [replace(spec, layers=()) for spec in self._facts.kv_groups]
 
@@ -84,7 +87,7 @@ def loaded_drafter(
     if target.stage.is_last:
         try:
             speculator.load(target)
-            found = DrafterFacts.of(speculator, target, config.engine.kv_cache.block_size)
+            found = DrafterFacts.of(speculator, target, config.engine.kv_cache.block_size_of)
         except UserError as error:
             found = error
     shared: DrafterFacts | UserError = link.share(found)

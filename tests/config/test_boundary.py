@@ -80,7 +80,12 @@ def test_no_experiment_is_a_choice():
 def test_plain_values_only():
     plain = to_dict(one("target.dtype=bfloat16", "engine.kv_cache.memory_gib=2"))
     assert plain["target"]["dtype"] == Dtype.bfloat16.value
-    assert plain["engine"]["kv_cache"] == {"block_size": 16, "memory_gib": 2.0}
+    assert plain["engine"]["kv_cache"] == {
+        "block_size": 16,
+        "block_sizes": {},
+        "memory_gib": 2.0,
+        "memory_fraction": None,
+    }
     assert "warnings" not in plain
 
 

@@ -117,7 +117,10 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
         "bench=decode": {f"bench.{key}" for key in ("num_requests", *OF_LOAD)},
         "bench=load": {"bench.batches"},
         "engine=native": {key for key in schema_keys() if key.startswith("engine.vllm.")},
-        "engine=vllm": {"engine.num_threads", "engine.kv_cache.block_size"},
+        "engine=vllm": {
+            "engine.num_threads",
+            *(f"engine.kv_cache.{key}" for key in ("block_size", "block_sizes", "memory_fraction")),
+        },
     }
     usual = ("workload=tiny", "bench=none", "engine=native")
     with initialize_config_module("hydraspec.conf", version_base="1.3"):

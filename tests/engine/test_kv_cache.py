@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hydraspec.engine.native.kv_budget import CacheSize, plan_num_blocks, row_bytes
+from hydraspec.engine.native.kv_budget import row_bytes
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.types import GroupShape, KVGroupSpec
 
@@ -88,36 +88,6 @@ def test_freed_blocks_serve_others_and_come_back_once() -> None:
         cache.slide(slot, 12)
         cache.release(slot)
     assert cache.usage == 0.0
-
-
-def test_budget_bounds_the_cache() -> None:
-    size = CacheSize(
-        max_num_seqs=16, max_model_len=64, max_num_batched_tokens=32, num_speculative_tokens=3
-    )
-    specs = [FULL, SLIDING]
-    unbounded = plan_num_blocks(specs, size, torch.float32, 1 << 40)
-    assert unbounded[0] == 16 * 17 + 1  # ceil((64 + 4) / 4) blocks a request
-    for budget in (200_000, 50_000, 9_000):
-        blocks = plan_num_blocks(specs, size, torch.float32, budget)
-        used = sum(
-            count * spec.block_size * row_bytes(spec, torch.float32)
-            for count, spec in zip(blocks, specs, strict=True)
-        )
-        assert used <= budget
-        assert all(count <= most for count, most in zip(blocks, unbounded, strict=True))
-
-
-def test_sliding_pool_does_not_grow_with_the_length() -> None:
-    short, long = (
-        CacheSize(
-            max_num_seqs=4,
-            max_model_len=length,
-            max_num_batched_tokens=64,
-            num_speculative_tokens=3,
-        )
-        for length in (1_000, 100_000)
-    )
-    assert short.blocks_wanted(SLIDING, 4) == long.blocks_wanted(SLIDING, 4)
 
 
 def test_a_latent_row_is_counted_and_allocated_by_its_shape() -> None:

@@ -26,7 +26,13 @@ from hydraspec.engine.native.rank_check import RankCheck
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.runners import build_runner
 from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sizing import Models, new_cache, size_warnings, smallest_cache
+from hydraspec.engine.native.sizing import (
+    Models,
+    check_block_sizes,
+    new_cache,
+    size_warnings,
+    smallest_cache,
+)
 from hydraspec.graphs import (
     CudaGraphBackend,
     GraphBackend,
@@ -114,7 +120,7 @@ def _timed(part: str, device: torch.device) -> Iterator[None]:
 def load_baseline(loaded: Loaded) -> Loaded:
     """The same target without a drafter, over the same cache tensors: only one of the two may run
     at a time."""
-    block_size = loaded.config.engine.kv_cache.block_size
+    block_size = loaded.config.engine.kv_cache.block_size_of
     target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
     config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
     origin = loaded.runner
@@ -155,6 +161,8 @@ def assemble(
         max_model_len=model_length(config, target.max_position_embeddings),
         link=link,
     )
+    if kv is None:
+        check_block_sizes(models)
     modes = _resolve_modes(models, backend)
     if modes.enabled and backend is None:
         backend = CudaGraphBackend(target.device)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.control import ALONE, Control
 from hydraspec.distributed.stages import StageLink
 from hydraspec.engine.machine import GIB, num_ranks_here
-from hydraspec.engine.native.kv_budget import CacheSize, plan_num_blocks
+from hydraspec.engine.native.kv_budget import (
+    SMALLEST,
+    CacheSize,
+    bytes_of,
+    bytes_wanted,
+    longest_request,
+    plan_num_blocks,
+)
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
-from hydraspec.types import KVGroupSpec
+from hydraspec.types import ConfigurationError, KVGroupSpec
 
 DEVICE_SHARE = 0.85  # of free device memory; the rest is for graphs and fragments
 
@@ -33,7 +42,7 @@ class Models:
 
     def kv_groups(self) -> list[KVGroupSpec]:
         """The target's groups, then those the drafter owns."""
-        block_size = self.config.engine.kv_cache.block_size
+        block_size = self.config.engine.kv_cache.block_size_of
         of_target = self.target.kv_groups(block_size)
         return of_target + self.speculator.kv_groups(block_size, self.target.num_layers)
 
@@ -51,27 +60,84 @@ class Models:
 def smallest_cache(models: Models) -> KVCache:
     """The null block and one more in each group: enough to run batches of padding."""
     specs = models.kv_groups()
-    return _cache(models, specs, [2] * len(specs))
+    return _cache(models, specs, [SMALLEST] * len(specs))
+
+
+def check_block_sizes(models: Models) -> None:
+    """Refuse a group of engine.kv_cache.block_sizes that target and drafter do not have."""
+    known = [spec.name for spec in models.kv_groups()]
+    for name, size in models.config.engine.kv_cache.block_sizes.items():
+        if name not in known:
+            raise refusal(
+                f"engine.kv_cache.block_sizes.{name}",
+                size,
+                f"names no KV group of target={models.config.target.name} with "
+                f"method={models.config.method.name}",
+                allowed=", ".join(known),
+                remedy="choose one of these, or leave the key out",
+            )
 
 
 def new_cache(models: Models, control: Control = ALONE, *, activation_bytes: int = 0) -> KVCache:
-    """The cache for max_num_seqs requests, or as much of it as every rank has memory for."""
-    specs, target = models.kv_groups(), models.target
-    budget_bytes = _cache_budget_bytes(models.config, target.device, activation_bytes)
-    num_blocks = plan_num_blocks(specs, models.cache_size(), target.dtype, budget_bytes)
-    return _cache(models, specs, control.agree_least(num_blocks))
+    """The cache for max_num_seqs requests, or as much of it as every rank has memory for.
+
+    Raises:
+        ConfigurationError: on every rank, where one has no memory for a block of each group.
+    """
+    specs, size, dtype = models.kv_groups(), models.cache_size(), models.target.dtype
+    budget_bytes = _cache_budget_bytes(models.config, models.target.device, activation_bytes)
+    num_blocks = plan_num_blocks(specs, size, dtype, budget_bytes)
+    smallest_bytes = bytes_of(specs, [SMALLEST] * len(specs), dtype)
+    one_request = bytes_wanted(specs, size, dtype, 1)
+    *num_blocks, most, smallest, least = control.agree_least(
+        [*num_blocks, -one_request, -smallest_bytes, budget_bytes]
+    )
+    if min(num_blocks) < SMALLEST:
+        raise _too_small(models, least, -smallest, -most)
+    return _cache(models, specs, num_blocks)
 
 
 def size_warnings(models: Models, kv: KVCache) -> list[str]:
-    """Groups of a cache that cannot hold one request of full length."""
-    size = models.cache_size()
+    """That the cache does not hold one request of full length."""
+    size, dtype = models.cache_size(), models.target.dtype
+    longest = longest_request(kv.specs, kv.num_blocks, size)
+    if longest >= models.max_model_len:
+        return []
     return [
-        f"the {spec.name} KV cache holds {(count - 1) * spec.block_size} tokens, less than "
-        f"one request of max_model_len={models.max_model_len}; raise engine.kv_cache.memory_gib "
-        "or lower target.max_model_len"
-        for spec, count in zip(kv.specs, kv.num_blocks, strict=True)
-        if count < size.blocks_wanted(spec, 1)
+        f"the KV cache holds one request of {longest} tokens, and one of "
+        f"max_model_len={models.max_model_len} takes "
+        f"{_gib(bytes_wanted(kv.specs, size, dtype, 1))} GiB; raise "
+        f"{_budget_key(models.config)} or lower target.max_model_len"
     ]
+
+
+def _too_small(
+    models: Models, budget_bytes: int, smallest: int, one_request: int
+) -> ConfigurationError:
+    config, groups = models.config, models.kv_groups()
+    key = _budget_key(config)
+    value = getattr(config.engine.kv_cache, key.rsplit(".", 1)[1])
+    blocks = ", ".join(f"{spec.name} of {spec.block_size} tokens" for spec in groups)
+    return refusal(
+        key,
+        value,
+        f"gives the KV cache {max(0, budget_bytes) / GIB:.3g} GiB, which does not hold a block of "
+        f"each of its groups ({blocks}) beside its null block",
+        allowed=f"what gives it {_gib(smallest)} GiB or more; {_gib(one_request)} GiB hold one "
+        f"request of max_model_len={models.max_model_len} tokens",
+        remedy="raise it" if value is not None else "free memory of the device, or set the key",
+    )
+
+
+def _budget_key(config: RunConfig) -> str:
+    by_share = config.engine.kv_cache.memory_fraction is not None
+    return "engine.kv_cache." + ("memory_fraction" if by_share else "memory_gib")
+
+
+def _gib(num_bytes: int) -> str:
+    """Three digits, rounded up: so much is enough."""
+    unit = 10.0 ** (math.floor(math.log10(max(1, num_bytes) / GIB)) - 2)
+    return f"{math.ceil(num_bytes / GIB / unit) * unit:.3g}"
 
 
 def _cache(models: Models, specs: list[KVGroupSpec], num_blocks: list[int]) -> KVCache:
@@ -89,14 +155,20 @@ def _cache(models: Models, specs: list[KVGroupSpec], num_blocks: list[int]) -> K
 
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_bytes: int) -> int:
-    """Of one rank: engine.kv_cache.memory_gib, or most of the free device memory, or half of the
-    host's, which its ranks share, at most 4 GiB."""
-    memory_gib = config.engine.kv_cache.memory_gib
-    if memory_gib is not None:
-        return int(memory_gib * GIB)
+    """Of one rank: engine.kv_cache.memory_gib, or memory_fraction of the memory that is free beside
+    the weights. By default most of the device's; of the host's, which its ranks share, half and at
+    most 4 GiB."""
+    kv_cache = config.engine.kv_cache
+    if kv_cache.memory_gib is not None:
+        return int(kv_cache.memory_gib * GIB)
+    share = kv_cache.memory_fraction
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE) - activation_bytes
-    return min(4 * GIB, _available_bytes() // 2 // num_ranks_here(config.parallelism))
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        return int(free_bytes * (share or DEVICE_SHARE)) - activation_bytes
+    free_bytes = _available_bytes() // num_ranks_here(config.parallelism)
+    if share is not None:
+        return int(free_bytes * share)
+    return min(4 * GIB, free_bytes // 2)
 
 
 def _available_bytes() -> int:

@@ -20,7 +20,13 @@ from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer, dense_attention, dense_group, dense_mlp
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import EagleConfig
-from hydraspec.models.kv_groups import DRAFT_GROUPS, GroupPass, group_layers, group_passes
+from hydraspec.models.kv_groups import (
+    DRAFT_GROUPS,
+    BlockSize,
+    GroupPass,
+    group_layers,
+    group_passes,
+)
 from hydraspec.models.layers import Norm, Place, add_and_norm, prefixed
 from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import memory_bytes
@@ -174,12 +180,13 @@ class EagleHead:
         columns = columns[(columns >= 0) & (columns < self.vocabulary.num_tokens)]
         self.banned = columns if columns.shape[0] else None
 
-    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """Sliding layers first, then full ones; also sets the block size forward reads with."""
         self.groups, specs = group_layers(
             {first_layer + i: kind for i, kind in enumerate(self.shape.kinds)},
             DRAFT_GROUPS,
-            lambda kind: dense_group(self.shape, kind, block_size, self.place),
+            block_size,
+            lambda kind, size: dense_group(self.shape, kind, size, self.place),
         )
         return specs
 

@@ -25,6 +25,7 @@ from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.kv_groups import (
     FULL,
     MTP_GROUPS,
+    BlockSize,
     GroupPass,
     RopeTable,
     group_layers,
@@ -115,18 +116,17 @@ class MTPHead:
         for block in self.blocks:
             block.finish()
 
-    def kv_groups(self, block_size: int, first_layer: int) -> list[KVGroupSpec]:
+    def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """One group; also sets the block size forward reads with."""
         layers = dict.fromkeys(range(first_layer, first_layer + len(self.layers)), FULL)
-        shape = self._group_shape(block_size)
-        self.groups, specs = group_layers(layers, MTP_GROUPS, lambda _: shape)
+        self.groups, specs = group_layers(layers, MTP_GROUPS, block_size, self._group_shape)
         return specs
 
-    def _group_shape(self, block_size: int) -> GroupShape:
+    def _group_shape(self, kind: str, block_size: int) -> GroupShape:
         block = self.config.block
         if isinstance(block, DeepseekConfig):
             return latent_group(block, block_size, self.place)
-        return dense_group(block, FULL, block_size, self.place)
+        return dense_group(block, kind, block_size, self.place)
 
     def _rope_table(self, positions: Tensor) -> RopeTable:
         block, dtype = self.config.block, self.place.dtype
