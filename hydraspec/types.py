@@ -87,6 +87,9 @@ class Completion:
     ttft_ms: float | None  # from being offered to the engine to the first token
     latency_ms: float  # from being offered to the engine to the last token
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    queue_ms: float | None = None  # from being offered to a slot; None: it had none, or unknown
+    # Between the times at which tokens came, one step's tokens at once; empty where unknown.
+    inter_token_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

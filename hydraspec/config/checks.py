@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 
+from hydraspec.config.arrivals import ARRIVALS, without_rate
 from hydraspec.config.benches import BENCH, is_bench, is_rising
 from hydraspec.config.choices import added_workload, choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
@@ -167,7 +168,8 @@ def _of_random_only(key: str) -> Rule:
     return Rule(
         f"workload.{key}",
         lambda value, c: value == default or _is_random(c),
-        "keys of workload={c.workload.name}: concurrency, limit, path",
+        "keys of workload={c.workload.name}: burstiness, concurrency, goodput, limit, path, "
+        "request_rate",
         "has no meaning with workload={c.workload.name}",
         "choose workload=random, or leave the key out",
     )
@@ -319,6 +321,7 @@ RULES = (
     ),
     at_least("workload.limit", 1, "1 or more, or null for all"),
     at_least("workload.concurrency", 1, "1 or more, or null for all at once"),
+    *ARRIVALS,
     at_least("workload.num_requests", 1),
     at_least("workload.prompt_tokens", 1),
     _within("workload.output_tokens", "max_tokens"),
@@ -369,4 +372,4 @@ def _without_effect(config: RunConfig) -> list[str]:
         notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
     if config.workload.name == "random" and (sampling.stop or sampling.stop_token_ids):
         notes.append("sampling.stop and stop_token_ids have no effect with workload=random")
-    return notes
+    return notes + without_rate(config)

@@ -188,13 +188,24 @@ class SamplingConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class GoodputConfig:
+    """workload.goodput: what a request may take to count. null: as long as it likes."""
+
+    ttft_ms: float | None = None  # to the first token, from its arrival
+    inter_token_ms: float | None = None  # per token after the first, on average
+
+
+@dataclass(slots=True, kw_only=True)
 class WorkloadConfig:
     """workload=…: the requests of a run."""
 
     name: str
     path: str | None = None  # JSON lines; "zoo:tiny" is the one that ships with the package
     limit: int | None = None
-    concurrency: int | None = None  # requests offered at once, to all replicas; null = all
+    concurrency: int | None = None  # requests unfinished at once, in all replicas; null = all
+    request_rate: float | None = None  # requests that arrive per second; null: all at once
+    burstiness: float = 1.0  # of arrivals: 1 is Poisson, below 1 in bursts, above 1 more evenly
+    goodput: GoodputConfig = field(default_factory=GoodputConfig)
     num_requests: int = 32  # workload=random only
     prompt_tokens: int = 512  # workload=random only
     output_tokens: int = 256  # workload=random only

@@ -25,9 +25,11 @@ class OfferedRequest:
     token_ids: list[int]  # prompt and emitted tokens
     num_prompt: int
     offered_at: float = field(default_factory=time.perf_counter)
+    slot_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_cached: int = 0  # prompt tokens taken from the prefix cache at its first admission
+    inter_token_ms: list[float] = field(default_factory=list)
     text: str | None = None  # set when a stop string cut it
     finish_reason: str | None = None
     error: str | None = None
@@ -62,9 +64,16 @@ class OfferedRequest:
                 "target.max_model_len if it is below the checkpoint's own limit"
             )
 
+    def note_slot(self, now: float) -> None:
+        """It has a slot at `now` (time.perf_counter), the first time or again."""
+        self.slot_at = self.slot_at or now
+
     def note_tokens(self, now: float) -> None:
-        """Tokens came at `now` (time.perf_counter)."""
-        self.first_token_at = self.first_token_at or now
+        """Tokens came at `now` (time.perf_counter), all that a step brought at once."""
+        if self.last_token_at is None:
+            self.first_token_at = now
+        else:
+            self.inter_token_ms.append((now - self.last_token_at) * 1e3)
         self.last_token_at = now
 
 
@@ -160,7 +169,7 @@ class FinishCheck:
 
     def completion(self, sequence: OfferedRequest) -> Completion:
         """The completion of a request that ended."""
-        offered, first = sequence.offered_at, sequence.first_token_at
+        offered, slot, first = sequence.offered_at, sequence.slot_at, sequence.first_token_at
         end = sequence.last_token_at or time.perf_counter()
         return Completion(
             index=sequence.request.index,
@@ -172,4 +181,6 @@ class FinishCheck:
             ttft_ms=None if first is None else (first - offered) * 1e3,
             latency_ms=(end - offered) * 1e3,
             num_cached_tokens=sequence.num_cached,
+            queue_ms=None if slot is None else (slot - offered) * 1e3,
+            inter_token_ms=sequence.inter_token_ms,
         )

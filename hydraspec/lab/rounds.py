@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hydraspec.engine.base import Built, Engine, StepProfile
+from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.types import Completion, Request, StepRecord
@@ -20,6 +22,7 @@ WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
 MAX_FULL_WARM_UPS = 3  # while they still compile kernels
 FULL_WARM_UP_BATCHES = 4  # of as many requests as run at once, in a warm-up of whole outputs
+AT_ONCE = ArrivalProcess(rate=None, burstiness=1.0, seed=0)
 PROFILED_REQUESTS = 32  # at most, and no more than run at once
 
 
@@ -32,7 +35,17 @@ class Measured:
     completions: dict[int, Completion] = field(default_factory=dict)  # by request index
     built: Built = field(default_factory=Built)  # within the measured rounds: there should be none
     step_profile: StepProfile | None = None
+    rounds_s: float = 0.0  # wall time of its rounds, waits for arrivals included
     phase_ms: dict[str, float] | None = None  # per step, from a profile where steps have none
+
+    @contextlib.contextmanager
+    def timed_round(self) -> Iterator[None]:
+        """Adds the time spent inside to `rounds_s`, also where an interrupt cuts it short."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.rounds_s += time.perf_counter() - began
 
 
 class Measurement:
@@ -50,8 +63,10 @@ class Measurement:
         sinks: Sequence[Sink],
         *,
         concurrency: int | None,
+        arrivals: ArrivalProcess = AT_ONCE,
     ) -> None:
         self.requests = requests
+        self._arrivals = arrivals
         self._sinks = sinks
         self._concurrency = concurrency
         self._sides = {
@@ -93,13 +108,17 @@ class Measurement:
     def run(self) -> None:
         """Decode the workload in NUM_ROUNDS parts, each with every side in turn."""
         with _model_kept_from_garbage_collection():
-            for number, part in enumerate(_parts(self.requests), start=1):
+            for number, share in enumerate(_parts(self.requests), start=1):
+                part = self._arrivals.offered(share, number)
                 for side, measured in self._sides.items():
                     for sink in self._sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
                     built_before = measured.engine.num_built()
                     measured.meter.begin_run()
-                    with closing_run(measured.engine, part, self._concurrency) as events:
+                    with (
+                        measured.timed_round(),
+                        closing_run(measured.engine, part, self._concurrency) as events,
+                    ):
                         for event in events:
                             self._record(side, event)
                     measured.built += measured.engine.num_built() - built_before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -16,6 +17,7 @@ from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, summary, verdict, workloads
+from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
@@ -26,6 +28,8 @@ from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
 from hydraspec.types import NotFiniteError, WorkloadError
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -56,6 +60,7 @@ def run(
             loaded.workload.requests,
             recorder.sinks,
             concurrency=config.workload.concurrency,
+            arrivals=_arrivals(config),
         )
         save = partial(_save, loaded, measurement, recorder)
         try:
@@ -74,6 +79,11 @@ def run(
             raise _not_finite(lossless["not_finite_in"], lossless, measurement)
         finished = any(c.finished for c in measurement.method.meter.completed)
         return save("ok" if finished else "failed", lossless)
+
+
+def _arrivals(config: RunConfig) -> ArrivalProcess:
+    load = config.workload
+    return ArrivalProcess(rate=load.request_rate, burstiness=load.burstiness, seed=config.seed)
 
 
 # ------------------------------------------------------------------ load
@@ -112,6 +122,9 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
         engines = {Side.method: engine}
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
+        for warning in _arrivals(config).warnings(len(workload.requests), len(engines)):
+            log.warning(warning)
+            workload.warnings.append(warning)
         yield _Loaded(
             config=config,
             engines=engines,

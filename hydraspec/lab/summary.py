@@ -14,6 +14,7 @@ from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.metrics import assessment
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.latency import Limits, goodput, latencies
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.sinks import baseline_row, request_row
 from hydraspec.metrics.summary import (
@@ -49,6 +50,8 @@ def build(
     others = None if baseline is None else baseline.meter
     gained = None if others is None else _speedup(meter, others)
     categories = assessment.by_category(meter, others)
+    wanted = config.workload.goodput
+    limits = Limits(ttft_ms=wanted.ttft_ms, inter_token_ms=wanted.inter_token_ms)
     summary = {
         "schema_version": SCHEMA_VERSION,
         "status": status,
@@ -60,10 +63,10 @@ def build(
         "num_speculative_tokens": info.num_speculative_tokens,
         **_counts(meter),
         **_acceptance(meter),
-        **_speed(method, requests),
+        **_speed(method, requests, limits),
         "baseline": None
         if baseline is None
-        else {**_speed(baseline, requests), **_counts(baseline.meter)},
+        else {**_speed(baseline, requests, limits), **_counts(baseline.meter)},
         "speedup": gained,
         "assessment": assessment.assess(
             meter,
@@ -138,7 +141,7 @@ def _acceptance(meter: Meter) -> Acceptance:
     }
 
 
-def _speed(measured: Measured, requests: Sequence[Request]) -> Speed:
+def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> Speed:
     """Speed and accuracy: the fields that a baseline has too. A profile gives the phases' times
     where no step did.
     """
@@ -154,6 +157,8 @@ def _speed(measured: Measured, requests: Sequence[Request]) -> Speed:
         "output_tokens_per_second_ci95": throughput.ci95,
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
+        "latency_ms": latencies(meter.completed),
+        "goodput": goodput(meter.completed, limits, measured.rounds_s),
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": ALL_STEPS if has_phases else None if profile is None else PROFILE,
         "total_step_time_s": meter.total_step_time_s(),
@@ -200,6 +205,8 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "workload": config.workload.name,
         "num_requests_in_workload": len(requests),
         "concurrency": config.workload.concurrency,
+        "request_rate": config.workload.request_rate,
+        "burstiness": config.workload.burstiness,
         "temperature": config.sampling.temperature,
         "verification": config.method.verification.value,
         "draft_sampling": config.method.draft_sampling.value,

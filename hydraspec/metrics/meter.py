@@ -1,10 +1,12 @@
-"""Counts what an engine reports, and defines every metric once, in the docstring that computes it.
+"""Counts what an engine reports, and defines every metric once, in the docstring that computes it;
+percentiles of latencies and goodput are in latency.py.
 
 StepRecords and Completions in, numbers out: independent of engines, configurations and files.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +61,8 @@ class RequestCounters:
     num_output_tokens: int = 0
     ttft_ms: float | None = None
     latency_ms: float = 0.0
+    queue_ms: float | None = None
+    inter_token_ms: array[float] = field(default_factory=lambda: array("f"))
 
     @property
     def finished(self) -> bool:
@@ -198,6 +202,8 @@ class Meter:
         counters.ttft_ms, counters.latency_ms = completion.ttft_ms, completion.latency_ms
         if self.prefix_hits is not None:
             self.prefix_hits.ended(completion)
+        counters.queue_ms = completion.queue_ms
+        counters.inter_token_ms = array("f", completion.inter_token_ms)
 
     @property
     def completed(self) -> list[RequestCounters]:

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from hydraspec.metrics.files import Json, JsonLinesFile
+from hydraspec.metrics.latency import percentiles
 from hydraspec.metrics.meter import Meter, RequestCounters
 from hydraspec.metrics.summary import Summary
 from hydraspec.types import Completion, Request, RequestStep, StepRecord
@@ -120,6 +121,8 @@ def request_row(
         "num_cached_tokens": completion.num_cached_tokens,
         "decode_tokens": counters.decode_tokens,
         "decode_ms": counters.decode_ms,
+        "queue_ms": completion.queue_ms,
+        "inter_token_ms": percentiles(completion.inter_token_ms),
         "correct": correct,
         "baseline": baseline,
         "meta": request.meta,

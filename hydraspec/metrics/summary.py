@@ -85,6 +85,31 @@ class StepProfile(TypedDict):
     launch_ms: float
 
 
+class Percentiles(TypedDict):
+    """Of a latency in milliseconds; null where nothing was timed."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class Latencies(TypedDict):
+    """What users waited for."""
+
+    ttft: Percentiles
+    inter_token: Percentiles
+    queue: Percentiles
+
+
+class Goodput(TypedDict):
+    """The limits that were set, and the requests that meet all of them."""
+
+    ttft_ms: float | None
+    inter_token_ms: float | None
+    share: float | None
+    requests_per_second: float | None
+
+
 class BuiltInRounds(TypedDict):
     """What was built inside the measured rounds."""
 
@@ -153,6 +178,8 @@ class Speed(TypedDict):
     output_tokens_per_second_ci95: Sequence[float] | None
     time_per_output_token_ms: float | None
     time_to_first_token_ms: float | None
+    latency_ms: Latencies
+    goodput: Goodput | None
     time_breakdown_ms: Mapping[str, float | None]
     time_breakdown_from: str | None
     total_step_time_s: float
@@ -203,6 +230,8 @@ class Settings(TypedDict):
     workload: str
     num_requests_in_workload: int
     concurrency: int | None
+    request_rate: float | None
+    burstiness: float
     temperature: float
     verification: str
     draft_sampling: str

@@ -77,6 +77,8 @@ REQUEST_KEYS = [
     "num_cached_tokens",
     "decode_tokens",
     "decode_ms",
+    "queue_ms",
+    "inter_token_ms",
     "correct",
     "baseline",
     "meta",

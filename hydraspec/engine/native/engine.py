@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
@@ -139,6 +140,7 @@ class NativeEngine(Engine):
         """The rows of the next step; requests that were admitted get their slot's state."""
         scheduled = self._scheduler.schedule()
         for sequence in self._scheduler.admitted:
+            sequence.note_slot(time.perf_counter())
             if sequence.slot >= 0:
                 write_request(
                     self.parts.runner.state,

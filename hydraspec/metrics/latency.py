@@ -1,0 +1,83 @@
+"""Latencies as users see them: percentiles over requests, and the requests that meet given limits.
+
+Each figure is defined once, here, over the requests that finished without an error. Names and
+definitions are those of `vllm bench serve`; a request is offered when it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydraspec.metrics.meter import RequestCounters
+from hydraspec.metrics.statistics import ratio
+from hydraspec.metrics.summary import Goodput, Latencies, Percentiles
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Limits:
+    """What a request may take to count for goodput; None: as long as it likes."""
+
+    ttft_ms: float | None = None
+    inter_token_ms: float | None = None
+
+
+def percentiles(values: Iterable[float]) -> Percentiles:
+    """50th, 90th and 99th percentile, interpolated linearly; null without values."""
+    found = np.fromiter(values, float)
+    p50, p90, p99 = np.percentile(found, (50, 90, 99)) if found.size else (None, None, None)
+    return {"p50": p50, "p90": p90, "p99": p99}
+
+
+def latencies(requests: Sequence[RequestCounters]) -> Latencies:
+    """Percentiles in milliseconds.
+
+    ttft: over requests, from being offered to the first token (TTFT).
+
+    inter_token: over the gaps of all requests, each gap the time between two deliveries to a user
+    (ITL). A step that brings a request several tokens, accepted drafts among them, is one delivery:
+    with drafts there are fewer gaps, each for more tokens, so compare methods by
+    `time_per_output_token_ms` and read this as how long an answer stands still.
+
+    queue: over requests, from being offered to a slot of the engine.
+    """
+    done = [c for c in requests if c.finished]
+    return {
+        "ttft": percentiles(c.ttft_ms for c in done if c.ttft_ms is not None),
+        "inter_token": percentiles(gap for c in done for gap in c.inter_token_ms),
+        "queue": percentiles(c.queue_ms for c in done if c.queue_ms is not None),
+    }
+
+
+def goodput(
+    requests: Sequence[RequestCounters], limits: Limits, duration_s: float
+) -> Goodput | None:
+    """The requests that meet every limit: their share of all that ended, and how many per second of
+    the rounds' wall time. Null without a limit; figures null where the engine gives no times.
+
+    A request meets `inter_token_ms` if its mean time per token after the first does: the goodput
+    that `vllm bench serve` has for TPOT. A delivery of several tokens counts for each of them, so
+    that drafts help, and one slow step is no failure. One token alone meets it; an error meets
+    nothing.
+    """
+    if limits == Limits():
+        return None
+    known = all(c.ttft_ms is not None for c in requests if c.finished)
+    good = sum(_meets(c, limits) for c in requests) if known else None
+    return {
+        "ttft_ms": limits.ttft_ms,
+        "inter_token_ms": limits.inter_token_ms,
+        "share": None if good is None else ratio(good, len(requests)),
+        "requests_per_second": None if good is None else ratio(good, duration_s),
+    }
+
+
+def _meets(request: RequestCounters, limits: Limits) -> bool:
+    if not request.finished or request.ttft_ms is None:
+        return False
+    per_token = ratio(request.latency_ms - request.ttft_ms, request.num_output_tokens - 1) or 0.0
+    return (limits.ttft_ms is None or request.ttft_ms <= limits.ttft_ms) and (
+        limits.inter_token_ms is None or per_token <= limits.inter_token_ms
+    )
