@@ -244,9 +244,13 @@ class Rows:
 class NeededRows:
     """Rows whose hidden states are needed after the last layer that writes KV: the last few of some
     requests, in order. That layer and those after it compute only keys and values of other rows.
+
+    Graphs have room for K+1 rows of each of their requests: `targets` says which of the N rows are
+    padding, and requests that need none have no rows.
     """
 
-    rows: Tensor  # [N] int64 rows of T
+    rows: Tensor  # [N] int64 rows of T; of padding any
+    targets: Tensor | None = None  # [N] int64, the same, T for padding; None: no padding
     requests: Tensor  # [B'] int64 batch indices of the requests they belong to
     query_start_loc: Tensor  # [B'+1] int64, counted in the N rows
     segments: tuple[RowSegment, ...]  # of the N rows

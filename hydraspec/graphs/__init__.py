@@ -6,6 +6,7 @@ from hydraspec.graphs.capture import CudaGraphBackend, GraphBackend, Replayable
 from hydraspec.graphs.manager import Captured, Descriptor, GraphManager
 from hydraspec.graphs.modes import (
     MODES,
+    PROMPT_ROWS,
     GraphModes,
     default_capture_sizes,
     mixed_row_sizes,
@@ -15,6 +16,7 @@ from hydraspec.graphs.modes import (
 
 __all__ = [
     "MODES",
+    "PROMPT_ROWS",
     "Captured",
     "CudaGraphBackend",
     "Descriptor",

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 NONE, PIECEWISE, FULL = "none", "piecewise", "full"
 
 MIN_MIXED_ROWS = 8  # fewer rows cost no less
-# Of mixed steps with a graph. More rows keep the device busy for longer than the host needs to
-# launch them one kernel after another, and may leave rows out of the last layers.
+# Of mixed steps with a graph: up to here reading the weights takes longer than the rows' products.
 PROMPT_ROWS = (32, 64, 96, 128, 192, 256)
+# The same where products take longer: whole graphs only, since pieces keep what every attention
+# call returns, and in steps at most a quarter apart, since padding costs what rows cost.
+LARGE_ROWS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 # Name → (decode, mixed).
 MODES: dict[str, tuple[str, str]] = {
@@ -46,6 +48,17 @@ class GraphModes:
     def has_eager_steps(self) -> bool:
         """Whether decode steps, or steps with prompts, never use graphs."""
         return NONE in (self.decode, self.mixed)
+
+    @property
+    def has_large(self) -> bool:
+        """Whether mixed steps of LARGE_ROWS are captured."""
+        return self.decode == FULL and self.mixed != NONE
+
+    def in_pieces(self, num_rows: int, *, mixed: bool) -> bool:
+        """How a step of this many rows, padding included, is captured."""
+        if mixed and self.has_large and num_rows > PROMPT_ROWS[-1]:
+            return False
+        return (self.mixed if mixed else self.decode) == PIECEWISE
 
     @property
     def enabled(self) -> bool:
@@ -113,14 +126,21 @@ def default_capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_row_sizes(
-    sizes: Sequence[int], rows_per_decode: int, max_decode_rows: int, max_rows: int
+    sizes: Sequence[int],
+    rows_per_decode: int,
+    max_decode_rows: int,
+    max_rows: int,
+    *,
+    has_large: bool = False,
 ) -> list[int]:
     """Row counts of mixed steps to capture: batch sizes rounded up to powers of two, times the rows
-    of a decode, and PROMPT_ROWS for the chunks of prompts beside them.
+    of a decode, and PROMPT_ROWS, with has_large also LARGE_ROWS, for the chunks of prompts beside
+    them.
 
     max_decode_rows: rows of a step that only decodes, at most. max_rows: rows of any step.
     """
     wanted = {1 << (size - 1).bit_length() for size in sizes}
     rows = {min(size * rows_per_decode, max_decode_rows) for size in wanted}
-    rows |= {count for count in PROMPT_ROWS if count <= max_rows}
+    prompt_rows = PROMPT_ROWS + (LARGE_ROWS if has_large else ())
+    rows |= {count for count in prompt_rows if count <= max_rows}
     return [count for count in sorted(rows) if count >= MIN_MIXED_ROWS] or [max(rows)]

@@ -189,7 +189,8 @@ class Decoder:
         h, y = self._run(range(first, last), h, y, inputs, passes, kv_caches, aux)
         layer = self.layers[last]
         layer.attention.write_kv(y, passes[layer.kind], self._cache(kv_caches, last))
-        hidden = torch.zeros_like(h)
+        num_rows, targets = h.shape[0], needed.rows if needed.targets is None else needed.targets
+        hidden = h.new_zeros(num_rows + (needed.targets is not None), h.shape[1])
         if needed.segments:
             h, y = h.index_select(0, needed.rows), y.index_select(0, needed.rows)
             if inputs is not None:
@@ -197,8 +198,8 @@ class Decoder:
             passes = self._passes(reduced(batch, needed))
             rest = range(last, self.num_layers)
             y = self._run(rest, h, y, inputs, passes, kv_caches, aux)[1]
-            hidden.index_copy_(0, needed.rows, y)
-        return hidden, aux.states()
+            hidden.index_copy_(0, targets, y)
+        return hidden[:num_rows], aux.states()
 
     def aux_ids_before(self, aux_layer_ids: Sequence[int]) -> list[int]:
         """The aux ids whose states this stage receives."""

@@ -35,6 +35,31 @@ def needed_rows(plan: StepPlan) -> NeededRows:
     )
 
 
+def padded_needed_rows(
+    plan: StepPlan | None, num_requests: int, num_rows: int, k: int, max_seq_len: int
+) -> NeededRows:
+    """As `needed_rows`, for a graph of B requests and T rows: B * (K+1) rows, padding after those
+    that the plan needs, and every request named, those that do not sample without rows. None: a
+    plan of padding alone.
+    """
+    counts = np.zeros(num_requests, dtype=np.int64)
+    if plan is not None:
+        counts[: len(plan.samples)] = np.where(plan.samples, plan.num_drafts + 1, 0)
+    first = np.concatenate([[0], np.cumsum(counts)])
+    rows = np.zeros(num_requests * (k + 1), dtype=np.int64)
+    targets = np.full_like(rows, num_rows)
+    if plan is not None:
+        found = np.asarray(needed_rows(plan).rows)
+        rows[: len(found)] = targets[: len(found)] = found
+    return NeededRows(
+        rows=torch.from_numpy(rows),
+        targets=torch.from_numpy(targets),
+        requests=torch.arange(num_requests),
+        query_start_loc=torch.from_numpy(first),
+        segments=(RowSegment(0, 0, num_requests, k + 1, max_seq_len),),
+    )
+
+
 def _segments(plan: StepPlan, requests: np.ndarray, counts: np.ndarray) -> tuple[RowSegment, ...]:
     """Runs of neighbours with equally many rows."""
     bounds = np.zeros(len(plan.samples), dtype=np.int64)
@@ -56,12 +81,19 @@ def _segments(plan: StepPlan, requests: np.ndarray, counts: np.ndarray) -> tuple
 
 def reduced(batch: Rows, needed: NeededRows) -> Rows:
     """The pass over the needed rows alone. A layer that writes KV writes theirs again."""
+    seq_lens = batch.seq_lens.index_select(0, needed.requests)
+    slot_mapping = [slots.index_select(0, needed.rows) for slots in batch.slot_mapping]
+    if needed.targets is not None:  # padding writes nothing, and requests without rows are padding
+        seq_lens = seq_lens.masked_fill(needed.query_start_loc.diff() == 0, 0)
+        is_padding = needed.targets == batch.input_ids.shape[0]
+        slot_mapping = [slots.masked_fill(is_padding, -1) for slots in slot_mapping]
     return Rows(
         segments=needed.segments,
         input_ids=batch.input_ids.index_select(0, needed.rows),
         positions=batch.positions.index_select(0, needed.rows),
-        seq_lens=batch.seq_lens.index_select(0, needed.requests),
-        slot_mapping=[slots.index_select(0, needed.rows) for slots in batch.slot_mapping],
+        seq_lens=seq_lens,
+        slot_mapping=slot_mapping,
         block_tables=[table.index_select(0, needed.requests) for table in batch.block_tables],
         query_start_loc=needed.query_start_loc,
+        has_padding=needed.targets is not None,
     )

@@ -33,15 +33,18 @@ from hydraspec.engine.native.step_graphs import (
     RunnerLimits,
     StepGraphs,
     descriptors,
+    is_large,
 )
 from hydraspec.engine.native.upload import PlanUpload, UploadShape
 from hydraspec.graphs import Descriptor, GraphBackend, GraphModes
 from hydraspec.graphs.modes import NONE
 from hydraspec.models.base import TargetModel
+from hydraspec.models.needed_rows import padded_needed_rows
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator, DraftGraphs
 from hydraspec.types import (
     Batch,
+    NeededRows,
     RequestState,
     RowSegment,
     SamplingFlags,
@@ -50,8 +53,8 @@ from hydraspec.types import (
 
 log = logging.getLogger(__name__)
 
-# With few prefill rows a step takes the host longer than the device: its decodes are launched
-# first, as a graph. With many rows decodes cost least in the same pass over the weights.
+# Without a graph, a step of few prefill rows takes the host longer than the device: its decodes are
+# launched first, as a graph. With many rows decodes cost least in the same pass over the weights.
 MAX_SPLIT_ROWS = 512
 
 
@@ -111,7 +114,7 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def run_padding(self) -> None:
         """Run the largest possible step, of padding alone."""
-        self.run(self._static_inputs(self._largest()))
+        self.run(self._largest())
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -126,20 +129,30 @@ class DeviceRunner(Runner):
             mixed=self.modes.mixed == NONE,
         )
         with self.eagerly():
-            for descriptor in [self._largest(), *descriptors(self.modes, limits)]:
+            self._captured_step(self._largest())
+            for descriptor in self._rehearsed():
                 self._captured_step(self._static_inputs(descriptor))
             for plan in plans:
                 self.state.num_computed.zero_()  # steps would run past the end of the tables
                 self._launch_part(plan, None)
 
-    def _largest(self) -> Descriptor:
+    def _rehearsed(self) -> list[Descriptor]:
+        """Shapes that need the kernels of all that `capture` captures."""
+        found = descriptors(self.modes, self.limits)
+        large = [each for each in found if is_large(each)]
+        return [each for each in found if each not in large[1:-1]]  # kernels are those of the ends
+
+    def _largest(self) -> PlanTensors:
+        """The largest step, of padding alone; every row runs through every layer."""
         limits = self.limits
-        return Descriptor(
+        descriptor = Descriptor(
             num_requests=limits.max_num_seqs,
             num_rows=limits.max_num_batched_tokens,
             rows_per_request=None,
             variant=GREEDY_VARIANT,
         )
+        self.upload.write(descriptor, None)
+        return self.upload.view(descriptor, self._segments(descriptor), *GREEDY_VARIANT)
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -156,9 +169,25 @@ class DeviceRunner(Runner):
 
     def _static_inputs(self, descriptor: Descriptor) -> PlanTensors:
         """A batch of padding alone, in the memory that plans of this shape are written to."""
-        self.upload.write(descriptor, None)
+        needed = self._write(descriptor, None)
         all_greedy, flags = cast(tuple[bool, SamplingFlags], descriptor.variant)
-        return self.upload.view(descriptor, self._segments(descriptor), all_greedy, flags)
+        segments = self._segments(descriptor)
+        return self.upload.view(descriptor, segments, all_greedy, flags, needed=needed)
+
+    def _write(self, descriptor: Descriptor, plan: StepPlan | None) -> NeededRows | None:
+        """Put a plan, or none at all, where graphs of this shape read it; returns its needed rows
+        where these graphs leave out the others."""
+        b, t, k = descriptor.num_requests, descriptor.num_rows, self._rows - 1
+        if (
+            not is_large(descriptor)
+            or 2 * b * (k + 1) > t
+            or self.speculator.reads_all_hidden_states
+        ):
+            self.upload.write(descriptor, plan)
+            return None
+        needed = padded_needed_rows(plan, b, t, k, self.limits.max_seq_len)
+        self.upload.write(descriptor, plan, needed=needed)
+        return needed
 
     def _segments(self, descriptor: Descriptor) -> tuple[RowSegment, ...]:
         """Bounds that hold for every batch of this shape."""
@@ -231,7 +260,7 @@ class DeviceRunner(Runner):
         """Packed results of the plan's requests, then of padding."""
         if captured is None:
             return packed_results(self.run_eagerly(plan))
-        self.upload.write(captured.descriptor, plan)
+        self._write(captured.descriptor, plan)
         outputs = captured.replay()
         if outputs.undrafted is not None:
             self._propose_late(outputs.undrafted)
@@ -246,7 +275,8 @@ class DeviceRunner(Runner):
         decodes = full_decodes(plan)
         count = len(decodes) if decodes.all() else int(decodes.argmin())
         num_rows_after = int(plan.num_rows[count:].sum())
-        if not 0 < count < len(decodes) or num_rows_after > MAX_SPLIT_ROWS:
+        most = min(MAX_SPLIT_ROWS, self.limits.launch_bound_rows)
+        if not 0 < count < len(decodes) or num_rows_after > most:
             return [whole]
         first, rest = split_plan(plan, count)
         captured = graphs.serving(first)

@@ -78,7 +78,7 @@ class EarlierStageRunner(DeviceRunner):
     @torch.inference_mode()
     def run_padding(self) -> None:
         """Run the largest possible step, of padding alone."""
-        self._captured_step(self._static_inputs(self._largest()))
+        self._captured_step(self._largest())
 
     def _captured_step(self, inputs: PlanTensors) -> StepOutputs:
         """What this stage computes of a step, in place of packed results."""
@@ -88,7 +88,7 @@ class EarlierStageRunner(DeviceRunner):
         """[1 + aux states, T, D] for the next stage."""
         if captured is None:
             return self._captured_step(self.place(plan)).packed
-        self.upload.write(captured.descriptor, plan)
+        self._write(captured.descriptor, plan)
         return captured.replay().packed.clone()  # which the next replay writes over
 
     @torch.inference_mode()

@@ -15,6 +15,7 @@ from hydraspec.engine.native.inputs import PlanTensors
 from hydraspec.engine.native.plans import is_uniform
 from hydraspec.engine.native.results import StepOutputs
 from hydraspec.graphs import (
+    PROMPT_ROWS,
     Captured,
     Descriptor,
     GraphBackend,
@@ -22,7 +23,7 @@ from hydraspec.graphs import (
     GraphModes,
     mixed_row_sizes,
 )
-from hydraspec.graphs.modes import NONE, PIECEWISE
+from hydraspec.graphs.modes import NONE
 from hydraspec.sampling.flags import GREEDY
 from hydraspec.types import SamplingFlags, StepPlan
 
@@ -47,6 +48,7 @@ class RunnerLimits:
     num_speculative_tokens: int
     max_seq_len: int  # positions a block table can name
     capture_sizes: tuple[int, ...]
+    launch_bound_rows: int = 0  # with up to so many, launching a step takes longer than its rows
 
     @property
     def rows_per_decode(self) -> int:
@@ -78,9 +80,16 @@ def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
                 rows_per_request=None,
                 variant=GREEDY_VARIANT,
             )
-            for num_rows in mixed_row_sizes(sizes, rows, most_rows, limits.max_num_batched_tokens)
+            for num_rows in mixed_row_sizes(
+                *(sizes, rows, most_rows, limits.max_num_batched_tokens), has_large=modes.has_large
+            )
         ]
     return found
+
+
+def is_large(descriptor: Descriptor) -> bool:
+    """Whether a step takes as long as its rows take, not as reading the weights."""
+    return descriptor.rows_per_request is None and descriptor.num_rows > PROMPT_ROWS[-1]
 
 
 class StepGraphs:
@@ -101,7 +110,7 @@ class StepGraphs:
         self.num_bytes = 0  # device memory of the captures of this runner, its drafter's included
         self.warnings: list[str] = []  # why steps run eagerly that could have graphs
         self._greedy = descriptors(modes, limits)
-        self._rows = limits.rows_per_decode
+        self._rows, self._launch_bound_rows = limits.rows_per_decode, limits.launch_bound_rows
         self._variants = SamplingVariants()
         self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
 
@@ -110,9 +119,14 @@ class StepGraphs:
         """Graphs captured so far, of every way of sampling."""
         return len(self.manager.descriptors)
 
+    @property
+    def mixed_rows(self) -> list[int]:
+        """Rows of the mixed steps that have graphs, rising."""
+        return sorted(each.num_rows for each in self._greedy if each.rows_per_request is None)
+
     def _in_pieces(self, descriptor: Descriptor) -> bool:
         mixed = descriptor.rows_per_request is None
-        return (self.modes.mixed if mixed else self.modes.decode) == PIECEWISE
+        return self.modes.in_pieces(descriptor.num_rows, mixed=mixed)
 
     def capture_greedy(self) -> None:
         """Capture the greedy steps of every size that the mode asks for."""
@@ -141,7 +155,8 @@ class StepGraphs:
 
     def serving(self, plan: StepPlan) -> CapturedStep | None:
         """The graph that serves a plan. One for its way of sampling is captured where only a greedy
-        one of its shape exists; where memory does not allow that, such plans run eagerly.
+        one of its shape exists; where memory does not allow that, such plans run eagerly. So do
+        those whose padding would take longer than launching them.
         """
         wanted = Descriptor(
             num_requests=len(plan.slots),
@@ -150,12 +165,20 @@ class StepGraphs:
             variant=GREEDY_VARIANT,
         )
         found = self.manager.dispatch(wanted)
-        if found is None or plan.all_greedy:
+        if found is None or self._wastes(found.descriptor, wanted.num_rows):
+            return None
+        if plan.all_greedy:
             return found
         exact = replace(found.descriptor, variant=self._variants.serving(plan.flags))
         if exact in self._uncaptured:
             return None
         return self.manager.dispatch(exact) or self._capture_late(exact)
+
+    def _wastes(self, graph: Descriptor, num_rows: int) -> bool:
+        """Whether eager launches, which the device does not wait for, beat padding to this graph:
+        by over an eighth, of steps whose time is that of their rows."""
+        padding = graph.num_rows - num_rows
+        return is_large(graph) and 8 * padding > num_rows > self._launch_bound_rows
 
     def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
         log.info("capturing a step of a way of sampling that is met for the first time")

@@ -8,6 +8,7 @@ copy is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,7 +78,7 @@ class PlanUpload:
         self._samples = self._starts + _aligned(b + 1)
         self._header = self._samples + _aligned(-(-b // 8))  # a byte each
         words = self._header + 2 * _aligned(shape.max_num_rows) + _aligned(b * (k + 1))
-        words += _aligned(b * (k + 1)) + _aligned(b) + _aligned(b + 1)  # needed rows
+        words += 2 * _aligned(b * (k + 1)) + _aligned(b) + _aligned(b + 1)  # needed rows
         words += 2 * MAX_CHANGES + ALIGNMENT
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._stages = [_Stage(words, device) for _ in range(NUM_STAGES)]
@@ -151,9 +152,14 @@ class PlanUpload:
 
     def _sent(self, needed: NeededRows, first: int) -> NeededRows:
         """The same on the device."""
-        places = zip(_needed_sections(needed, first), _parts(needed), strict=False)
-        rows, requests, starts = (self._words[at : at + len(part)] for at, part in places)
-        return replace(needed, rows=rows, requests=requests, query_start_loc=starts)
+        parts, targets = _parts(needed), needed.targets
+        places = zip(_sections(parts, first), parts, strict=False)
+        rows, requests, starts, *more = (self._words[at : at + len(part)] for at, part in places)
+        if targets is not None:
+            (targets,) = more
+        return replace(
+            needed, rows=rows, requests=requests, query_start_loc=starts, targets=targets
+        )
 
     def _end_of_rows(self, descriptor: Descriptor, rows_of_logits: int) -> int:
         third = self._row_sections(descriptor.num_rows)[2]
@@ -195,10 +201,10 @@ class PlanUpload:
         if descriptor.rows_per_request is None:
             count = self._write_rows(words, descriptor, plan, rows_of_logits)
         if needed is not None:
-            sections = _needed_sections(needed, count)
-            for first, part in zip(sections, _parts(needed), strict=False):
+            parts = _parts(needed)
+            *sections, count = _sections(parts, count)
+            for first, part in zip(sections, parts, strict=True):
                 words[first : first + len(part)] = part
-            count = sections[-1]
         index, values = self._tables.changes([] if plan is None else plan.block_tables)
         n = len(index)
         if n <= MAX_CHANGES:
@@ -252,17 +258,19 @@ class PlanUpload:
         return end
 
 
-def _parts(needed: NeededRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rows, requests, starts = needed.rows, needed.requests, needed.query_start_loc
-    return np.asarray(rows), np.asarray(requests), np.asarray(starts)
+def _parts(needed: NeededRows) -> list[np.ndarray]:
+    parts = [needed.rows, needed.requests, needed.query_start_loc]
+    if needed.targets is not None:
+        parts.append(needed.targets)
+    return [np.asarray(part) for part in parts]
 
 
-def _needed_sections(needed: NeededRows, first: int) -> tuple[int, int, int, int]:
-    """Where needed rows, their requests and start locations begin from `first` on, and the end."""
-    rows = _aligned(first)
-    requests = rows + _aligned(len(needed.rows))
-    starts = requests + _aligned(len(needed.requests))
-    return rows, requests, starts, starts + len(needed.query_start_loc)
+def _sections(parts: Sequence[np.ndarray], first: int) -> list[int]:
+    """Where each part begins from `first` on, and the end of the last."""
+    found = [_aligned(first)]
+    for part in parts[:-1]:
+        found.append(found[-1] + _aligned(len(part)))
+    return [*found, found[-1] + len(parts[-1])]
 
 
 def _aligned(count: int) -> int:
