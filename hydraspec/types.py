@@ -144,6 +144,7 @@ class KVGroupSpec:
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # indices into KVCache.caches: target layers, then a drafter's own
     shape: GroupShape
+    num_following_tokens: int = 0  # that KV depends on: a draft row at t reads the token at t + 1
 
     @property
     def block_size(self) -> int:

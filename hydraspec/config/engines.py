@@ -61,7 +61,7 @@ OFFERS = {
         methods=("eagle", "eagle3", "gemma4_mtp", "mtp", "none", "peagle"),
         keys=(
             *("async_scheduling", "device", "kv_cache.memory_gib", "max_num_batched_tokens"),
-            *("max_num_seqs", *VLLM_KEYS),
+            *("max_num_seqs", "prefix_caching", *VLLM_KEYS),
         ),
         verifications=tuple(Verification),
         draft_samplings=tuple(DraftSampling),
@@ -141,7 +141,7 @@ OFFERED = (
         for key in (
             *("async_scheduling", "max_num_batched_tokens", "num_threads"),
             *("kv_cache.block_size", "kv_cache.block_sizes"),
-            *("kv_cache.memory_fraction", "kv_cache.memory_gib"),
+            *("kv_cache.memory_fraction", "kv_cache.memory_gib", "prefix_caching"),
             *VLLM_KEYS,
         )
     ),

@@ -134,6 +134,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None  # null: chosen from the target's width (CPU only)
     async_scheduling: bool | None = None  # schedule a step ahead of the device; null: on CUDA
+    prefix_caching: bool = True  # requests of a run share the KV of equal leading tokens
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 

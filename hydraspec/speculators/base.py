@@ -35,6 +35,8 @@ class BaseSpeculator(ABC):
     """
 
     owns_kv_cache: ClassVar[bool] = False  # drafting writes KV into further groups
+    # Tokens after a position that KV in those groups depends on: a draft row reads the next one.
+    num_following_tokens: ClassVar[int] = 1
     reads_target_kv: ClassVar[bool] = False  # of the last layer of each kind that writes any
     # The reason, if `propose` cannot be captured; only such a drafter may read the device.
     cannot_be_captured: ClassVar[str | None] = None

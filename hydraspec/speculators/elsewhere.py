@@ -29,6 +29,7 @@ class DrafterFacts:
     spec: DraftSpec | None
     aux_layer_ids: tuple[int, ...]  # states that stages capture and send on
     num_lookahead_tokens: int
+    num_following_tokens: int
     kv_groups: Sequence[KVGroupSpec]  # its own: every stage allocates their blocks alike
     cannot_be_captured: str | None
 
@@ -41,6 +42,7 @@ class DrafterFacts:
             spec=speculator.spec,
             aux_layer_ids=tuple(speculator.aux_layer_ids),
             num_lookahead_tokens=speculator.num_lookahead_tokens,
+            num_following_tokens=speculator.num_following_tokens,
             kv_groups=speculator.kv_groups(block_size, target.num_layers),
             cannot_be_captured=speculator.cannot_be_captured,
         )
@@ -54,6 +56,7 @@ class DrafterElsewhere(BaseSpeculator):
         self._facts = facts
         self.spec, self.aux_layer_ids = facts.spec, facts.aux_layer_ids
         self.cannot_be_captured = facts.cannot_be_captured  # type: ignore[misc]
+        self.num_following_tokens = facts.num_following_tokens  # type: ignore[misc]
 
     @property
     def num_lookahead_tokens(self) -> int:

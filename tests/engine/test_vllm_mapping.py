@@ -35,7 +35,7 @@ PLAIN = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 2048,
     "async_scheduling": None,
-    "enable_prefix_caching": False,
+    "enable_prefix_caching": True,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
@@ -67,6 +67,7 @@ def test_the_plain_configuration_to_the_letter() -> None:
         ("engine.max_num_seqs=64", {"max_num_seqs": 64}),
         ("engine.max_num_batched_tokens=999", {"max_num_batched_tokens": 999}),
         ("engine.async_scheduling=false", {"async_scheduling": False}),
+        ("engine.prefix_caching=false", {"enable_prefix_caching": False}),
         ("engine.vllm.gpu_memory_utilization=0.5", {"gpu_memory_utilization": 0.5}),
         ("engine.vllm.record_steps=false", {"disable_log_stats": True}),
         ("parallelism.tensor=4", {"tensor_parallel_size": 4}),
@@ -177,7 +178,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         },
         "engine": {
             *("name", "device", "max_num_seqs", "max_num_batched_tokens", "num_threads"),
-            *("async_scheduling", "kv_cache", "vllm"),
+            *("async_scheduling", "prefix_caching", "kv_cache", "vllm"),
         },
         "parallelism": {
             *("name", "tensor", "pipeline", "data", "timeout_s"),

@@ -67,16 +67,16 @@ class LateDevice:
         self._queue.popleft()()
 
     def poison_freed_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Fill blocks with NaN, in order with the device's other work, as soon as they are free."""
+        """Fill empty blocks with NaN, in order with the device's other work, once they are free."""
         for name in ("slide", "release"):
             monkeypatch.setattr(KVCache, name, self._poisoning(getattr(KVCache, name)))
 
     def _poisoning(self, free: Callable[..., None]) -> Callable[..., None]:
         def call(kv: KVCache, *args: int) -> None:
-            before = [set(group.free_blocks) for group in kv._groups]
+            before = [set(group.pool.empty) for group in kv._groups]
             free(kv, *args)
             for group, known in zip(kv._groups, before, strict=True):
-                for block in set(group.free_blocks) - known:
+                for block in set(group.pool.empty) - known:
                     self.num_poisoned += 1
                     self._queue.append(lambda group=group, block=block: poison(kv, group, block))
 

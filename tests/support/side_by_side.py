@@ -68,7 +68,7 @@ def assert_nothing_is_held(engine: NativeEngine) -> None:
     assert sorted(scheduler._free_slots) == list(range(scheduler.max_num_seqs)), "slots leaked"
     assert kv.usage == 0.0, "blocks leaked"
     for group in kv._groups:
-        assert sorted(group.free_blocks) == list(range(1, group.num_blocks)), "blocks leaked"
+        assert sorted(group.pool.empty) == list(range(1, group.num_blocks)), "blocks leaked"
         for layer in group.spec.layers:
             cache = kv.caches[layer]
             assert cache is not None

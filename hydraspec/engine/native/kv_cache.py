@@ -8,84 +8,22 @@ table entries point at it, it stays zero.
 
 from __future__ import annotations
 
-import itertools
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hydraspec.engine.native.kv_budget import ceil_div
+from hydraspec.engine.native.kv_group import KVGroup
+from hydraspec.engine.native.prefix import PrefixKeys
 from hydraspec.types import BlockTable, KVGroupSpec
 
-OWNER, FIRST, END = range(3)  # columns of BlockTable.live
-NO_ROW = np.empty(0, dtype=np.int64)
-_owners = itertools.count(1)  # of rows, in every cache: no two are ever the same
-
-
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
-
-
-@dataclass(slots=True)
-class _Group:
-    spec: KVGroupSpec
-    num_blocks: int
-    num_slots: int
-    width: int  # P
-    # S times [P] block ids. An entry is never written twice, and each owner of a slot has a new
-    # row: block tables that were handed out stay valid.
-    rows: list[np.ndarray] = field(init=False)
-    live: np.ndarray = field(init=False)  # [S, 3], see BlockTable
-    free_blocks: list[int] = field(init=False)
-    num_allocated: list[int] = field(init=False)  # [S] leading table entries ever filled
-    first_live: list[int] = field(init=False)  # [S] leading entries already given back
-
-    def __post_init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.rows = [NO_ROW] * self.num_slots
-        self.live = np.zeros((self.num_slots, 3), dtype=np.int64)
-        self.free_blocks = list(range(self.num_blocks - 1, 0, -1))
-        self.num_allocated = [0] * self.num_slots
-        self.first_live = [0] * self.num_slots
-
-    def missing(self, slot: int, num_tokens: int) -> int:
-        return max(0, _ceil_div(num_tokens, self.spec.block_size) - self.num_allocated[slot])
-
-    def reach(self, slot: int) -> int:
-        """Positions below this one have, or had, a block."""
-        return self.num_allocated[slot] * self.spec.block_size
-
-    def tokens_that_fit(self, slot: int) -> int:
-        return self.reach(slot) + len(self.free_blocks) * self.spec.block_size
-
-    def grow(self, slot: int, count: int) -> None:
-        start = self.num_allocated[slot]
-        if start == 0:
-            self.rows[slot] = np.empty(self.width, dtype=np.int64)
-            self.live[slot, OWNER] = next(_owners)
-        self.rows[slot][start : start + count] = self.free_blocks[: -count - 1 : -1]
-        del self.free_blocks[-count:]
-        self.num_allocated[slot] = self.live[slot, END] = start + count
-
-    def release_before(self, slot: int, first_position: int) -> None:
-        """Give back blocks that hold only positions below `first_position`."""
-        start = self.first_live[slot]
-        end = min(first_position // self.spec.block_size, self.num_allocated[slot])
-        if end <= start:
-            return
-        self.free_blocks.extend(self.rows[slot][start:end].tolist())
-        self.first_live[slot] = self.live[slot, FIRST] = end
-
-    def release(self, slot: int) -> None:
-        self.release_before(slot, self.reach(slot))
-        self.num_allocated[slot] = self.first_live[slot] = 0
-        self.rows[slot] = NO_ROW
-        self.live[slot] = 0
+NEVER = sys.maxsize
 
 
 class Lease:
@@ -130,14 +68,17 @@ class KVCache:
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        prefix_root: bytes | None = None,
     ) -> None:
+        """prefix_root: what the keys of cached blocks start from; None: no blocks are cached."""
         self.specs = list(specs)
         self.lease = Lease()
+        self._prefix_root = prefix_root
         self._groups = [
-            _Group(spec, count, num_slots, _ceil_div(max_tokens, spec.block_size) + 1)
+            KVGroup(spec, count, num_slots, ceil_div(max_tokens, spec.block_size) + 1)
             for spec, count in zip(specs, num_blocks, strict=True)
         ]
-        self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
+        self._start_over(num_slots)
         self.caches: list[Tensor | None] = [None] * num_layers
         for group in self._groups:
             spec = group.spec
@@ -145,12 +86,21 @@ class KVCache:
             for layer in spec.layers:
                 self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
 
+    def _start_over(self, num_slots: int) -> None:
+        self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
+        first = NEVER if self._prefix_root is None else 0
+        self._publish_from = [first] * num_slots  # [S] rows at which a block may get its key
+
     def leading(self, num_groups: int) -> KVCache:
         """The first groups alone, over the same blocks, tensors and lease."""
         view = copy(self)
         view.specs, view._groups = self.specs[:num_groups], self._groups[:num_groups]
-        view._room = [0] * len(self._room)
+        view._start_over(len(self._room))
         return view
+
+    @property
+    def _block_sizes(self) -> list[int]:
+        return [group.spec.block_size for group in self._groups]
 
     @property
     def num_blocks(self) -> list[int]:
@@ -165,13 +115,13 @@ class KVCache:
     def usage(self) -> float:
         """Share of blocks in use, 0..1, over all groups."""
         total = sum(group.num_blocks - 1 for group in self._groups)
-        return 1.0 - sum(len(group.free_blocks) for group in self._groups) / total
+        return 1.0 - sum(group.pool.num_free for group in self._groups) / total
 
     @property
     def usage_per_group(self) -> dict[str, float]:
         """The same of each group, by its name."""
         return {
-            group.spec.name: 1.0 - len(group.free_blocks) / (group.num_blocks - 1)
+            group.spec.name: 1.0 - group.pool.num_free / (group.num_blocks - 1)
             for group in self._groups
         }
 
@@ -183,7 +133,7 @@ class KVCache:
             tokens = num_tokens
             if spec.window is not None:
                 tokens = min(num_tokens, spec.window + spec.block_size)
-            if _ceil_div(tokens + num_lookahead_tokens, spec.block_size) > group.num_blocks - 1:
+            if ceil_div(tokens + num_lookahead_tokens, spec.block_size) > group.num_blocks - 1:
                 return False
         return True
 
@@ -197,8 +147,7 @@ class KVCache:
             return True
         missing = [group.missing(slot, num_tokens) for group in self._groups]
         if any(
-            count > len(group.free_blocks)
-            for count, group in zip(missing, self._groups, strict=True)
+            count > group.pool.num_free for count, group in zip(missing, self._groups, strict=True)
         ):
             return False
         for count, group in zip(missing, self._groups, strict=True):
@@ -221,12 +170,61 @@ class KVCache:
         for group in self._groups:
             group.release(slot)
         self._room[slot] = 0
+        self._publish_from[slot] = NEVER if self._prefix_root is None else 0
 
     def clear(self) -> None:
-        """Give back every block of every slot."""
+        """Give back every block of every slot, and forget what was cached."""
         for group in self._groups:
             group.clear()
-        self._room = [0] * len(self._room)
+        self._start_over(len(self._room))
+
+    # ------------------------------------------------------------------ prefixes
+
+    def keys_of(self, token_ids: Sequence[int]) -> PrefixKeys:
+        """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow."""
+        return PrefixKeys(token_ids, math.gcd(*self._block_sizes), self._prefix_root or b"")
+
+    def find_prefix(self, keys: PrefixKeys, most: int) -> int:
+        """How many leading tokens, at most `most`, have their KV in cached blocks of every group:
+        a multiple of all block sizes. `most` leaves a row to compute, and the tokens that the
+        blocks' keys name after it are known: it is below the number of tokens."""
+        if self._prefix_root is None:
+            return 0
+        alignment = math.lcm(*self._block_sizes)
+        end = most - most % alignment
+        # Any shorter prefix of a hit is one where all tokens are seen; a window's blocks are asked
+        # for again at each length.
+        for group in self._groups:
+            if group.spec.window is None:
+                end = group.longest_hit(keys, end, alignment)
+        sliding = [group for group in self._groups if group.spec.window is not None]
+        before = -1
+        while end != before:
+            before = end
+            for group in sliding:
+                end = group.longest_hit(keys, end, alignment)
+        return end
+
+    def take_prefix(self, slot: int, keys: PrefixKeys, count: int) -> None:
+        """Let a free slot begin with the blocks of a prefix of `count` tokens that was just found.
+
+        They are shared, and nothing writes them: the slot's own rows begin with its own blocks.
+        """
+        if not count:
+            return
+        for group in self._groups:
+            group.take_hit(slot, keys, count)
+        self._room[slot] = self._publish_from[slot] = count
+
+    def publish(self, slot: int, keys: PrefixKeys, num_final: int) -> None:
+        """Let later requests find the slot's full blocks of rows below `num_final`: those that are
+        computed, or launched and certain to stay."""
+        if num_final < self._publish_from[slot]:
+            return
+        alignment = math.lcm(*self._block_sizes)
+        self._publish_from[slot] = min(
+            group.publish(slot, keys, num_final, alignment) for group in self._groups
+        )
 
     @property
     def table_widths(self) -> tuple[int, ...]:
@@ -241,7 +239,7 @@ class KVCache:
             BlockTable(
                 [group.rows[slot] for slot in places],
                 group.live[slots],
-                min(group.width, _ceil_div(max_seq_len, group.spec.block_size)),
+                min(group.width, ceil_div(max_seq_len, group.spec.block_size)),
             )
             for group in self._groups
         ]

@@ -51,6 +51,8 @@ class Scheduler:
         self.num_preempted = 0  # since take_num_preempted()
         self._budget = 0  # rows left of the step being scheduled
         self._is_short = False  # no blocks for newcomers in this round
+        # The last one that found no blocks, and the cached tokens that it would have begun with.
+        self._refused: tuple[Sequence | None, int] = None, 0
         self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -67,6 +69,7 @@ class Scheduler:
         if sequence.finish_reason:
             self.failed.append(sequence)
         else:
+            sequence.keys = self.kv.keys_of(sequence.token_ids)
             self.waiting.append(sequence)
 
     def schedule(self) -> list[Scheduled]:
@@ -82,6 +85,8 @@ class Scheduler:
                 break
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
+            # Rows in flight that are certain to stay count: whoever reads them is launched later.
+            self._publish(sequence, sequence.fewest_computed)
             self.kv.slide(sequence.slot, sequence.fewest_computed)
             item = self._rows_for(sequence)
             if item is not None and self._make_room(item, chosen):
@@ -196,20 +201,46 @@ class Scheduler:
         if sequence.in_flight is not None:
             return False  # preempted: the tokens on their way are recomputed with the others
         slot = self._free_slots[-1]
-        wanted = min(sequence.num_tokens, self._budget)
-        rows = min(wanted, self._tokens_that_fit(slot))
+        if not self._may_fit(sequence, slot):
+            return False
+        cached = self.kv.find_prefix(sequence.keys, sequence.num_tokens - 1)
+        self.kv.take_prefix(slot, sequence.keys, cached)
+        wanted = min(sequence.num_tokens - cached, self._budget)
+        rows = min(wanted, self._tokens_that_fit(slot) - cached)
         # A short first chunk is worth it only when the cache is small; never beside
         # running requests.
-        if rows < wanted and self.running:
-            return False
-        if rows < 1 or not self.kv.allocate(slot, rows + self.num_lookahead_tokens):
+        if (
+            rows < 1
+            or (rows < wanted and self.running)
+            or not self.kv.allocate(slot, cached + rows + self.num_lookahead_tokens)
+        ):
+            self.kv.release(slot)
+            self._refused = sequence, cached
             return False
         sequence.slot = self._free_slots.pop()
+        sequence.num_computed = cached
+        if not sequence.was_admitted:
+            sequence.was_admitted, sequence.num_cached = True, cached
         self.running.append(sequence)
         self.admitted.append(sequence)
-        chosen[sequence] = Scheduled(sequence, 0, rows, 0, True, rows == sequence.num_tokens)
+        is_whole = cached + rows == sequence.num_tokens
+        chosen[sequence] = Scheduled(sequence, cached, rows, 0, True, is_whole)
         self._budget -= rows
         return True
+
+    def _may_fit(self, sequence: Sequence, slot: int) -> bool:
+        """Whether it is worth looking for the request's prefix: not while the rows that it lacked
+        beside a prefix when it was refused find no blocks."""
+        if self._budget < 1:
+            return False
+        refused, cached = self._refused
+        if not self.running or refused is not sequence:
+            return True
+        wanted = min(sequence.num_tokens - cached, self._budget)
+        return self._tokens_that_fit(slot) >= wanted
+
+    def _publish(self, sequence: Sequence, num_final: int) -> None:
+        self.kv.publish(sequence.slot, sequence.keys, num_final)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give its blocks back; it is recomputed from its tokens later, its drafts are dropped."""
@@ -230,6 +261,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        if sequence.finish_reason != "error":
+            self._publish(sequence, sequence.num_computed)
         self.kv.release(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -241,6 +274,7 @@ class Scheduler:
         self.failed.clear()
         self.kv.clear()
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self._refused = None, 0
         self.num_preempted = 0
 
     def launched(self, scheduled: list[Scheduled]) -> None:

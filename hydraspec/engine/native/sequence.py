@@ -4,9 +4,10 @@ numbers; what a step in flight will have accepted is known within bounds only (d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydraspec.engine.finish import OfferedRequest
+from hydraspec.engine.native.prefix import PrefixKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +19,8 @@ class Sequence(OfferedRequest):
     num_computed: int = 0  # tokens with valid target KV
     decoding: bool = False  # it has sampled since it was (re)admitted
     in_flight: Scheduled | None = None  # its share of the last launched step, until that arrives
+    was_admitted: bool = False
+    keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
     def decodes_next(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from hydraspec.engine.native.kv_budget import (
     plan_num_blocks,
 )
 from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.prefix import root_key
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import ConfigurationError, KVGroupSpec
@@ -44,7 +45,11 @@ class Models:
         """The target's groups, then those the drafter owns."""
         block_size = self.config.engine.kv_cache.block_size_of
         of_target = self.target.kv_groups(block_size)
-        return of_target + self.speculator.kv_groups(block_size, self.target.num_layers)
+        following = self.speculator.num_following_tokens
+        return of_target + [
+            replace(spec, num_following_tokens=following)
+            for spec in self.speculator.kv_groups(block_size, self.target.num_layers)
+        ]
 
     def cache_size(self) -> CacheSize:
         """What decides how many blocks a group wants."""
@@ -151,7 +156,16 @@ def _cache(models: Models, specs: list[KVGroupSpec], num_blocks: list[int]) -> K
         num_layers=max([target.num_layers, *(layer + 1 for layer in layers)]),
         dtype=target.dtype,
         device=target.device,
+        prefix_root=_prefix_root(models.config),
     )
+
+
+def _prefix_root(config: RunConfig) -> bytes | None:
+    """What keys of cached blocks start from; None: engine.prefix_caching is false."""
+    if not config.engine.prefix_caching:
+        return None
+    target = config.target
+    return root_key(target.checkpoint, target.weights.value, target.dtype.value)
 
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_bytes: int) -> int:

@@ -221,7 +221,7 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "async_scheduling": engine.async_scheduling,
-        "enable_prefix_caching": False,  # as in the other engines
+        "enable_prefix_caching": engine.prefix_caching,
         "tensor_parallel_size": parallelism.tensor,
         "pipeline_parallel_size": parallelism.pipeline,
         "data_parallel_size": parallelism.data,

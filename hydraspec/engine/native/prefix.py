@@ -1,0 +1,41 @@
+"""Keys of cached blocks: digests of all tokens up to a block's end, chained so that a longer
+request hashes only what is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+
+class PrefixKeys:
+    """Keys of one request's blocks, from its tokens, which may grow."""
+
+    def __init__(self, token_ids: Sequence[int], unit: int, root: bytes) -> None:
+        """unit: tokens per digest, of which every block size is a multiple; root: what tells caches
+        with other content apart."""
+        self.token_ids = token_ids
+        self._unit = unit
+        self._digests = [root]  # entry i is of the first i units
+
+    def key(self, end: int, num_following: int) -> bytes:
+        """Of a block whose last token is number `end` - 1: its content depends on all tokens before
+        `end`, and on as many as `num_following` after them. All are known, and `end` is a multiple
+        of the unit."""
+        while len(self._digests) <= end // self._unit:
+            self._extend()
+        digest = self._digests[end // self._unit]
+        if not num_following:
+            return digest
+        return digest + array("q", self.token_ids[end : end + num_following]).tobytes()
+
+    def _extend(self) -> None:
+        start = (len(self._digests) - 1) * self._unit
+        tokens = array("q", self.token_ids[start : start + self._unit])
+        self._digests.append(hashlib.sha256(self._digests[-1] + tokens.tobytes()).digest())
+
+
+def root_key(*facts: str) -> bytes:
+    """Where chains of keys start: facts that decide what KV the same tokens have."""
+    return hashlib.sha256("\0".join(facts).encode()).digest()
