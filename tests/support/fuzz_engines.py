@@ -209,10 +209,16 @@ def check_steps(case: Case, seen: Watch) -> None:
         assert len({part.index for part in parts}) == len(parts)
         assert 0.0 <= record.kv_usage <= 1.0
         for part in parts:
-            before = computed.get(part.index, 0)
-            if part.num_computed_tokens != before:  # preempted: read again from the beginning
-                assert part.num_computed_tokens == 0, part
+            if part.index not in computed:
+                cached = seen.completions[part.index].num_cached_tokens
+                assert part.num_computed_tokens == cached, part
+            elif part.num_computed_tokens != computed[part.index]:  # preempted: read again
                 num_restarts += 1
+                cached = part.num_computed_tokens
+            else:
+                cached = 0
+            assert cached % engine.kv_cache.block_size == 0, part
+            assert part.is_prefill or not cached, part
             drafts, output = part.draft_token_ids, part.output_token_ids
             assert part.num_accepted <= len(drafts) <= k, part
             if part.is_prefill:

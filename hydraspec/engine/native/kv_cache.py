@@ -21,7 +21,7 @@ from torch import Tensor
 from hydraspec.engine.native.kv_budget import ceil_div
 from hydraspec.engine.native.kv_group import KVGroup
 from hydraspec.engine.native.prefix import PrefixKeys
-from hydraspec.types import BlockTable, KVGroupSpec
+from hydraspec.types import BlockTable, KVGroupSpec, PrefixCaching
 
 NEVER = sys.maxsize
 
@@ -179,6 +179,14 @@ class KVCache:
         self._start_over(len(self._room))
 
     # ------------------------------------------------------------------ prefixes
+
+    @property
+    def prefix_caching(self) -> PrefixCaching | None:
+        """What may be taken; None: no blocks are cached."""
+        if self._prefix_root is None:
+            return None
+        has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
+        return PrefixCaching(block_size=math.lcm(*self._block_sizes), has_draft_kv=has_draft_kv)
 
     def keys_of(self, token_ids: Sequence[int]) -> PrefixKeys:
         """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow."""

@@ -191,7 +191,7 @@ def assemble(
         tokenizer=tokenizer,
         runner=runner,
         scheduler=_scheduler(models, kv),
-        info=_info(models, modes, memory_bytes, warnings),
+        info=_info(models, kv, modes, memory_bytes, warnings),
         control=control,
         check=_rank_check(config, target),
         link=link,
@@ -314,7 +314,11 @@ def _num_micro_batches(config: RunConfig, target: TargetModel) -> int:
 
 
 def _info(
-    models: Models, modes: GraphModes, memory_bytes: dict[str, int], warnings: list[str]
+    models: Models,
+    kv: KVCache,
+    modes: GraphModes,
+    memory_bytes: dict[str, int],
+    warnings: list[str],
 ) -> EngineInfo:
     config, target, spec = models.config, models.target, models.speculator.spec
     notes: list[str] = []
@@ -337,6 +341,7 @@ def _info(
         cudagraph=modes.as_info(),
         checks_logits=True,
         async_scheduling=_runs_ahead(config, target),
+        prefix_caching=kv.prefix_caching,
         memory_bytes=memory_bytes,
         devices=[_device_name(target.device)],
         draft_spec=None if spec is None else asdict(spec),
