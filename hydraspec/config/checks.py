@@ -9,22 +9,16 @@ import math
 import os
 from collections.abc import Iterator
 
-from hydraspec.config.arrivals import ARRIVALS, without_rate
-from hydraspec.config.benches import BENCH, is_bench, is_rising
-from hydraspec.config.choices import added_workload, choices_of, packaged, shipped_shapes
+from hydraspec.config.arrivals import without_rate
+from hydraspec.config.benches import BENCH, is_rising
+from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.kv_cache import KV_CACHE_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
-from hydraspec.config.schema import (
-    AUTO,
-    DraftSampling,
-    RunConfig,
-    Verification,
-    Weights,
-    WorkloadConfig,
-)
+from hydraspec.config.schema import AUTO, DraftSampling, RunConfig, Verification, Weights
+from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, is_random
 from hydraspec.shipped import SHAPE_PREFIX
 
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
@@ -70,22 +64,6 @@ def check_names(config: RunConfig) -> None:
             raise refusal(
                 key, drafter, "names no method that takes a checkpoint", allowed=listing(known)
             )
-
-
-def check_random_room(config: RunConfig, max_model_len: int) -> None:
-    """Refuse random requests that would be cut short: their lengths are a promise."""
-    size = config.workload
-    num_tokens = size.prompt_tokens + size.output_tokens
-    if size.name != "random" or is_bench(config) or num_tokens <= max_model_len:
-        return
-    raise refusal(
-        "workload.prompt_tokens",
-        size.prompt_tokens,
-        f"and workload.output_tokens={size.output_tokens} make {num_tokens} tokens, and the target "
-        f"takes {max_model_len}",
-        allowed=f"{max_model_len} together (target.max_model_len, or the checkpoint's own limit)",
-        remedy="lower one of them",
-    )
 
 
 def _named(group: str, *more: str) -> Rule:
@@ -163,18 +141,6 @@ def _axis(axis: str) -> Iterator[Rule]:
     )
 
 
-def _of_random_only(key: str) -> Rule:
-    default = getattr(WorkloadConfig(name=""), key)
-    return Rule(
-        f"workload.{key}",
-        lambda value, c: value == default or _is_random(c),
-        "keys of workload={c.workload.name}: burstiness, concurrency, goodput, limit, path, "
-        "request_rate",
-        "has no meaning with workload={c.workload.name}",
-        "choose workload=random, or leave the key out",
-    )
-
-
 def _drafts(c: RunConfig) -> bool:
     """Whether there are drafts, and their number is known."""
     return c.method.name != "none" and (c.method.name, c.method.num_speculative_tokens) != (AUTO, 0)
@@ -186,10 +152,6 @@ def _is_synthetic(c: RunConfig) -> bool:
 
 def _is_native(c: RunConfig) -> bool:
     return c.engine.name == NATIVE
-
-
-def _is_random(c: RunConfig) -> bool:
-    return c.workload.name == "random"
 
 
 def _rows(c: RunConfig) -> int:
@@ -319,27 +281,7 @@ RULES = (
         "strings of one character or more",
         "holds an empty string",
     ),
-    at_least("workload.limit", 1, "1 or more, or null for all"),
-    at_least("workload.concurrency", 1, "1 or more, or null for all at once"),
-    *ARRIVALS,
-    at_least("workload.num_requests", 1),
-    at_least("workload.prompt_tokens", 1),
-    _within("workload.output_tokens", "max_tokens"),
-    Rule(
-        "workload.path",
-        lambda path, c: path is None or not _is_random(c),
-        "null",
-        "has no meaning with workload=random",
-        "choose workload=jsonl",
-    ),
-    Rule(
-        "workload.path",
-        lambda path, c: path or _is_random(c) or added_workload(c.workload.name) is not None,
-        "a file of JSON lines, or zoo:tiny",
-        "names no file",
-        "add workload.path=<file.jsonl>",
-    ),
-    *map(_of_random_only, ("num_requests", "prompt_tokens", "output_tokens")),
+    *WORKLOAD_RULES,
     Rule(  # Weights & Biases refuses such names, which would cost the run its record
         "tracker.project",
         lambda name, c: (
@@ -370,6 +312,7 @@ def _without_effect(config: RunConfig) -> list[str]:
             notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
     if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
         notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
-    if config.workload.name == "random" and (sampling.stop or sampling.stop_token_ids):
-        notes.append("sampling.stop and stop_token_ids have no effect with workload=random")
+    if is_random(config.workload) and (sampling.stop or sampling.stop_token_ids):
+        name = config.workload.name
+        notes.append(f"sampling.stop and stop_token_ids have no effect with workload={name}")
     return notes + without_rate(config)

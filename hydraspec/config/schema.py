@@ -207,9 +207,16 @@ class WorkloadConfig:
     request_rate: float | None = None  # requests that arrive per second; null: all at once
     burstiness: float = 1.0  # of arrivals: 1 is Poisson, below 1 in bursts, above 1 more evenly
     goodput: GoodputConfig = field(default_factory=GoodputConfig)
+    output_tokens: int = 256  # of each request; random, shared_prefix, multi_turn without a path
     num_requests: int = 32  # workload=random only
     prompt_tokens: int = 512  # workload=random only
-    output_tokens: int = 256  # workload=random only
+    num_prefixes: int = 10  # workload=shared_prefix only, and the next three
+    requests_per_prefix: int = 8
+    prefix_tokens: int = 256
+    suffix_tokens: int = 256
+    num_conversations: int = 8  # workload=multi_turn only
+    num_turns: int = 4  # workload=multi_turn only
+    turn_tokens: int = 200  # workload=multi_turn without a path
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
-from hydraspec.config.checks import check_random_room
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import ParallelismConfig, RunConfig
+from hydraspec.config.workloads import check_random_room
 from hydraspec.models.registry import check_length
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ class ArrivalProcess:
     """Requests that arrive at random, as `vllm bench serve` has them.
 
     Attributes:
-        rate: requests per second; None: all are offered at once.
+        rate: requests, or conversations, per second; None: all are offered at once.
         burstiness: shape of the gamma distribution of the gaps. 1 is a Poisson process, below 1
             requests come in bursts, above 1 more evenly.
     """
@@ -33,11 +33,13 @@ class ArrivalProcess:
 
     def offered(self, requests: Sequence[Request], round_number: int) -> Sequence[Request]:
         """The requests of a round with their times of arrival, in order; themselves without a
-        rate."""
+        rate. Of a conversation the first turn arrives; later ones follow the answers."""
         if self.rate is None:
             return requests
-        times = self.times(len(requests), round_number).tolist()
-        return [replace(r, arrival_s=at) for r, at in zip(requests, times, strict=True)]
+        firsts = [request.index for request in requests if request.after is None]
+        times = self.times(len(firsts), round_number).tolist()
+        arrivals = dict(zip(firsts, times, strict=True))
+        return [replace(r, arrival_s=arrivals.get(r.index)) for r in requests]
 
     def times(self, count: int, round_number: int) -> NDArray[np.float64]:
         """Seconds from the round's start to each arrival [count], rising.

@@ -16,7 +16,7 @@ from hydraspec import factory
 from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig, TrackerMode, Verification
 from hydraspec.engine.base import Engine
-from hydraspec.lab import environment, summary, verdict, workloads
+from hydraspec.lab import environment, generated, summary, verdict, workloads
 from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
@@ -138,7 +138,7 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
 def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> Workload:
     vocab_size = engine.info.vocab_size
     if workload is None:
-        workload = workloads.random_requests(config, vocab_size)
+        workload = generated.random_requests(config, vocab_size)
     workloads.check_configured_stops(config, vocab_size)
     workload.check_vocabulary(vocab_size)
     try:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
+from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.scoring import score_completion
@@ -118,13 +119,13 @@ def figure_warnings(config: RunConfig, summary: Summary) -> list[str]:
         return []
     found = []
     is_real = config.method.verification is not Verification.synthetic
-    is_random_text = config.workload.name == "random"
+    is_random_text = is_random(config.workload)
     hardly = is_real and _is_hardly_accepted(summary)
     if is_real and is_random_text:
         found.append(
-            "workload=random has prompts of random tokens, so acceptance and speedup say nothing "
-            "about real text; to try: workload=jsonl with prompts of your own, or, for speed at a "
-            "known acceptance, method.verification=synthetic"
+            f"workload={config.workload.name} has prompts of random tokens, so acceptance and "
+            "speedup say nothing about real text; to try: workload=jsonl with prompts of your own, "
+            "or, for speed at a known acceptance, method.verification=synthetic"
         )
     if hardly:
         rate, length = summary["acceptance_rate_per_position"][0], summary["acceptance_length"]
@@ -172,7 +173,8 @@ def _why_hardly(config: RunConfig, is_random_text: bool) -> str:
                 "trained checkpoints, or method.verification=synthetic for speed"
             )
     if is_random_text:
-        return "likely cause: workload=random; to try: prompts of real text"
+        name = config.workload.name
+        return f"likely cause: workload={name} of random tokens; to try: prompts of real text"
     if not config.method.needs_checkpoint:
         return (
             f"likely cause: method={config.method.name} has no weights: drafts "

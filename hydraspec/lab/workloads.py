@@ -1,4 +1,4 @@
-"""Reading a workload: JSON lines from a file, the zoo or another package, or random tokens.
+"""Reading a workload: JSON lines from a file, the zoo or another package.
 
 Every line is checked before a run starts.
 """
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-import numpy as np
-
 from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
 from hydraspec.config.messages import refusal, show
@@ -25,6 +23,8 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
+from hydraspec.config.workloads import is_random
+from hydraspec.lab.conversations import conversations_of_lines, num_turns_in_all
 from hydraspec.lab.lines import parse_line
 from hydraspec.shipped import ZOO_PREFIX
 from hydraspec.types import Request, SamplingParams, WorkloadError
@@ -99,14 +99,15 @@ def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
 
 
 def read(config: RunConfig) -> Workload | None:
-    """Read and check the lines of a workload. None for random, which needs a vocabulary first.
+    """Read and check the lines of a workload. None for one of random tokens, which needs a
+    vocabulary first.
 
     Its warnings name the sampling keys that are set and that every line overrides.
 
     Raises:
         WorkloadError: with file and line (exit status 3).
     """
-    if config.workload.name == "random":
+    if is_random(config.workload):
         return None
     added = added_workload(config.workload.name)
     if added is None:
@@ -115,14 +116,20 @@ def read(config: RunConfig) -> Workload | None:
     else:
         name, lines = f"workload={added.name}", _lines_of(added, config)
     workload = Workload(requests=[], places={})
+    makes_turns = config.workload.name == "multi_turn"
+    limit = num_turns_in_all(config) if makes_turns else config.workload.limit
     for number, line in enumerate(lines, start=1):
-        if workload.num_lines == config.workload.limit:
+        if workload.num_lines == limit:
             break
         if line.strip():
             _add(workload, f"{name}:{number}", line, config)
     if not workload.requests:
         raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
     workload.warnings = _overridden(config.sampling, workload.requests)
+    if makes_turns:
+        workload.requests, workload.places = conversations_of_lines(
+            workload.requests, workload.places, config
+        )
     return workload
 
 
@@ -186,22 +193,6 @@ def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
         workload.places[request.id] = place
     workload.requests += found
     workload.num_lines += 1
-
-
-def random_requests(config: RunConfig, vocab_size: int) -> Workload:
-    """num_requests prompts of random tokens, each decoded for exactly output_tokens. Seeded."""
-    size = config.workload
-    rng = np.random.default_rng([config.seed, 0x776F726B])
-    num_requests = size.num_requests if size.limit is None else min(size.limit, size.num_requests)
-    requests = []
-    for index in range(num_requests):
-        sampling = fixed_length_sampling(config, index, size.output_tokens)
-        ids = rng.integers(0, vocab_size, size.prompt_tokens).tolist()
-        requests.append(
-            Request(index=index, id=str(index), sampling=sampling, prompt_token_ids=ids)
-        )
-    places = {r.id: f"workload=random, request {r.index}" for r in requests}
-    return Workload(requests=requests, places=places)
 
 
 def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:

@@ -14,6 +14,7 @@ from hydraspec.config.build import schema_keys
 from hydraspec.config.checks import ALIASES
 from hydraspec.config.choices import choices_of, packaged
 from hydraspec.config.schema import AUTO, RunConfig
+from hydraspec.config.workloads import KEYS, SIZES
 
 GROUPS = (
     "target",
@@ -109,10 +110,13 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
     """A key that only the dataclass knows could not be set without `+`."""
     # Of drafters without weights (docs/adding_a_speculator.md), and of releases in fp8.
     others = {"method.needs_checkpoint", "target.quantised"}
-    random_only = {f"workload.{key}" for key in ("num_requests", "prompt_tokens", "output_tokens")}
+    sizes = {f"workload.{key}" for key in KEYS}
     of_choices = {
-        "workload=tiny": random_only,
-        "workload=random": {"workload.path"},
+        "workload=tiny": sizes,
+        **{
+            f"workload={name}": {"workload.path", *(sizes - {f"workload.{key}" for key in keys})}
+            for name, keys in SIZES.items()
+        },
         "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
         "bench=decode": {f"bench.{key}" for key in ("num_requests", *OF_LOAD)},
         "bench=load": {"bench.batches"},

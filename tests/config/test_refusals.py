@@ -16,7 +16,7 @@ REFUSED = {
     # misspelt
     "method=gema4_mtp": ["method=gema4_mtp", METHODS, "method=gemma4_mtp?"],
     "target=tiny_gema4": ["target=tiny_gema4", "tiny_gemma4_moe", "target=tiny_gemma4?"],
-    "workload=gsm8k": ["workload=gsm8k", "jsonl, random, tiny"],
+    "workload=gsm8k": ["workload=gsm8k", "jsonl, multi_turn, random, shared_prefix, tiny"],
     "experiment=ksweep": ["did you mean experiment=k_sweep?"],
     "method=Gemma4_MTP": ["did you mean method=gemma4_mtp?"],
     "method.num_speculative_token=2": ["did you mean method.num_speculative_tokens=2?"],
@@ -165,6 +165,20 @@ REFUSED = {
     "engine=vllm engine.kv_cache.block_size=4": ["keys of engine.kv_cache are memory_gib", "nativ"],
     "workload=random target.max_model_len=767": ["=512 and", "output_tokens=256", "takes 767"],
     "+workload.num_requests=3": ["workload.num_requests=3", "workload=random"],
+    "workload=shared_prefix target.max_model_len=639": ["prefix_tokens=256 and", "takes 639"],
+    "workload=multi_turn workload.path=null target.max_model_len=1311": [
+        *("workload.turn_tokens=200 and", "output_tokens=128 and workload.num_turns=4 make 1312"),
+    ],
+    "workload=multi_turn workload.turn_tokens=8": [
+        *("turn_tokens=8 has no meaning with workload=multi_turn and workload.path=zoo:tiny",),
+        *(
+            "limit, num_conversations, num_turns, path, request_rate",
+            "workload.path=null for random token ids",
+        ),
+    ],
+    "workload=multi_turn workload.num_turns=0": ["workload.num_turns=0", "1 or more"],
+    "workload=shared_prefix +workload.path=x": ["workload.path=x", "workload=jsonl"],
+    "+workload.prefix_tokens=3": ["workload.prefix_tokens=3", "choose workload=shared_prefix"],
     "workload=random +workload.path=x": ["workload.path=x", "workload=jsonl"],
     "tracker=none tracker.project=x": ["tracker.project=x is no key of", "tracker=wandb"],
     "method.name=eagle4": ["method.name=eagle4"],
@@ -221,6 +235,9 @@ def test_a_sweep_is_refused_for_its_worst_job(typed):
         "method.name=gemma4_mtp",
         "method=gemma4 method.name=gemma4_mtp",
         "workload=random target.max_model_len=768",
+        "workload=shared_prefix target.max_model_len=640",
+        "workload=multi_turn target.max_model_len=639",
+        "workload=multi_turn workload.path=null target.max_model_len=1312",
         f"engine.num_threads={MAX_NUM_THREADS}",
     ],
 )

@@ -84,6 +84,17 @@ def test_requests_keep_their_order_and_the_workload_is_not_changed() -> None:
     assert process(None).offered(given, 1) is given
 
 
+def test_of_a_conversation_the_first_turn_arrives() -> None:
+    """The rate is one of conversations: later turns would dilute it."""
+    given = requests(6)
+    for turn in (1, 2, 4):
+        given[turn].after = turn - 1
+    found = process(10.0).offered(given, 1)
+    times = [request.arrival_s for request in found if request.after is None]
+    assert times == process(10.0).times(3, 1).tolist()
+    assert [r.arrival_s for r in found if r.after is not None] == [None] * 3
+
+
 def test_only_a_rate_that_takes_days_is_warned_of() -> None:
     assert not process(None).warnings(10**6, 2)
     assert not process(1.0).warnings(3600, 2)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from workload_lines import GOOD, read_lines
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import workloads
+from hydraspec.lab.generated import random_requests
 from hydraspec.lab.scoring import accuracy, score
 from hydraspec.lab.workloads import request_seed
 from hydraspec.types import ConfigurationError, Request, SamplingParams, WorkloadError
-
-GOOD = {"prompt": "hello"}
-
-
-def read_lines(config: RunConfig, path: Path, *lines: Any) -> workloads.Workload:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("\n".join(text), encoding="utf-8")
-    config.workload.path = str(path)
-    workload = workloads.read(config)
-    assert workload is not None
-    return workload
 
 
 @pytest.fixture
@@ -254,13 +244,13 @@ def test_random_requests_are_seeded_and_inside_the_vocabulary(config: RunConfig)
     config.workload.name = "random"
     config.workload.num_requests, config.workload.prompt_tokens = 3, 40
     assert workloads.read(config) is None
-    one, same = (workloads.random_requests(config, 13).requests for _ in range(2))
+    one, same = (random_requests(config, 13).requests for _ in range(2))
     assert [r.prompt_token_ids for r in one] == [r.prompt_token_ids for r in same]
     assert {len(r.prompt_token_ids or []) for r in one} == {40}
     assert {t for r in one for t in r.prompt_token_ids or []} == set(range(13))
     assert all(r.sampling.ignore_eos and r.sampling.max_tokens == 256 for r in one)
     config.seed = 1
-    other = workloads.random_requests(config, 13).requests
+    other = random_requests(config, 13).requests
     assert one[0].prompt_token_ids != other[0].prompt_token_ids
 
 
@@ -323,55 +313,3 @@ def test_a_workload_that_is_no_file_is_refused_without_waiting(
     config.workload.path = str(path)
     with pytest.raises(WorkloadError, match=f"is a {kind}; give the path of a file"):
         workloads.read(config)
-
-
-# ------------------------------------------------------------------ conversations
-
-
-def test_turns_become_requests_that_follow_each_other(config: RunConfig, path: Path) -> None:
-    line = {"turns": ["a", "b", "c"], "system": "s", "category": "k", "meta": {"m": 1}}
-    line |= {"answer": "3", "max_tokens": 7, "sampling": {"temperature": 0.5}}
-    requests = read_lines(config, path, GOOD, line, {"turns": [[1, 2], [3]], "id": "x"}).requests
-    assert [r.id for r in requests] == ["0", "1/1", "1/2", "1/3", "x/1", "x/2"]
-    assert [r.after for r in requests] == [None, None, 1, 2, None, 4]
-    assert [r.turn for r in requests] == [1, 1, 2, 3, 1, 2]
-    assert requests[1].messages == [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "a"},
-    ]
-    assert requests[2].messages == [{"role": "user", "content": "b"}]
-    assert [r.prompt_token_ids for r in requests[4:]] == [[1, 2], [3]]
-    assert [r.answer for r in requests[1:4]] == [None, None, "3"]
-    for request in requests[1:4]:
-        assert (request.category, request.meta) == ("k", {"m": 1})
-        assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.5)
-        assert request.sampling.seed == request_seed(config.seed, request.index)
-
-
-def test_each_turn_may_have_its_answer(config: RunConfig, path: Path) -> None:
-    line = {"turns": ["a", "b", "c"], "answer": ["1", None, 3]}
-    assert [r.answer for r in read_lines(config, path, line).requests] == ["1", None, "3"]
-
-
-def test_the_limit_counts_lines_and_ids_of_turns_must_differ(config: RunConfig, path: Path) -> None:
-    config.workload.limit = 2
-    lines = [{"turns": ["a", "b"]}, GOOD, {**GOOD, "id": "0/2"}]
-    assert len(read_lines(config, path, *lines).requests) == 3
-    config.workload.limit = None
-    with pytest.raises(WorkloadError, match=f"{path}:3: id: '0/2' is the id of {path}:1 already"):
-        read_lines(config, path, *lines)
-
-
-def test_token_ids_of_turns_are_checked_against_the_vocabulary(
-    config: RunConfig, path: Path
-) -> None:
-    workload = read_lines(config, path, GOOD, {"turns": [[1], [2, 64]]})
-    with pytest.raises(WorkloadError, match=rf"^{path}:2: turns\[1\]: 64 is outside"):
-        workload.check_vocabulary(64)
-
-
-def test_a_message_list_of_several_turns_is_one_request(config: RunConfig, path: Path) -> None:
-    roles = ("system", "user", "assistant", "tool", "assistant", "user")
-    messages = [{"role": role, "content": "a"} for role in roles]
-    (request,) = read_lines(config, path, {"messages": messages}).requests
-    assert (request.messages, request.after) == (messages, None)

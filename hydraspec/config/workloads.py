@@ -1,0 +1,120 @@
+"""Rules of the workload group: which keys a workload has, and what they may be."""
+
+from __future__ import annotations
+
+from hydraspec.config.arrivals import ARRIVALS
+from hydraspec.config.benches import is_bench
+from hydraspec.config.choices import added_workload, packaged
+from hydraspec.config.messages import listing, refusal
+from hydraspec.config.ranges import SAMPLING_RANGES
+from hydraspec.config.rules import Rule, at_least
+from hydraspec.config.schema import RunConfig, WorkloadConfig
+
+SIZES = {  # of a workload whose prompts are random token ids
+    "random": ("num_requests", "prompt_tokens", "output_tokens"),
+    "shared_prefix": (
+        *("num_prefixes", "requests_per_prefix"),
+        *("prefix_tokens", "suffix_tokens", "output_tokens"),
+    ),
+    "multi_turn": ("num_conversations", "num_turns", "turn_tokens", "output_tokens"),
+}
+OF_FILES_TOO = ("num_conversations", "num_turns")  # workload=multi_turn with a path
+OF_ALL = ("burstiness", "concurrency", "goodput", "limit", "path", "request_rate")
+KEYS = tuple(dict.fromkeys(key for keys in SIZES.values() for key in keys))
+
+
+def is_random(workload: WorkloadConfig) -> bool:
+    """Whether its prompts are random token ids, of any workload: they need a vocabulary."""
+    return workload.name in SIZES and (workload.name != "multi_turn" or workload.path is None)
+
+
+def keys_with_meaning(workload: WorkloadConfig) -> tuple[str, ...]:
+    """Those of KEYS that say something about it."""
+    if is_random(workload):
+        return SIZES[workload.name]
+    return OF_FILES_TOO if workload.name == "multi_turn" else ()
+
+
+def check_random_room(config: RunConfig, max_model_len: int) -> None:
+    """Refuse random requests that would be cut short: their lengths are a promise."""
+    size = config.workload
+    if not is_random(size) or is_bench(config):
+        return
+    key, others, num_tokens = {
+        "random": ("prompt_tokens", ("output_tokens",), size.prompt_tokens + size.output_tokens),
+        "shared_prefix": (
+            "prefix_tokens",
+            ("suffix_tokens", "output_tokens"),
+            size.prefix_tokens + size.suffix_tokens + size.output_tokens,
+        ),
+        "multi_turn": (
+            "turn_tokens",
+            ("output_tokens", "num_turns"),
+            size.num_turns * (size.turn_tokens + size.output_tokens),
+        ),
+    }[size.name]
+    if num_tokens <= max_model_len:
+        return
+    beside = " and ".join(f"workload.{other}={getattr(size, other)}" for other in others)
+    raise refusal(
+        f"workload.{key}",
+        getattr(size, key),
+        f"and {beside} make {num_tokens} tokens, and the target takes {max_model_len}",
+        allowed=f"{max_model_len} together (target.max_model_len, or the checkpoint's own limit)",
+        remedy="lower one of them",
+    )
+
+
+def _has_meaning(key: str) -> Rule:
+    def own(c: RunConfig) -> object:
+        default = getattr(WorkloadConfig(name=""), key)
+        return packaged("workload", c.workload.name).get(key, default)
+
+    def remedy(value: object, c: RunConfig) -> str:
+        if c.workload.name == "multi_turn":
+            return "leave it out, or set workload.path=null for random token ids"
+        having = listing(f"workload={name}" for name, keys in SIZES.items() if key in keys)
+        return f"choose {having}, or leave the key out"
+
+    return Rule(
+        f"workload.{key}",
+        lambda value, c: value == own(c) or key in keys_with_meaning(c.workload),
+        lambda value, c: (
+            f"keys of workload={c.workload.name}: "
+            + ", ".join(sorted((*OF_ALL, *keys_with_meaning(c.workload))))
+        ),
+        lambda value, c: (
+            f"has no meaning with workload={c.workload.name}"
+            + (f" and workload.path={c.workload.path}" if c.workload.name == "multi_turn" else "")
+        ),
+        remedy,
+    )
+
+
+WORKLOAD_RULES = (
+    at_least("workload.limit", 1, "1 or more, or null for all"),
+    at_least("workload.concurrency", 1, "1 or more, or null for all at once"),
+    *ARRIVALS,
+    *(at_least(f"workload.{key}", 1) for key in KEYS if key != "output_tokens"),
+    Rule(
+        "workload.output_tokens",
+        lambda tokens, c: SAMPLING_RANGES["max_tokens"].allows(tokens),
+        SAMPLING_RANGES["max_tokens"].allowed,
+        remedy=SAMPLING_RANGES["max_tokens"].remedy,
+    ),
+    Rule(
+        "workload.path",
+        lambda path, c: path is None or not is_random(c.workload),
+        "null",
+        "has no meaning with workload={c.workload.name}",
+        "choose workload=jsonl",
+    ),
+    Rule(
+        "workload.path",
+        lambda path, c: path or is_random(c.workload) or added_workload(c.workload.name),
+        "a file of JSON lines, or zoo:tiny",
+        "names no file",
+        "add workload.path=<file.jsonl>",
+    ),
+    *map(_has_meaning, KEYS),
+)
