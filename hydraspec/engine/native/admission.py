@@ -30,6 +30,11 @@ class Admission(Protocol):
         """When a request that has joined was offered (time.perf_counter()); None: as it joined."""
         ...
 
+    def cancelled(self) -> Sequence[int]:
+        """Requests, by index, to be dropped before the step, told since this was last called. Asked
+        after `joining`; some may not have joined yet, or have ended."""
+        ...
+
     def ended(self, index: int) -> None:
         """Request `index` has ended: the next turn of its conversation may join."""
         ...
@@ -37,6 +42,20 @@ class Admission(Protocol):
     def close(self) -> None:
         """The run ends here, early or not."""
         ...
+
+
+class Cancels:
+    """Requests of one run, by index, that the caller has cancelled. Any thread may add one."""
+
+    def __init__(self) -> None:
+        self._indices: deque[int] = deque()
+
+    def add(self, index: int) -> None:
+        self._indices.append(index)
+
+    def take(self) -> list[int]:
+        """Those added since the last call."""
+        return [self._indices.popleft() for _ in range(len(self._indices))]
 
 
 class Arrivals:
@@ -86,6 +105,7 @@ class Pending:
         requests: Sequence[Request],
         concurrency: int | None,
         *,
+        cancels: Cancels | None = None,
         watch: Callable[[], None] = lambda: None,
         arrivals: Arrivals | None = None,
     ) -> None:
@@ -94,6 +114,7 @@ class Pending:
         self._pending = deque(by_arrival(self._conversations.starts))
         self._next_turns: list[Request] = []
         self._limit = concurrency or len(requests)
+        self._cancels = cancels or Cancels()
         self._watch, self._arrivals = watch, arrivals or Arrivals()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
@@ -108,6 +129,10 @@ class Pending:
                 break
             found.append(self._pending.popleft())
         return found
+
+    def cancelled(self) -> Sequence[int]:
+        """See Admission."""
+        return self._cancels.take()
 
     def ended(self, index: int) -> None:
         """See Admission."""
@@ -133,6 +158,7 @@ class Leading:
         self._topic = _topic(control)
         self._places = {id(request): place for place, request in enumerate(requests)}
         self._held = ExitStack()
+        self._cancelled: Sequence[int] = ()
         self._has_ended = False
 
     def offered_at(self, request: Request) -> float | None:
@@ -147,6 +173,7 @@ class Leading:
         """
         self._held.close()
         found = self._source.joining(num_unfinished)
+        self._cancelled = self._source.cancelled()
         self._held.enter_context(interrupts_held_back())
         self._announce(num_unfinished, found)
         return found
@@ -154,7 +181,12 @@ class Leading:
     def _announce(self, num_unfinished: int, found: Sequence[Request] | None) -> None:
         self._has_ended = found is None
         places = None if found is None else [self._places[id(request)] for request in found]
-        self._control.tell(self._control.replica, self._topic, [num_unfinished, places])
+        message = [num_unfinished, places, self._cancelled]
+        self._control.tell(self._control.replica, self._topic, message)
+
+    def cancelled(self) -> Sequence[int]:
+        """See Admission."""
+        return self._cancelled
 
     def ended(self, index: int) -> None:
         """See Admission."""
@@ -174,6 +206,7 @@ class Following:
     def __init__(self, requests: Sequence[Request], control: Control) -> None:
         self._requests, self._control = requests, control
         self._topic = _topic(control)
+        self._cancelled: Sequence[int] = ()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
         """See Admission.
@@ -181,7 +214,8 @@ class Following:
         Raises:
             RankError: this rank has finished other requests than the first one has.
         """
-        unfinished_there, places = self._control.hear(self._control.replica[0], self._topic)
+        heard = self._control.hear(self._control.replica[0], self._topic)
+        unfinished_there, places, self._cancelled = heard
         if places is None:
             return None
         if unfinished_there != num_unfinished:
@@ -191,6 +225,10 @@ class Following:
                 f"{unfinished_there}: the tokens of the two differ",
             )
         return [self._requests[place] for place in places]
+
+    def cancelled(self) -> Sequence[int]:
+        """See Admission."""
+        return self._cancelled
 
     def offered_at(self, request: Request) -> float | None:
         """None: the first rank's times count."""

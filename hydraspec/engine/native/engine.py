@@ -17,7 +17,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
-from hydraspec.engine.native.admission import Admission, Pending, obeyed
+from hydraspec.engine.native.admission import Admission, Cancels, Pending, obeyed
 from hydraspec.engine.native.collect import Collected, Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
 from hydraspec.engine.native.profiling import profile_phases, profile_step
@@ -56,6 +56,7 @@ class NativeEngine(Engine):
         )
         # Launched, not collected. A step leaves as many there as `_num_ahead`.
         self._in_flight: deque[Flight] = deque()
+        self._cancels = Cancels()  # of the last run
         self._num_stages = self.parts.target.stage.count
         self._num_ahead = self._num_stages - 1 + bool(self.parts.info.async_scheduling)
         on_cpu = self.parts.target.device.type == "cpu"
@@ -76,8 +77,22 @@ class NativeEngine(Engine):
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Generator[StepRecord | Completion]:
+        self._cancels = Cancels()
+        return self.offer(requests, concurrency, self._cancels)
+
+    def cancel(self, index: int) -> None:
+        """End request `index` of the run that `run` began last, with an error "cancelled" and the
+        tokens that it has by then. Its completion comes with the next step; of one that has not
+        been offered yet, with the step that it would join. No effect once it has ended. May be
+        called between two events of the run's iterator, and from any thread."""
+        self._cancels.add(index)
+
+    def offer(
+        self, requests: Seq[Request], concurrency: int | None, cancels: Cancels
+    ) -> Generator[StepRecord | Completion]:
+        """As `run`, less the requests that are cancelled."""
         control = self.parts.control
-        pending = Pending(requests, concurrency, watch=control.watch)
+        pending = Pending(requests, concurrency, cancels=cancels, watch=control.watch)
         return self.decode(requests, obeyed(pending, requests, control))
 
     def decode(
@@ -90,6 +105,8 @@ class NativeEngine(Engine):
                 for request in joining:
                     offered_at = admission.offered_at(request)
                     self._scheduler.add(history.offer(Sequence, request, offered_at))
+                if cancelled := admission.cancelled():
+                    self._scheduler.cancel(cancelled)
                 collected = self.step()
                 num_unfinished += len(joining) - len(collected.completions)
                 for completion in collected.completions:

@@ -11,11 +11,14 @@ results before it is scheduled again, and is not preempted meanwhile.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.plans import PlanBuilder
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.types import StepPlan
+
+CANCELLED = "cancelled"  # the error of a request that the caller has cancelled
 
 
 class Scheduler:
@@ -48,6 +51,8 @@ class Scheduler:
             Sequence
         ] = []  # got a slot in the last schedule(); their state must be written
         self.failed: list[Sequence] = []
+        self._cancelled: set[int] = set()  # indices, also of requests that have not been added yet
+        self._ending: list[Sequence] = []  # cancelled, and not out yet
         self.num_preempted = 0  # since take_num_preempted()
         self._budget = 0  # rows left of the step being scheduled
         self._is_short = False  # no blocks for newcomers in this round
@@ -58,6 +63,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; one that can never be served fails at once."""
+        if sequence.request.index in self._cancelled:
+            sequence.fail(CANCELLED)
         sequence.fail_if_too_long(self.max_model_len)
         if not sequence.finish_reason and not self.kv.can_ever_hold(
             sequence.num_tokens + 1, self.num_lookahead_tokens
@@ -76,6 +83,8 @@ class Scheduler:
         """Choose the next step's rows: decoding requests first, then running prefills, then new
         requests."""
         self.admitted.clear()
+        if self._ending:
+            self._end_cancelled()
         self._budget = self.max_num_batched_tokens
         self._is_short = False
         chosen: dict[Sequence, Scheduled] = {}
@@ -99,6 +108,26 @@ class Scheduler:
         # Decodes with equally many rows are adjacent, the widest first; prefills after them in
         # order of arrival.
         return sorted(chosen.values(), key=lambda item: 0 if item.is_prefill else -item.num_rows)
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        """End these requests when the next step is scheduled, or when they are added."""
+        self._cancelled.update(indices)
+        self._ending += [
+            sequence
+            for sequence in (*self.running, *self.waiting)
+            if sequence.request.index in self._cancelled and sequence not in self._ending
+        ]
+
+    def _end_cancelled(self) -> None:
+        """Those in flight between pipeline stages end when their results have arrived: until then
+        these change the state of their slots."""
+        for sequence in self._ending:
+            stays = self.num_micro_batches > 1 and sequence.in_flight is not None
+            if sequence.finish_reason is None and not stays:
+                sequence.fail(CANCELLED)
+                self.release(sequence)
+                self.failed.append(sequence)
+        self._ending = [s for s in self._ending if s.finish_reason is None]
 
     def take_num_preempted(self) -> int:
         """Preemptions since the last call."""
@@ -272,6 +301,8 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self.failed.clear()
+        self._cancelled.clear()
+        self._ending.clear()
         self.kv.clear()
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._refused = None, 0

@@ -13,6 +13,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.distributed.control import Plain
 from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
+from hydraspec.engine.native.admission import Cancels
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel.calls import CLOSE, announce
 from hydraspec.engine.parallel.outcome import Peers, Together
@@ -30,6 +31,7 @@ class ParallelEngine(Engine):
         """Load on every rank what `config` names; or, of an engine loaded so, be its baseline."""
         self._peers = Peers()
         self._num_steps = 0
+        self._cancels = Cancels()  # of the last run
         if origin is None:
             self._together = Together(current())
             self._number, self._numbers = 0, count(1)  # this engine's, and those of the next ones
@@ -76,13 +78,25 @@ class ParallelEngine(Engine):
         self, requests: Sequence[Request], *, concurrency: int | None
     ) -> Generator[StepRecord | Completion]:
         """See Engine. `concurrency` limits the requests of all replicas together."""
+        self._cancels = Cancels()
+        return self._events(requests, concurrency, self._cancels)
+
+    def cancel(self, index: int) -> None:
+        """See NativeEngine.cancel. A replica learns of it with the next event of the iterator."""
+        self._cancels.add(index)
+
+    def _events(
+        self, requests: Sequence[Request], concurrency: int | None, cancels: Cancels
+    ) -> Generator[StepRecord | Completion]:
         control = self._together.control
         share = Share(name=f"run{next(self._runs)}", concurrency=concurrency)
-        inbox = Inbox(control, self._num_steps)
+        inbox = Inbox(control, share, cancels, self._num_steps)
         with self._together.call(self._peers), ExitStack() as opened:
             try:
                 with interrupts_held_back():  # every rank begins the run, or none
-                    own = replica_events(self._engine, control, requests, share, inbox.receive)
+                    own = replica_events(
+                        *(self._engine, control, requests, share, inbox.cancels, inbox.receive)
+                    )
                     events = opened.enter_context(closing(inbox.merged(own)))
                     self._announce("run", requests=from_requests(requests), share=asdict(share))
             except KeyboardInterrupt:

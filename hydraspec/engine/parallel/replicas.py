@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.distributed.control import WATCH_EVERY_S, Control, Wait
-from hydraspec.engine.native.admission import Arrivals, by_arrival, obeyed
+from hydraspec.engine.native.admission import Arrivals, Cancels, by_arrival, obeyed
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel.outcome import raise_if_failed
 from hydraspec.engine.parallel.wire import from_event, to_event
@@ -18,6 +18,7 @@ from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Completion, Request, StepRecord
 
 EVENTS = "events"  # the topic of what replicas did
+CANCELLED = "cancelled"  # the topic of what rank 0's caller has cancelled, beside the run's name
 LOOK_EVERY_S = 0.02  # at whether the run was stopped
 
 
@@ -45,10 +46,12 @@ class SharedQueue:
         share: Share,
         *,
         max_num_seqs: int,
+        cancels: Cancels | None = None,
         while_idle: Callable[[], object] = lambda: None,
     ) -> None:
         """while_idle: called again and again while this replica waits for a request."""
         self._control, self._name, self._while_idle = control, share.name, while_idle
+        self._cancels = cancels or Cancels()
         self._conversations = Conversations(requests)
         self._starts = by_arrival(self._conversations.starts)
         self._limit = share.concurrency or len(self._starts)
@@ -94,6 +97,10 @@ class SharedQueue:
             found.append(self._starts[self._next])
             self._next = None
         return found
+
+    def cancelled(self) -> Sequence[int]:
+        """See Admission."""
+        return self._cancels.take()
 
     def ended(self, index: int) -> None:
         """See Admission."""
@@ -144,6 +151,8 @@ class SharedQueue:
         if now < self._look_at:
             return False
         self._look_at = now + LOOK_EVERY_S
+        while self._control.rank and (found := self._control.heard(0, self._name + CANCELLED)):
+            self._cancels.add(found[0])
         return self._add("stopped", 0) > 0
 
     def _add(self, counter: str, amount: int) -> int:
@@ -160,13 +169,21 @@ def replica_events(
     control: Control,
     requests: Sequence[Request],
     share: Share,
+    cancels: Cancels | None = None,
     while_idle: Callable[[], object] = lambda: None,
 ) -> Generator[StepRecord | Completion]:
-    """What this rank's replica does in a run."""
+    """What this rank's replica does in a run, less the requests in `cancels` (of rank 0)."""
+    cancels = cancels or Cancels()
     if control.layout.data == 1:
-        return engine.run(requests, concurrency=share.concurrency)
-    most = engine.parts.config.engine.max_num_seqs
-    queue = SharedQueue(control, requests, share, max_num_seqs=most, while_idle=while_idle)
+        return engine.offer(requests, share.concurrency, cancels)
+    queue = SharedQueue(
+        control,
+        requests,
+        share,
+        max_num_seqs=engine.parts.config.engine.max_num_seqs,
+        cancels=cancels,
+        while_idle=while_idle,
+    )
     return engine.decode(requests, obeyed(queue, requests, control))
 
 
@@ -183,11 +200,20 @@ def send_events(events: Iterable[StepRecord | Completion], control: Control) -> 
 
 
 class Inbox:
-    """Rank 0's: steps and completions of all replicas, in the order in which it sees them."""
+    """Rank 0's: steps and completions of all replicas, in the order in which it sees them. Passes
+    on to all of them what is cancelled.
 
-    def __init__(self, control: Control, num_steps: int = 0) -> None:
-        """num_steps: of earlier runs."""
+    Attributes:
+        cancels: those that its own replica is told.
+    """
+
+    def __init__(
+        self, control: Control, share: Share, cancels: Cancels, num_steps: int = 0
+    ) -> None:
+        """cancels: the caller's. num_steps: of earlier runs."""
         size = len(control.replica)
+        self._name, self._cancelled = share.name, cancels
+        self.cancels = cancels if control.layout.data == 1 else Cancels()
         self.num_steps = num_steps
         self._control = control
         self._working = control.all_ranks[size::size]  # first ranks of the other replicas
@@ -197,6 +223,9 @@ class Inbox:
     def receive(self) -> None:
         """Take what has come; does not wait."""
         with interrupts_held_back():  # what is taken is seen
+            for index in self._cancelled.take():
+                self.cancels.add(index)
+                self._control.tell(self._working, self._name + CANCELLED, index)
             for rank in list(self._working):
                 while found := self._control.heard(rank, EVENTS):
                     if found[0] is None:
@@ -222,6 +251,7 @@ class Inbox:
         if self._control.layout.data == 1:
             yield from events
             return
+        self.receive()  # what was cancelled before the run began
         try:
             for event in events:
                 self._see(event, 0)
