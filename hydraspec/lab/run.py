@@ -122,7 +122,8 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
         engines = {Side.method: engine}
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
-        for warning in _arrivals(config).warnings(len(workload.requests), len(engines)):
+        num_arriving = sum(request.after is None for request in workload.requests)
+        for warning in _arrivals(config).warnings(num_arriving, len(engines)):
             log.warning(warning)
             workload.warnings.append(warning)
         yield _Loaded(

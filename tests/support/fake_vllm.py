@@ -10,6 +10,7 @@ import asyncio
 import enum
 import importlib
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -45,11 +46,13 @@ class FakeRequest:
     def __init__(self, name: str, prompt: Sequence[int], params: Any) -> None:
         self.name, self.prompt, self.params = name, list(prompt), params
         self.output: list[int] = []
+        self.scheduled_ts = 0.0
         self.turn = 0
 
     def advance(self, width: int, max_model_len: int) -> tuple[list[int], int, int]:
         """Tokens of one step, drafts offered, drafts accepted."""
         room = max_model_len - len(self.prompt) - len(self.output)
+        self.scheduled_ts = self.scheduled_ts or time.monotonic()
         width = min(width, max(0, room - 1)) if self.output else 0
         accepted = min(width, SCRIPT[self.turn % len(SCRIPT)])
         self.turn += bool(self.output)
@@ -76,7 +79,10 @@ class FakeRequest:
             token_ids=self.output if final_only else new, finish_reason=self.reason
         )
         return SimpleNamespace(
-            request_id=self.name, outputs=[completion], finished=self.reason is not None
+            request_id=self.name,
+            outputs=[completion],
+            finished=self.reason is not None,
+            metrics=SimpleNamespace(scheduled_ts=self.scheduled_ts),
         )
 
 

@@ -89,7 +89,11 @@ class ParallelEngine(Engine):
         self, requests: Sequence[Request], concurrency: int | None, cancels: Cancels
     ) -> Generator[StepRecord | Completion]:
         control = self._together.control
-        share = Share(name=f"run{next(self._runs)}", concurrency=concurrency)
+        share = Share(
+            name=f"run{next(self._runs)}",
+            concurrency=concurrency,
+            has_arrivals=any(request.arrival_s is not None for request in requests),
+        )
         inbox = Inbox(control, share, cancels, self._num_steps)
         with self._together.call(self._peers), ExitStack() as opened:
             try:

@@ -28,6 +28,7 @@ class Share:
 
     name: str  # of its counters, another in every run
     concurrency: int | None  # of all replicas together
+    has_arrivals: bool = False  # a replica may be idle until a request arrives, also at the start
 
 
 class SharedQueue:
@@ -61,7 +62,7 @@ class SharedQueue:
         self._next_turns: list[Request] = []
         self._next: int | None = None  # its place: taken, but it has not joined
         self._arrivals, self._least_taken = Arrivals(), 0  # by all replicas, as far as known
-        self._has_arrivals = any(request.arrival_s is not None for request in requests)
+        self._has_arrivals = share.has_arrivals
         self._started_at = time.perf_counter()
         self._look_at = 0.0
         self._has_ended = False
@@ -218,6 +219,9 @@ class Inbox:
         self._control = control
         self._working = control.all_ranks[size::size]  # first ranks of the other replicas
         self._works_here = True
+        # A replica that is idle counts as at work once its first step is seen.
+        self._has_arrivals = share.has_arrivals
+        self._idle = set(control.all_ranks) if share.has_arrivals else set[int]()
         self._seen: deque[StepRecord | Completion] = deque()
 
     def receive(self) -> None:
@@ -235,12 +239,16 @@ class Inbox:
 
     def _see(self, event: StepRecord | Completion, rank: int) -> None:
         if isinstance(event, StepRecord):
+            self._idle.discard(rank)
+            in_the_run = {*self._working, *([0] if self._works_here else [])}
             event = replace(
                 event,
                 step=self.num_steps,
                 replica=rank // len(self._control.replica),
-                num_replicas=max(1, len(self._working) + self._works_here),
+                num_replicas=max(1, len(in_the_run - self._idle)),
             )
+            if self._has_arrivals and not event.num_running + event.num_waiting:
+                self._idle.add(rank)
             self.num_steps += 1
         self._seen.append(event)
 

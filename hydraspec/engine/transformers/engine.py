@@ -8,6 +8,7 @@ the newest tokens per step.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -63,7 +64,10 @@ class TransformersEngine(Engine):
         history = History(requests)
         num_steps = 0
         while joining := pending.joining(0):
-            offered = [history.offer(OfferedRequest, request) for request in joining]
+            offered = [
+                history.offer(OfferedRequest, request, pending.offered_at(request))
+                for request in joining
+            ]
             for event in self._events(offered, num_steps):
                 if isinstance(event, Completion):
                     history.add(event)
@@ -102,6 +106,8 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def _decode(self, batch: Seq[OfferedRequest], first_step: int) -> list[StepRecord]:
         """Run a batch to the end of all its requests."""
+        for sequence in batch:
+            sequence.note_slot(time.perf_counter())
         ids, mask, num_padding = _left_padded(batch, self.parts.device)
         assistant = self.parts.assistant
         if assistant is not None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+
+LONGEST_STEP_S = 0.01
 
 
 def start_data_parallel(arguments: dict[str, Any]) -> DataParallel:
@@ -27,7 +30,8 @@ def start_data_parallel(arguments: dict[str, Any]) -> DataParallel:
 class DataParallel:
     """add_request, step and abort_request over an asynchronous engine.
 
-    A "step" is a wait for the next outputs, whichever copy of the model they come from.
+    A "step" is a wait for the next outputs, whichever copy of the model they come from, or for
+    LONGEST_STEP_S: requests may have arrived meanwhile.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Any) -> None:
@@ -42,7 +46,7 @@ class DataParallel:
         self._tasks[request_id] = self._loop.create_task(run)
 
     def step(self) -> list[Any]:
-        """Outputs that have come, at least one."""
+        """Outputs that have come."""
         return self._loop.run_until_complete(self._wait())
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
@@ -73,7 +77,9 @@ class DataParallel:
             self._tasks.pop(request_id, None)
 
     async def _wait(self) -> list[Any]:
-        outputs = [await self._outputs.get()]
+        outputs: list[Any] = []
+        with suppress(TimeoutError):
+            outputs.append(await asyncio.wait_for(self._outputs.get(), LONGEST_STEP_S))
         while not self._outputs.empty():
             outputs.append(self._outputs.get_nowait())
         for output in outputs:

@@ -67,7 +67,10 @@ class VllmEngine(Engine):
         self._num_runs += 1
         try:
             while (joining := pending.joining(len(offered))) is not None:
-                sequences = [history.offer(OfferedRequest, request) for request in joining]
+                sequences = [
+                    history.offer(OfferedRequest, request, pending.offered_at(request))
+                    for request in joining
+                ]
                 for event in self._events(sequences, offered):
                     if isinstance(event, Completion):
                         history.add(event)
@@ -133,6 +136,8 @@ class VllmEngine(Engine):
         new.kept = self._finish.append(sequence, new.emitted)
         if new.emitted:
             if stats is not None:
+                if new.slot_at is not None:
+                    sequence.note_slot(new.slot_at)
                 sequence.note_tokens(now)
             sequence.last_token_at = now
         if new.finished and sequence.finish_reason is None:
@@ -189,6 +194,10 @@ class _News:
         self.emitted = [int(token) for token in completion.token_ids]
         self.finished: bool = output.finished
         self.finish_reason: str | None = completion.finish_reason
+        # On Linux vLLM's clock, time.monotonic, is time.perf_counter.
+        self.slot_at: float | None = (
+            getattr(getattr(output, "metrics", None), "scheduled_ts", None) or None
+        )
         self.num_tokens_before = sequence.num_tokens
         self.kept: list[int] = []
         self.part: Part | None = None
