@@ -190,7 +190,7 @@ def assemble(
         target=target,
         tokenizer=tokenizer,
         runner=runner,
-        scheduler=_scheduler(models, kv),
+        scheduler=_scheduler(models, kv, runner),
         info=_info(models, kv, modes, memory_bytes, warnings),
         control=control,
         check=_rank_check(config, target),
@@ -198,7 +198,7 @@ def assemble(
     )
 
 
-def _scheduler(models: Models, kv: KVCache) -> Scheduler:
+def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
     config, speculator = models.config, models.speculator
     return Scheduler(
         kv,
@@ -208,6 +208,7 @@ def _scheduler(models: Models, kv: KVCache) -> Scheduler:
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
         num_micro_batches=_num_micro_batches(config, models.target),
+        graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
     )
 
 

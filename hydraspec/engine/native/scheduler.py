@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import islice
 
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.plans import PlanBuilder
+from hydraspec.engine.native.prompt_rows import PromptRows
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.types import StepPlan
 
@@ -35,9 +38,11 @@ class Scheduler:
         num_speculative_tokens: int,
         num_lookahead_tokens: int = 0,
         num_micro_batches: int = 1,
+        graph_rows: Seq[int] = (),
     ) -> None:
         """num_micro_batches: steps in flight of disjoint requests, over which requests are spread
-        evenly; 1: one step, or two as in docs/adr/0010."""
+        evenly; 1: one step, or two as in docs/adr/0010. graph_rows: of mixed steps that are graphs,
+        rising."""
         self.kv = kv
         self.num_micro_batches = num_micro_batches
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -58,6 +63,12 @@ class Scheduler:
         self._is_short = False  # no blocks for newcomers in this round
         # The last one that found no blocks, and the cached tokens that it would have begun with.
         self._refused: tuple[Sequence | None, int] = None, 0
+        self._is_limited = False  # the budget is that of prompts
+        self._prompt_rows = PromptRows(
+            max_rows=max_num_batched_tokens,
+            graph_rows=tuple(graph_rows),
+            num_micro_batches=num_micro_batches,
+        )
         self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -86,7 +97,7 @@ class Scheduler:
         if self._ending:
             self._end_cancelled()
         self._budget = self.max_num_batched_tokens
-        self._is_short = False
+        self._is_short = self._is_limited = False
         chosen: dict[Sequence, Scheduled] = {}
         most = self._share()
         for sequence in self._in_turn():
@@ -97,11 +108,14 @@ class Scheduler:
             # Rows in flight that are certain to stay count: whoever reads them is launched later.
             self._publish(sequence, sequence.fewest_computed)
             self.kv.slide(sequence.slot, sequence.fewest_computed)
+            if not sequence.decodes_next:
+                self._limit_prompts()
             item = self._rows_for(sequence)
             if item is not None and self._make_room(item, chosen):
                 chosen[sequence] = item
                 self._budget -= item.num_rows
         while self.waiting and self._free_slots and not self._is_short and len(chosen) < most:
+            self._limit_prompts()
             if not self._admit(self.waiting[0], chosen):
                 break
             self.waiting.popleft()
@@ -147,6 +161,17 @@ class Scheduler:
         if len(decodes) == len(running):
             return decodes
         return decodes + [sequence for sequence in running if not sequence.decodes_next]
+
+    def _limit_prompts(self) -> None:
+        """Once the decodes are chosen: lower the budget to what prompts get (docs/adr/0028)."""
+        if self._is_limited:
+            return
+        self._is_limited = True
+        readable = (s for s in self._in_turn() if not s.decodes_next)
+        unread = [sequence.num_tokens - sequence.fewest_computed for sequence in readable]
+        unread += [s.num_tokens for s in islice(self.waiting, len(self._free_slots))]
+        num_decode_rows = self.max_num_batched_tokens - self._budget
+        self._budget = min(self._budget, self._prompt_rows.most(num_decode_rows, unread))
 
     def _rows_for(self, sequence: Sequence) -> Scheduled | None:
         """Rows this sequence wants: the newest token and its drafts, or the next chunk of its

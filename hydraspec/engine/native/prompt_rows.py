@@ -1,0 +1,61 @@
+"""How many prompt rows a step gets: so many that prompts are read at full speed, so few that
+decoding requests are not stalled, ending where graphs end, and in chunks for every pipeline stage.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydraspec.graphs import PROMPT_ROWS
+
+FEW_ROWS = 512  # of a step that decodes: worth any prompt rows, for weights are read anyway
+LEAST_PROMPT_ROWS = 256  # beside decodes, however many these are: no prompt waits for ever
+CHUNKS_PER_STAGE = 4  # of the prompts at hand: stages idle for a fifth of the time at most
+LEAST_CHUNK = 2048  # rows that keep a device busy for longer than launches take
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PromptRows:
+    """The policy of one engine. A plain function of plain numbers: ranks decide alike."""
+
+    max_rows: int  # engine.max_num_batched_tokens
+    graph_rows: tuple[int, ...] = ()  # of mixed steps that are graphs, rising
+    num_micro_batches: int = 1  # steps in flight of disjoint requests
+
+    def most(self, num_decode_rows: int, unread: Sequence[int]) -> int:
+        """Prompt rows of a step beside its decode rows.
+
+        unread: prompt tokens of every request that could be read in this step.
+        """
+        most, total = self.max_rows - num_decode_rows, sum(unread)
+        if self.num_micro_batches > 1 and len(unread) > 1:
+            num_chunks = CHUNKS_PER_STAGE * self.num_micro_batches
+            most = min(most, max(LEAST_CHUNK, -(-total // num_chunks)))
+        if num_decode_rows and total and self._has_large_graphs:
+            most = min(most, self._beside(num_decode_rows, total))
+        return most
+
+    @property
+    def _has_large_graphs(self) -> bool:
+        return bool(self.graph_rows) and self.graph_rows[-1] > PROMPT_ROWS[-1]
+
+    def _beside(self, num_decode_rows: int, unread: int) -> int:
+        """Half of what is unread, so that one long prompt takes a few steps and many prompts do not
+        add up to a stall; at least FEW_ROWS in all, at most the largest graph."""
+        wanted = max(unread - unread // 2, FEW_ROWS - num_decode_rows)
+        wanted = min(wanted, self.graph_rows[-1] - num_decode_rows)
+        wanted = min(max(wanted, LEAST_PROMPT_ROWS), unread)
+        return self._fitted(num_decode_rows + wanted, num_decode_rows) - num_decode_rows
+
+    def _fitted(self, num_rows: int, num_decode_rows: int) -> int:
+        """The size of the graph above or below, whichever is nearer: a chunk is cut where padding
+        would be more than what is left for the next step."""
+        above = bisect_right(self.graph_rows, num_rows - 1)
+        if above in (0, len(self.graph_rows)) or num_rows <= PROMPT_ROWS[-1]:
+            return num_rows
+        lower, upper = self.graph_rows[above - 1], self.graph_rows[above]
+        left = num_rows - lower
+        is_cut = left < upper - num_rows and left <= lower - num_decode_rows
+        return lower if is_cut else upper
