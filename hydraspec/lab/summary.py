@@ -33,6 +33,7 @@ from hydraspec.metrics.summary import (
     StepProfile,
     Summary,
 )
+from hydraspec.metrics.turns import by_turn
 from hydraspec.types import Completion, Request
 
 
@@ -158,6 +159,7 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "latency_ms": latencies(meter.completed),
+        "by_turn": by_turn(meter.completed),
         "goodput": goodput(meter.completed, limits, measured.rounds_s),
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": ALL_STEPS if has_phases else None if profile is None else PROFILE,

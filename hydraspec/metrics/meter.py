@@ -42,6 +42,7 @@ class RequestCounters:
 
     index: int
     category: str | None = None
+    turn: int = 1  # of its conversation
     num_drafts: int = 0  # steps of this request that verified at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -155,7 +156,8 @@ class Meter:
         self.num_speculative_tokens = num_speculative_tokens
         self.prefix_hits = None if prefix_caching is None else PrefixHits(prefix_caching)
         self.counters = {
-            r.index: RequestCounters(index=r.index, category=r.category) for r in requests
+            r.index: RequestCounters(index=r.index, category=r.category, turn=r.turn)
+            for r in requests
         }
         self.totals = RunningTotals()
         self.num_steps = 0

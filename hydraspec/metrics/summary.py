@@ -101,6 +101,16 @@ class Latencies(TypedDict):
     queue: Percentiles
 
 
+class TurnFigures(TypedDict):
+    """Turns of conversations whose number, from 1, is in first..last."""
+
+    first: int
+    last: int
+    num_requests: int
+    mean_acceptance_length: float | None
+    time_to_first_token_ms: float | None
+
+
 class Goodput(TypedDict):
     """The limits that were set, and the requests that meet all of them."""
 
@@ -179,6 +189,7 @@ class Speed(TypedDict):
     time_per_output_token_ms: float | None
     time_to_first_token_ms: float | None
     latency_ms: Latencies
+    by_turn: list[TurnFigures] | None
     goodput: Goodput | None
     time_breakdown_ms: Mapping[str, float | None]
     time_breakdown_from: str | None

@@ -189,6 +189,8 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         "time to first token, ms",
         *(number(side["time_to_first_token_ms"], 1) for side in sides),
     ]
+    if summary["by_turn"]:
+        yield ["  of first, of later turns", *(_first_and_later(side) for side in sides)]
     yield from _cache_rows(sides)
     if summary["accuracy"]:
         found = [side["accuracy"] for side in sides]
@@ -207,6 +209,15 @@ def _cache_rows(sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
         yield ["  tokens recomputed", *counts]
     if any(side["num_preemptions"] for side in sides):
         yield ["preemptions", *(str(side["num_preemptions"]) for side in sides)]
+
+
+def _first_and_later(side: Summary | Baseline) -> str:
+    turns = side["by_turn"]
+    if turns is None:
+        return "-"
+    first, later = turns[0], turns[-1]  # the last entry is of all later turns
+    times = (turn["time_to_first_token_ms"] for turn in (first, later))
+    return ", ".join(number(time, 1) for time in times)
 
 
 def _hit_rates(cache: PrefixCache | None) -> str:

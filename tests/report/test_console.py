@@ -23,6 +23,7 @@ SUMMARY: dict[str, Any] = {
     "num_requests": 2,
     "num_errors": 1,
     "num_preemptions": 3,
+    "by_turn": None,
     "prefix_cache": {
         "queried_tokens": 200,
         "hit_tokens": 96,
