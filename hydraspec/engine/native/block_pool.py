@@ -50,14 +50,23 @@ class BlockPool:
         """Use blocks that `find` returned, beside whoever uses them."""
         for block in blocks:
             if not self._num_users[block]:
-                del (self._passed if block in self._passed else self._kept)[block]
+                self._unlink(block)
             self._num_users[block] += 1
             self._was_shared.add(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let later requests find the content of a block in use, unless another block has it."""
-        if key not in self._blocks and block not in self._key_of:
-            self._blocks[key], self._key_of[block] = block, key
+        """Let later requests find the content of a block in use, unless another one in use has it;
+        a kept one becomes empty."""
+        if block in self._key_of:
+            return
+        other = self._blocks.get(key)
+        if other is not None:
+            if self._num_users[other]:
+                return
+            self._unlink(other)
+            self._forget(other)
+            self.empty.append(other)
+        self._blocks[key], self._key_of[block] = block, key
 
     def give_back(self, blocks: Sequence[int], *, passed: bool = False) -> None:
         """One user less of each, in the order of positions. Of those that stay kept, the last of a
@@ -73,6 +82,12 @@ class BlockPool:
 
     def _evicted(self) -> int:
         block, _ = (self._passed or self._kept).popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _unlink(self, block: int) -> None:
+        del (self._passed if block in self._passed else self._kept)[block]
+
+    def _forget(self, block: int) -> None:
         del self._blocks[self._key_of.pop(block)]
         self._was_shared.discard(block)
-        return block

@@ -99,8 +99,9 @@ class KVCache:
         return view
 
     @property
-    def _block_sizes(self) -> list[int]:
-        return [group.spec.block_size for group in self._groups]
+    def _alignment(self) -> int:
+        """Hits are multiples of all block sizes."""
+        return math.lcm(*(group.spec.block_size for group in self._groups))
 
     @property
     def num_blocks(self) -> list[int]:
@@ -186,11 +187,12 @@ class KVCache:
         if self._prefix_root is None:
             return None
         has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
-        return PrefixCaching(block_size=math.lcm(*self._block_sizes), has_draft_kv=has_draft_kv)
+        return PrefixCaching(block_size=self._alignment, has_draft_kv=has_draft_kv)
 
     def keys_of(self, token_ids: Sequence[int]) -> PrefixKeys:
         """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow."""
-        return PrefixKeys(token_ids, math.gcd(*self._block_sizes), self._prefix_root or b"")
+        unit = math.gcd(*(group.spec.block_size for group in self._groups))
+        return PrefixKeys(token_ids, unit, self._prefix_root or b"")
 
     def find_prefix(self, keys: PrefixKeys, most: int) -> int:
         """How many leading tokens, at most `most`, have their KV in cached blocks of every group:
@@ -198,7 +200,7 @@ class KVCache:
         blocks' keys name after it are known: it is below the number of tokens."""
         if self._prefix_root is None:
             return 0
-        alignment = math.lcm(*self._block_sizes)
+        alignment = self._alignment
         end = most - most % alignment
         # Any shorter prefix of a hit is one where all tokens are seen; a window's blocks are asked
         # for again at each length.
@@ -229,7 +231,7 @@ class KVCache:
         computed, or launched and certain to stay."""
         if num_final < self._publish_from[slot]:
             return
-        alignment = math.lcm(*self._block_sizes)
+        alignment = self._alignment
         self._publish_from[slot] = min(
             group.publish(slot, keys, num_final, alignment) for group in self._groups
         )
