@@ -16,7 +16,14 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Baseline, PrefixCache, Summary
-from hydraspec.report.figures import engine_words, interval, number, percent
+from hydraspec.report.figures import (
+    engine_words,
+    interval,
+    limit_words,
+    number,
+    percent,
+    percentile_words,
+)
 from hydraspec.types import Completion, StepRecord
 
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
@@ -70,6 +77,7 @@ class ConsoleSink(Sink):
         self._labels = {Side.method: method, Side.baseline: "none (baseline)"}
         self._sizes = sizes
         self._last_draw = 0.0
+        self._is_idle = False
         self._progress: Progress | None = None
         self._tasks: dict[Side, TaskID] = {}
         if console.is_terminal:
@@ -81,6 +89,7 @@ class ConsoleSink(Sink):
 
     def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
         now = time.monotonic()
+        self._is_idle = record.num_running + record.num_waiting == 0
         if self._progress is not None and now - self._last_draw > SECONDS_BETWEEN_DRAWS:
             self._last_draw = now
             self._draw(side, meter)
@@ -88,6 +97,8 @@ class ConsoleSink(Sink):
     def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
         if self._progress is not None:
             self._progress.advance(self._tasks[side])
+            if self._is_idle:  # the next step, which draws, may be a while away
+                self._draw(side, meter)
 
     def on_summary(self, summary: Summary) -> list[str]:
         self.close()
@@ -191,12 +202,32 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
     ]
     if summary["by_turn"]:
         yield ["  of first, of later turns", *(_first_and_later(side) for side in sides)]
+    yield from _latency_rows(summary, sides)
     yield from _cache_rows(sides)
     if summary["accuracy"]:
         found = [side["accuracy"] for side in sides]
         yield ["exact match", *(number(f["exact_match"], 3) if f else "-" for f in found)]
     if summary["speedup"]:
         yield ["speedup", interval(summary["speedup"], "x"), "1"]
+
+
+def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
+    """Percentiles and goodput, of a run with arrivals or limits."""
+    limits = summary["goodput"]
+    if summary["request_rate"] is None and limits is None:
+        return
+    latencies = [side["latency_ms"] for side in sides]
+    yield ["p50 / p90 / p99, ms: queue", *(percentile_words(f["queue"]) for f in latencies)]
+    yield ["  time to first token", *(percentile_words(f["ttft"]) for f in latencies)]
+    yield ["  between deliveries", *(percentile_words(f["inter_token"]) for f in latencies)]
+    if limits is not None:
+        found = [side["goodput"] for side in sides]
+        yield [
+            f"goodput: {limit_words(limits)}",
+            *(percent(g["share"] if g else None) for g in found),
+        ]
+        rates = (number(g["requests_per_second"] if g else None) for g in found)
+        yield ["  requests per second", *rates]
 
 
 def _cache_rows(sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from hydraspec.metrics.statistics import MIN_REQUESTS
-from hydraspec.metrics.summary import AcceptanceLength, Interval, Length, Parallelism
+from hydraspec.metrics.summary import (
+    AcceptanceLength,
+    Goodput,
+    Interval,
+    Length,
+    Parallelism,
+    Percentiles,
+    Summary,
+)
 
 TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 
@@ -42,6 +50,30 @@ def engine_words(engine: str, parallelism: Parallelism) -> str:
     axes = (("tensor", ranks["tensor"]), ("pipeline", ranks["pipeline"]), ("data", ranks["data"]))
     several = ", ".join(f"{name} {size}" for name, size in axes if size > 1)
     return f"{engine} with {ranks['num_devices']} ranks ({several})" if several else engine
+
+
+def load_words(summary: Summary) -> str:
+    """ "4 at once", "all at once", or with arrivals "arriving at 2.5 a second (burstiness 0.5), at
+    most 8 at once"."""
+    limit, rate = summary["concurrency"], summary["request_rate"]
+    if rate is None:
+        return f"{limit or 'all'} at once"
+    words = f"arriving at {rate:g} a second"
+    if summary["burstiness"] != 1:
+        words += f" (burstiness {summary['burstiness']:g})"
+    return f"{words}, at most {limit} at once" if limit else words
+
+
+def percentile_words(found: Percentiles) -> str:
+    """ "12.3 / 15.0 / 40.1": p50, p90 and p99; a dash where there is none."""
+    return " / ".join(number(found[name], 1) for name in ("p50", "p90", "p99"))
+
+
+def limit_words(found: Goodput) -> str:
+    """ "first token within 200 ms, 20 ms per token after it"."""
+    first, others = found["ttft_ms"], found["inter_token_ms"]
+    parts = [f"first token within {first:g} ms"] if first else []
+    return ", ".join([*parts, f"{others:g} ms per token after it"] if others else parts)
 
 
 def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:

@@ -10,7 +10,16 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hydraspec.errors import printable
-from hydraspec.report.figures import engine_words, interval, interval_note, number, percent
+from hydraspec.report.figures import (
+    engine_words,
+    interval,
+    interval_note,
+    limit_words,
+    load_words,
+    number,
+    percent,
+    percentile_words,
+)
 
 
 def render(template: str, **view: object) -> str:
@@ -34,6 +43,9 @@ def environment() -> Environment:
         "number": number,
         "percent": percent,
         "engine_words": engine_words,
+        "load_words": load_words,
+        "percentile_words": percentile_words,
+        "limit_words": limit_words,
         "interval": interval,
         "interval_note": interval_note,
         "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",

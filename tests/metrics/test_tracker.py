@@ -23,6 +23,9 @@ SUMMARY = {
     "conditional_acceptance_rate_per_position": [0.8, 0.625],
     "acceptance_length": {"mean": 2.3, "ci95": None},
     "lossless": {"verdict": "identical"},
+    "latency_ms": {"ttft": {"p50": 1.0, "p90": None, "p99": 9.0}},
+    "goodput": {"ttft_ms": 200.0, "inter_token_ms": None, "share": 0.5, "requests_per_second": 2.0},
+    "baseline": {"latency_ms": {"queue": {"p99": 3.0}}, "goodput": None},
 }
 HANG_SECONDS = 5.0
 
@@ -153,6 +156,9 @@ def test_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[0, 0.8, 0.8], [1, 0.5, 0.625]]
     assert fake.logged[-1] == {"acceptance_by_position": ("table", columns, rows)}
     assert fake.summary["lossless/verdict"] == "identical"
+    assert fake.summary["latency_ms/ttft/p99"] == 9.0
+    assert fake.summary["goodput/share"] == 0.5
+    assert fake.summary["baseline/latency_ms/queue/p99"] == 3.0
     assert fake.threads == {"wandb"}, "wandb is called from the tracker's thread only"
 
 

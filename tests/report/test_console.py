@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from rich.console import Console
 
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
-from hydraspec.report.console import ConsoleSink
+from hydraspec.metrics.summary import Summary
+from hydraspec.report.console import ConsoleSink, print_summary
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 SUMMARY: dict[str, Any] = {
@@ -38,6 +40,18 @@ SUMMARY: dict[str, Any] = {
     "output_tokens_per_second": 1234.5,
     "time_per_output_token_ms": 0.5,
     "time_to_first_token_ms": None,
+    "request_rate": 2.5,
+    "latency_ms": {
+        "ttft": {"p50": 12.0, "p90": 34.5, "p99": 67.89},
+        "inter_token": {"p50": None, "p90": None, "p99": None},
+        "queue": {"p50": 0.5, "p90": 1.0, "p99": 1234.0},
+    },
+    "goodput": {
+        "ttft_ms": 200.0,
+        "inter_token_ms": 12.5,
+        "share": 0.875,
+        "requests_per_second": 1.75,
+    },
     "accuracy": None,
     "baseline": None,
     "speedup": None,
@@ -94,7 +108,46 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "Lossless: not checked (baseline=false)\n" in text
     assert "Warning: a [red] warning" in text
     assert "48.0 % (75.0 % of eligible)" in text
-    assert len(text.splitlines()) < 22
+    assert "12.0 / 34.5 / 67.9" in text
+    assert "0.5 / 1.0 / 1,234.0" in text
+    assert "- / - / -" in text
+    assert "87.5 %" in text
+    assert "first token within 200 ms, 12.5 ms per token after it" in " ".join(text.split())
+    assert len(text.splitlines()) < 28
+
+
+def test_a_closed_load_without_limits_has_no_rows_of_latencies() -> None:
+    closed = {**SUMMARY, "request_rate": None, "goodput": None}
+    console = Console(file=io.StringIO(), width=100)
+    print_summary(console, cast(Summary, closed))
+    assert "p50" not in cast(io.StringIO, console.file).getvalue()
+
+
+def test_the_bar_is_drawn_before_the_engine_waits_for_a_request() -> None:
+    """The step that ended the last request was drawn just before: catches a bar that stays one
+    request behind for the whole wait."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    request = Request(index=0, id="0", sampling=SamplingParams())
+    meter = Meter([request])
+    sink = ConsoleSink(console, method="eagle3", sizes={Side.method: 2})
+    step = StepRecord(step=0, phase_ms={}, total_ms=1.0, requests=[], num_running=1)
+    sink.on_step(Side.method, step, meter)
+    sink.on_step(Side.method, replace(step, num_running=0), meter)
+    assert "1/2" not in out.getvalue()
+    done = Completion(
+        index=0,
+        prompt_token_ids=[1],
+        output_token_ids=[1],
+        text=None,
+        finish_reason="stop",
+        error=None,
+        ttft_ms=1.0,
+        latency_ms=1.0,
+    )
+    sink.on_completion(Side.method, done, meter)
+    assert "1/2" in out.getvalue()
+    sink.close()
 
 
 def test_a_bar_on_a_terminal() -> None:

@@ -10,7 +10,7 @@ import pytest
 from checked_pages import Checker, check_page
 from fake_engine import Behaviour, FakeEngine
 
-from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.config.schema import GoodputConfig, MethodConfig, RunConfig
 from hydraspec.types import PrefixCaching
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -52,6 +52,28 @@ def test_the_report_shows_the_prefix_cache_and_peaks_by_group(
     assert (found["hit_tokens"], found["queried_tokens"]) == (48, 111)
     text = report(tmp_path).text
     for part in ("Prefix cache", "43.2 %", "taken from the cache", "<full>", "37.5 %"):
+        assert part in text
+
+
+def test_the_report_shows_latencies_goodput_and_the_load(
+    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    """Of both sides; the header says how requests came."""
+    config.workload.request_rate, config.workload.burstiness = 250.0, 0.5
+    config.workload.goodput = GoodputConfig(ttft_ms=60000.0)
+    use_engine(FakeEngine())
+    found = run_config()
+    share = found["goodput"]["share"]
+    assert share == found["baseline"]["goodput"]["share"] == 1.0
+    text = report(tmp_path).text
+    rows = [line for line in text.splitlines() if "time to first token" in line]
+    assert any(line.count(" / ") == 4 for line in rows), "three percentiles of two sides"
+    for part in (
+        "arriving at 250 a second (burstiness 0.5), at most 2 at once",
+        "goodput: first token within 60000 ms",
+        "100.0 %",
+        "queue: until it has a slot",
+    ):
         assert part in text
 
 
