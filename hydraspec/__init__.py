@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
 __version__ = "0.1.0"
@@ -31,3 +32,26 @@ def run(
     from hydraspec.cli.main import run as run_from_overrides
 
     return run_from_overrides(overrides, config_dir=config_dir, quiet=quiet)
+
+
+def compare(
+    folders: Sequence[str | PathLike[str]], *, write: str | PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Paired comparison of runs over the same prompts, as `python -m hydraspec.compare` makes it.
+
+    Args:
+        folders: of runs, or of sweeps, whose jobs they stand for. Of two jobs the first is the
+            reference; of more, the one with the highest speedup.
+        write: a folder for compare.json, compare.csv, compare.md and compare.html.
+
+    Returns:
+        What compare.json holds (docs/outputs.md): jobs by rank, what is told of each against the
+        reference, and sentences.
+
+    Raises:
+        ConfigurationError: the runs cannot be compared; the message names the difference.
+        OSError: with the path, if `write` cannot be written.
+    """
+    from hydraspec.cli.compare import compare as compare_folders
+
+    return compare_folders(folders, write=write)

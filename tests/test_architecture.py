@@ -35,7 +35,8 @@ MAY_IMPORT = {
         *("speculators", "factory", "signals"),  # the factory knows speculators by string only
     },
     "metrics": {"types"},
-    "report": {"types", "metrics"},
+    "comparison": {"metrics"},
+    "report": {"types", "metrics", "comparison"},
     "lab": {
         *("root", "signals", "types", "plugins", "config", "metrics", "engine.base", "factory"),
         *("report", "shipped"),
@@ -48,13 +49,14 @@ MAY_IMPORT = {
     "zoo": {"types", "config", "models"},
     "cli": {
         *("signals", "config", "lab", "bench", "report", "metrics.run_files"),
-        *("distributed", "factory"),
+        *("distributed", "factory", "comparison"),
     },
     "root": {"cli", "signals"},  # hydraspec/__init__.py, and what python -m runs
 }
 ROOMS_OF_FILES = {
     "hydraspec/__init__.py": "root",
     "hydraspec/__main__.py": "root",
+    "hydraspec/compare.py": "root",
     "hydraspec/matrix.py": "root",
 }
 
@@ -65,6 +67,7 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "bench", "report", "metrics")),
     "hydraspec/graphs/*",
+    "hydraspec/comparison/*",
 ]
 OWNERS = {
     "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,
@@ -99,7 +102,7 @@ OWNERS = {
         *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "report", "zoo")),
         "hydraspec/graphs/progress.py",
     ],
-    "yaml": ["hydraspec/lab/*", "hydraspec/report/*"],
+    "yaml": ["hydraspec/lab/*", "hydraspec/report/*", "hydraspec/comparison/*"],
     "datasets": ["hydraspec/lab/*"],
     "jinja2": ["hydraspec/report/html.py"],
 }

@@ -20,8 +20,10 @@ from hydraspec.metrics.statistics import MIN_REQUESTS, SEED
 LEVEL = 0.05  # false alarms that are accepted, over a family of comparisons
 POWER = 0.8  # of the number of requests that is said to be needed
 NUM_RESAMPLES = 9_999  # p-values down to 1e-4, which Holm's correction needs
-NUM_BLOCKS = 10  # at least, where requests suffice: few and long blocks hold slow noise too
-MIN_BLOCKS = 5  # where requests that share steps would leave fewer
+NUM_BLOCKS = 8  # at least, where requests suffice: few and long blocks hold slow noise too
+MIN_BLOCKS = 4  # where requests that share steps would leave fewer
+TURNOVERS = 2  # of the requests that run at once, in a block
+LARGEST = 50.0  # logarithm of a bound: of few blocks it may have no end
 NUM_ROUNDS = 2  # parts of a run that were measured apart: those of the lab
 Array = NDArray[np.float64]
 
@@ -64,10 +66,10 @@ def paired_ratio(
 ) -> PairedRatio:
     """Π (Σ column)^sign over requests [R], of columns [C, R] with `signs` [C] that add up to 0.
 
-    A studentised bootstrap of the logarithm (Davison and Hinkley, Bootstrap Methods, 1997, 2.4)
-    over blocks of requests that follow each other, since requests `at_once` in the engine share
-    the noise of their steps. The standard error is at least that of the mean of `num_rounds`
-    equal parts: noise that lasts as long as a round is not seen within one.
+    A symmetric studentised bootstrap of the logarithm (Hall, The Bootstrap and Edgeworth Expansion,
+    1992, 3.6) over blocks of requests that follow each other, since requests `at_once` in the
+    engine share the noise of their steps. The standard error is at least that of the mean of
+    `num_rounds` equal parts: noise that lasts as long as a round is not seen within one.
     """
     columns = columns[:, columns.any(axis=0)]
     num_requests, totals = columns.shape[1], columns.sum(axis=1)
@@ -90,13 +92,12 @@ def paired_ratio(
         return PairedRatio(
             ratio=exp(found), ci95=same, p=p, log_error=0.0, num_requests=num_requests
         )
-    t = _studentised(blocks, shares, powers, found)
-    high, low = np.percentile(t, [2.5, 97.5])
-    beyond = int(min((t >= found / error).sum(), (t <= found / error).sum()))
+    t = np.abs(_studentised(blocks, shares, powers, found))
+    reach = min(float(np.percentile(t, 95)) * error, LARGEST)
     return PairedRatio(
         ratio=exp(found),
-        ci95=(exp(found - low * error), exp(found - high * error)),
-        p=min(1.0, 2 * (beyond + 1) / (len(t) + 1)),
+        ci95=(exp(found - reach), exp(found + reach)),
+        p=float(((t >= abs(found) / error).sum() + 1) / (len(t) + 1)),
         log_error=error,
         num_requests=num_requests,
     )
@@ -105,7 +106,8 @@ def paired_ratio(
 def in_blocks(columns: Array, at_once: int) -> Array:
     """Sums of columns [C, R] over blocks of requests that follow each other: [C, G]."""
     num_requests = columns.shape[1]
-    length = max(1, num_requests // NUM_BLOCKS, min(at_once, num_requests // MIN_BLOCKS))
+    together = min(TURNOVERS * at_once, num_requests // MIN_BLOCKS)
+    length = max(1, num_requests // NUM_BLOCKS, together)
     return np.add.reduceat(columns, np.arange(0, num_requests, length), axis=1)
 
 

@@ -22,6 +22,8 @@ BENCH = "bench.json"
 BENCH_REPORT = "bench.html"
 COMPARISON = "compare.json"
 COMPARISON_REPORT = "compare.html"
+COMPARISON_CSV = "compare.csv"
+COMPARISON_MARKDOWN = "compare.md"
 TRACKER = "wandb"
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 

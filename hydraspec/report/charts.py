@@ -83,6 +83,33 @@ def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description
     return Chart(height=height, description=description, marks=marks, legend=legend)
 
 
+def curves(labels: Sequence[str], series: Sequence[Series], *, description: str) -> Chart:
+    """Rates from 0 to 1 as one line per series over the labels, with a dot for each value."""
+    height, left, bottom, top = 260, 38, 26, 14
+    plot = height - top - bottom
+    step = (WIDTH - left - 24) / max(1, len(labels) - 1)
+    marks = []
+    for percent in (0, 25, 50, 75, 100):
+        y = top + plot * (1 - percent / 100)
+        marks += [_line(left, WIDTH, y, y), _text(left - 6, y + 4, f"{percent}%", "end", "axis")]
+    for i, label in enumerate(labels):
+        marks.append(_text(left + 12 + step * i, height - 8, label, "middle", "axis"))
+    for one in series:
+        points = [
+            (left + 12 + step * i, top + plot * (1 - value), f"{one.name}: {value:.1%}")
+            for i, value in enumerate(one.values)
+            if value is not None
+        ]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in points) if points else ""
+        drawn = {"d": path, "fill": "none", "stroke": one.color, "stroke-width": 2}
+        marks.append(Mark("path", drawn, title=one.name))
+        for x, y, title in points:
+            at = {"cx": _place(x), "cy": _place(y), "r": 3.5, "fill": one.color}
+            marks.append(Mark("circle", at, title=title))
+    legend = [(one.name, one.color) for one in series]
+    return Chart(height=height, description=description, marks=marks, legend=legend)
+
+
 def horizontal_bars(bars: Sequence[Bar], *, description: str, mark: float | None = None) -> Chart:
     """A bar per row from 0, with a whisker for its interval; `mark` is a dashed line."""
     row, left, right = 34, _label_width([b.label for b in bars]), 92

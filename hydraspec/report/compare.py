@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
+from hydraspec.comparison import words
+from hydraspec.comparison.ranking import Ranking, rank
+from hydraspec.comparison.runs import Job, check_alike, read_run
+from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import (
     COMPARISON,
@@ -23,9 +26,10 @@ from hydraspec.metrics.run_files import (
 )
 from hydraspec.metrics.summary import Summary
 from hydraspec.report import html
-from hydraspec.report.charts import Bar, Chart, horizontal_bars
 from hydraspec.report.console import print_table, table_console
 from hydraspec.report.figures import number, plus_minus
+from hydraspec.report.ranking import BEST, EQUAL, blocks
+from hydraspec.report.runs import show_blocks, write_tables
 
 ALWAYS = ("method", "num_speculative_tokens")
 # Typed keys that a summary records under their last name; others are shown as typed.
@@ -52,32 +56,51 @@ HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless", "ex
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One job that ran."""
+    """One job that ran.
+
+    Attributes:
+        rank: by paired speedup among jobs that differ in the method only, from 1; runs that differ
+            in seed share one. None where there is nothing to rank.
+        told_from_best: whether its speedup differs from the best one's beyond noise.
+    """
 
     job: str  # its folder's name
+    folder: Path
     summary: Summary
     settings: dict[str, object]  # the settings of ALWAYS, and those typed for this job
-    is_best: bool = False
+    rank: int | None = None
+    told_from_best: bool = False
 
     @property
-    def throughput(self) -> float:
-        return self.summary["output_tokens_per_second"] or 0.0
+    def mark(self) -> str:
+        """BEST, EQUAL or nothing."""
+        if self.rank is None:
+            return ""
+        return BEST if self.rank == 1 else "" if self.told_from_best else EQUAL
 
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """A sweep's rows, the settings that differ between them, and jobs that left no summary."""
+    """A sweep's rows, the settings that differ between them, and jobs that left no summary.
+
+    Attributes:
+        rankings: title and ranking of jobs that differ in the method only.
+        unranked: why jobs could not be ranked.
+    """
 
     rows: list[Row]
     columns: list[str]
     unfinished: list[str]
+    rankings: list[tuple[str, Ranking]]
+    unranked: list[str]
 
 
 def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
-    """Print the comparison and write compare.html and compare.json into `sweep_dir`.
+    """Print the comparison and write compare.html, .json, .csv and .md into `sweep_dir`.
 
-    A job that took over an equal job's result (`reused_from` in its summary) has no row. Among jobs
-    that differ only in settings of the method, the fastest is marked.
+    A job that took over an equal job's result (`reused_from` in its summary) has no row. Jobs that
+    differ only in settings of the method are ranked by paired speedup; the best is marked, and all
+    that cannot be told from it.
 
     Raises:
         OSError: with the path, if the folder cannot be written.
@@ -90,6 +113,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     page = sweep_dir / COMPARISON_REPORT
     write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(comparison)))
     write_whole(page, _as_page(comparison, sweep_dir.name))
+    write_tables(sweep_dir, [ranking for _, ranking in comparison.rankings])
     _print(comparison, console)
     console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
 
@@ -104,13 +128,16 @@ def read(sweep_dir: Path) -> Comparison:
             unfinished += [folder.name] if folder.name.isdigit() else []
         elif "reused_from" not in summary:
             settings = _settings(summary, _typed(folder / OVERRIDES))
-            rows.append(Row(job=folder.name, summary=summary, settings=settings))
+            row = Row(job=folder.name, folder=folder, summary=summary, settings=settings)
+            rows.append(row)
     columns = _varying(rows)
-    _mark_best(rows, columns)
+    rankings, unranked = _ranked(rows, columns)
     return Comparison(
         rows=rows,
         columns=columns or list(ALWAYS),
         unfinished=unfinished,
+        rankings=rankings,
+        unranked=unranked,
     )
 
 
@@ -132,17 +159,54 @@ def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
     return settings
 
 
-def _mark_best(rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Mark the fastest job of each combination of settings that are not the method's."""
-    others = [c for c in columns if c not in ALWAYS and not c.startswith("method.")]
-    groups: dict[tuple[str, ...], list[Row]] = {}
+def _ranked(
+    rows: Sequence[Row], columns: Sequence[str]
+) -> tuple[list[tuple[str, Ranking]], list[str]]:
+    """A ranking for each combination of settings that are neither the method's nor the seed, and
+    why others could not be ranked. Sets rank and told_from_best of the rows."""
+    others = [c for c in columns if c not in (*ALWAYS, "seed") and not c.startswith("method.")]
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.summary["status"] == "ok":
-            key = tuple(str(row.settings.get(column)) for column in others)
-            groups.setdefault(key, []).append(row)
-    for group in groups.values():
-        if len(group) > 1:
-            max(group, key=lambda row: row.throughput).is_best = True
+            title = ", ".join(_label(column, row.settings.get(column)) for column in others)
+            groups.setdefault(title, []).append(row)
+    rankings, unranked = [], []
+    for title, group in groups.items():
+        try:
+            ranking = _rank(group, columns)
+        except ConfigurationError as error:
+            where = f" with {title}" if title else ""
+            unranked.append(f"Not ranked{where}: {str(error).splitlines()[0]}.")
+            continue
+        if ranking is not None:
+            rankings.append((title, ranking))
+    return rankings, unranked
+
+
+def _rank(group: Sequence[Row], columns: Sequence[str]) -> Ranking | None:
+    """The ranking of rows over the same prompts, None of a single job.
+
+    Raises:
+        ConfigurationError: they cannot be compared.
+    """
+    settings = [column for column in columns if column != "seed"]
+    pools: dict[str, list[Row]] = {}
+    for row in group:
+        label = ", ".join(_label(column, row.settings.get(column)) for column in settings)
+        pools.setdefault(label, []).append(row)
+    if len(pools) < 2:
+        return None
+    jobs = {"+".join(row.job for row in pooled): (label, pooled) for label, pooled in pools.items()}
+    made = [
+        Job(name=name, label=label, runs=[read_run(row.folder) for row in pooled])
+        for name, (label, pooled) in jobs.items()
+    ]
+    check_alike(made)
+    ranking = rank(made)
+    for each in ranking.ranked:
+        for row in jobs[each.job.name][1]:
+            row.rank, row.told_from_best = each.rank, each.told_from_best
+    return ranking
 
 
 def _job_number(folder: Path) -> tuple[int, str]:
@@ -178,9 +242,11 @@ def _header(columns: Sequence[str]) -> list[str]:
 
 def _notes(comparison: Comparison) -> list[str]:
     notes = [
-        "Marked: the most tokens per second among jobs that differ in the method only.",
+        f"{BEST}: the highest paired speedup among jobs that differ in the method only; {EQUAL}: "
+        "cannot be told from it.",
         "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
     ]
+    notes += comparison.unranked
     if comparison.unfinished:
         notes.append(f"Without a result: job {', '.join(comparison.unfinished)}.")
     return notes
@@ -188,12 +254,18 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _print(comparison: Comparison, console: Console) -> None:
     lines = [_cells(row, comparison.columns) for row in comparison.rows]
-    best = {i for i, row in enumerate(comparison.rows) if row.is_best}
+    best = {i for i, row in enumerate(comparison.rows) if row.mark}
     for i in best:
-        lines[i][0] = f"* {lines[i][0]}"
+        lines[i][0] = f"{comparison.rows[i].mark} {lines[i][0]}"
     print_table(console, "Comparison", _header(comparison.columns), lines, best=best)
+    for title, ranking in comparison.rankings:
+        show_blocks(console, blocks(ranking, _ranking_title(title)))
     for note in _notes(comparison):
-        console.print(note.replace("Marked", "*"), markup=False)
+        console.print(printable(note), markup=False, soft_wrap=True)
+
+
+def _ranking_title(title: str) -> str:
+    return f"Jobs by paired speedup{f', {title}' if title else ''}"
 
 
 def _as_json(comparison: Comparison) -> Json:
@@ -202,6 +274,9 @@ def _as_json(comparison: Comparison) -> Json:
         "columns": comparison.columns,
         "rows": [_as_record(row, comparison.columns) for row in comparison.rows],
         "unfinished_jobs": comparison.unfinished,
+        "rankings": [
+            {"settings": title, **words.as_json(ranking)} for title, ranking in comparison.rankings
+        ],
     }
 
 
@@ -210,7 +285,9 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
     return {
         "job": row.job,
         "status": row.summary["status"],
-        "is_best": row.is_best,
+        "is_best": row.rank == 1,
+        "rank": row.rank,
+        "told_from_best": row.told_from_best,
         **{column: row.settings.get(column) for column in columns},
         **{name: figures[name] for name in MEASURES},
     }
@@ -223,12 +300,10 @@ def _as_page(comparison: Comparison, name: str) -> str:
         title=f"Comparison {name}",
         common=_common(comparison),
         header=_header(comparison.columns),
-        lines=[(_cells(row, comparison.columns), row.is_best) for row in rows],
+        lines=[(row, _cells(row, comparison.columns)[1:]) for row in rows],
         notes=_notes(comparison),
-        jobs=[row.job for row in rows],
         report=REPORT,
-        speedups=_chart(rows, "speedup", "Speedup of each job"),
-        lengths=_chart(rows, "acceptance_length", "Acceptance length of each job"),
+        rankings=[blocks(made, _ranking_title(title)) for title, made in comparison.rankings],
     )
 
 
@@ -248,39 +323,7 @@ def _varying(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1]
 
 
-def _labels(rows: Sequence[Row]) -> list[str]:
-    """The settings in which the rows differ, cut to fit a chart."""
-    columns = _varying(rows) or [ALWAYS[0]]
-    labels = []
-    for row in rows:
-        parts = [_label(column, row.settings.get(column)) for column in columns]
-        labels.append(", ".join(parts)[:26])
-    return labels
-
-
 def _label(column: str, value: object) -> str:
     if column == "method":
         return _shown(value)
     return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(value)}"
-
-
-def _chart(
-    rows: Sequence[Row], key: Literal["speedup", "acceptance_length"], description: str
-) -> Chart | None:
-    """A bar for each job that has this figure, with a line at 1."""
-    shown = [row for row in rows if (found := row.summary[key]) and found["mean"] is not None]
-    if not shown:
-        return None
-    color = "var(--method)" if key == "speedup" else "var(--second)"
-    bars = [
-        Bar(
-            label=label,
-            value=found["mean"] or 0.0,
-            text=number(found["mean"]),
-            color="var(--good)" if key == "speedup" and row.is_best else color,
-            ci95=found["ci95"],
-        )
-        for row, label in zip(shown, _labels(shown), strict=True)
-        if (found := row.summary[key])
-    ]
-    return horizontal_bars(bars, description=description, mark=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_every_file_and_key_of_a_run_is_documented(sweep: Path) -> None:
     read_ones = [path for path in files if path.suffix in (".json", ".jsonl")]
     assert len(read_ones) == 6
     assert {path.name: found for path in read_ones if (found := undocumented(read(path)))} == {}
+
+
+def test_every_key_of_a_comparison_is_documented(sweep: Path, tmp_path: Path) -> None:
+    again = shutil.copytree(sweep / "0", tmp_path / "again")
+    found = hydraspec.compare([sweep / "0", again], write=tmp_path / "out")
+    assert found["jobs"][1]["versus"]
+    assert undocumented(found) == set()
+    assert undocumented(read(tmp_path / "out" / "compare.json")) == set()
 
 
 def test_names_of_files_and_verdicts_are_documented() -> None:

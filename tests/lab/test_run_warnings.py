@@ -11,7 +11,6 @@ from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings
-from hydraspec.metrics.paired import sign_test
 from hydraspec.types import Completion, Request, SamplingParams
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -172,9 +171,3 @@ def test_answers_that_differ_beyond_noise_are_said_loudly(
         assert "EXACT MATCH DIFFERS" in said[0]
         assert says in said[0]
     assert accuracy_warnings(requests, answered(method), {}) == []
-
-
-def test_the_sign_test_is_exact() -> None:
-    assert sign_test(0, 0) == sign_test(5, 5) == sign_test(5, 4) == 1.0
-    assert sign_test(8, 0) == sign_test(0, 8) == 2 / 256
-    assert sign_test(1, 9) == pytest.approx(22 / 1024)

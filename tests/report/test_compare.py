@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checked_pages import check_page
@@ -19,20 +21,28 @@ Use = Callable[[FakeEngine], FakeEngine]
 
 
 @pytest.fixture
-def sweep(config: RunConfig, use_engine: Use, tmp_path: Path) -> Path:
-    """Jobs 0 to 3: K=1 and K=3 of a method, plain decoding, and an equal job that took it over."""
-    folder = tmp_path / "sweep"
+def sweep(
+    config: RunConfig, use_engine: Use, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Jobs 0 to 3: K=1 and K=3 of a method, plain decoding, and an equal job that took it over. Run
+    once, and copied for each test."""
+    kept = tmp_path_factory.getbasetemp() / "sweep_of_fake_runs"
+    if not kept.exists():
+        _run_sweep(kept, config, use_engine)
+    return Path(shutil.copytree(kept, tmp_path / "sweep"))
+
+
+def _run_sweep(folder: Path, config: RunConfig, use_engine: Use) -> None:
     for job, (method, drafts) in enumerate([("gemma4_mtp", 1), ("gemma4_mtp", 3), ("none", 0)]):
         config.method = MethodConfig(name=method, num_speculative_tokens=drafts)
         use_engine(FakeEngine(method=method, num_speculative_tokens=drafts))
         overrides = [f"method={method}", f"method.num_speculative_tokens={max(drafts, 1)}"]
-        run_module.run(config, run_dir=folder / str(job), overrides=overrides)
+        run_module.run(config, run_dir=folder / str(job), overrides=overrides, quiet=True)
     copied = json.loads((folder / "2" / "summary.json").read_text(encoding="utf-8"))
     (folder / "3").mkdir()
     text = json.dumps(copied | {"reused_from": "2"})
     (folder / "3" / "summary.json").write_text(text, encoding="utf-8")
     (folder / "4").mkdir()
-    return folder
 
 
 def test_a_comparison_that_goes_to_a_file_is_not_cut(
@@ -69,19 +79,93 @@ def test_compare(sweep: Path) -> None:
     assert page.links == ["0/report.html", "1/report.html", "2/report.html"]
 
 
-def test_best_is_marked_for_each_setting_around_the_method(sweep: Path) -> None:
-    """Catches one mark for a sweep over concurrency, where the largest is always the fastest."""
+def change(folder: Path, **changes: Any) -> None:
+    """Change the summary of a job."""
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(summary), encoding="utf-8")
+
+
+def type_in(folder: Path, *overrides: str) -> None:
+    text = "".join(f"- {override}\n" for override in overrides)
+    (folder / "overrides.yaml").write_text(text, encoding="utf-8")
+
+
+def test_jobs_are_ranked_within_each_setting_around_the_method(sweep: Path) -> None:
+    """Catches one ranking for a sweep over concurrency, where the largest is always the fastest."""
     for job, concurrency in (("0", 1), ("1", 4), ("2", 1)):
-        path = sweep / job / "summary.json"
-        summary = json.loads(path.read_text(encoding="utf-8")) | {"concurrency": concurrency}
-        path.write_text(json.dumps(summary), encoding="utf-8")
-        typed = f"- method=x\n- workload.concurrency={concurrency}\n"
-        (sweep / job / "overrides.yaml").write_text(typed, encoding="utf-8")
+        change(sweep / job, concurrency=concurrency)
+        type_in(sweep / job, "method=x", f"workload.concurrency={concurrency}")
     comparison = read(sweep)
     assert comparison.columns == ["method", "num_speculative_tokens", "concurrency"]
     assert [row.settings["concurrency"] for row in comparison.rows] == [1, 4, 1]
-    assert [row.is_best for row in comparison.rows].count(True) == 1
-    assert not comparison.rows[1].is_best
+    assert [row.rank for row in comparison.rows] == [2, None, 1]
+    assert [title for title, _ in comparison.rankings] == ["at once 1"]
+
+
+def scale(folder: Path, *, method: float, both: float) -> None:
+    """The run as on another machine: the method's times and all times multiplied."""
+    path = folder / "requests.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for i, row in enumerate(rows):
+        row["decode_ms"] *= method * both * (1 + 0.01 * (i % 3))
+        if row["baseline"]:
+            row["baseline"]["decode_ms"] *= both
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    change(folder, output_tokens_per_second=summary["output_tokens_per_second"] / both)
+
+
+def test_a_drifting_machine_does_not_change_the_rank(sweep: Path) -> None:
+    """Job 0 is slower against its own baseline, but ran while the machine was three times as fast:
+    catches the mark that follows tokens per second."""
+    scale(sweep / "0", method=1.5, both=1 / 3)
+    comparison = read(sweep)
+    first, second, plain = comparison.rows
+    speeds = [row.summary["output_tokens_per_second"] or 0 for row in (first, second)]
+    assert speeds[0] > speeds[1]
+    assert (first.rank, second.rank, plain.rank) == (3, 1, 2)
+    assert (first.mark, second.mark) == ("", "*")
+    console = Console(record=True, width=200)
+    compare(sweep, console=console)
+    assert "The same baseline ran at" in console.export_text()
+
+
+def test_what_cannot_be_told_from_the_best_is_marked_too(sweep: Path) -> None:
+    for job in ("0", "1"):
+        rows = (sweep / "1" / "requests.jsonl").read_text(encoding="utf-8")
+        (sweep / job / "requests.jsonl").write_text(rows, encoding="utf-8")
+    scale(sweep / "0", method=1.001, both=1.0)
+    marks = {row.job: row.mark for row in read(sweep).rows}
+    assert sorted((marks["0"], marks["1"])) == ["*", "="]
+
+
+def test_seeds_are_pooled(sweep: Path) -> None:
+    for job, k, seed in (("0", 1, 0), ("1", 1, 1), ("2", 3, 0)):
+        change(sweep / job, num_speculative_tokens=k, seed=seed)
+        type_in(sweep / job, f"method.num_speculative_tokens={k}", f"seed={seed}")
+    ((_, ranking),) = read(sweep).rankings
+    assert sorted(len(each.job.runs) for each in ranking.ranked) == [1, 2]
+    assert {each.job.name for each in ranking.ranked} == {"0+1", "2"}
+
+
+def test_jobs_that_cannot_be_ranked_say_why(sweep: Path) -> None:
+    change(sweep / "0", baseline=None)
+    comparison = read(sweep)
+    assert comparison.rankings == []
+    assert {row.mark for row in comparison.rows} == {""}
+    (why,) = comparison.unranked
+    assert "has no baseline" in why
+
+
+def test_the_tables_of_a_sweep_are_written(sweep: Path) -> None:
+    compare(sweep, console=Console(record=True, width=160))
+    lines = (sweep / "compare.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("rank,job,label,runs,category,measure,value")
+    assert len(lines) == 1 + 3 * 3 + 2 * 3, "speedup of all, acceptance where there are drafts"
+    text = (sweep / "compare.md").read_text(encoding="utf-8")
+    assert text.startswith("| rank | job |")
+    assert "\n- " in text
 
 
 def test_compare_of_nothing(tmp_path: Path) -> None:

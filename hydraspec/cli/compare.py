@@ -1,0 +1,71 @@
+"""`python -m hydraspec.compare` and `hydraspec.compare`: arguments, files and exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from hydraspec.errors import ConfigurationError, UserError, printable
+from hydraspec.signals import output_may_be_cut
+
+DESCRIPTION = """\
+Compare runs over the same prompts, request by request. Each run's speed is taken against its own
+baseline, so that a machine that slows down between runs cancels. Runs that differ in seed alone are
+pooled. Two jobs: the first is the reference; more: the others are compared with the best."""
+STATUSES = "Exit status: 0; 2 if the folders cannot be compared; 1 if a file cannot be written."
+
+
+def compare(
+    folders: Sequence[str | PathLike[str]], *, write: str | PathLike[str] | None = None
+) -> dict[str, Any]:
+    """See `hydraspec.compare`."""
+    is_list = isinstance(folders, Sequence) and not isinstance(folders, str)
+    if not is_list or not all(isinstance(folder, str | PathLike) for folder in folders):
+        raise ConfigurationError(
+            f"compare({folders!r}): cannot be read\n  allowed: a list of folders\n"
+            '  to do: write compare(["outputs/a", "outputs/b"])'
+        )
+    from hydraspec.comparison import words
+    from hydraspec.report import runs
+
+    ranking = runs.compared([Path(folder) for folder in folders])
+    if write is not None:
+        runs.write(ranking, Path(write))
+    result: dict[str, Any] = words.as_json(ranking)
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hydraspec.compare", description=DESCRIPTION, epilog=STATUSES
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, or of a sweep")
+    parser.add_argument(
+        "--write",
+        metavar="FOLDER",
+        help="write compare.json, compare.csv, compare.md and compare.html there",
+    )
+    given = parser.parse_args(arguments)
+    from hydraspec.report import runs
+
+    with output_may_be_cut():
+        try:
+            ranking = runs.compared([Path(folder) for folder in given.folders])
+            runs.show(ranking)
+            if given.write is not None:
+                runs.write(ranking, Path(given.write), say=True)
+        except UserError as error:
+            return _complain(str(error), error.exit_code)
+        except OSError as error:
+            return _complain(f"cannot write {given.write}: {error.strerror or error}", 1)
+    return 0
+
+
+def _complain(message: str, status: int) -> int:
+    sys.stderr.write(f"hydraspec.compare: {printable(message)}\n")
+    return status

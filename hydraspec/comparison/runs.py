@@ -1,0 +1,275 @@
+"""Runs as they are compared: read from their folders, pooled into jobs, refused where unlike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import CONFIG, ENVIRONMENT, REQUESTS, SUMMARY, read_summary
+from hydraspec.metrics.summary import Summary
+
+# Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
+POOLED = ("seed", "tracker", "metrics", "warnings")
+Key = tuple[str, tuple[int, ...]]  # a request's id and its prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A run's folder, read. `rows` are the lines of its requests.jsonl, in order."""
+
+    folder: Path
+    summary: Summary
+    rows: Sequence[Json]
+    settings: Mapping[str, object]  # config.yaml with dotted keys
+    commit: object = None
+
+    @property
+    def name(self) -> str:
+        """The folder's last part that says something."""
+        return self.folder.resolve().name
+
+    def identity(self) -> dict[str, object]:
+        """What makes runs repeats of each other."""
+        keys = {k: v for k, v in self.settings.items() if k.partition(".")[0] not in POOLED}
+        return {**keys, "commit": self.commit}
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One or several runs of the same settings, pooled; `label` has what tells it from others."""
+
+    name: str
+    label: str
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def summary(self) -> Summary:
+        """That of its first run."""
+        return self.runs[0].summary
+
+
+def refuse(what: object, problem: str, *, allowed: str, remedy: str) -> ConfigurationError:
+    """The one message about folders that cannot be compared (exit status 2)."""
+    return ConfigurationError(f"{what}: {problem}\n  allowed: {allowed}\n  to do: {remedy}")
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders; a sweep's folder stands for its jobs.
+
+    Raises:
+        ConfigurationError: a path that is no run or sweep, or a run that cannot be compared.
+    """
+    allowed, remedy = "folders of runs, or of sweeps", "give the folder with summary.json in it"
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            problem = "is no folder" if folder.exists() else "does not exist"
+            raise refuse(folder, problem, allowed=allowed, remedy=remedy)
+        inside = [folder] if (folder / SUMMARY).is_file() else sorted(_jobs(folder), key=_number)
+        if not inside:
+            raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)
+        for each in inside:
+            found[each.resolve()] = read_run(each)
+    own = [run for run in found.values() if "reused_from" not in run.summary]
+    return own or list(found.values())
+
+
+def _jobs(folder: Path) -> Iterator[Path]:
+    return (each for each in folder.iterdir() if (each / SUMMARY).is_file())
+
+
+def _number(folder: Path) -> tuple[int, str]:
+    return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
+
+
+def read_run(folder: Path) -> Run:
+    """One run's folder.
+
+    Raises:
+        ConfigurationError: naming the file that is missing, damaged or older than this.
+    """
+    allowed = "folders of finished runs"
+    summary = read_summary(folder)
+    if summary is None or "lossless" not in summary:
+        problem = f"{SUMMARY} cannot be read, or is no run's"
+        raise refuse(folder, problem, allowed=allowed, remedy="leave it out, or run it again")
+    try:
+        lines = (folder / REQUESTS).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        settings = _dotted(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {})
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = f"{REQUESTS} or {CONFIG} cannot be read: {str(error).splitlines()[0]}"
+        raise refuse(folder, problem, allowed=allowed, remedy="run it again") from None
+    if any("decode_ms" not in row or "baseline" not in row for row in rows):
+        problem = f"{REQUESTS} has no times of requests: it was written by an older hydraspec"
+        raise refuse(folder, problem, allowed=allowed, remedy="run it again")
+    commit = _environment(folder).get("git")
+    return Run(folder=folder, summary=summary, rows=rows, settings=settings, commit=commit)
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def pool(runs: Sequence[Run]) -> list[Job]:
+    """Runs that differ in seed or tracker only, or in nothing, as one job; each run by itself where
+    that would leave one job to compare."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        same = next((group for group in groups if group[0].identity() == run.identity()), None)
+        if same is None:
+            groups.append([run])
+        else:
+            same.append(run)
+    if len(groups) < 2:
+        groups = [[run] for run in runs]
+    differing = _differing([group[0].settings for group in groups])
+    names = _names([group[0].folder for group in groups])
+    return [
+        Job(name=name, label=_label(group[0], differing) or name, runs=group)
+        for group, name in zip(groups, names, strict=True)
+    ]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [
+        key
+        for key in keys
+        if key.partition(".")[0] not in POOLED and len({str(one.get(key)) for one in settings}) > 1
+    ]
+
+
+def _label(run: Run, differing: Sequence[str]) -> str:
+    """The method, and the settings in which jobs differ; many are left to the configurations."""
+    summary = run.summary
+    parts = [summary["method"]]
+    if "method.num_speculative_tokens" in differing and summary["num_speculative_tokens"]:
+        parts.append(f"K={summary['num_speculative_tokens']}")
+    short = [k for k in differing if k not in ("method.name", "method.num_speculative_tokens")]
+    others = [key for key in short if not key.startswith("method.")] or short
+    parts += [f"{key.rpartition('.')[2]}={run.settings.get(key)}" for key in others[:2]]
+    return ", ".join(parts) if differing else ""
+
+
+# ---------------------------------------------------------------- what may be compared
+
+
+def check_alike(jobs: Sequence[Job]) -> None:
+    """Refuse jobs of other targets, sampling or prompts, and runs without a baseline.
+
+    Raises:
+        ConfigurationError: naming both runs and the difference.
+    """
+    runs = [(job, run) for job in jobs for run in job.runs]
+    if len(runs) < 2:
+        raise refuse(
+            runs[0][1].folder if runs else "compare",
+            "is one run: there is nothing to compare it with",
+            allowed="two or more runs, or a sweep of two or more jobs",
+            remedy="add the folder of another run over the same prompts",
+        )
+    for _, run in runs:
+        if run.summary["baseline"] is None and run.summary["method"] != "none":
+            raise refuse(
+                run.folder,
+                "has no baseline, so that its speed cannot be told from the machine's",
+                allowed="runs with baseline=true, and of method=none",
+                remedy="run it again with baseline=true",
+            )
+        if not _finished(run):
+            raise refuse(
+                run.folder,
+                "no request finished",
+                allowed="runs with finished requests",
+                remedy="see its summary.json and requests.jsonl",
+            )
+    first = runs[0][1]
+    for _, run in runs[1:]:
+        for what, ours, theirs in _conditions(first, run):
+            if ours != theirs:
+                raise _unlike(first, run, f"other {what}: {ours} and {theirs}")
+    keys = [{key for run in job.runs for key in _keys(run)} for job in jobs]
+    for job, found in zip(jobs[1:], keys[1:], strict=True):
+        if (differing := found ^ keys[0]) and _all_ended([*jobs[0].runs, *job.runs]):
+            one = min(differing)
+            side = first if one in keys[0] else job.runs[0]
+            problem = f"other prompts: request {one[0]!r} as it is in {side.name} is in it alone"
+            raise _unlike(first, job.runs[0], problem)
+        if not found & keys[0]:
+            raise _unlike(first, job.runs[0], "other prompts: no request of both finished")
+
+
+def _unlike(first: Run, other: Run, difference: str) -> ConfigurationError:
+    return refuse(
+        f"{first.folder} and {other.folder}",
+        f"cannot be compared: {difference}",
+        allowed="runs of the same target and sampling over the same prompts",
+        remedy="compare runs that differ in method, engine or devices",
+    )
+
+
+def _conditions(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
+    for key in ("target", "target_checkpoint"):
+        yield "target", a.summary.get(key), b.summary.get(key)
+    keys = dict.fromkeys([*a.settings, *b.settings])
+    for key in keys:
+        if key.startswith("sampling.") and key != "sampling.name":
+            ours, theirs = (f"{key}={run.settings.get(key)}" for run in (a, b))
+            yield "sampling", ours, theirs
+
+
+def key_of(row: Json) -> Key:
+    """A request of requests.jsonl: the same in all runs over the same prompts."""
+    return str(row["id"]), tuple(row["prompt_token_ids"])
+
+
+def _keys(run: Run) -> set[Key]:
+    return {key_of(row) for row in run.rows if row["finish_reason"] != "error"}
+
+
+def _finished(run: Run) -> bool:
+    return any(row["finish_reason"] != "error" for row in run.rows)
+
+
+def _all_ended(runs: Sequence[Run]) -> bool:
+    """Whether each run ended all its requests without an error."""
+    return all(
+        run.summary["num_requests"] == run.summary["num_requests_in_workload"]
+        and run.summary["num_errors"] == 0
+        for run in runs
+    )

@@ -1,0 +1,196 @@
+"""A comparison in sentences, as JSON, CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+
+from hydraspec.comparison.pairs import ALL, Figure
+from hydraspec.comparison.ranking import Ranked, Ranking
+from hydraspec.errors import printable
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.paired import PairedRatio
+
+TITLES = {"speedup": "speedup", "acceptance_length": "acceptance length", "accuracy": "exact match"}
+COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95_low", "ci95_high")
+VERSUS = ("reference", "ratio", "ratio_ci95_low", "ratio_ci95_high", "p_adjusted", "says")
+
+
+def name_of(ranked: Ranked) -> str:
+    """ "job 3 (eagle3, K=5)"."""
+    label = ranked.job.label
+    return ranked.job.name if label == ranked.job.name else f"{ranked.job.name} ({label})"
+
+
+def sentence(figure: Figure, ranked: Ranked, reference: Ranked) -> str:
+    """What is told of one measure of two jobs, in words."""
+    where = "" if figure.scope == ALL else f" in {figure.scope}"
+    about = f"{name_of(ranked)} against {name_of(reference)}, {TITLES[figure.measure]}{where}"
+    values = f"{figure.job:.3g} and {figure.reference:.3g}"
+    of = in_words(figure.ratio)
+    if figure.job == figure.reference:
+        return f"{about}: the same, {figure.job:.3g}"
+    if figure.says != "cannot_tell":
+        return f"{about}: {figure.says}, {values}{of}"
+    return f"{about}: cannot tell, {values}{of}{_what_is_needed(figure)}"
+
+
+def in_words(found: PairedRatio) -> str:
+    """ ": ratio 1.07 (1.02 to 1.12)", or nothing where there is no ratio."""
+    if found.ratio is None:
+        return ""
+    if found.ci95 is None:
+        return f": ratio {found.ratio:.3f}, too few requests for an interval"
+    return f": ratio {found.ratio:.3f} ({found.ci95[0]:.3f} to {found.ci95[1]:.3f})"
+
+
+def _what_is_needed(figure: Figure) -> str:
+    """How many more prompts would tell the difference that was seen, and what these could tell."""
+    more = figure.ratio.num_more_needed(figure.level)
+    least = figure.ratio.detectable(figure.level)
+    if figure.ratio.ratio is None or least is None:
+        return ""
+    told = f"; these {figure.ratio.num_requests} tell differences of {least - 1:.1%}"
+    if more is None or more > 1_000_000:
+        return f"{told}, and no number of prompts one so small"
+    return f"{told}; about {more:,} more prompts needed for this one"
+
+
+def drift_words(ranking: Ranking) -> str | None:
+    """What the machine did between the jobs, if its baseline changed."""
+    if (drift := ranking.drift()) is None:
+        return None
+    slow, fast = drift
+    return (
+        f"The same baseline ran at {slow.baseline_tokens_per_second:,.0f} tokens/s in "
+        f"{slow.job.name} and at {fast.baseline_tokens_per_second:,.0f} in {fast.job.name}: the "
+        "machine changed between jobs, so tokens/s cannot be compared; speedups, each against its "
+        "own baseline, can."
+    )
+
+
+def verdicts(ranking: Ranking) -> Iterator[str]:
+    """A sentence for each measure over all requests, and for categories where a job differs."""
+    for each in ranking.others:
+        for figure in each.versus:
+            if figure.scope == ALL or figure.says != "cannot_tell":
+                yield sentence(figure, each, ranking.reference)
+
+
+# ---------------------------------------------------------------- files
+
+
+def as_json(ranking: Ranking) -> Json:
+    """The comparison as `hydraspec.compare` returns it."""
+    return {
+        "schema_version": 1,
+        "reference": ranking.reference.job.name,
+        "jobs": [_job_json(each, ranking) for each in ranking.ranked],
+        "verdicts": list(verdicts(ranking)),
+        "drift": drift_words(ranking),
+    }
+
+
+def _job_json(each: Ranked, ranking: Ranking) -> Json:
+    return {
+        "job": each.job.name,
+        "label": each.job.label,
+        "folders": [str(run.folder) for run in each.job.runs],
+        "rank": each.rank,
+        "told_from_best": each.told_from_best,
+        "speedup": _estimate(each.speedups[ALL]),
+        "acceptance_length": _estimate(each.lengths[ALL]),
+        "accuracy": each.accuracy,
+        "baseline_tokens_per_second": each.baseline_tokens_per_second,
+        "acceptance_rate_per_position": each.by_position,
+        "by_category": {
+            scope: {
+                "speedup": _estimate(each.speedups[scope]),
+                "acceptance_length": _estimate(each.lengths[scope]),
+            }
+            for scope in each.speedups
+            if scope != ALL
+        },
+        "versus": [_figure_json(figure, each, ranking.reference) for figure in each.versus],
+    }
+
+
+def _estimate(found: PairedRatio) -> Json:
+    return None if found.ratio is None else {"mean": found.ratio, "ci95": found.ci95}
+
+
+def _figure_json(figure: Figure, each: Ranked, reference: Ranked) -> Json:
+    return {
+        "measure": figure.measure,
+        "category": figure.scope or None,
+        "says": figure.says,
+        "value": figure.job,
+        "reference_value": figure.reference,
+        "ratio": figure.ratio.ratio,
+        "ci95": figure.ratio.ci95,
+        "p": figure.ratio.p,
+        "p_adjusted": figure.p_adjusted,
+        "num_requests": figure.ratio.num_requests,
+        "num_more_needed": figure.ratio.num_more_needed(figure.level)
+        if figure.says == "cannot_tell"
+        else None,
+        "sentence": sentence(figure, each, reference),
+    }
+
+
+def table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: each job's measures over all requests and by category."""
+    rows = []
+    for each in ranking.ranked:
+        for scope in each.speedups:
+            for measure, found in (
+                ("speedup", each.speedups[scope]),
+                ("acceptance_length", each.lengths[scope]),
+            ):
+                if found.ratio is None:
+                    continue
+                versus = next(
+                    (f for f in each.versus if (f.measure, f.scope) == (measure, scope)), None
+                )
+                rows.append(
+                    [
+                        *(str(each.rank or ""), each.job.name, each.job.label),
+                        *(str(len(each.job.runs)), scope or "all", measure),
+                        *map(_cell, (found.ratio, *(found.ci95 or (None, None)))),
+                        *_versus_cells(versus, ranking),
+                    ]
+                )
+    return [*COLUMNS, *VERSUS], rows
+
+
+def _versus_cells(figure: Figure | None, ranking: Ranking) -> list[str]:
+    if figure is None:
+        return [""] * len(VERSUS)
+    found = figure.ratio
+    numbers = (found.ratio, *(found.ci95 or (None, None)), figure.p_adjusted)
+    return [ranking.reference.job.name, *map(_cell, numbers), figure.says]
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def as_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as CSV."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([header, *rows])
+    return out.getvalue()
+
+
+def as_markdown(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A table as GitHub's Markdown, with notes under it."""
+    lines = [header, ["---"] * len(header), *rows]
+    text = "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in lines)
+    return text + "".join(f"\n- {_escaped(note)}" for note in notes) + "\n"
+
+
+def _escaped(text: str) -> str:
+    for mark in "\\`*_<[|":
+        text = text.replace(mark, "\\" + mark)
+    return printable(text).replace("\n", " ")

@@ -1,0 +1,137 @@
+"""A ranking of jobs as the parts of pages and of the console: table, matrix, curves, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydraspec.comparison.pairs import ALL
+from hydraspec.comparison.ranking import Ranked, Ranking
+from hydraspec.comparison.words import drift_words, name_of, verdicts
+from hydraspec.metrics.paired import PairedRatio
+from hydraspec.report.charts import Bar, Chart, Series, curves, horizontal_bars
+from hydraspec.report.figures import number
+
+COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
+MAX_CURVES = len(COLORS)
+BEST, EQUAL = "*", "="
+NOTE = (
+    f"{BEST}: the highest speedup, each job against its own baseline; {EQUAL}: cannot be told from "
+    "it (paired bootstrap over requests, Holm's correction over pairs of jobs, 5 %)."
+)
+HEADER = ("", "job", "settings", "runs", "speedup", "against the reference", "acceptance length")
+MORE = ("exact match", "baseline tok/s")
+
+
+@dataclass(slots=True, kw_only=True)
+class Blocks:
+    """What templates/ranking.html shows of one ranking."""
+
+    title: str
+    header: Sequence[str]
+    lines: Sequence[tuple[Sequence[str], bool]]  # cells, and whether it is the best or equal to it
+    matrix_header: Sequence[str]
+    matrix: Sequence[Sequence[str]]
+    curves: Chart | None
+    speedups: Chart | None
+    lengths: Chart | None
+    sentences: Sequence[str]
+    notes: Sequence[str]
+
+
+def blocks(ranking: Ranking, title: str) -> Blocks:
+    """The parts of one ranking, titled by what its jobs share."""
+    drift = drift_words(ranking)
+    return Blocks(
+        title=title,
+        header=[*HEADER, *MORE],
+        lines=[(cells(each, ranking), bool(mark(each, ranking))) for each in ranking.ranked],
+        matrix_header=["job", *(scope or "all" for scope in ranking.scopes())],
+        matrix=[_matrix_row(each, ranking) for each in ranking.ranked],
+        curves=_curves(ranking),
+        speedups=_bars(ranking, "speedup"),
+        lengths=_bars(ranking, "acceptance length"),
+        sentences=list(verdicts(ranking)),
+        notes=[NOTE, *([drift] if drift else [])],
+    )
+
+
+def mark(each: Ranked, ranking: Ranking) -> str:
+    """BEST, EQUAL or nothing."""
+    if each.rank is None or len(ranking.ranked) < 2:
+        return ""
+    return BEST if each.rank == 1 else "" if each.told_from_best else EQUAL
+
+
+def cells(each: Ranked, ranking: Ranking) -> list[str]:
+    """A job's line in the table of jobs."""
+    versus = each.against("speedup")
+    return [
+        mark(each, ranking),
+        each.job.name,
+        each.job.label,
+        str(len(each.job.runs)),
+        estimate(each.speedups[ALL], "x"),
+        "reference" if each is ranking.reference else estimate(versus.ratio) if versus else "-",
+        estimate(each.lengths[ALL]),
+        number(each.accuracy, 3),
+        number(each.baseline_tokens_per_second, 0),
+    ]
+
+
+def estimate(found: PairedRatio, unit: str = "") -> str:
+    """ "1.97x (1.75 to 2.20)", or a dash."""
+    if found.ratio is None:
+        return "-"
+    text = f"{found.ratio:.2f}{unit}"
+    return f"{text} ({found.ci95[0]:.2f} to {found.ci95[1]:.2f})" if found.ci95 else text
+
+
+def _matrix_row(each: Ranked, ranking: Ranking) -> list[str]:
+    """Speedup and acceptance length of each category."""
+    row = [name_of(each)]
+    for scope in ranking.scopes():
+        speedup, length = each.speedups.get(scope), each.lengths.get(scope)
+        figures = [f"{speedup.ratio:.2f}x"] if speedup and speedup.ratio is not None else []
+        figures += [f"{length.ratio:.2f}"] if length and length.ratio is not None else []
+        row.append(" / ".join(figures) or "-")
+    return row
+
+
+def _curves(ranking: Ranking) -> Chart | None:
+    """Of the jobs with the highest speedups, as many as there are colours."""
+    shown = [each for each in ranking.ranked if each.by_position][:MAX_CURVES]
+    width = max((len(each.by_position) for each in shown), default=0)
+    if width == 0:
+        return None
+    series = [
+        Series(
+            name=name_of(each),
+            color=color,
+            values=[*each.by_position, *[None] * (width - len(each.by_position))],
+        )
+        for each, color in zip(shown, COLORS, strict=False)
+    ]
+    labels = [str(i + 1) for i in range(width)]
+    return curves(labels, series, description="Acceptance rate by draft position, a line per job")
+
+
+def _bars(ranking: Ranking, what: str) -> Chart | None:
+    bars = []
+    for each in ranking.ranked:
+        is_speedup = what == "speedup"
+        found = (each.speedups if is_speedup else each.lengths)[ALL]
+        if found.ratio is None:
+            continue
+        marked = is_speedup and bool(mark(each, ranking))
+        plain = "var(--method)" if is_speedup else "var(--second)"
+        bars.append(
+            Bar(
+                label=name_of(each)[:28],
+                value=found.ratio,
+                text=number(found.ratio),
+                color="var(--good)" if marked else plain,
+                ci95=found.ci95,
+            )
+        )
+    return horizontal_bars(bars, description=f"{what} of each job", mark=1.0) if bars else None

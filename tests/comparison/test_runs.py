@@ -1,0 +1,233 @@
+"""`python -m hydraspec.compare` and `hydraspec.compare`: what is told, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checked_pages import check_page
+from fake_engine import Behaviour, FakeEngine
+
+import hydraspec
+from hydraspec.cli.compare import main
+from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.errors import ConfigurationError
+from hydraspec.lab import run as run_module
+
+Use = Callable[[FakeEngine], FakeEngine]
+
+
+@pytest.fixture
+def runs(
+    config: RunConfig, use_engine: Use, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with the runs `good` (K=3), `bad` (K=3, no draft accepted) and `none`. Run once, and
+    copied for each test."""
+    kept = tmp_path_factory.getbasetemp() / "compared_fake_runs"
+    if not kept.exists():
+        for name, method, accepted in (
+            ("good", "gemma4_mtp", (3, 2)),
+            ("bad", "eagle3", (0,)),
+            ("none", "none", (0,)),
+        ):
+            drafts = 0 if method == "none" else 3
+            config.method = MethodConfig(name=method, num_speculative_tokens=drafts)
+            behaviour = Behaviour(accepted=accepted)
+            use_engine(FakeEngine(behaviour, method=method, num_speculative_tokens=drafts))
+            run_module.run(config, run_dir=kept / name, overrides=[], quiet=True)
+    return Path(shutil.copytree(kept, tmp_path / "runs"))
+
+
+def copied(run: Path, name: str, **changes: object) -> Path:
+    """A copy of a run with other values in config.yaml, by dotted key."""
+    made = Path(shutil.copytree(run, run.parent / name))
+    settings = yaml.safe_load((made / "config.yaml").read_text(encoding="utf-8"))
+    for key, value in changes.items():
+        group, _, last = key.rpartition("__")
+        (settings[group] if group else settings)[last] = value
+    (made / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return made
+
+
+def edit_summary(run: Path, **changes: object) -> None:
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    (run / "summary.json").write_text(json.dumps(summary | changes), encoding="utf-8")
+
+
+def edit_rows(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = run / "requests.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        change(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def overall(found: dict[str, Any], measure: str) -> dict[str, Any]:
+    """The figure over all requests of the one job beside the reference."""
+    (job,) = (job for job in found["jobs"] if job["versus"])
+    (figure,) = (f for f in job["versus"] if (f["measure"], f["category"]) == (measure, None))
+    return dict(figure)
+
+
+def test_what_is_told_of_two_runs(runs: Path) -> None:
+    """The first folder is the reference, whichever is faster."""
+    found = hydraspec.compare([runs / "good", runs / "bad"])
+    assert found["reference"] == "good"
+    speed = overall(found, "speedup")
+    assert speed["says"] == "worse"
+    assert speed["ratio"] == pytest.approx(speed["value"] / speed["reference_value"])
+    assert overall(found, "acceptance_length")["says"] == "worse"
+    assert overall(found, "accuracy")["says"] == "cannot_tell"
+    assert [job["rank"] for job in found["jobs"]] == [1, 2]
+    assert "bad" in found["verdicts"][0]
+    turned = hydraspec.compare([runs / "bad", runs / "good"])
+    assert turned["reference"] == "bad"
+    assert overall(turned, "speedup")["says"] == "better"
+    assert overall(turned, "speedup")["ratio"] == pytest.approx(1 / speed["ratio"])
+
+
+def test_method_none_is_its_own_baseline(runs: Path) -> None:
+    found = hydraspec.compare([runs / "none", runs / "good"])
+    (none,) = (job for job in found["jobs"] if job["job"] == "none")
+    assert none["speedup"]["mean"] == 1.0
+    assert none["acceptance_length"] is None
+
+
+def test_a_run_and_its_repeat_are_the_same(runs: Path) -> None:
+    """Two runs that differ in nothing are compared; beside a third job they are pooled."""
+    again = copied(runs / "good", "again", seed=7)
+    found = hydraspec.compare([runs / "good", again])
+    assert len(found["jobs"]) == 2
+    assert overall(found, "speedup")["says"] == "cannot_tell"
+    assert "the same" in overall(found, "speedup")["sentence"]
+    pooled = hydraspec.compare([runs / "good", again, runs / "bad"])
+    assert sorted(len(job["folders"]) for job in pooled["jobs"]) == [1, 2]
+
+
+def test_a_folder_of_runs_stands_for_all_and_files_are_written(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_rows(runs / "bad", lambda row: row.update(category="<i>odd</i>|"))
+    edit_rows(runs / "good", lambda row: row.update(category="<i>odd</i>|"))
+    assert main([str(runs), "--write", str(runs / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "against the reference" in printed
+    assert "Speedup / acceptance length by category" in printed
+    page = check_page((runs / "out" / "compare.html").read_text(encoding="utf-8"))
+    assert "<i>odd</i>|" in page.text
+    names = {path.name for path in (runs / "out").iterdir()}
+    assert names == {"compare.json", "compare.csv", "compare.md", "compare.html"}
+    table = (runs / "out" / "compare.md").read_text(encoding="utf-8")
+    assert "\\<i>odd\\</i>\\|" in table
+
+
+REFUSED = {
+    "no such folder": (lambda runs: [runs / "nowhere"], "nowhere: does not exist"),
+    "a file": (lambda runs: [runs / "good" / "env.json"], "env.json: is no folder"),
+    "an empty folder": (lambda runs: [_made(runs / "empty")], "empty: holds no summary.json"),
+    "one run": (lambda runs: [runs / "good"], "is one run"),
+    "the same run twice": (lambda runs: [runs / "good", runs / "good"], "is one run"),
+    "without a baseline": (
+        lambda runs: [runs / "bad", _edited(runs / "good", baseline=None)],
+        "good: has no baseline",
+    ),
+    "another target": (
+        lambda runs: [runs / "bad", _edited(runs / "good", target="other")],
+        "other target: tiny_fake and other",
+    ),
+    "another temperature": (
+        lambda runs: [runs / "bad", copied(runs / "good", "warm", sampling__temperature=0.7)],
+        "other sampling: sampling.temperature=0.0 and sampling.temperature=0.7",
+    ),
+    "other prompts": (
+        lambda runs: [runs / "bad", _reprompted(runs / "good")],
+        "other prompts: request 'task-",
+    ),
+    "a cut summary": (
+        lambda runs: [runs / "bad", _cut(runs / "good" / "summary.json")],
+        "summary.json cannot be read",
+    ),
+    "cut requests": (
+        lambda runs: [runs / "bad", _cut(runs / "good" / "requests.jsonl")],
+        "cannot be read",
+    ),
+    "of an older version": (
+        lambda runs: [runs / "bad", _older(runs / "good")],
+        "was written by an older hydraspec",
+    ),
+}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _edited(run: Path, **changes: object) -> Path:
+    edit_summary(run, **changes)
+    return run
+
+
+def _reprompted(run: Path) -> Path:
+    edit_rows(run, lambda row: row["prompt_token_ids"].append(1))
+    return run
+
+
+def _older(run: Path) -> Path:
+    edit_rows(run, lambda row: row.pop("decode_ms"))
+    return run
+
+
+def _cut(file: Path) -> Path:
+    file.write_text(file.read_text(encoding="utf-8")[:50], encoding="utf-8")
+    return file.parent
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compared_is_one_message(
+    case: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders, says = REFUSED[case]
+    assert main([str(folder) for folder in folders(runs)]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert [line.split(":")[0] for line in said.splitlines()] == [
+        "hydraspec.compare",
+        "  allowed",
+        "  to do",
+    ]
+
+
+def test_an_interrupted_run_is_compared_where_both_finished(runs: Path) -> None:
+    path = runs / "good" / "requests.jsonl"
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(True)[:5]), "utf-8")
+    edit_summary(runs / "good", num_requests=5, status="interrupted")
+    assert overall(hydraspec.compare([runs / "bad", runs / "good"]), "speedup")["num_requests"] == 5
+
+
+def test_help_and_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "request by request" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    with pytest.raises(ConfigurationError, match="a list of folders"):
+        hydraspec.compare("outputs")
+
+
+def test_the_module_of_the_command_can_be_called(runs: Path) -> None:
+    """Catches `hydraspec.compare(...)` that fails once `hydraspec.compare` was imported."""
+    import importlib
+
+    function = hydraspec.compare
+    module: Any = importlib.import_module("hydraspec.compare")
+    try:
+        assert module([runs / "good", runs / "bad"])["reference"] == "good"
+        assert hydraspec.compare([runs / "good", runs / "bad"])["reference"] == "good"
+    finally:
+        hydraspec.compare = function

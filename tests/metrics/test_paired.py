@@ -1,0 +1,107 @@
+"""Paired ratios: intervals against what is known, false alarms under the null, power, Holm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulated_runs import Machine
+
+from hydraspec.metrics.paired import LEVEL, PairedRatio, holm, in_blocks, paired_ratio, sign_test
+
+SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
+NUM_PAIRS = 200
+MOST_ALARMS = 16  # of 200 pairs at 5 %: two standard deviations above ten
+# Share of pairs told apart by a true ratio, of 64 and 256 prompts: ADR 29 has the whole table.
+POWER = {(64, 1.5): 0.92, (256, 1.2): 0.90, (64, 1.1): 0.14}
+
+
+def compared(machine: Machine, faster: float = 1.0) -> PairedRatio:
+    columns = np.concatenate([machine.run(faster=faster), machine.run()])
+    return paired_ratio(columns, SPEEDUPS, at_once=4)
+
+
+def told(found: PairedRatio) -> bool:
+    return found.p is not None and found.p <= LEVEL
+
+
+@pytest.mark.parametrize("num_requests", [16, 64, 256])
+def test_false_alarms_under_the_null(num_requests: int) -> None:
+    """Catches requests taken as independent where those that share steps share noise: 23 alarms at
+    64 requests with blocks of one."""
+    pairs = [compared(Machine(seed, num_requests=num_requests)) for seed in range(NUM_PAIRS)]
+    assert sum(map(told, pairs)) <= MOST_ALARMS
+    covered = [p.ci95 is not None and p.ci95[0] <= 1 <= p.ci95[1] for p in pairs]
+    assert sum(covered) >= NUM_PAIRS - MOST_ALARMS
+
+
+def test_two_equal_jobs_repeated_twenty_times_are_called_equal() -> None:
+    """Each repeat is a new pair of runs, on a machine whose speed drifts between them."""
+    equal = sum(not told(compared(Machine(10_000 + seed))) for seed in range(20))
+    assert equal >= 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_requests", "faster"), POWER)
+def test_power_is_as_stated(num_requests: int, faster: float) -> None:
+    pairs = [compared(Machine(seed, num_requests=num_requests), faster) for seed in range(100)]
+    assert sum(map(told, pairs)) / 100 == pytest.approx(POWER[num_requests, faster], abs=0.08)
+
+
+def test_the_machines_speed_cancels_and_the_ratio_is_that_of_the_sums() -> None:
+    rng = np.random.default_rng(0)
+    columns = rng.uniform(1, 2, (4, 40))
+    found = paired_ratio(columns, (1, -1, -1, 1))
+    a, b, c, d = columns.sum(axis=1)
+    assert found.ratio == pytest.approx((a / b) / (c / d))
+    drifted = columns * np.array([1, 3, 1, 3])[:, None]
+    assert paired_ratio(drifted, (1, -1, -1, 1)).ci95 == pytest.approx(found.ci95)
+
+
+def test_equal_counts_have_no_error_and_a_constant_difference_is_certain() -> None:
+    counts = np.arange(1.0, 41).reshape(2, 20)
+    same = paired_ratio(np.concatenate([counts, counts]), (1, -1, -1, 1))
+    assert (same.ratio, same.p, same.ci95) == (1.0, 1.0, (1.0, 1.0))
+    assert same.num_more_needed() is None
+    other = paired_ratio(np.concatenate([2 * counts[:1], counts[1:], counts]), (1, -1, -1, 1))
+    assert other.ratio == pytest.approx(2)
+    assert told(other)
+
+
+def test_few_requests_have_no_interval_and_zeros_no_ratio() -> None:
+    few = paired_ratio(np.ones((2, 4)), (1, -1))
+    assert (few.ratio, few.ci95, few.p) == (1.0, None, None)
+    assert few.num_more_needed() is None
+    assert few.detectable() is None
+    assert paired_ratio(np.zeros((2, 9)), (1, -1)).ratio is None
+    assert paired_ratio(np.ones((2, 0)), (1, -1)).ratio is None
+
+
+def test_more_prompts_needed_follow_from_the_error() -> None:
+    """A difference of 10 % with an error of 10 % needs (2.80 · 0.1 / log 1.1)² times as many."""
+    found = PairedRatio(ratio=1.1, ci95=(0.9, 1.3), p=0.3, log_error=0.1, num_requests=100)
+    assert found.num_more_needed() == pytest.approx(764, abs=2)
+    least = found.detectable()
+    assert least == pytest.approx(np.exp(0.2802), rel=1e-3)
+    enough = PairedRatio(ratio=least, ci95=None, p=0.1, log_error=0.1, num_requests=100)
+    assert enough.num_more_needed() in (0, 1)
+
+
+def test_blocks_follow_requests_that_run_together() -> None:
+    ones = np.ones((1, 64))
+    assert in_blocks(ones, 1).shape == (1, 8)
+    assert in_blocks(np.ones((1, 32)), 4).shape == (1, 4), "eight requests: two turnovers of four"
+    assert in_blocks(np.ones((1, 10)), 4).shape == (1, 5)
+    assert in_blocks(np.ones((1, 6)), 1).shape == (1, 6)
+    assert in_blocks(ones, 64).sum() == 64
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, None, 0.04, 0.03]) == [0.03, None, 0.06, 0.06]
+    assert holm([0.01, 0.5], num_tests=6) == [0.06, 1.0]
+    assert holm([]) == []
+
+
+def test_the_sign_test_is_exact() -> None:
+    assert sign_test(0, 0) == sign_test(5, 5) == sign_test(5, 4) == 1.0
+    assert sign_test(8, 0) == sign_test(0, 8) == 2 / 256
+    assert sign_test(1, 9) == pytest.approx(22 / 1024)
