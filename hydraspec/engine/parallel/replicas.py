@@ -12,6 +12,7 @@ from hydraspec.distributed.control import WATCH_EVERY_S, Control, Wait
 from hydraspec.engine.native.admission import Arrivals, Cancels, by_arrival, obeyed
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.parallel.outcome import raise_if_failed
+from hydraspec.engine.parallel.prefixes import by_prefix
 from hydraspec.engine.parallel.wire import from_event, to_event
 from hydraspec.engine.turns import Conversations
 from hydraspec.signals import interrupts_held_back
@@ -37,7 +38,9 @@ class SharedQueue:
     arrivals from its own start of the run.
 
     A replica holds at most its share of what may be in progress, and no more than it can run at
-    once, so that a short queue is spread over all replicas.
+    once, so that a short queue is spread over all replicas. Of requests that share prefixes it
+    takes those of its own prefixes first, then any: none waits while a replica has room. Requests
+    with times of arrival are taken in their order.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class SharedQueue:
         self._cancels = cancels or Cancels()
         self._conversations = Conversations(requests)
         self._starts = by_arrival(self._conversations.starts)
+        self._lists: list[list[Request]] = [self._starts]  # of each replica
+        if not share.has_arrivals:
+            self._lists = by_prefix(self._starts, control.layout.data)
         self._limit = share.concurrency or len(self._starts)
         together = min(self._limit, len(self._starts))
         self._room = min(max_num_seqs, -(-together // control.layout.data))
@@ -95,9 +101,22 @@ class SharedQueue:
                 break
             if not self._is_allowed(self._next):
                 break
-            found.append(self._starts[self._next])
+            found.append(self._take(self._next))
             self._next = None
         return found
+
+    def _take(self, ticket: int) -> Request:
+        """A request for the holder of a ticket, of which there are as many as requests: the next of
+        this replica's list, or of the first other one that has any."""
+        if len(self._lists) == 1:
+            return self._lists[0][ticket]
+        own = self._control.rank // len(self._control.replica)
+        for i in range(len(self._lists)):
+            number = (own + i) % len(self._lists)
+            place = self._add(f"taken{number}", 1) - 1
+            if place < len(self._lists[number]):
+                return self._lists[number][place]
+        raise AssertionError("more requests were taken than there are")
 
     def cancelled(self) -> Sequence[int]:
         """See Admission."""

@@ -1,0 +1,30 @@
+"""Which replica should serve which requests, so that equal prefixes are computed on one of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import takewhile
+
+from hydraspec.types import Request
+
+NUM_TOKENS = 32  # equal ones, after what all prompts begin with, that make a shared prefix
+
+
+def by_prefix(requests: Sequence[Request], num_replicas: int) -> list[list[Request]]:
+    """The requests that each replica takes first, in their order; one list for all replicas where
+    no prefix is shared, or all prompts begin alike. Groups go to the replica with the fewest
+    requests so far."""
+    prompts = [request.prompt_token_ids or [] for request in requests]
+    first, last = min(prompts, default=[]), max(prompts, default=[])
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    num_common = sum(1 for _ in equal)  # of all, as it is of the first and last in sorted order
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        groups[tuple(prompt[: num_common + NUM_TOKENS])].append(place)
+    if len(groups) in (1, len(requests)):
+        return [list(requests)]
+    places: list[list[int]] = [[] for _ in range(num_replicas)]
+    for group in groups.values():
+        min(places, key=len).extend(group)
+    return [[requests[place] for place in sorted(of_replica)] for of_replica in places]
