@@ -43,9 +43,10 @@ def test_nothing_is_held_back_without_large_graphs() -> None:
         pytest.param(31, [100], 131, id="a few rows: padding costs nothing"),
         pytest.param(31, [341], 384, id="padded to the next graph"),
         pytest.param(31, [365], 384, id="cut by 12 rows, where padding would take 52"),
-        pytest.param(124, [2048], 1152 - 128, id="half of a long prompt, and a graph's size"),
+        pytest.param(124, [2048], 640, id="a quarter of a long prompt, and a graph's size"),
+        pytest.param(124, [1200], 512, id="few rows in all"),
         pytest.param(31, [300] * 30, 2048, id="many prompts: the largest graph"),
-        pytest.param(1024, [3000], 1024 + 1500 - 476, id="many decodes"),
+        pytest.param(1024, [3000], 1792, id="many decodes"),
         pytest.param(2000, [300], 2000 + LEAST_PROMPT_ROWS, id="no room left in any graph"),
     ],
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hydraspec.graphs import PROMPT_ROWS
 
+STEPS_OF_PROMPTS = 4  # over which unread prompts are spread beside decodes
 FEW_ROWS = 512  # of a step that decodes: worth any prompt rows, for weights are read anyway
 LEAST_PROMPT_ROWS = 256  # beside decodes, however many these are: no prompt waits for ever
 CHUNKS_PER_STAGE = 4  # of the prompts at hand: stages idle for a fifth of the time at most
@@ -42,9 +43,9 @@ class PromptRows:
         return bool(self.graph_rows) and self.graph_rows[-1] > PROMPT_ROWS[-1]
 
     def _beside(self, num_decode_rows: int, unread: int) -> int:
-        """Half of what is unread, so that one long prompt takes a few steps and many prompts do not
-        add up to a stall; at least FEW_ROWS in all, at most the largest graph."""
-        wanted = max(unread - unread // 2, FEW_ROWS - num_decode_rows)
+        """A quarter of what is unread, so that one long prompt takes a few steps and many prompts
+        do not add up to a stall; at least FEW_ROWS in all, at most the largest graph."""
+        wanted = max(-(-unread // STEPS_OF_PROMPTS), FEW_ROWS - num_decode_rows)
         wanted = min(wanted, self.graph_rows[-1] - num_decode_rows)
         wanted = min(max(wanted, LEAST_PROMPT_ROWS), unread)
         return self._fitted(num_decode_rows + wanted, num_decode_rows) - num_decode_rows
