@@ -45,11 +45,15 @@ MAY_IMPORT = {
         *("types", "config", "metrics", "engine.base", "factory", "report"),
         *("lab.workloads", "lab.environment", "lab.folder", "signals"),
     },
+    "doctor": {
+        *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "report"),
+        *("lab.environment", "lab.folder", "lab.generated", "lab.workloads"),
+    },
     "factory": {"config", "types", "plugins"},
     "zoo": {"types", "config", "models"},
     "cli": {
         *("signals", "config", "lab", "bench", "report", "metrics.run_files"),
-        *("distributed", "factory", "comparison"),
+        *("distributed", "factory", "comparison", "doctor"),
     },
     "root": {"cli", "signals"},  # hydraspec/__init__.py, and what python -m runs
 }
@@ -58,6 +62,7 @@ ROOMS_OF_FILES = {
     "hydraspec/__main__.py": "root",
     "hydraspec/compare.py": "root",
     "hydraspec/matrix.py": "root",
+    "hydraspec/doctor/__main__.py": "root",
 }
 
 # Package → files that may import it. What is not listed here belongs to nobody yet.
@@ -66,6 +71,7 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     "hydraspec/types.py",
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "bench", "report", "metrics")),
+    "hydraspec/doctor/*",
     "hydraspec/graphs/*",
     "hydraspec/comparison/*",
 ]

@@ -25,6 +25,7 @@ from hydraspec.metrics.run_files import (
     BENCH,
     BENCH_REPORT,
     CONFIG,
+    DOCTOR,
     ENVIRONMENT,
     OVERRIDES,
     REPORT,
@@ -38,7 +39,7 @@ from hydraspec.metrics.run_files import (
 log = logging.getLogger(__name__)
 
 OF_A_RUN = (
-    *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, TRACKER),
+    *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
     *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
 

@@ -9,6 +9,7 @@ import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,28 @@ class Tokenizer:
                 )
             text = text.partition(after)[2]
         return list(self._inner.encode(text, add_special_tokens=False))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template, where there is one and only one."""
+        template = getattr(self._inner, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, where the tokenizer names one."""
+        found: int | None = getattr(self._inner, "bos_token_id", None)
+        return found
+
+    def with_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        inner = copy(self._inner)
+        inner.chat_template = template
+        return Tokenizer(inner)
+
+    def knows(self, marker: str) -> bool:
+        """Whether a text such as "<|im_start|>" is one token."""
+        return len(self._inner.encode(marker, add_special_tokens=False)) == 1
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens. Raises CheckpointError where the tokenizer's

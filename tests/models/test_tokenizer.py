@@ -34,6 +34,17 @@ def test_text_and_chat(tmp_path: Path) -> None:
     assert tokenizer.decode([4, 5, 1]) == "two plus"
 
 
+def test_another_template_leaves_the_tokenizer_as_it_is(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, TEMPLATE))
+    assert tokenizer is not None
+    other = tokenizer.with_template("{{ messages[0]['content'] }}")
+    assert other.encode_chat([{"role": "user", "content": "two plus"}]) == [4, 5]
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.knows("model")
+    assert not tokenizer.knows("two plus")
+
+
 def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
 

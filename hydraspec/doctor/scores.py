@@ -1,0 +1,168 @@
+"""Acceptance of a trial over the texts, and how sure it is that one trial beats another.
+
+Beside acceptance a trial has a likelihood: the cross entropy of the target's distribution under the
+drafter's, which is the loss that drafters are trained with. It tells apart what acceptance alone
+needs many more texts for, and what a drafter was trained with is where it is best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from hydraspec.doctor.texts import Texts
+from hydraspec.doctor.trial import Trial, draft_states
+
+ALPHA = 0.05  # over all variants of a round together
+MIN_TEXTS = 5  # with chains, for an interval
+LEAST_LOG_PROB = -12.0  # nats, of tokens that the drafter cannot propose
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Scores:
+    """What a trial's drafts are worth, from every place of the texts."""
+
+    matches: NDArray[np.bool_]  # [N, K] the best draft is the target's token
+    ranks: NDArray[np.int64]  # [N, K] of the target's token in the drafter's logits, from 1
+    probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution
+    log_probs: NDArray[np.float64]  # [N, K] nats, expected over the target's likely tokens
+    num_of: tuple[int, ...]  # chains of each text
+
+    @property
+    def accepted(self) -> NDArray[np.int64]:
+        """[N] leading drafts that a step which starts there would accept."""
+        return leading(self.matches)
+
+    @property
+    def acceptance(self) -> float:
+        """Acceptance length over the steps that a run takes: 1 + accepted / steps."""
+        return replayed(self.accepted, self.num_of)
+
+    @property
+    def accepted_per_start(self) -> float:
+        """Mean of `accepted`."""
+        return float(self.accepted.mean()) if self.accepted.size else 0.0
+
+
+def leading(matches: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[N, K] -> [N]: how many columns from the first one on are true."""
+    counts: NDArray[np.int64] = np.cumprod(matches, axis=1).sum(axis=1)
+    return counts
+
+
+def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
+    """Acceptance length of the steps of a run: each starts where the one before it ended."""
+    total = num_steps = first = 0
+    for count in num_of:
+        place = 0
+        while place < count:
+            found = int(accepted[first + place])
+            total, num_steps, place = total + found, num_steps + 1, place + found + 1
+        first += count
+    return 1 + total / max(1, num_steps)
+
+
+def score(trial: Trial, texts: Texts, k: int) -> Scores:
+    """The drafts of a trial from every place, compared with the target's tokens."""
+    truth = texts.chains.truth
+    found = torch.zeros(4, *truth.shape, dtype=torch.float64, device=truth.device)
+    draft_ids = _draft_ids(trial, int(texts.target.ids.max()) + 1, truth)
+    for part in draft_states(trial, texts, k):
+        logits: Tensor = trial.head.compute_logits(part.states).float()
+        likely = texts.chains.row[part.chains] + 1 + part.step  # rows that the truth comes from
+        theirs = texts.target.ids[likely], texts.target.probs[likely]
+        wanted = truth[part.chains, part.step]
+        found[:, part.chains, part.step] = _judge(logits, wanted, theirs, draft_ids)
+    matches, ranks, probs, log_probs = found.cpu().numpy()
+    return Scores(
+        matches=matches > 0,
+        ranks=ranks.astype(np.int64),
+        probs=probs,
+        log_probs=log_probs,
+        num_of=tuple(texts.chains.num_of),
+    )
+
+
+def _judge(
+    logits: Tensor, wanted: Tensor, theirs: tuple[Tensor, Tensor], draft_ids: Tensor | None
+) -> Tensor:
+    """logits [n, V_draft], the target's tokens [n], and its likely tokens with their probabilities
+    [n, NUM_LIKELY] -> matches, ranks, probabilities and log probabilities [4, n].
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+
+    def at(ids: Tensor) -> Tensor:
+        """Logits of target ids; minus infinity outside the draft vocabulary."""
+        if draft_ids is None:
+            return logits.gather(1, ids)
+        inside = draft_ids[ids]
+        return logits.gather(1, inside.clamp(min=0)).masked_fill(inside < 0, -torch.inf)
+
+    own = at(wanted[:, None])
+    place = wanted if draft_ids is None else draft_ids[wanted]
+    ids, weights = theirs
+    expected = ((at(ids) - total).clamp(min=LEAST_LOG_PROB) * weights).sum(-1)
+    ranks = (logits > own).sum(-1) + 1
+    return torch.stack(
+        (logits.argmax(-1) == place, ranks, (own - total).exp()[:, 0], expected)
+    ).double()
+
+
+def _draft_ids(trial: Trial, least: int, truth: Tensor) -> Tensor | None:
+    """[V] the draft id of each target id, -1 for those without; None where they are the same."""
+    ids = getattr(trial.head, "vocab_map", None)
+    if ids is None:
+        return None
+    size = max(least, int(ids.max()) + 1, int(truth.max()) + 1)
+    found = torch.full((size,), -1, dtype=torch.int64, device=ids.device)
+    found[ids] = torch.arange(ids.shape[0], device=ids.device)
+    return found
+
+
+@dataclass(slots=True, frozen=True)
+class Gain:
+    """A mean difference per start, and an interval that holds for all variants of a round together
+    (paired over texts, Student's t, Bonferroni).
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval is above zero."""
+        return self.low > 0
+
+
+def gain(
+    variant: ArrayLike, base: ArrayLike, num_of: tuple[int, ...], *, num_compared: int
+) -> Gain:
+    """The mean of variant - base, [N] each; `num_of` says how many belong to each text."""
+    used = np.array([count for count in num_of if count], float)
+    starts = np.cumsum([0, *used[:-1]]).astype(int)
+    difference = np.add.reduceat(np.asarray(variant, float) - np.asarray(base, float), starts)
+    mean, n = float(difference.sum() / used.sum()), len(used)
+    if n < MIN_TEXTS:
+        return Gain(mean, -np.inf, np.inf)
+    residuals = difference - mean * used  # of a ratio of sums
+    error = float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / used.sum())
+    half = student_t(1 - ALPHA / (2 * max(1, num_compared)), n - 1) * error
+    return Gain(mean, mean - half, mean + half)
+
+
+def student_t(probability: float, freedom: int) -> float:
+    """Quantile of Student's t (Abramowitz and Stegun 26.7.5, to the fourth order)."""
+    z, v = NormalDist().inv_cdf(probability), freedom
+    return (
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
+    )

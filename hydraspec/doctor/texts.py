@@ -1,0 +1,185 @@
+"""The target's greedy texts, computed once: states of every layer, KV, and where chains of drafts
+start. All variants of a drafter are scored over the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydraspec.models.base import TargetModel
+from hydraspec.types import KVGroupSpec, Rows, RowSegment
+
+BLOCK = 16  # cache rows a block
+LOGIT_ROWS = 256  # rows whose logits are computed at a time
+NUM_LIKELY = 16  # of the target's distribution, what is kept: its most likely tokens
+MAX_STATE_BYTES = 4 << 30  # of the states that are kept; beyond it those near the head's alone
+
+
+@dataclass(slots=True, kw_only=True)
+class Text:
+    """A prompt and the target's greedy answer to it."""
+
+    index: int  # of the request
+    token_ids: list[int]  # prompt, output, and K + 1 tokens of how the target would go on
+    num_prompt: int
+    num_output: int
+    category: str | None = None
+
+    @property
+    def num_chains(self) -> int:
+        """Output tokens after which a run would have verified drafts, had it stopped there."""
+        return max(0, self.num_output - 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Chains:
+    """A chain of K drafts from every place of the texts where a step may start. N in all, ordered
+    by text and place.
+
+    A chain at position p knows the tokens up to p + 1 and the target's states up to p; its drafts
+    are compared with the tokens at p + 2 and after.
+    """
+
+    text: Tensor  # [N] which text
+    position: Tensor  # [N] p
+    row: Tensor  # [N] the row of p among all rows
+    truth: Tensor  # [N, K] the target's tokens
+    num_of: list[int]  # chains of each text
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.text.shape[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class Prediction:
+    """The target's distribution of the token after each row."""
+
+    ids: Tensor  # [T, NUM_LIKELY] its most likely tokens, the best first
+    probs: Tensor  # [T, NUM_LIKELY] float32
+    entropy: Tensor  # [T] float32, nats
+
+
+@dataclass(slots=True, kw_only=True)
+class Texts:
+    """What the target computed over some texts, T rows in all."""
+
+    texts: list[Text]
+    rows: Rows  # all rows in one pass, a segment a text, in the target's groups
+    first_row: Tensor  # [R]
+    table: Tensor  # [R, P] block ids of each text, 0 after its last one
+    num_blocks: int  # block 0 included
+    final: Tensor  # [T, D] after the final norm
+    states: dict[int, Tensor]  # [T, D] after that many layers
+    caches: list[Tensor | None]  # of the target's layers
+    specs: list[KVGroupSpec]  # of the target, with blocks of BLOCK rows
+    chains: Chains
+    target: Prediction  # of every row
+    num_layers: int
+
+
+def read_texts(
+    target: TargetModel, texts: Sequence[Text], *, k: int, wanted: Sequence[int]
+) -> Texts:
+    """Run the target over the texts; `wanted` are the aux ids to keep where not all fit."""
+    target = copy(target)  # kv_groups sets this copy's block size
+    specs = target.kv_groups(BLOCK)
+    device = target.device
+    rows, first_row, table, num_blocks = _lay_out(texts, len(specs), device)
+    caches: list[Tensor | None] = [None] * target.num_layers
+    for spec in specs:
+        for layer in spec.layers:
+            shape = (num_blocks * BLOCK, *spec.shape.page_row)
+            caches[layer] = torch.zeros(shape, dtype=target.dtype, device=device)
+    ids = _kept_ids(target, rows.input_ids.shape[0], wanted)
+    final, aux = target.forward(rows, caches, ids)
+    chains = _chains(texts, first_row, rows.input_ids, k)
+    return Texts(
+        texts=list(texts),
+        rows=rows,
+        first_row=first_row,
+        table=table,
+        num_blocks=num_blocks,
+        final=final,
+        states=dict(zip(ids, [x.clone() for x in aux], strict=True)),
+        caches=caches,
+        specs=specs,
+        chains=chains,
+        target=_prediction(target, final),
+        num_layers=target.num_layers,
+    )
+
+
+def _lay_out(
+    texts: Sequence[Text], num_groups: int, device: torch.device
+) -> tuple[Rows, Tensor, Tensor, int]:
+    """The rows of all texts, each text's first row, and its blocks."""
+    lens = [len(text.token_ids) for text in texts]
+    starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+    width = -(-max(lens) // BLOCK)
+    table = torch.zeros(len(texts), width, dtype=torch.int64)
+    num_blocks = 1
+    for i, length in enumerate(lens):
+        count = -(-length // BLOCK)
+        table[i, :count] = torch.arange(num_blocks, num_blocks + count)
+        num_blocks += count
+    positions = torch.cat([torch.arange(length) for length in lens])
+    owner = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    slots = table[owner, positions // BLOCK] * BLOCK + positions % BLOCK
+    table, slots = table.to(device), slots.to(device)
+    rows = Rows(
+        segments=tuple(RowSegment(starts[i], i, 1, n, n) for i, n in enumerate(lens)),
+        input_ids=torch.tensor([t for text in texts for t in text.token_ids], device=device),
+        positions=positions.to(device),
+        seq_lens=torch.tensor(lens, device=device),
+        slot_mapping=[slots] * num_groups,
+        block_tables=[table] * num_groups,
+        query_start_loc=torch.tensor(starts, device=device),
+    )
+    return rows, torch.tensor(starts[:-1], device=device), table, num_blocks
+
+
+def _kept_ids(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
+    everything = list(range(target.num_layers + 1))
+    a_state = num_rows * target.hidden_size * target.dtype.itemsize
+    if len(everything) * a_state <= MAX_STATE_BYTES:
+        return everything
+    near = {i + d for i in wanted for d in (-2, -1, 0, 1, 2)} | {target.num_layers}
+    return [i for i in everything if i in near]
+
+
+def _chains(texts: Sequence[Text], first_row: Tensor, tokens: Tensor, k: int) -> Chains:
+    device = tokens.device
+    num_of = [text.num_chains for text in texts]
+    owner = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(num_of))
+    position = torch.cat(
+        [torch.arange(t.num_prompt - 1, t.num_prompt - 1 + t.num_chains) for t in texts]
+    )
+    owner, position = owner.to(device), position.to(device)
+    row = first_row[owner] + position
+    after = torch.arange(2, 2 + k, device=device)
+    return Chains(
+        text=owner,
+        position=position,
+        row=row,
+        truth=tokens[row[:, None] + after],
+        num_of=num_of,
+    )
+
+
+def _prediction(target: TargetModel, hidden: Tensor) -> Prediction:
+    """Of hidden states [T, D], a few rows at a time."""
+    ids, probs, entropy = [], [], []
+    for part in hidden.split(LOGIT_ROWS):
+        found = target.vocabulary.whole(target.compute_logits(part)).float().softmax(-1)
+        best = found.topk(min(NUM_LIKELY, found.shape[-1]), dim=-1)
+        ids.append(best.indices)
+        probs.append(best.values)
+        entropy.append(torch.special.entr(found).sum(-1))
+    return Prediction(ids=torch.cat(ids), probs=torch.cat(probs), entropy=torch.cat(entropy))
