@@ -18,6 +18,7 @@ from fuzz_cases import GRAPH_MODES, Case
 from fuzz_engines import build, check_steps, near_tie, one_by_one
 from fuzz_stages import LONGEST_OUTPUT, Pair, Stage, stage
 from graph_runs import attention_as_on_devices
+from late_device import LateDevice
 from side_by_side import Following
 from step_ahead import Watch, outputs
 from tiny_targets import run_config
@@ -41,6 +42,7 @@ class Hits:
     num_at_the_end: int = 0  # hits that left less than a block of the prompt to compute
     num_chunked: int = 0  # requests that read the rest in several steps
     num_preempted: int = 0
+    num_late: int = 0  # cases on a device that lags behind the host
     num_resumed: int = 0  # preempted requests that found some of their own blocks again
     num_accepted: int = 0
     num_sampled: int = 0  # requests with a hit
@@ -150,7 +152,7 @@ def _rows(engine: NativeEngine, sequence: Admitted) -> Iterator[tuple[int, int, 
 # ------------------------------------------------------------------ cases
 
 
-RUNNERS = ("plain", "plain", "plain", "launched", "recorded", "called")
+RUNNERS = (*("plain",) * 6, "launched", "launched", "called", "recorded")
 
 
 def draw_prefixes(number: int, pairs: Sequence[Pair], runners: Sequence[str] = RUNNERS) -> Case:
@@ -268,6 +270,9 @@ def run_prefix_case(case: Case, hits: Hits) -> None:
             attention_as_on_devices(patch)
         engine = build(case)
         poison(engine)
+        if case.config.engine.async_scheduling and case.runner == "plain":
+            LateDevice(engine, patch).poison_freed_blocks(patch)
+            hits.num_late += 1
         following = Following(engine, case.requests, case.concurrency)
         while not following.is_done:
             following.step()

@@ -13,6 +13,7 @@ import torch
 from oracle import OracleSpeculator
 
 from hydraspec.engine.native import engine as engine_module
+from hydraspec.engine.native.block_pool import BlockPool
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.types import Batch, Draft, RequestState, StepPlan, TargetStep, Verdict
@@ -67,20 +68,27 @@ class LateDevice:
         self._queue.popleft()()
 
     def poison_freed_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Fill empty blocks with NaN, in order with the device's other work, once they are free."""
-        for name in ("slide", "release"):
+        """Fill blocks with NaN, in order with the other work, once they are free and empty,
+        or evicted from the prefix cache."""
+        for name in ("slide", "release", "allocate"):
             monkeypatch.setattr(KVCache, name, self._poisoning(getattr(KVCache, name)))
 
-    def _poisoning(self, free: Callable[..., None]) -> Callable[..., None]:
-        def call(kv: KVCache, *args: int) -> None:
-            before = [set(group.pool.empty) for group in kv._groups]
-            free(kv, *args)
-            for group, known in zip(kv._groups, before, strict=True):
-                for block in set(group.pool.empty) - known:
+    def _poisoning(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(kv: KVCache, *args: int) -> Any:
+            before = [(set(group.pool.empty), kept(group.pool)) for group in kv._groups]
+            found = method(kv, *args)
+            for group, (empty, cached) in zip(kv._groups, before, strict=True):
+                for block in set(group.pool.empty) - empty | cached - kept(group.pool):
                     self.num_poisoned += 1
                     self._queue.append(lambda group=group, block=block: poison(kv, group, block))
+            return found
 
         return call
+
+
+def kept(pool: BlockPool) -> set[int]:
+    """Free blocks that are cached."""
+    return {*pool._kept, *pool._passed}
 
 
 def poison(kv: KVCache, group: Any, block: int) -> None:
