@@ -15,7 +15,7 @@ from hydraspec.errors import printable
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
-from hydraspec.metrics.summary import Baseline, PrefixCache, Summary
+from hydraspec.metrics.summary import Baseline, Summary
 from hydraspec.report.figures import (
     engine_words,
     interval,
@@ -233,8 +233,9 @@ def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iter
 def _cache_rows(sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
     """What came from the prefix cache, and pressure on the KV cache where there was any."""
     caches = [side["prefix_cache"] for side in sides]
-    if any(cache and cache["queried_tokens"] for cache in caches):
-        yield ["prefix cache hit rate", *(_hit_rates(cache) for cache in caches)]
+    if any(cache and (cache["hit_tokens"] or cache["recomputed_tokens"]) for cache in caches):
+        yield ["prefix cache hit rate", *(percent(c and c["hit_rate"]) for c in caches)]
+        yield ["  of eligible prefixes", *(percent(c and c["eligible_hit_rate"]) for c in caches)]
     if any(cache and cache["recomputed_tokens"] for cache in caches):
         counts = (str(cache["recomputed_tokens"]) if cache else "-" for cache in caches)
         yield ["  tokens recomputed", *counts]
@@ -249,9 +250,3 @@ def _first_and_later(side: Summary | Baseline) -> str:
     first, later = turns[0], turns[-1]  # the last entry is of all later turns
     times = (turn["time_to_first_token_ms"] for turn in (first, later))
     return ", ".join(number(time, 1) for time in times)
-
-
-def _hit_rates(cache: PrefixCache | None) -> str:
-    if cache is None:
-        return "-"
-    return f"{percent(cache['hit_rate'])} ({percent(cache['eligible_hit_rate'])} of eligible)"
