@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from graph_runs import graph_config, zoo_requests
+from graph_runs import cache_gib, graph_config, zoo_requests
 from late_device import LateDevice
 from many_ranks import over_ranks
 from side_by_side import assert_nothing_is_held
@@ -182,8 +182,7 @@ def test_at_any_time(ahead: bool, whole: Ends, monkeypatch: pytest.MonkeyPatch) 
     """In a cache that preempts, so that some are cancelled while they wait to be recomputed."""
     config = graph_config(METHOD, "none", max_num_seqs=4, block_size=8)
     config.engine.async_scheduling = ahead
-    need = NativeEngine(config).info.memory_bytes["kv_cache"]
-    config.engine.kv_cache.memory_gib = 0.35 * need / (1 << 30)
+    config.engine.kv_cache.memory_gib = 0.35 * cache_gib(config)
     engine = NativeEngine(config)
     rng, num_cut = random.Random(0), 0
     for _ in range(60):

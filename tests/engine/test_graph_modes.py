@@ -19,6 +19,7 @@ from graph_runs import (
     Run,
     assert_same,
     attention_as_on_devices,
+    cache_gib,
     count_launches,
     graph_config,
     make_graph_engine,
@@ -230,8 +231,7 @@ def test_planted_bugs_are_caught(
 def test_preempted_requests_come_back(method: str) -> None:
     """A cache of a few blocks: requests lose their slots between replays."""
     config = graph_config(method, "full_and_piecewise", block_size=8)
-    whole = make_graph_engine(config, None).info.memory_bytes["kv_cache"]
-    config.engine.kv_cache.memory_gib = 0.3 * whole / (1 << 30)
+    config.engine.kv_cache.memory_gib = 0.3 * cache_gib(config)
     engine = make_graph_engine(config, RecordedOps())
     run = run_requests(engine, zoo_requests(NUM_REQUESTS))
     assert run.num_preempted > 0

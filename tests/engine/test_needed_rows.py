@@ -17,6 +17,7 @@ from graph_runs import (
     SHARING,
     Run,
     attention_as_on_devices,
+    cache_gib,
     graph_config,
     make_graph_engine,
     run_requests,
@@ -82,8 +83,7 @@ def others_engine(target: str, method: str, kind: str) -> NativeEngine:
     """With a cache of so few blocks that requests are preempted."""
     drafter = {"gemma4_mtp": f"{target}-assistant", "none": None}.get(method, f"{target}-{method}")
     config = graph_config(method, MODES[kind], pair=(target, drafter), block_size=8)
-    whole = make_graph_engine(config, None).info.memory_bytes["kv_cache"]
-    config.engine.kv_cache.memory_gib = 0.4 * whole / (1 << 30)
+    config.engine.kv_cache.memory_gib = 0.4 * cache_gib(config)
     return make_graph_engine(config, ENGINES[kind]())
 
 

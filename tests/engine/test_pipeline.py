@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
-from graph_runs import attention_as_on_devices
+from graph_runs import attention_as_on_devices, cache_gib
 from recorded_graphs import RecordedOps
 from side_by_side import run_alone
 from staged import assert_same_everywhere, assert_same_run, config_of, mixed_requests, run_over
@@ -160,9 +160,7 @@ def test_a_full_cache_preempts_alike_on_every_stage() -> None:
     requests = mixed_requests(pair)
     ample = run_alone(NativeEngine(config_of(pair)), requests)
     config = config_of(pair)
-    whole = NativeEngine(copy.deepcopy(config)).parts
-    need = whole.runner.kv.num_bytes / (1 << 30)
-    config.engine.kv_cache.memory_gib = need * 0.2
+    config.engine.kv_cache.memory_gib = cache_gib(config) * 0.2
     found = assert_same_everywhere(run_over(PP2, config, requests))
     assert sum(record.num_preempted for record in found.records) > 0
     greedy = [r.index for r in requests if r.sampling.temperature == 0.0]

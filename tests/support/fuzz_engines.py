@@ -53,7 +53,9 @@ def _memory_gib(config: RunConfig, found: Stage, room: int) -> float:
     assert length is not None
     models = Models(config=config, target=found.target, speculator=speculator, max_model_len=length)
     size, specs, dtype = models.cache_size(), models.kv_groups(), found.target.dtype
-    counts = plan_num_blocks(specs, replace(size, max_num_seqs=room), dtype, 1 << 50)
+    counts = plan_num_blocks(
+        specs, replace(size, max_num_seqs=room, num_cached_seqs=0), dtype, 1 << 50
+    )
     num_bytes = sum(
         count * spec.block_size * row_bytes(spec, dtype)
         for count, spec in zip(counts, specs, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,13 @@ def make_graph_engine(config: RunConfig, backend: GraphBackend | None) -> Native
         engine = factory.build_engine(config)
     assert isinstance(engine, NativeEngine)
     return engine
+
+
+def cache_gib(config: RunConfig) -> float:
+    """GiB of the cache that serves max_num_seqs requests of full length, and keeps no others."""
+    config = copy.deepcopy(config)
+    config.engine.prefix_caching = False
+    return make_graph_engine(config, None).info.memory_bytes["kv_cache"] / (1 << 30)
 
 
 @dataclass

@@ -10,6 +10,7 @@ results before it is scheduled again, and is not preempted meanwhile.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -81,14 +82,22 @@ class Scheduler:
             sequence.num_tokens + 1, self.num_lookahead_tokens
         ):
             sequence.fail(
-                f"the prompt has {sequence.num_tokens} tokens, more than the KV cache can hold: "
-                "raise engine.kv_cache.memory_gib"
+                f"the prompt has {sequence.num_tokens} tokens, more than the KV cache can hold "
+                f"({self._longest_prompt()}): raise engine.kv_cache.memory_gib"
             )
         if sequence.finish_reason:
             self.failed.append(sequence)
         else:
             sequence.keys = self.kv.keys_of(sequence.token_ids)
             self.waiting.append(sequence)
+
+    def _longest_prompt(self) -> int:
+        """Tokens of the longest prompt that the cache has room for beside one more token."""
+
+        def is_too_long(num_tokens: int) -> bool:
+            return not self.kv.can_ever_hold(num_tokens + 1, self.num_lookahead_tokens)
+
+        return max(0, bisect_left(range(self.max_model_len), True, key=is_too_long) - 1)
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's rows: decoding requests first, then running prefills, then new

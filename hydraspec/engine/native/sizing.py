@@ -59,7 +59,17 @@ class Models:
             max_num_batched_tokens=self.config.engine.max_num_batched_tokens,
             num_speculative_tokens=self.speculator.num_speculative_tokens,
             num_lookahead_tokens=self.speculator.num_lookahead_tokens,
+            num_cached_seqs=self._num_cached_seqs(),
         )
+
+    def _num_cached_seqs(self) -> float:
+        """Requests that the prefix cache keeps where memory is left: all that fit into a budget
+        that is given."""
+        engine = self.config.engine
+        if not engine.prefix_caching:
+            return 0
+        given = engine.kv_cache.memory_gib, engine.kv_cache.memory_fraction
+        return engine.max_num_seqs if given == (None, None) else math.inf
 
 
 def smallest_cache(models: Models) -> KVCache:
