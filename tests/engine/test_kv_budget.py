@@ -103,7 +103,9 @@ def test_sliding_pool_does_not_grow_with_the_length() -> None:
 # ---------------------------------------------------------------- block sizes of groups
 
 
-@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3 on gemma4"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("gemma4_mtp", marks=pytest.mark.slow), "eagle3 on gemma4"]
+)
 def test_groups_with_other_block_sizes_give_the_same_tokens_and_drafts(method: str) -> None:
     """32 rows beside 4: a group that read with another one's size would read other tokens."""
     config = graph_config(method, "none")

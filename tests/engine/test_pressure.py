@@ -115,7 +115,7 @@ def steps_alone(sequence: Sequence, late: int) -> int:
 @pytest.mark.parametrize(
     ("late", "micro_batches"), [(0, 1), (1, 1), (1, 2)], ids=["waiting", "ahead", "stages"]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_none_starves(late: int, micro_batches: int, seed: int) -> None:
     """The oldest unfinished request is never preempted, and goes on. So the wait of each has a
     bound: what those before it need alone, one after another."""
@@ -177,14 +177,16 @@ def test_what_a_drafter_writes_after_the_rows_has_blocks(block: int) -> None:
                 assert scheduler.kv.usage == 0.0
 
 
-@pytest.mark.parametrize("method", ["eagle3 on gemma4", "gemma4_mtp"])
+@pytest.mark.parametrize(
+    "method", ["eagle3 on gemma4", pytest.param("gemma4_mtp", marks=pytest.mark.slow)]
+)
 def test_tokens_and_drafts_are_those_of_an_ample_cache(method: str) -> None:
     """Draft KV at the borders of blocks of 4, with preemptions that come back through hits."""
     fields = {"k": 4, "max_num_seqs": 4, "max_model_len": 112}
     ample = graph_config(method, "none", block_size=64, **fields)
-    wanted = run_requests(make_graph_engine(ample, None), zoo_requests(5, longest=14))
+    wanted = run_requests(make_graph_engine(ample, None), zoo_requests(4, longest=8))
     config = graph_config(method, "none", block_size=4, **fields)
     config.engine.kv_cache.memory_gib = 0.38 * cache_gib(config)
-    found = run_requests(make_graph_engine(config, None), zoo_requests(5, longest=14))
+    found = run_requests(make_graph_engine(config, None), zoo_requests(4, longest=8))
     assert found.num_preempted > 0
     assert found.outputs == wanted.outputs
