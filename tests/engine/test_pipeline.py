@@ -17,8 +17,9 @@ from thread_ranks import as_ranks
 from hydraspec.config.schema import Dtype, RunConfig
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.ranks import Ranks
-from hydraspec.engine.native import loading
+from hydraspec.engine.native import loading, prompt_rows, step_graphs
 from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.graphs import modes
 from hydraspec.types import CheckpointError, ConfigurationError, Request
 
 PP2 = Layout(pipeline=2)
@@ -141,6 +142,27 @@ def test_requests_are_spread_over_the_steps_in_flight() -> None:
         assert not together or len(before.requests) == 1 or len(after.requests) == 1
 
 
+def test_prompts_are_read_in_chunks_enough_for_all_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that could hold every prompt are cut, so that both stages work; the answers stay."""
+    pair = QUICK[0]
+    config = config_of(pair, max_num_batched_tokens=256)
+    requests = mixed_requests(pair)
+
+    def num_rows() -> list[int]:
+        found = compare(PP2, config, requests)
+        chunks = [sum(p.num_rows for p in r.requests if p.is_prefill) for r in found.records]
+        return [rows for rows in chunks if rows]
+
+    whole = num_rows()
+    monkeypatch.setattr(prompt_rows, "LEAST_CHUNK", 8)
+    cut = num_rows()
+    assert sum(cut) == sum(whole)
+    assert len(cut) >= 8 > len(whole)
+    assert max(cut) < max(whole)
+
+
 def test_one_request_alone_runs_step_by_step() -> None:
     pair = QUICK[1]
     found = compare(PP2, config_of(pair), mixed_requests(pair)[:1])
@@ -221,9 +243,12 @@ def test_a_stage_holds_the_cache_of_its_layers() -> None:
     assert first[0] + last[0] == [i for i, cache in enumerate(whole.caches) if cache is not None]
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize(
+    ("mode", "has_large"),
+    [("none", False), ("full", False), pytest.param("full", True, marks=pytest.mark.slow)],
+)
 def test_stages_on_a_device_hand_over_what_graphs_compute(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, has_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a device's runner, and recorded operations in place of CUDA's graphs. (A process records
     one piecewise graph at a time, which threads would mix up.)"""
@@ -231,6 +256,10 @@ def test_stages_on_a_device_hand_over_what_graphs_compute(
     pair = E_WITH_ASSISTANT
     requests = mixed_requests(pair)
     config = config_of(pair, max_num_batched_tokens=40)
+    if has_large:  # the last stage leaves out rows in its graphs, the first has no layer that could
+        for module in (modes, step_graphs):
+            monkeypatch.setattr(module, "PROMPT_ROWS", (8,))
+        monkeypatch.setattr(modes, "LARGE_ROWS", (32, 40))
     alone = run_alone(NativeEngine(copy.deepcopy(config)), requests)
     config.cudagraph.name, config.cudagraph.capture_sizes = mode, [1, 2]
     assemble = loading.assemble
