@@ -11,6 +11,8 @@ from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig
 
 PLAIN, DECODE, LOAD = "none", "decode", "load"
+# Of random prompts, which share nothing: engines would find what an earlier repeat has left.
+UNCACHED = {DECODE, LOAD}
 
 
 def is_bench(config: RunConfig) -> bool:

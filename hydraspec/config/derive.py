@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from hydraspec.config.benches import UNCACHED
 from hydraspec.config.choices import packaged_value, shipped_shapes
-from hydraspec.config.engines import VLLM
+from hydraspec.config.engines import VLLM, takes
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     AUTO,
@@ -42,6 +43,8 @@ def derive(config: RunConfig) -> None:
         config.method.checkpoint = _default_drafter(config, known)
     _draw_drafter(config)
     _drop_baseline(config)
+    if config.bench.name in UNCACHED and takes(config.engine.name, "prefix_caching"):
+        config.engine.prefix_caching = False
     _turn_off_tracker(config.tracker, config.warnings)
 
 

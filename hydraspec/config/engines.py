@@ -69,6 +69,11 @@ OFFERS = {
 }
 
 
+def takes(engine: str, key: str) -> bool:
+    """Whether a key of the engine's group has a meaning with this engine."""
+    return engine not in OFFERS or key in OFFERS[engine].keys
+
+
 def _offered(key: str, values: Callable[[Offer], list[str]], remedy: str) -> Rule:
     """A rule of what the engine offers, where it does not take everything."""
 
@@ -93,7 +98,7 @@ def _settable(key: str) -> Iterator[Rule]:
         return bool(value == default)
 
     def lacks_it(c: RunConfig) -> bool:
-        return c.engine.name in OFFERS and key not in OFFERS[c.engine.name].keys
+        return not takes(c.engine.name, key)
 
     yield Rule(
         f"engine.{key}",

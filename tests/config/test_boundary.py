@@ -77,6 +77,19 @@ def test_no_experiment_is_a_choice():
     assert with_method(["experiment=null", "target=tiny_qwen3"])[0] == "experiment=[]"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "caches"),
+    [
+        ([], True),
+        (["experiment=bench_gemma4"], False),
+        (["experiment=bench_gemma4", "bench=load", "engine=vllm"], False),
+    ],
+)
+def test_benchmarks_of_random_prompts_cache_no_prefixes(overrides, caches):
+    """In every engine alike: one of them would find what an earlier repeat has left."""
+    assert one(*overrides).engine.prefix_caching is caches
+
+
 def test_plain_values_only():
     plain = to_dict(one("target.dtype=bfloat16", "engine.kv_cache.memory_gib=2"))
     assert plain["target"]["dtype"] == Dtype.bfloat16.value
