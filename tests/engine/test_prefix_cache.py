@@ -24,8 +24,6 @@ from hydraspec.engine.native.kv_budget import ceil_div
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.kv_group import KVGroup
 from hydraspec.engine.native.prefix import PrefixKeys, root_key
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Sequence
 
 SIZES = st.sampled_from([16, 16, 32])
 # No window is a multiple of a block; 18 and 34 see one token further than 17 and 33.
@@ -154,10 +152,12 @@ def stale_draft_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     """All known tokens count as computed."""
 
-    def publish(scheduler: Scheduler, sequence: Sequence, num_final: int) -> None:
-        scheduler.kv.publish(sequence.slot, sequence.keys, sequence.num_tokens)
+    publish = KVCache.publish
 
-    monkeypatch.setattr(Scheduler, "_publish", publish)
+    def publish_all(kv: KVCache, slot: int, keys: PrefixKeys, num_final: int) -> None:
+        publish(kv, slot, keys, len(keys.token_ids))
+
+    monkeypatch.setattr(KVCache, "publish", publish_all)
 
 
 def drop_per_group(monkeypatch: pytest.MonkeyPatch) -> None:

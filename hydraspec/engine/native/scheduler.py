@@ -115,8 +115,9 @@ class Scheduler:
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
             # Rows in flight that are certain to stay count: whoever reads them is launched later.
-            self._publish(sequence, sequence.fewest_computed)
-            self.kv.slide(sequence.slot, sequence.fewest_computed)
+            certain = sequence.fewest_computed
+            self.kv.publish(sequence.slot, sequence.keys, certain)
+            self.kv.slide(sequence.slot, certain)
             if not sequence.decodes_next:
                 self._limit_prompts()
             item = self._rows_for(sequence)
@@ -302,9 +303,6 @@ class Scheduler:
         wanted = min(sequence.num_tokens - cached, self._budget)
         return self._tokens_that_fit(slot) >= wanted
 
-    def _publish(self, sequence: Sequence, num_final: int) -> None:
-        self.kv.publish(sequence.slot, sequence.keys, num_final)
-
     def _preempt(self, sequence: Sequence) -> None:
         """Give its blocks back; it is recomputed from its tokens later, its drafts are dropped."""
         self.release(sequence)
@@ -325,7 +323,7 @@ class Scheduler:
             return
         self.running.remove(sequence)
         if sequence.finish_reason != "error":
-            self._publish(sequence, sequence.num_computed)
+            self.kv.publish(sequence.slot, sequence.keys, sequence.num_computed)
         self.kv.release(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
