@@ -161,29 +161,44 @@ def test_a_cache_below_one_full_request_warns_and_longer_requests_fail_alone() -
     longest = int(warning.split("one request of ")[1].split()[0])
     assert 16 < longest < 128
     assert "max_model_len=128 takes 0." in warning
-    prompts = {0: longest - 4, 1: 127, 2: 8}
+    # Request: tokens of its prompt, the most of its answer, the turn before.
+    sizes = {
+        0: (longest - 4, 4, None),  # read in chunks, as are the next two
+        1: (127, 4, None),
+        2: (longest - 4, 60, None),  # its answer does not fit
+        3: (8, 4, None),
+        4: (longest, 4, 3),  # what came before makes it too long
+        5: (4, 4, 4),
+    }
     requests = [
         Request(
             index=index,
             id=str(index),
-            sampling=SamplingParams(max_tokens=4, ignore_eos=True),
-            prompt_token_ids=[5 + i % 40 for i in range(length)],
+            sampling=SamplingParams(max_tokens=most, ignore_eos=True),
+            prompt_token_ids=[5 + (i + index) % 40 for i in range(length)],
+            after=after,
         )
-        for index, length in prompts.items()
+        for index, (length, most, after) in sizes.items()
     ]
     ended = {
         event.index: event
         for event in engine.run(requests, concurrency=None)
         if isinstance(event, Completion)
     }
-    assert {index: event.finish_reason for index, event in ended.items()} == {
-        0: "length",
-        1: "error",
-        2: "length",
-    }
-    told = ended[1].error or ""
-    assert told.startswith("the prompt has 127 tokens, more than the KV cache can hold (")
-    assert longest <= int(told.split("(")[1].split(")")[0]) < 127
+    errors = {index: event.error for index, event in ended.items() if event.error}
+    assert set(errors) == {1, 2, 4, 5}
+    assert {ended[index].finish_reason for index in (0, 3)} == {"length"}
+    start = "the prompt has 127 tokens, more than the KV cache can hold ("
+    assert errors[1].startswith(start)
+    assert longest <= int(errors[1].removeprefix(start).split(")")[0]) < 127
+    assert "the KV cache is full at" in errors[2]
+    assert ended[2].output_token_ids
+    assert f"the prompt has {8 + 4 + longest} tokens" in errors[4]
+    assert "not sent" in errors[5]
+    wanted = run_requests(
+        factory.build_engine(graph_config("gemma4_mtp", "none")), [requests[0], requests[3]]
+    )
+    assert wanted.tokens == [ended[index].output_token_ids for index in (0, 3)]
 
 
 def test_memory_fraction_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

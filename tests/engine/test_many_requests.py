@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from graph_runs import graph_config, make_graph_engine
 
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import Dtype
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.engine.native.kv_budget import bytes_of
 from hydraspec.types import Completion, Request, SamplingParams
@@ -119,6 +119,7 @@ def test_requests_through_a_cache_that_holds_a_twentieth_of_them() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", ["none", "eagle3"])
 def test_two_thousand_requests_through_a_cache_that_holds_a_twentieth_of_them(method: str) -> None:
     """100 requests fit, and 256 may run."""
@@ -126,8 +127,15 @@ def test_two_thousand_requests_through_a_cache_that_holds_a_twentieth_of_them(me
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_memory_is_flat_over_ten_thousand_requests() -> None:
-    config: RunConfig = graph_config("none", "none", max_num_seqs=32, max_num_batched_tokens=512)
+    config = graph_config(
+        *("none", "none"),
+        pair=("tiny_qwen3", None),
+        dtype=Dtype.float32,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+    )
     engine = make_graph_engine(config, None)
     offered = requests(10_000, prompt=12, output=4)
     sizes, num_ended = [], 0
