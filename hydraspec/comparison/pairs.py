@@ -15,6 +15,7 @@ from hydraspec.metrics.paired import (
     NUM_ROUNDS,
     Array,
     PairedRatio,
+    balanced,
     holm,
     paired_ratio,
     sign_test,
@@ -47,12 +48,18 @@ class Pairs:
     reference: Array
     num_slots: int
 
-    def of(self, scope: str) -> tuple[Array, Array]:
-        """Both sides' values of one category, or of ALL."""
+    def of(self, scope: str) -> Pairs:
+        """The requests of one category, or ALL."""
         if scope == ALL:
-            return self.job, self.reference
-        chosen = np.array([name == scope for name in self.categories], bool)
-        return self.job[chosen], self.reference[chosen]
+            return self
+        chosen = [i for i, name in enumerate(self.categories) if name == scope]
+        return replace(
+            self,
+            keys=[self.keys[i] for i in chosen],
+            categories=[scope] * len(chosen),
+            job=self.job[chosen],
+            reference=self.reference[chosen],
+        )
 
     def scopes(self) -> list[str]:
         """ALL, and the categories in order."""
@@ -151,31 +158,51 @@ def accuracy(rows: Array) -> float | None:
 def own_figure(job: Job, pairs: Pairs, measure: Measure, scope: str) -> PairedRatio:
     """A job's speedup or acceptance length with its interval; `pairs` are the job's with itself."""
     part, signs = COLUMNS[measure]
-    rounds = NUM_ROUNDS * pairs.num_slots
-    columns = pairs.of(scope)[0][:, part].T
-    return paired_ratio(columns, signs, at_once=_at_once(job), num_rounds=rounds)
+    chosen = pairs.of(scope)
+    return _ratio(chosen, chosen.job[:, part], signs, measure, _at_once(job))
 
 
 def figures(job: Job, reference: Job) -> list[Figure]:
     """Every measure that both have, over all requests and by category; p-values are not corrected
     yet."""
     pairs, at_once = paired(job, reference), _at_once(job, reference)
-    rounds = NUM_ROUNDS * pairs.num_slots
     found = []
     for scope in pairs.scopes():
-        a, b = pairs.of(scope)
+        chosen = pairs.of(scope)
         for measure, (part, signs) in COLUMNS.items():
-            both = np.concatenate([a[:, part], b[:, part]], axis=1).T
+            a, b = chosen.job[:, part], chosen.reference[:, part]
             powers = (*signs, *(-sign for sign in signs))
-            ratio = paired_ratio(both, powers, at_once=at_once, num_rounds=rounds)
-            values = [_rate(rows[:, part], signs) for rows in (a, b)]
+            both = np.concatenate([a, b], axis=1)
             found.append(
                 Figure(
-                    measure=measure, scope=scope, ratio=ratio, job=values[0], reference=values[1]
+                    measure=measure,
+                    scope=scope,
+                    ratio=_ratio(chosen, both, powers, measure, at_once),
+                    job=_rate(a, signs),
+                    reference=_rate(b, signs),
                 )
             )
-        found.append(_accuracy_figure(scope, a, b))
+        found.append(_accuracy_figure(scope, chosen.job, chosen.reference))
     return [figure for figure in found if figure.job is not None and figure.reference is not None]
+
+
+def _ratio(
+    pairs: Pairs, values: Array, signs: Sequence[int], measure: Measure, at_once: int
+) -> PairedRatio:
+    """The ratio of values [R, C]. Its error is that over prompts, repeats of each added up; where
+    speed was measured in several repeats, at least that over all of them, one after the other."""
+    order = balanced(pairs.categories)
+    keys, values = [pairs.keys[i] for i in order], values[order]
+    places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    by_prompt = np.zeros((len(places), len(signs)))
+    np.add.at(by_prompt, [places[key] for key in keys], values)
+    if measure == "acceptance_length":
+        return paired_ratio(by_prompt.T, signs, at_once=None)
+    found = paired_ratio(by_prompt.T, signs, at_once=at_once)
+    rounds = NUM_ROUNDS * pairs.num_slots
+    repeated = paired_ratio(values.T, signs, at_once=at_once, num_rounds=rounds)
+    is_wider = (repeated.log_error or 0.0) > (found.log_error or 0.0)
+    return replace(repeated, num_requests=found.num_requests) if is_wider else found
 
 
 def _rate(rows: Array, signs: Sequence[int]) -> float | None:

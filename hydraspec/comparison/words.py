@@ -52,9 +52,10 @@ def _what_is_needed(figure: Figure) -> str:
     if figure.ratio.ratio is None or least is None:
         return ""
     told = f"; these {figure.ratio.num_requests} tell differences of {least - 1:.1%}"
+    prompts = "prompt" if more == 1 else "prompts"
     if more is None or more > 1_000_000:
         return f"{told}, and no number of prompts one so small"
-    return f"{told}; about {more:,} more prompts needed for this one"
+    return f"{told}; about {more:,} more {prompts} needed for this one"
 
 
 def drift_words(ranking: Ranking) -> str | None:
@@ -70,10 +71,13 @@ def drift_words(ranking: Ranking) -> str | None:
     )
 
 
-def verdicts(ranking: Ranking) -> Iterator[str]:
-    """A sentence for each measure over all requests, and for categories where a job differs."""
+def verdicts(ranking: Ranking, *, brief: bool = False) -> Iterator[str]:
+    """A sentence for each measure over all requests, and for categories where a job differs;
+    `brief` leaves the speedups over all requests."""
     for each in ranking.others:
         for figure in each.versus:
+            if brief and (figure.measure, figure.scope) != ("speedup", ALL):
+                continue
             if figure.scope == ALL or figure.says != "cannot_tell":
                 yield sentence(figure, each, ranking.reference)
 

@@ -23,7 +23,6 @@ from hydraspec.metrics.summary import (
     SCHEMA_VERSION,
     Acceptance,
     Counts,
-    Interval,
     Lossless,
     PrefixCache,
     RunFacts,
@@ -48,9 +47,10 @@ def build(
     """The summary, still without warnings; every number is finite or null."""
     requests, method, baseline = measurement.requests, measurement.method, measurement.baseline
     info, meter = method.engine.info, method.meter
-    others = None if baseline is None else baseline.meter
-    gained = None if others is None else _speedup(meter, others)
-    categories = assessment.by_category(meter, others)
+    pairs = [] if baseline is None else finished_pairs(meter, baseline.meter)
+    at_once = config.workload.concurrency or len(requests)
+    gained = speedup(pairs, at_once=at_once)
+    by_category = assessment.speedups_by_category(pairs, at_once=at_once)
     wanted = config.workload.goodput
     limits = Limits(ttft_ms=wanted.ttft_ms, inter_token_ms=wanted.inter_token_ms)
     summary = {
@@ -68,17 +68,16 @@ def build(
         "baseline": None
         if baseline is None
         else {**_speed(baseline, requests, limits), **_counts(baseline.meter)},
-        "speedup": gained,
-        "assessment": assessment.assess(
-            meter,
-            others,
+        "speedup": assessment.as_interval(gained),
+        "assessment": None
+        if baseline is None
+        else assessment.assess(
             gained,
-            categories,
-            at_once=config.workload.concurrency,
+            by_category,
             diverged=lossless["verdict"] == "diverged",
             synthetic=config.method.verification is Verification.synthetic,
         ),
-        "by_category": categories,
+        "by_category": assessment.by_category(meter, by_category),
         "acceptance_by_output_place": assessment.by_output_place(meter),
         "lossless": lossless,
         "cudagraph": info.cudagraph,
@@ -194,11 +193,6 @@ def _prefix_cache(meter: Meter) -> PrefixCache | None:
         "border_tokens": hits.num_border_tokens(),
         "recomputed_tokens": meter.num_recomputed_tokens(),
     }
-
-
-def _speedup(meter: Meter, baseline: Meter) -> Interval | None:
-    estimate = speedup(finished_pairs(meter, baseline))
-    return None if estimate.mean is None else {"mean": estimate.mean, "ci95": estimate.ci95}
 
 
 def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) -> Settings:

@@ -6,39 +6,53 @@ Figures by category and by place in the output are defined here too. Computes fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Literal
-
-import numpy as np
 
 from hydraspec.metrics.meter import (
     FIRST_PLACES,
     Meter,
     Pair,
     RequestCounters,
-    finished_pairs,
     speedup,
 )
-from hydraspec.metrics.paired import LEVEL, PairedRatio, holm, paired_ratio
+from hydraspec.metrics.paired import LEVEL, PairedRatio, holm
 from hydraspec.metrics.statistics import (
     MIN_REQUESTS,
-    Estimate,
     ratio_of_sums,
 )
 from hydraspec.metrics.summary import Assessment, CategoryFigures, Interval, PlaceFigures
 
 Says = Literal["worth_it", "cannot_tell", "slower"]
-SPEEDUP = (1, -1, -1, 1)  # signs of `speed_columns`
+WORDS: dict[Says, str] = {
+    "worth_it": "worth it",
+    "cannot_tell": "cannot tell",
+    "slower": "slower",
+}
 
 
-def by_category(method: Meter, baseline: Meter | None) -> dict[str, CategoryFigures]:
-    """Acceptance length and speedup of the requests of each category, each as over all requests
-    (`Meter.acceptance_length`, `meter.speedup`), in order of first appearance."""
+def speedups_by_category(pairs: Sequence[Pair], *, at_once: int) -> dict[str, PairedRatio]:
+    """`meter.speedup` of the requests of each category, in order of first appearance."""
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        if pair[0].category is not None:
+            groups.setdefault(pair[0].category, []).append(pair)
+    return {name: speedup(members, at_once=at_once) for name, members in groups.items()}
+
+
+def as_interval(found: PairedRatio | None) -> Interval | None:
+    """A speedup as the summary has it."""
+    return (
+        None if found is None or found.ratio is None else {"mean": found.ratio, "ci95": found.ci95}
+    )
+
+
+def by_category(method: Meter, speedups: Mapping[str, PairedRatio]) -> dict[str, CategoryFigures]:
+    """Acceptance length (as `Meter.acceptance_length`) and speedup of the requests of each
+    category, in order of first appearance."""
     groups: dict[str, list[RequestCounters]] = {}
     for counters in method.completed:
         if counters.category is not None:
             groups.setdefault(counters.category, []).append(counters)
-    pairs = [] if baseline is None else finished_pairs(method, baseline)
     found: dict[str, CategoryFigures] = {}
     for name, members in groups.items():
         length = ratio_of_sums(
@@ -47,13 +61,9 @@ def by_category(method: Meter, baseline: Meter | None) -> dict[str, CategoryFigu
         found[name] = {
             "num_requests": len(members),
             "acceptance_length": {"mean": length.mean, "ci95": length.ci95},
-            "speedup": _as_interval(speedup([p for p in pairs if p[0].category == name])),
+            "speedup": as_interval(speedups.get(name)),
         }
     return found
-
-
-def _as_interval(estimate: Estimate) -> Interval | None:
-    return None if estimate.mean is None else {"mean": estimate.mean, "ci95": estimate.ci95}
 
 
 def by_output_place(meter: Meter) -> list[PlaceFigures]:
@@ -77,83 +87,50 @@ def by_output_place(meter: Meter) -> list[PlaceFigures]:
 
 
 def assess(
-    method: Meter,
-    baseline: Meter | None,
-    gained: Interval | None,
-    categories: Mapping[str, CategoryFigures],
+    gained: PairedRatio,
+    categories: Mapping[str, PairedRatio],
     *,
-    at_once: int | None,
     diverged: bool,
     synthetic: bool,
-) -> Assessment | None:
+) -> Assessment:
     """Whether the speedup's interval is above 1, below it, or neither, and in which categories
     that differs: those whose own speedup is told from 1 after Holm's correction over categories.
-    None without a baseline.
 
     Args:
         gained: the speedup of all requests.
-        at_once: requests in the engine at a time; None: all.
         diverged: outputs are not the target's: then nothing can be told.
         synthetic: drafts were accepted at a set rate, whatever the drafter.
     """
-    if baseline is None:
-        return None
-    if gained is None:
+    if gained.ratio is None:
         return {"says": "cannot_tell", "sentence": "cannot tell: no request finished on both sides"}
-    says = _says(gained["ci95"])
+    says = _says(gained)
     figures = in_words(gained)
     if diverged:
         sentence = f"cannot tell: the outputs are not the target's, so {figures} says nothing"
         return {"says": "cannot_tell", "sentence": sentence}
-    words = {"worth_it": "worth it", "cannot_tell": "cannot tell", "slower": "slower"}
-    sentence = f"{words[says]}: {figures}"
+    sentence = f"{WORDS[says]}: {figures}"
     if synthetic:
         sentence += " at the acceptance that was set, not the drafter's"
-    for other, names in _other_categories(method, baseline, says, at_once):
-        listed = ", ".join(f"{name} {in_words(categories[name]['speedup'])}" for name in names)
-        sentence += f"; {words[other]} in {listed}"
+    adjusted = holm([found.p for found in categories.values()])
+    told: dict[Says, list[str]] = {"worth_it": [], "slower": []}
+    for (name, found), p in zip(categories.items(), adjusted, strict=True):
+        if p is not None and p <= LEVEL and found.ratio is not None:
+            told["worth_it" if found.ratio > 1 else "slower"].append(f"{name} {in_words(found)}")
+    for other, named in told.items():
+        if named and other != says:
+            sentence += f"; {WORDS[other]} in {', '.join(named)}"
     return {"says": says, "sentence": sentence}
 
 
-def in_words(gained: Interval | None) -> str:
+def in_words(found: PairedRatio) -> str:
     """ "1.97x (1.75 to 2.20)"."""
-    assert gained is not None
-    if gained["ci95"] is None:
-        return f"{gained['mean']:.2f}x, of fewer than {MIN_REQUESTS} requests"
-    low, high = gained["ci95"]
-    return f"{gained['mean']:.2f}x ({low:.2f} to {high:.2f})"
+    if found.ci95 is None:
+        return f"{found.ratio:.2f}x, of fewer than {MIN_REQUESTS} requests"
+    low, high = found.ci95
+    return f"{found.ratio:.2f}x ({low:.2f} to {high:.2f})"
 
 
-def _says(ci95: Sequence[float] | None) -> Says:
-    if ci95 is None or ci95[0] <= 1 <= ci95[1]:
+def _says(found: PairedRatio) -> Says:
+    if found.ci95 is None or found.ci95[0] <= 1 <= found.ci95[1]:
         return "cannot_tell"
-    return "worth_it" if ci95[0] > 1 else "slower"
-
-
-def _other_categories(
-    method: Meter, baseline: Meter, says: Says, at_once: int | None
-) -> list[tuple[str, list[str]]]:
-    """What is told of categories and is not what `says` is, with their names."""
-    pairs = sorted(
-        (p for p in finished_pairs(method, baseline) if p[0].category is not None),
-        key=lambda p: str(p[0].category),
-    )
-    tested: dict[str, PairedRatio] = {}
-    for name, members in groupby(pairs, key=lambda p: str(p[0].category)):
-        columns = speed_columns(list(members))
-        tested[name] = paired_ratio(columns, SPEEDUP, at_once=at_once or columns.shape[1])
-    adjusted = holm([found.p for found in tested.values()])
-    told: dict[str, list[str]] = {}
-    for (name, found), p in zip(tested.items(), adjusted, strict=True):
-        if p is not None and p <= LEVEL and found.ratio is not None:
-            told.setdefault("worth_it" if found.ratio > 1 else "slower", []).append(name)
-    return [
-        (other, told[other]) for other in ("worth_it", "slower") if other in told and other != says
-    ]
-
-
-def speed_columns(pairs: Sequence[Pair]) -> np.ndarray:
-    """Tokens and milliseconds of the method and of the baseline: [4, R]."""
-    return np.array(
-        [[m.decode_tokens, m.decode_ms, b.decode_tokens, b.decode_ms] for m, b in pairs], float
-    ).T
+    return "worth_it" if found.ci95[0] > 1 else "slower"

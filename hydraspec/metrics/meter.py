@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hydraspec.metrics.paired import PairedRatio, balanced, paired_ratio
 from hydraspec.metrics.prefix_cache import PrefixHits
-from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_rates, ratio_of_sums
+from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
 from hydraspec.types import (
     PHASES,
     Completion,
@@ -369,13 +370,13 @@ def finished_pairs(method: Meter, baseline: Meter) -> list[Pair]:
     return [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
 
 
-def speedup(pairs: Sequence[Pair]) -> Estimate:
+def speedup(pairs: Sequence[Pair], *, at_once: int) -> PairedRatio:
     """Ratio of the two `output_tokens_per_second`, over `finished_pairs` or some of them.
 
-    Interval: paired bootstrap; each resample draws requests and takes both throughputs from the
-    same draw.
+    Interval: paired bootstrap; each resample draws blocks of requests, `at_once` of which shared
+    steps, and takes both throughputs from the same draw (`paired_ratio`).
     """
-    return ratio_of_rates(
-        ([m.decode_tokens for m, _ in pairs], [m.decode_ms for m, _ in pairs]),
-        ([b.decode_tokens for _, b in pairs], [b.decode_ms for _, b in pairs]),
-    )
+    order = [pairs[i] for i in balanced([m.category for m, _ in pairs])]
+    figures = [(m.decode_tokens, m.decode_ms, b.decode_tokens, b.decode_ms) for m, b in order]
+    columns = np.array(figures, float).reshape(-1, 4).T
+    return paired_ratio(columns, (1, -1, -1, 1), at_once=at_once)

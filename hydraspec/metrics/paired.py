@@ -6,6 +6,7 @@ two speedups, so that one bootstrap of its logarithm serves all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ POWER = 0.8  # of the number of requests that is said to be needed
 NUM_RESAMPLES = 9_999  # p-values down to 1e-4, which Holm's correction needs
 NUM_BLOCKS = 8  # at least, where requests suffice: few and long blocks hold slow noise too
 MIN_BLOCKS = 4  # where requests that share steps would leave fewer
+MOST_BLOCKS = 200  # of single requests; more are put together
 TURNOVERS = 2  # of the requests that run at once, in a block
 LARGEST = 50.0  # logarithm of a bound: of few blocks it may have no end
 NUM_ROUNDS = 2  # parts of a run that were measured apart: those of the lab
@@ -62,14 +64,15 @@ def _reach(level: float) -> float:
 
 
 def paired_ratio(
-    columns: Array, signs: Sequence[int], *, at_once: int = 1, num_rounds: int = NUM_ROUNDS
+    columns: Array, signs: Sequence[int], *, at_once: int | None, num_rounds: int = NUM_ROUNDS
 ) -> PairedRatio:
     """Π (Σ column)^sign over requests [R], of columns [C, R] with `signs` [C] that add up to 0.
 
     A symmetric studentised bootstrap of the logarithm (Hall, The Bootstrap and Edgeworth Expansion,
     1992, 3.6) over blocks of requests that follow each other, since requests `at_once` in the
     engine share the noise of their steps. The standard error is at least that of the mean of
-    `num_rounds` equal parts: noise that lasts as long as a round is not seen within one.
+    `num_rounds` equal parts: noise that lasts as long as a round is not seen within one. Counts,
+    which no clock disturbs, have `at_once` None: every request is a block.
     """
     columns = columns[:, columns.any(axis=0)]
     num_requests, totals = columns.shape[1], columns.sum(axis=1)
@@ -85,7 +88,8 @@ def paired_ratio(
     shares = powers @ (blocks / totals[:, None])  # each block's part in the logarithm; sums to 0
     num_blocks = len(shares)
     error = float(np.sqrt((shares**2).sum() * num_blocks / (num_blocks - 1)))
-    error = max(error, _error_of_rounds(columns, powers, num_rounds))
+    if at_once is not None:
+        error = max(error, _error_of_rounds(columns, powers, num_rounds))
     if error < 1e-9:  # the same in every request
         p = 1.0 if abs(found) < 1e-9 else 1 / (NUM_RESAMPLES + 1)
         same = (exp(found), exp(found))
@@ -103,11 +107,25 @@ def paired_ratio(
     )
 
 
-def in_blocks(columns: Array, at_once: int) -> Array:
+def balanced(categories: Sequence[str | None]) -> list[int]:
+    """An order of requests in which any stretch has all categories in proportion, each category's
+    in the order given: blocks of a workload that is sorted by category would differ by content."""
+    sizes, seen = Counter(categories), Counter[str | None]()
+    places = []
+    for i, name in enumerate(categories):
+        places.append(((seen[name] + 0.5) / sizes[name], i))
+        seen[name] += 1
+    return [i for _, i in sorted(places)]
+
+
+def in_blocks(columns: Array, at_once: int | None) -> Array:
     """Sums of columns [C, R] over blocks of requests that follow each other: [C, G]."""
     num_requests = columns.shape[1]
-    together = min(TURNOVERS * at_once, num_requests // MIN_BLOCKS)
-    length = max(1, num_requests // NUM_BLOCKS, together)
+    if at_once is None:
+        length = -(-num_requests // MOST_BLOCKS)
+    else:
+        together = min(TURNOVERS * at_once, num_requests // MIN_BLOCKS)
+        length = max(1, num_requests // NUM_BLOCKS, together)
     return np.add.reduceat(columns, np.arange(0, num_requests, length), axis=1)
 
 

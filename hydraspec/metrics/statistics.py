@@ -47,24 +47,6 @@ def ratio_of_sums(
     return Estimate(mean=offset + mean, ci95=_interval(offset + _divide(sums[0], sums[1])))
 
 
-def ratio_of_rates(
-    numerators: tuple[ArrayLike, ArrayLike], denominators: tuple[ArrayLike, ArrayLike]
-) -> Estimate:
-    """(Σ a / Σ b) / (Σ c / Σ d) with numerators (a, b) and denominators (c, d), all over the same
-    requests [R].
-
-    The interval is a paired bootstrap: each resample draws requests, and takes both rates from
-    the same draw.
-    """
-    columns = np.stack([np.asarray(x, float) for x in (*numerators, *denominators)])
-    a, b, c, d = columns.sum(axis=1)
-    mean = ratio(a * d, b * c)
-    if mean is None:
-        return Estimate(mean=None, ci95=None)
-    sums = _resampled_sums(columns)
-    return Estimate(mean=mean, ci95=_interval(_divide(sums[0] * sums[3], sums[1] * sums[2])))
-
-
 def _resampled_sums(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sums of each column [C, R] over NUM_RESAMPLES draws of R requests with replacement: [C,
     NUM_RESAMPLES]; none where fewer than MIN_REQUESTS are not all zero.

@@ -36,6 +36,7 @@ class Blocks:
     speedups: Chart | None
     lengths: Chart | None
     sentences: Sequence[str]
+    brief: Sequence[str]  # of several jobs their speedups only
     notes: Sequence[str]
 
 
@@ -52,6 +53,7 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
         speedups=_bars(ranking, "speedup"),
         lengths=_bars(ranking, "acceptance length"),
         sentences=list(verdicts(ranking)),
+        brief=list(verdicts(ranking, brief=len(ranking.ranked) > 2)),
         notes=[NOTE, *([drift] if drift else [])],
     )
 

@@ -53,7 +53,7 @@ def show_blocks(console: Console, made: Blocks) -> None:
         matrix = [[printable(cell) for cell in row] for row in made.matrix]
         title = "Speedup / acceptance length by category"
         print_table(console, title, made.matrix_header, matrix, num_left=1)
-    for line in (*made.sentences, *made.notes):
+    for line in (*made.brief, *made.notes):
         console.print(escape(printable(line)), soft_wrap=True)
 
 

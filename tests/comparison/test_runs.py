@@ -109,6 +109,21 @@ def test_a_run_and_its_repeat_are_the_same(runs: Path) -> None:
     assert sorted(len(job["folders"]) for job in pooled["jobs"]) == [1, 2]
 
 
+def test_repeats_do_not_stand_for_prompts(runs: Path) -> None:
+    """Catches an acceptance interval that narrows with each repeat of the same outputs."""
+    repeats = [copied(runs / "good", f"again{i}", seed=i + 1) for i in range(3)]
+    for run in (runs / "good", *repeats):
+        edit_rows(
+            run, lambda row: row.update(num_drafts=row["num_drafts"] + int(row["id"][-1]) % 2)
+        )
+    once = hydraspec.compare([runs / "good", runs / "bad"])
+    pooled = hydraspec.compare([runs / "good", *repeats, runs / "bad"])
+    for measure in ("acceptance_length", "speedup"):
+        first, second = overall(once, measure), overall(pooled, measure)
+        assert second["num_requests"] == first["num_requests"]
+        assert second["ci95"] == pytest.approx(first["ci95"])
+
+
 def test_a_folder_of_runs_stands_for_all_and_files_are_written(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

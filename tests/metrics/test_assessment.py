@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from hydraspec.metrics.assessment import assess, by_category, by_output_place
+from hydraspec.metrics.assessment import (
+    assess,
+    by_category,
+    by_output_place,
+    speedups_by_category,
+)
 from hydraspec.metrics.meter import Meter, finished_pairs, place_bin, speedup
 from hydraspec.metrics.summary import Assessment
 from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
@@ -52,19 +57,12 @@ def meter(ms_per_token: Mapping[str, float], *, accepted: int = 0) -> Meter:
     return made
 
 
-def assessed(paces: Mapping[str, float], *, diverged: bool = False) -> Assessment | None:
-    method, baseline = meter(paces), meter(dict.fromkeys(paces, 1.0))
-    estimate = speedup(finished_pairs(method, baseline))
-    assert estimate.mean is not None
-    return assess(
-        method,
-        baseline,
-        {"mean": estimate.mean, "ci95": estimate.ci95},
-        by_category(method, baseline),
-        at_once=1,
-        diverged=diverged,
-        synthetic=False,
-    )
+def assessed(
+    paces: Mapping[str, float], *, diverged: bool = False, synthetic: bool = False
+) -> Assessment:
+    pairs = finished_pairs(meter(paces), meter(dict.fromkeys(paces, 1.0)))
+    categories = speedups_by_category(pairs, at_once=1)
+    return assess(speedup(pairs, at_once=1), categories, diverged=diverged, synthetic=synthetic)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,6 @@ def test_the_sentence_names_the_category_that_differs(
     paces: dict[str, float], says: str, begins: str, ends: str
 ) -> None:
     found = assessed(paces)
-    assert found is not None
     assert found["says"] == says
     assert found["sentence"].startswith(begins)
     assert found["sentence"].endswith(ends or ")")
@@ -94,25 +91,26 @@ def test_the_sentence_names_the_category_that_differs(
 def test_what_cannot_be_told() -> None:
     """An interval with 1 in it names what holds in categories; wrong outputs have no speedup."""
     found = assessed({"a": 0.5, "b": 1.5})
-    assert found is not None
     assert found["says"] == "cannot_tell"
     assert "; worth it in a 2.00x (2.00 to 2.00); slower in b 0.67x" in found["sentence"]
     found = assessed({"a": 0.5}, diverged=True)
-    assert found is not None
     assert found["says"] == "cannot_tell"
     assert "not the target's" in found["sentence"]
-    method = meter({"a": 0.5})
-    assert assess(method, None, None, {}, at_once=1, diverged=False, synthetic=False) is None
+    none = assess(speedup([], at_once=1), {}, diverged=False, synthetic=False)
+    assert none["sentence"] == "cannot tell: no request finished on both sides"
+    assert "acceptance that was set" in assessed({"a": 0.5}, synthetic=True)["sentence"]
 
 
 def test_categories_have_intervals_and_counts() -> None:
-    figures = by_category(meter({"a": 0.5, "b": 1.0}, accepted=1), meter({"a": 1.0, "b": 1.0}))
+    method, baseline = meter({"a": 0.5, "b": 1.0}, accepted=1), meter({"a": 1.0, "b": 1.0})
+    speedups = speedups_by_category(finished_pairs(method, baseline), at_once=1)
+    figures = by_category(method, speedups)
     assert list(figures) == ["a", "b"]
     assert figures["a"]["num_requests"] == PER_CATEGORY
     assert figures["a"]["acceptance_length"] == {"mean": 2.0, "ci95": (2.0, 2.0)}
     assert figures["a"]["speedup"] is not None
     assert figures["a"]["speedup"]["mean"] == pytest.approx(2.0)
-    assert by_category(meter({"a": 0.5}), None)["a"]["speedup"] is None
+    assert by_category(meter({"a": 0.5}), {})["a"]["speedup"] is None
 
 
 def test_acceptance_by_place_counts_a_step_where_its_first_token_is() -> None:

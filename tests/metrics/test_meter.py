@@ -9,7 +9,8 @@ import pytest
 
 from hydraspec.metrics.batch_times import BatchTimes
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
-from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_rates, ratio_of_sums
+from hydraspec.metrics.paired import paired_ratio
+from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_sums
 from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 
 
@@ -233,8 +234,10 @@ def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:
     theirs = Meter(make_requests(2))
     theirs.add_step(step(part(0), ms=2))
     theirs.add_completion(completion(0))
-    assert speedup(finished_pairs(ours, theirs)).mean == pytest.approx((4 / 4) / (1 / 2))
-    assert speedup(finished_pairs(ours, Meter([]))).mean is None
+    assert speedup(finished_pairs(ours, theirs), at_once=1).ratio == pytest.approx(
+        (4 / 4) / (1 / 2)
+    )
+    assert speedup(finished_pairs(ours, Meter([])), at_once=1).ratio is None
 
 
 def test_the_mean_over_requests_gives_each_the_same_weight() -> None:
@@ -275,8 +278,9 @@ def test_paired_bootstrap_cancels_what_both_sides_share() -> None:
     """
     rng = np.random.default_rng(2)
     tokens, slow = rng.integers(1, 200, 50).astype(float), rng.lognormal(0, 2, 50)
-    estimate = ratio_of_rates((tokens, slow), (tokens, 2 * slow))
-    assert estimate.mean == pytest.approx(2)
+    columns = np.stack([tokens, slow, tokens, 2 * slow])
+    estimate = paired_ratio(columns, (1, -1, -1, 1), at_once=4)
+    assert estimate.ratio == pytest.approx(0.5 * 4)
     assert estimate.ci95 == pytest.approx((2, 2))
 
 
@@ -287,7 +291,8 @@ def test_too_few_requests_have_no_interval(count: int, without_drafts: int) -> N
     rest = [0.0] * without_drafts
     tops, bottoms = [1.0] * count + rest, [2.0] * count + rest
     assert ratio_of_sums(tops, bottoms).ci95 is None
-    assert ratio_of_rates((tops, bottoms), (bottoms, tops)).ci95 is None
+    columns = np.array([tops, bottoms, bottoms, tops])
+    assert paired_ratio(columns, (1, -1, -1, 1), at_once=1).ci95 is None
     if count == 4:
         assert ratio_of_sums([1.0, *tops], [2.0, *bottoms]).ci95 == (0.5, 0.5)
 

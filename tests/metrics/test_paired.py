@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from simulated_runs import Machine
 
-from hydraspec.metrics.paired import LEVEL, PairedRatio, holm, in_blocks, paired_ratio, sign_test
+from hydraspec.metrics.paired import (
+    LEVEL,
+    PairedRatio,
+    balanced,
+    holm,
+    in_blocks,
+    paired_ratio,
+    sign_test,
+)
 
 SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
 NUM_PAIRS = 200
@@ -50,30 +58,32 @@ def test_power_is_as_stated(num_requests: int, faster: float) -> None:
 def test_the_machines_speed_cancels_and_the_ratio_is_that_of_the_sums() -> None:
     rng = np.random.default_rng(0)
     columns = rng.uniform(1, 2, (4, 40))
-    found = paired_ratio(columns, (1, -1, -1, 1))
+    found = paired_ratio(columns, (1, -1, -1, 1), at_once=1)
     a, b, c, d = columns.sum(axis=1)
     assert found.ratio == pytest.approx((a / b) / (c / d))
     drifted = columns * np.array([1, 3, 1, 3])[:, None]
-    assert paired_ratio(drifted, (1, -1, -1, 1)).ci95 == pytest.approx(found.ci95)
+    assert paired_ratio(drifted, (1, -1, -1, 1), at_once=1).ci95 == pytest.approx(found.ci95)
 
 
 def test_equal_counts_have_no_error_and_a_constant_difference_is_certain() -> None:
     counts = np.arange(1.0, 41).reshape(2, 20)
-    same = paired_ratio(np.concatenate([counts, counts]), (1, -1, -1, 1))
+    same = paired_ratio(np.concatenate([counts, counts]), (1, -1, -1, 1), at_once=1)
     assert (same.ratio, same.p, same.ci95) == (1.0, 1.0, (1.0, 1.0))
     assert same.num_more_needed() is None
-    other = paired_ratio(np.concatenate([2 * counts[:1], counts[1:], counts]), (1, -1, -1, 1))
+    other = paired_ratio(
+        np.concatenate([2 * counts[:1], counts[1:], counts]), (1, -1, -1, 1), at_once=1
+    )
     assert other.ratio == pytest.approx(2)
     assert told(other)
 
 
 def test_few_requests_have_no_interval_and_zeros_no_ratio() -> None:
-    few = paired_ratio(np.ones((2, 4)), (1, -1))
+    few = paired_ratio(np.ones((2, 4)), (1, -1), at_once=1)
     assert (few.ratio, few.ci95, few.p) == (1.0, None, None)
     assert few.num_more_needed() is None
     assert few.detectable() is None
-    assert paired_ratio(np.zeros((2, 9)), (1, -1)).ratio is None
-    assert paired_ratio(np.ones((2, 0)), (1, -1)).ratio is None
+    assert paired_ratio(np.zeros((2, 9)), (1, -1), at_once=None).ratio is None
+    assert paired_ratio(np.ones((2, 0)), (1, -1), at_once=1).ratio is None
 
 
 def test_more_prompts_needed_follow_from_the_error() -> None:
@@ -93,6 +103,22 @@ def test_blocks_follow_requests_that_run_together() -> None:
     assert in_blocks(np.ones((1, 10)), 4).shape == (1, 5)
     assert in_blocks(np.ones((1, 6)), 1).shape == (1, 6)
     assert in_blocks(ones, 64).sum() == 64
+    assert in_blocks(ones, None).shape == (1, 64)
+    assert in_blocks(np.ones((1, 1001)), None).shape == (1, 167)
+
+
+def test_the_order_is_that_of_the_workload_with_categories_in_proportion() -> None:
+    """Catches a run over a sorted workload whose halves differ by content, taken for noise."""
+    assert balanced([None] * 4) == [0, 1, 2, 3]
+    assert balanced(list("abab")) == [0, 1, 2, 3]
+    assert balanced(list("aaaabb")) == [0, 4, 1, 2, 5, 3]
+    slow = np.repeat([1.0, 3.0], 20)
+    columns = np.stack([np.ones(40), slow, np.ones(40), np.ones(40)])
+    mixed = paired_ratio(columns[:, balanced(["a"] * 20 + ["b"] * 20)], (1, -1, -1, 1), at_once=4)
+    as_sorted = paired_ratio(columns, (1, -1, -1, 1), at_once=4)
+    assert mixed.log_error is not None
+    assert as_sorted.log_error is not None
+    assert mixed.log_error < as_sorted.log_error / 3
 
 
 def test_holm_by_hand() -> None:
