@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hydraspec.config.benches import is_bench
 from hydraspec.config.rules import Rule
 from hydraspec.config.schema import RunConfig
 
@@ -36,9 +37,16 @@ ARRIVALS = (
 )
 
 
-def without_rate(config: RunConfig) -> list[str]:
-    """A warning of a burstiness that changes nothing."""
-    load = config.workload
-    if load.request_rate is not None or load.burstiness == 1:
-        return []
-    return [f"workload.burstiness={load.burstiness} has no effect without workload.request_rate"]
+def without_arrivals(config: RunConfig) -> list[str]:
+    """Warnings of keys that change nothing: a burstiness without a rate, a rate in a benchmark."""
+    load, notes = config.workload, []
+    if load.request_rate is None and load.burstiness != 1:
+        notes.append(
+            f"workload.burstiness={load.burstiness} has no effect without workload.request_rate"
+        )
+    if load.request_rate is not None and is_bench(config):
+        notes.append(
+            f"workload.request_rate={load.request_rate} has no effect with "
+            f"bench={config.bench.name}, which has a load of its own"
+        )
+    return notes

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 
-from hydraspec.config.arrivals import without_rate
+from hydraspec.config.arrivals import without_arrivals
 from hydraspec.config.benches import BENCH, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
@@ -315,4 +315,4 @@ def _without_effect(config: RunConfig) -> list[str]:
     if is_random(config.workload) and (sampling.stop or sampling.stop_token_ids):
         name = config.workload.name
         notes.append(f"sampling.stop and stop_token_ids have no effect with workload={name}")
-    return notes + without_rate(config)
+    return notes + without_arrivals(config)

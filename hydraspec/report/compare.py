@@ -27,7 +27,7 @@ from hydraspec.metrics.run_files import (
 from hydraspec.metrics.summary import Summary
 from hydraspec.report import html
 from hydraspec.report.console import print_table, table_console
-from hydraspec.report.figures import number, plus_minus
+from hydraspec.report.figures import number, percent, plus_minus
 from hydraspec.report.ranking import BEST, EQUAL, blocks
 from hydraspec.report.runs import show_blocks, write_tables
 
@@ -36,22 +36,26 @@ ALWAYS = ("method", "num_speculative_tokens")
 RECORDED = {
     *("target", "target.dtype", "method", "method.num_speculative_tokens", "method.verification"),
     *("method.draft_sampling", "engine", "engine.device", "engine.num_threads", "workload"),
-    *("workload.concurrency", "sampling.temperature", "seed"),
+    *("workload.concurrency", "workload.request_rate", "workload.burstiness"),
+    *("sampling.temperature", "seed"),
 }
 MEASURES = (
     "acceptance_length",
     "acceptance_rate",
     "output_tokens_per_second",
     "time_per_output_token_ms",
+    "latency_ms",
+    "goodput",
     "speedup",
     "lossless",
     "accuracy",
     "num_requests",
     "warnings",
 )
-TITLES = {"num_speculative_tokens": "K", "concurrency": "at once"}
+TITLES = {"num_speculative_tokens": "K", "concurrency": "at once", "request_rate": "requests/s"}
 WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless", "exact match")
+LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,7 +220,7 @@ def _job_number(folder: Path) -> tuple[int, str]:
 # ---------------------------------------------------------------- as text, JSON and HTML
 
 
-def _cells(row: Row, columns: Sequence[str]) -> list[str]:
+def _cells(row: Row, columns: Sequence[str], *, arrivals: bool) -> list[str]:
     summary = row.summary
     accuracy = summary["accuracy"]
     verdict = summary["lossless"]["verdict"].replace("not_checked", "-")
@@ -229,15 +233,29 @@ def _cells(row: Row, columns: Sequence[str]) -> list[str]:
         plus_minus(summary["speedup"]),
         verdict if summary["status"] == "ok" else f"{verdict} ({summary['status']})",
         number(accuracy["exact_match"], 3) if accuracy else "-",
+        *(_latency_cells(summary) if arrivals else ()),
     ]
+
+
+def _latency_cells(summary: Summary) -> list[str]:
+    found, limits = summary["latency_ms"], summary["goodput"]
+    latencies = (found["queue"], found["ttft"], found["inter_token"])
+    share = percent(limits["share"]) if limits else "-"
+    return [*(number(latency["p99"], 1) for latency in latencies), share]
+
+
+def _have_arrivals(rows: Sequence[Row]) -> bool:
+    """Whether requests arrive over time in any of the runs, some of which may be older."""
+    return any(row.summary.get("request_rate") is not None for row in rows)
 
 
 def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _header(columns: Sequence[str]) -> list[str]:
-    return ["job", *(TITLES.get(column, column) for column in columns), *HEADINGS]
+def _header(columns: Sequence[str], *, arrivals: bool) -> list[str]:
+    settings = (TITLES.get(column, column) for column in columns)
+    return ["job", *settings, *HEADINGS, *(LATENCIES if arrivals else ())]
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -253,11 +271,13 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _print(comparison: Comparison, console: Console) -> None:
-    lines = [_cells(row, comparison.columns) for row in comparison.rows]
+    arrivals = _have_arrivals(comparison.rows)
+    lines = [_cells(row, comparison.columns, arrivals=arrivals) for row in comparison.rows]
     best = {i for i, row in enumerate(comparison.rows) if row.mark}
     for i in best:
         lines[i][0] = f"{comparison.rows[i].mark} {lines[i][0]}"
-    print_table(console, "Comparison", _header(comparison.columns), lines, best=best)
+    header = _header(comparison.columns, arrivals=arrivals)
+    print_table(console, "Comparison", header, lines, best=best)
     for title, ranking in comparison.rankings:
         show_blocks(console, blocks(ranking, _ranking_title(title)))
     for note in _notes(comparison):
@@ -289,18 +309,18 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
         "rank": row.rank,
         "told_from_best": row.told_from_best,
         **{column: row.settings.get(column) for column in columns},
-        **{name: figures[name] for name in MEASURES},
+        **{name: figures.get(name) for name in MEASURES},
     }
 
 
 def _as_page(comparison: Comparison, name: str) -> str:
-    rows = comparison.rows
+    rows, arrivals = comparison.rows, _have_arrivals(comparison.rows)
     return html.render(
         "compare.html",
         title=f"Comparison {name}",
         common=_common(comparison),
-        header=_header(comparison.columns),
-        lines=[(row, _cells(row, comparison.columns)[1:]) for row in rows],
+        header=_header(comparison.columns, arrivals=arrivals),
+        lines=[(row, _cells(row, comparison.columns, arrivals=arrivals)[1:]) for row in rows],
         notes=_notes(comparison),
         report=REPORT,
         rankings=[blocks(made, _ranking_title(title)) for title, made in comparison.rankings],

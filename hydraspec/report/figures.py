@@ -65,8 +65,9 @@ def load_words(summary: Summary) -> str:
 
 
 def percentile_words(found: Percentiles) -> str:
-    """ "12.3 / 15.0 / 40.1": p50, p90 and p99; a dash where there is none."""
-    return " / ".join(number(found[name], 1) for name in ("p50", "p90", "p99"))
+    """ "12.3 / 15.0 / 140": p50, p90 and p99; a dash where there is none."""
+    values = (found["p50"], found["p90"], found["p99"])
+    return " / ".join(number(value, 0 if value and value >= 100 else 1) for value in values)
 
 
 def limit_words(found: Goodput) -> str:

@@ -59,6 +59,8 @@ def test_out_of_range_k_is_no_matter_where_k_is_not_used():
     [
         (["sampling.top_p=0.9"], "sampling.top_p=0.9 has no effect at temperature 0"),
         (["method.draft_sampling=probabilistic"], "drafts greedily at temperature 0"),
+        (["workload.burstiness=2"], "workload.burstiness=2.0 has no effect without"),
+        (["bench=load", "workload.request_rate=2"], "workload.request_rate=2.0 has no effect with"),
         (["cudagraph=none", "cudagraph.capture_sizes=[1,2]"], "capture_sizes has no effect"),
         (["workload=random", "sampling.stop=[x]"], "no effect with workload=random"),
         (["tracker=none", "tracker.mode=online"], "tracker.mode=online has no effect with"),

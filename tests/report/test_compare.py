@@ -13,7 +13,7 @@ from checked_pages import check_page
 from fake_engine import FakeEngine
 from rich.console import Console
 
-from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.config.schema import GoodputConfig, MethodConfig, RunConfig
 from hydraspec.lab import run as run_module
 from hydraspec.report.compare import compare, read
 
@@ -58,6 +58,27 @@ def test_a_comparison_that_goes_to_a_file_is_not_cut(
     line = next(line for line in capsys.readouterr().out.splitlines() if "value_first" in line)
     assert "long_enough_as_well_first" in line
     assert line.split()[-2:] == ["identical", "0.667"]
+
+
+def test_a_sweep_over_request_rates_has_columns_of_latencies(
+    config: RunConfig, use_engine: Use, tmp_path: Path
+) -> None:
+    """The setting that was typed, p99 of each latency, and goodput; a closed load has dashes."""
+    config.workload.goodput = GoodputConfig(ttft_ms=60000.0)
+    for job, rate in enumerate((None, 50.0)):
+        config.workload.request_rate = rate
+        use_engine(FakeEngine())
+        overrides = [f"workload.request_rate={'null' if rate is None else rate}"]
+        run_module.run(config, run_dir=tmp_path / str(job), overrides=overrides, quiet=True)
+    console = Console(record=True, width=200)
+    compare(tmp_path, console=console)
+    printed = console.export_text()
+    for part in ("requests/s", "ttft p99, ms", "inter-token p99, ms", "goodput", "100.0 %", "50.0"):
+        assert part in printed
+    rows = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["request_rate"] for row in rows] == [None, 50.0]
+    assert rows[1]["latency_ms"]["ttft"]["p99"] > 0
+    assert rows[1]["goodput"]["share"] == 1.0
 
 
 def test_compare(sweep: Path) -> None:

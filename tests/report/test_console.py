@@ -110,7 +110,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "48.0 %" in text
     assert "75.0 %" in text
     assert "12.0 / 34.5 / 67.9" in text
-    assert "0.5 / 1.0 / 1,234.0" in text
+    assert "0.5 / 1.0 / 1,234" in text
     assert "- / - / -" in text
     assert "87.5 %" in text
     assert "first token within 200 ms, 12.5 ms per token after it" in " ".join(text.split())
