@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fake_engine import target_token
+from fake_vllm import FakeRequest
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, Weights
@@ -22,6 +23,7 @@ from hydraspec.engine.vllm.steps import Part, StepStats, share_out
 from hydraspec.types import (
     Completion,
     ConfigurationError,
+    PrefixCaching,
     Request,
     SamplingParams,
     StepRecord,
@@ -104,6 +106,21 @@ def test_tokens_records_and_counters_agree(
         assert 0 < (done[request.index].ttft_ms or 0) <= done[request.index].latency_ms
     assert records[0].kv_usage == 0.25
     assert records[0].num_running == min(concurrency or 7, 7)
+
+
+def test_cached_tokens_are_reported_and_every_run_begins_with_none(
+    start: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRequest, "num_cached", 1)
+    engine = start()
+    for number in (1, 2):
+        records, done = decode(engine, requests_of(2))
+        assert engine.parts.engine.num_resets == number
+    assert [completion.num_cached_tokens for completion in done.values()] == [1, 1]
+    first = records[0].requests[0]
+    assert first.num_computed_tokens == 1
+    assert first.num_rows == len(done[0].prompt_token_ids) - 1
+    assert engine.info.prefix_caching == PrefixCaching(block_size=4)
 
 
 def test_method_none_drafts_nothing(start: Callable[..., VllmEngine]) -> None:

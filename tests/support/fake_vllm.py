@@ -43,6 +43,8 @@ class EngineArgs(SimpleNamespace):
 class FakeRequest:
     """A request on its way through the fake."""
 
+    num_cached = 0
+
     def __init__(self, name: str, prompt: Sequence[int], params: Any) -> None:
         self.name, self.prompt, self.params = name, list(prompt), params
         self.output: list[int] = []
@@ -82,6 +84,7 @@ class FakeRequest:
             request_id=self.name,
             outputs=[completion],
             finished=self.reason is not None,
+            num_cached_tokens=self.num_cached,
             metrics=SimpleNamespace(scheduled_ts=self.scheduled_ts),
         )
 
@@ -144,6 +147,7 @@ class LLMEngine:
         self.aborted: list[str] = []
         self.counters = {"drafts": 0, "drafted": [0] * 8, "accepted": [0] * 8}
         self.is_shut_down = False
+        self.num_resets = 0  # of the prefix cache
         self.workers = [Worker(args, self.loaders) for _ in range(args.tensor_parallel_size)]
         self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         mode = args.compilation_config["cudagraph_mode"]
@@ -151,6 +155,7 @@ class LLMEngine:
             model_config=SimpleNamespace(
                 get_vocab_size=lambda: VOCAB_SIZE, max_model_len=args.max_model_len or 128
             ),
+            cache_config=SimpleNamespace(block_size=4),
             compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode)),
             use_v2_model_runner=True,
         )
@@ -171,6 +176,10 @@ class LLMEngine:
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         assert name not in self.requests
         self.requests[name] = FakeRequest(name, prompt["prompt_token_ids"], params)
+
+    def reset_prefix_cache(self) -> bool:
+        self.num_resets += 1
+        return not self.requests
 
     def abort_request(self, names: Sequence[str]) -> None:
         for name in names:
@@ -241,6 +250,9 @@ class AsyncLLMEngine:
 
     async def collective_rpc(self, method: str) -> list[Any]:
         return self.inner.collective_rpc(method)
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.inner.reset_prefix_cache()
 
     async def abort(self, names: Sequence[str]) -> None:
         self.aborted += names

@@ -56,6 +56,11 @@ class DataParallel:
             task.cancel()
         self._loop.run_until_complete(self._abort(list(request_ids), tasks))
 
+    def reset_prefix_cache(self) -> bool | None:
+        """Empty the prefix cache of every copy; False where one could not be emptied."""
+        found: bool | None = self._loop.run_until_complete(self._engine.reset_prefix_cache())
+        return found
+
     def collective_rpc(self, method: str) -> list[Any]:
         """What a method of the workers returns, by worker."""
         found: list[Any] = self._loop.run_until_complete(self._engine.collective_rpc(method))

@@ -27,6 +27,7 @@ from hydraspec.types import (
     PHASES,
     Completion,
     ConfigurationError,
+    PrefixCaching,
     Request,
     RequestStep,
     SamplingParams,
@@ -65,6 +66,8 @@ class VllmEngine(Engine):
         pending, history = Pending(requests, concurrency), History(requests)
         offered: dict[str, OfferedRequest] = {}
         self._num_runs += 1
+        if self.parts.config.engine.prefix_caching:
+            self._empty_prefix_cache()
         try:
             while (joining := pending.joining(len(offered))) is not None:
                 sequences = [
@@ -79,6 +82,11 @@ class VllmEngine(Engine):
         finally:
             if offered:
                 self.parts.engine.abort_request(list(offered))
+
+    def _empty_prefix_cache(self) -> None:
+        """Every run begins with an empty one, as those of the native engine do."""
+        if self.parts.engine.reset_prefix_cache() is False:
+            log.warning("vLLM kept its prefix cache: requests of an earlier run still hold blocks")
 
     def _events(
         self, joining: Seq[OfferedRequest], offered: dict[str, OfferedRequest]
@@ -193,6 +201,7 @@ class _News:
         self.sequence = sequence
         self.emitted = [int(token) for token in completion.token_ids]
         self.finished: bool = output.finished
+        sequence.num_cached = output.num_cached_tokens or 0
         self.finish_reason: str | None = completion.finish_reason
         # On Linux vLLM's clock, time.monotonic, is time.perf_counter.
         self.slot_at: float | None = (
@@ -209,12 +218,12 @@ class _News:
     def as_step(self) -> RequestStep:
         """The step's record of this request. Prompts count as read in the step that brings the
         first token: vLLM does not say how it chunked them."""
-        part = self.part
+        part, cached = self.part, self.sequence.num_cached
         return RequestStep(
             index=self.sequence.request.index,
-            num_rows=self.num_tokens_before if part is None else 1 + part.num_drafted,
+            num_rows=self.num_tokens_before - cached if part is None else 1 + part.num_drafted,
             is_prefill=part is None,
-            num_computed_tokens=0 if part is None else self.num_tokens_before - 1,
+            num_computed_tokens=cached if part is None else self.num_tokens_before - 1,
             draft_token_ids=[] if part is None else drafts_of(part, self.emitted),
             num_accepted=0 if part is None else part.num_accepted,
             output_token_ids=self.kept,
@@ -262,9 +271,21 @@ def _info(parts: VllmParts) -> EngineInfo:
         max_model_len=parts.max_model_len,
         greedy_is_exact=False,
         cudagraph=_cudagraph(config.cudagraph.name, parts.cudagraph_mode, drafts),
+        prefix_caching=_prefix_caching(parts),
         memory_bytes=parts.memory_bytes,
         draft_spec={"drafter": config.method.checkpoint, "read_by": "vllm"} if drafts else None,
         warnings=warnings,
+    )
+
+
+def _prefix_caching(parts: VllmParts) -> PrefixCaching | None:
+    """Hits are multiples of its block size; where a hybrid cache aligns them further, less than all
+    that is called eligible can be taken."""
+    if not parts.config.engine.prefix_caching:
+        return None
+    return PrefixCaching(
+        block_size=parts.engine.vllm_config.cache_config.block_size,
+        has_draft_kv=parts.config.method.name not in ("none", "gemma4_mtp"),
     )
 
 
