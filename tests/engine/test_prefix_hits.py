@@ -22,7 +22,7 @@ from step_ahead import Watch
 from hydraspec.engine.native.kv_group import KVGroup
 from hydraspec.speculators.base import BaseSpeculator
 
-NUM_SHARDS, SHARD = 15, 24  # 360 cases
+NUM_SHARDS, SHARD = 5, 72  # 360 cases
 QUICK = (
     Pair("random sliding", "gemma4_mtp", "assistant"),
     Pair("random eagle3 on qwen3", "eagle3", "drafter"),
@@ -47,12 +47,15 @@ def test_a_few_runs_with_hits() -> None:
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 def test_runs_with_hits(shard: int) -> None:
     hits = run_prefix_cases(range(100 + shard * SHARD, 100 + (shard + 1) * SHARD), PAIRS)
-    assert hits.num_with_hits > 0.85 * SHARD  # 306 of 360
+    assert hits.num_with_hits >= 60  # 300 in all shards
     assert hits.num_hits > 0.3 * hits.num_requests
-    assert hits.num_sampled > 10
-    assert hits.num_chunked > 0
-    assert hits.num_preempted > 0
-    assert len(hits.near_ties) < 0.05 * hits.num_requests
+    assert hits.num_at_the_end > 50
+    assert hits.num_chunked > 20
+    assert hits.num_sampled > 30
+    assert hits.num_preempted > 5
+    assert hits.num_resumed > 3
+    assert hits.num_late > 5
+    assert len(hits.near_ties) < 0.02 * hits.num_requests
 
 
 # ------------------------------------------------------------------ where a hit ends
