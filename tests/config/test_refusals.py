@@ -158,6 +158,9 @@ REFUSED = {
         "choose workload=random",
     ],
     "bench.engines=[native]": ["bench.engines=[native]", "bench=none has no keys", "bench=decode"],
+    "engine=transformers engine.prefix_caching=false": [
+        *("engine.prefix_caching=false is no key of engine=transformers", "native"),
+    ],
     "engine=transformers engine.kv_cache.block_size=4": [
         *("engine.kv_cache.block_size=4 is no key of engine=transformers", "num_threads"),
         "choose engine=native, or leave it out",
