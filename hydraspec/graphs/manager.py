@@ -89,15 +89,21 @@ class GraphManager(Generic[I, O]):
         """What is captured, smallest first."""
         return sorted(self._graphs, key=_size)
 
-    def capture_all(self, descriptors: list[Descriptor]) -> None:
+    def capture_all(
+        self,
+        descriptors: list[Descriptor],
+        capture: Callable[[Descriptor], object] | None = None,
+    ) -> None:
         """Capture large to small, so that small graphs reuse the memory of large ones; each is
-        logged with its place in the count, above a bar on a terminal.
+        logged with its place in the count, above a bar on a terminal. `capture` goes in the place
+        of the method.
         """
+        capture = capture or self.capture
         ordered = sorted(descriptors, key=_size, reverse=True)
         with progress_bar(f"capturing {self.name} graphs", len(ordered)) as advance:
             for number, descriptor in enumerate(ordered, 1):
                 start = time.perf_counter()
-                self.capture(descriptor)
+                capture(descriptor)
                 log.info(
                     "%s graph %d of %d: %s, %.2f s",
                     *(self.name, number, len(ordered), _words(descriptor)),

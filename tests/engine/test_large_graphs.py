@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from hydraspec.types import NeededRows, Rows, RowSegment, SamplingFlags, StepPla
 NUM_REQUESTS = 5
 NUM_SLOTS = 3
 MOST_ROWS = 64
+ROWS = {"max_num_batched_tokens": MOST_ROWS}
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +53,8 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(method: str, mode: str) -> NativeEngine:
-    fields = {"max_num_seqs": NUM_SLOTS, "max_num_batched_tokens": MOST_ROWS, "sizes": (2, 3)}
     pair = SHARING if method == "gemma4_mtp" else None
-    config = graph_config(method, mode, pair=pair, **fields)
+    config = graph_config(method, mode, pair=pair, max_num_seqs=NUM_SLOTS, sizes=(2, 3), **ROWS)
     return make_graph_engine(config, None if mode == "none" else RecordedOps())
 
 
@@ -209,6 +210,32 @@ def test_padding_that_takes_longer_than_launches_is_not_used(
     monkeypatch.setattr(runner, "limits", replace(runner.limits, launch_bound_rows=25))
     assert [len(part.slots) for part, _ in runner._split(plan)] == [3]
     assert isinstance(runner.target, Decoder)
+
+
+class NoRoomForTheLargest(RecordedOps):
+    """The first two captures find no memory."""
+
+    num_refused = 0
+
+    def capture(self, *args: Any, **given: Any) -> Any:
+        if self.num_refused < 2:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        return super().capture(*args, **given)
+
+
+def test_large_graphs_without_memory_are_left_out() -> None:
+    """Loading goes on, the scheduler knows, and the engine's facts say so."""
+    config = graph_config("none", "full", max_num_seqs=NUM_SLOTS, sizes=(2, 3), **ROWS)
+    engine = make_graph_engine(config, NoRoomForTheLargest())
+    graphs = engine.parts.runner.graphs
+    assert graphs is not None
+    assert graphs.mixed_rows == [8, 16, 24]
+    assert engine.parts.scheduler._prompt_rows.graph_rows == (8, 16, 24)
+    assert graphs.serving(plan_of([1, 1, 36], [0, 0, 0], [True] * 3)) is None
+    (warning,) = engine.info.warnings
+    assert "steps that read prompts run without CUDA graphs" in warning
+    assert "engine.kv_cache.memory_gib" in warning
 
 
 def test_narrow_models_are_bound_by_launches_longer() -> None:

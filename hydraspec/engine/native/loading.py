@@ -40,6 +40,7 @@ from hydraspec.graphs import (
     no_graphs,
     resolve_modes,
 )
+from hydraspec.graphs.modes import LARGE_ROWS
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
@@ -179,7 +180,11 @@ def assemble(
     warnings: list[str] = []
     if kv is None:
         with _timed("KV cache", target.device):
-            kv = new_cache(models, control, activation_bytes=memory_bytes.get("activations", 0))
+            step_bytes = memory_bytes.get("activations", 0)
+            kv = new_cache(
+                *(models, control),
+                activation_bytes=step_bytes + _graph_bytes(models, modes, step_bytes),
+            )
         warnings = size_warnings(models, kv)
     memory_bytes["kv_cache"] = kv.num_bytes
     runner = build_runner(models, kv, modes, backend, control)
@@ -244,6 +249,13 @@ def _measure_activations(runner: DeviceRunner) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     log.info("largest step: %.2f GiB, %.1f s", peak / (1 << 30), time.perf_counter() - start)
     return peak
+
+
+def _graph_bytes(models: Models, modes: GraphModes, step_bytes: int) -> int:
+    """The pool of large graphs, beside what eager steps take: the share of the largest step's bytes
+    that the largest graph has of its rows."""
+    most = models.config.engine.max_num_batched_tokens
+    return step_bytes * min(LARGE_ROWS[-1], most) // most if modes.has_large else 0
 
 
 def _compile(runner: DeviceRunner) -> None:

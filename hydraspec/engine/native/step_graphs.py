@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 GREEDY_VARIANT = (True, GREEDY)  # all_greedy and flags of the plans that a graph serves
 MAX_VARIANTS = 4  # ways of sampling with separate graphs; further ones share the general one
 NOT_CAPTURED = (
-    "some steps that sample run without CUDA graphs, for which there is no memory left; lower "
+    "some steps that {which} run without CUDA graphs, for which there is no memory left; lower "
     "engine.kv_cache.memory_gib to have them"
 )
 
@@ -121,16 +121,24 @@ class StepGraphs:
 
     @property
     def mixed_rows(self) -> list[int]:
-        """Rows of the mixed steps that have graphs, rising."""
-        return sorted(each.num_rows for each in self._greedy if each.rows_per_request is None)
+        """Rows of the greedy mixed steps that have graphs, rising."""
+        captured = [each for each in self._greedy if each not in self._uncaptured]
+        return sorted(each.num_rows for each in captured if each.rows_per_request is None)
 
     def _in_pieces(self, descriptor: Descriptor) -> bool:
         mixed = descriptor.rows_per_request is None
         return self.modes.in_pieces(descriptor.num_rows, mixed=mixed)
 
     def capture_greedy(self) -> None:
-        """Capture the greedy steps of every size that the mode asks for."""
-        self.manager.capture_all(self._greedy)
+        """Capture the greedy steps of every size that the mode asks for; those of many rows as far
+        as memory allows."""
+        self.manager.capture_all(self._greedy, self._capture_greedy)
+
+    def _capture_greedy(self, descriptor: Descriptor) -> None:
+        if is_large(descriptor):
+            self._capture_if_it_fits(descriptor, "read prompts")
+        else:
+            self.manager.capture(descriptor)
 
     @contextmanager
     def counting_memory(self) -> Iterator[None]:
@@ -182,10 +190,13 @@ class StepGraphs:
 
     def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
         log.info("capturing a step of a way of sampling that is met for the first time")
+        with self.counting_memory():
+            return self._capture_if_it_fits(descriptor, "sample")
+
+    def _capture_if_it_fits(self, descriptor: Descriptor, which: str) -> CapturedStep | None:
         captured, reason = None, "that of another rank"
         try:
-            with self.counting_memory():
-                captured = self.manager.capture(descriptor)
+            captured = self.manager.capture(descriptor)
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
         if self._control.agree_all(captured is not None):
@@ -193,7 +204,7 @@ class StepGraphs:
         self.manager.drop(descriptor)
         self._uncaptured.add(descriptor)
         torch.cuda.empty_cache()  # what the attempt took on the stream of captures
-        warning = f"{NOT_CAPTURED}: {reason}"
+        warning = f"{NOT_CAPTURED.format(which=which)}: {reason}"
         log.warning(warning)
         if warning not in self.warnings:
             self.warnings.append(warning)
