@@ -255,7 +255,9 @@ def test_a_copy_in_use_takes_the_place_of_one_that_is_only_kept() -> None:
 FULL, SLIDING, DRAFT = (16, None, 0), (16, 40, 0), (16, None, 1)
 
 
-def served(groups: tuple[tuple[int, int | None, int], ...], *prompts: list[int]) -> Model:
+def served(
+    groups: tuple[tuple[int, int | None, int], ...], *prompts: list[int], runs_ahead: bool = False
+) -> Model:
     """An engine that has answered the prompts one after another, two tokens each."""
     model = Model(
         Setting(
@@ -265,6 +267,7 @@ def served(groups: tuple[tuple[int, int | None, int], ...], *prompts: list[int])
             max_num_seqs=4,
             max_rows=64,
             max_len=300,
+            runs_ahead=runs_ahead,
         )
     )
     for prompt in prompts:
@@ -299,6 +302,26 @@ def test_prompts_that_part_at_a_border_share_draft_kv_up_to_the_block_before() -
     other = [*PROMPT[:64], 1 - PROMPT[64], *PROMPT]
     assert hit(served((FULL,), PROMPT), other) == 64
     assert hit(served((FULL, DRAFT), PROMPT), other) == 48
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_window_leaves_no_block_behind_before_it_can_be_found(runs_ahead: bool) -> None:
+    """A step ahead of results the window moves over a whole chunk that has not arrived; prompts
+    with a common beginning would then hit nothing."""
+    model = served(((16, 18, 0), FULL), PROMPT, runs_ahead=runs_ahead)
+    other = PROMPT[::-1]
+    assert [hit(model, PROMPT[:count] + other) for count in (20, 50, 70)] == [16, 48, 64]
+
+
+def test_rows_in_flight_that_are_certain_are_shared() -> None:
+    """The second request is launched after the first one's chunk."""
+    model = served((FULL, DRAFT), runs_ahead=True)
+    model.add(list(PROMPT), 2)
+    model.step([0])
+    assert model.alive[0].num_computed == 0  # its first 64 rows are in flight
+    model.add(list(PROMPT), 2)
+    model.step([0])
+    assert [start for _, start in model.admissions] == [0, 64]
 
 
 def test_a_hit_is_a_multiple_of_every_block_size() -> None:
