@@ -180,10 +180,8 @@ def assemble(
     warnings: list[str] = []
     if kv is None:
         with _timed("KV cache", target.device):
-            step_bytes = memory_bytes.get("activations", 0)
             kv = new_cache(
-                *(models, control),
-                activation_bytes=step_bytes + _graph_bytes(models, modes, step_bytes),
+                models, control, activation_bytes=_step_bytes(models, modes, memory_bytes)
             )
         warnings = size_warnings(models, kv)
     memory_bytes["kv_cache"] = kv.num_bytes
@@ -251,11 +249,12 @@ def _measure_activations(runner: DeviceRunner) -> int:
     return peak
 
 
-def _graph_bytes(models: Models, modes: GraphModes, step_bytes: int) -> int:
-    """The pool of large graphs, beside what eager steps take: the share of the largest step's bytes
-    that the largest graph has of its rows."""
+def _step_bytes(models: Models, modes: GraphModes, memory_bytes: dict[str, int]) -> int:
+    """What eager steps take, and the pool of large graphs beside it: as much for each of the rows
+    of the largest graph."""
     most = models.config.engine.max_num_batched_tokens
-    return step_bytes * min(LARGE_ROWS[-1], most) // most if modes.has_large else 0
+    in_graphs = min(LARGE_ROWS[-1], most) if modes.has_large else 0
+    return memory_bytes.get("activations", 0) * (most + in_graphs) // most
 
 
 def _compile(runner: DeviceRunner) -> None:
