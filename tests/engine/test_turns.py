@@ -192,6 +192,29 @@ def test_after_an_error_the_later_turns_fail_and_say_why(method: NativeEngine) -
         assert error.count("not sent") == 1
 
 
+def test_after_a_cancelled_turn_the_later_ones_are_not_sent(method: NativeEngine) -> None:
+    requests = conversations(3, 1)
+    method.tokenize(requests)
+    events = method.run(requests, concurrency=None)
+    done: dict[int, Completion] = {}
+    for event in events:
+        if isinstance(event, Completion):
+            done[event.index] = event
+            if event.index == 0:
+                method.cancel(1)
+    assert [done[i].finish_reason for i in range(4)] == ["length", "error", "error", "length"]
+    assert done[1].error == "cancelled"
+    assert str(done[2].error).endswith("c0/2 ended with an error: cancelled")
+
+
+def test_turns_join_a_step_late_where_the_host_runs_ahead(method: NativeEngine) -> None:
+    config = replace(method.parts.config)
+    config.engine = replace(config.engine, async_scheduling=True)
+    ahead = NativeEngine(config)
+    found = outputs(decode(ahead, conversations(3, 1, 2), 2))
+    assert found == outputs(decode(method, conversations(3, 1, 2)))
+
+
 @pytest.mark.parametrize(
     ("layout", "concurrency"),
     [
