@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,25 @@ def test_the_order_is_that_of_arrival() -> None:
     while (found := joined(admission, 0)) is not None:
         order += found
     assert order == [2, 1, 3, 0]
+
+
+def test_a_conversation_arrives_once_and_its_turns_do_not_wait_for_other_arrivals() -> None:
+    """The next turn takes the place of the one before it, also where others have arrived; it has no
+    time of arrival of its own."""
+    clock = FakeClock()
+    first, other, late = requests_at([0.0, 0.1, 50.0])
+    turn = replace(first, index=3, after=0, arrival_s=None)
+    arrivals = Arrivals(clock, clock.sleep)
+    admission = Pending([first, turn, other, late], 1, arrivals=arrivals)
+    assert joined(admission, 0) == [0]
+    clock.now += 1.0
+    assert joined(admission, 1) == []
+    admission.ended(0)
+    assert joined(admission, 0) == [3], "before the request that has arrived meanwhile"
+    assert admission.offered_at(turn) is None, "it was offered as the answer before it came"
+    admission.ended(3)
+    assert joined(admission, 0) == [1]
+    assert not clock.sleeps
 
 
 def test_random_runs_lose_no_request_and_keep_the_limit() -> None:

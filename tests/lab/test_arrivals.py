@@ -95,6 +95,15 @@ def test_of_a_conversation_the_first_turn_arrives() -> None:
     assert [r.arrival_s for r in found if r.after is not None] == [None] * 3
 
 
+def test_a_conversation_arrives_with_its_first_turn() -> None:
+    """Two conversations of two turns: the rate is that of conversations."""
+    given = requests(4)
+    given[1].after, given[3].after = 0, 2
+    times = [request.arrival_s for request in process(2.0).offered(given, 1)]
+    assert (times[1], times[3]) == (None, None)
+    assert times[2] == pytest.approx(1.0)
+
+
 def test_only_a_rate_that_takes_days_is_warned_of() -> None:
     assert not process(None).warnings(10**6, 2)
     assert not process(1.0).warnings(3600, 2)

@@ -41,7 +41,8 @@ ONE_ENGINE = (
     "  to do: compare with a sweep: -m method=none,<method>"
 )
 NOT_RECORDED = (
-    "vLLM ran without step records ({why}): no acceptance, no times to first token and per token"
+    "vLLM ran without step records ({why}): no acceptance, no queue times, no times to "
+    "first token and per token"
 )
 
 
