@@ -205,6 +205,40 @@ def _ratio(
     return replace(repeated, num_requests=found.num_requests) if is_wider else found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFigures:
+    """One request in both jobs; a figure is null where a job has none for it."""
+
+    id: str
+    category: str | None
+    speedup_ratio: float | None  # job / reference
+    acceptance_length: float | None
+    reference_acceptance_length: float | None
+
+
+def slowest_requests(job: Job, reference: Job, *, count: int) -> list[RequestFigures]:
+    """The requests whose speedup is lowest against the reference's, lowest first."""
+    pairs = paired(job, reference)
+    part, signs = COLUMNS["speedup"]
+    lengths, rate = COLUMNS["acceptance_length"]
+    found: dict[Key, RequestFigures] = {}
+    for key, category, a, b in zip(
+        pairs.keys, pairs.categories, pairs.job, pairs.reference, strict=True
+    ):
+        mine, theirs = _rate(a[None, part], signs), _rate(b[None, part], signs)
+        ratio = mine / theirs if mine and theirs else None
+        made = RequestFigures(
+            id=key[0],
+            category=category,
+            speedup_ratio=ratio,
+            acceptance_length=_rate(a[None, lengths], rate),
+            reference_acceptance_length=_rate(b[None, lengths], rate),
+        )
+        found.setdefault(key, made)
+    known = [each for each in found.values() if each.speedup_ratio is not None]
+    return sorted(known, key=lambda each: each.speedup_ratio or 0.0)[:count]
+
+
 def _rate(rows: Array, signs: Sequence[int]) -> float | None:
     sums = rows.sum(axis=0)
     return float(np.prod(sums ** np.array(signs, float))) if (sums > 0).all() else None

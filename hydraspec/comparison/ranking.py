@@ -10,16 +10,19 @@ from hydraspec.comparison.pairs import (
     ALL,
     Figure,
     Measure,
+    RequestFigures,
     accuracy,
     corrected,
     figures,
     own_figure,
     paired,
+    slowest_requests,
 )
 from hydraspec.comparison.runs import Job
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import ratio
 
+NUM_SLOWEST = 10  # requests that are listed of each job
 DRIFT = 1.1  # between the slowest and the fastest baseline, beyond which it is said
 
 
@@ -30,7 +33,8 @@ class Ranked:
     Attributes:
         rank: by speedup, from 1; None without one.
         speedups, lengths: by scope: ALL or a category.
-        versus: against the reference; empty for the reference.
+        versus, slowest: against the reference, and the requests that lost most; empty for the
+            reference.
         told_from_best: whether its speedup differs from the best job's beyond noise.
     """
 
@@ -42,6 +46,7 @@ class Ranked:
     baseline_tokens_per_second: float | None
     by_position: list[float | None]
     versus: list[Figure] = field(default_factory=list)
+    slowest: list[RequestFigures] = field(default_factory=list)
     told_from_best: bool = False
 
     def against(self, measure: Measure, scope: str = ALL) -> Figure | None:
@@ -92,6 +97,7 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None) -> Ranking:
     num_pairs = len(made) * (len(made) - 1) // 2 if reference is None else None
     for i, found in _versus(made, against, num_pairs).items():
         made[i].versus = found
+        made[i].slowest = slowest_requests(made[i].job, against.job, count=NUM_SLOWEST)
     _mark_told(made, best, against)
     return Ranking(ranked=made, reference=against)
 

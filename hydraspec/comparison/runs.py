@@ -147,11 +147,12 @@ def pool(runs: Sequence[Run]) -> list[Job]:
             same.append(run)
     if len(groups) < 2:
         groups = [[run] for run in runs]
-    differing = _differing([group[0].settings for group in groups])
-    names = _names([group[0].folder for group in groups])
+    firsts = [group[0] for group in groups]
+    differing = _differing([run.settings for run in firsts])
+    names = _names([run.folder for run in firsts])
     return [
-        Job(name=name, label=_label(group[0], differing) or name, runs=group)
-        for group, name in zip(groups, names, strict=True)
+        Job(name=name, label=_label(run, firsts, differing), runs=group)
+        for run, group, name in zip(firsts, groups, names, strict=True)
     ]
 
 
@@ -174,16 +175,19 @@ def _differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
     ]
 
 
-def _label(run: Run, differing: Sequence[str]) -> str:
-    """The method, and the settings in which jobs differ; many are left to the configurations."""
-    summary = run.summary
-    parts = [summary["method"]]
-    if "method.num_speculative_tokens" in differing and summary["num_speculative_tokens"]:
-        parts.append(f"K={summary['num_speculative_tokens']}")
-    short = [k for k in differing if k not in ("method.name", "method.num_speculative_tokens")]
-    others = [key for key in short if not key.startswith("method.")] or short
-    parts += [f"{key.rpartition('.')[2]}={run.settings.get(key)}" for key in others[:2]]
-    return ", ".join(parts) if differing else ""
+def _label(run: Run, others: Sequence[Run], differing: Sequence[str]) -> str:
+    """The method and K, and settings that differ from a run with both the same."""
+    drafts = run.summary["num_speculative_tokens"]
+    parts = [run.summary["method"], *([f"K={drafts}"] if drafts else [])]
+    alike = [other for other in others if _method(other) == _method(run)]
+    for key in differing:
+        if len({str(each.settings.get(key)) for each in alike}) > 1:
+            parts.append(f"{key.rpartition('.')[2]}={run.settings.get(key)}")
+    return ", ".join(parts[:4])
+
+
+def _method(run: Run) -> tuple[str, int]:
+    return run.summary["method"], run.summary["num_speculative_tokens"]
 
 
 # ---------------------------------------------------------------- what may be compared

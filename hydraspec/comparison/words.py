@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from hydraspec.comparison.pairs import ALL, Figure
 from hydraspec.comparison.ranking import Ranked, Ranking
@@ -116,6 +117,7 @@ def _job_json(each: Ranked, ranking: Ranking) -> Json:
             for scope in each.speedups
             if scope != ALL
         },
+        "slowest_requests": [asdict(request) for request in each.slowest],
         "versus": [_figure_json(figure, each, ranking.reference) for figure in each.versus],
     }
 

@@ -38,6 +38,7 @@ class Blocks:
     sentences: Sequence[str]
     brief: Sequence[str]  # of several jobs their speedups only
     notes: Sequence[str]
+    slowest: Sequence[Sequence[str]]  # of two jobs: requests that lost most against the reference
 
 
 def blocks(ranking: Ranking, title: str) -> Blocks:
@@ -55,6 +56,7 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
         sentences=list(verdicts(ranking)),
         brief=list(verdicts(ranking, brief=len(ranking.ranked) > 2)),
         notes=[NOTE, *([drift] if drift else [])],
+        slowest=_slowest(ranking) if len(ranking.ranked) == 2 else [],
     )
 
 
@@ -98,6 +100,17 @@ def _matrix_row(each: Ranked, ranking: Ranking) -> list[str]:
         figures += [f"{length.ratio:.2f}"] if length and length.ratio is not None else []
         row.append(" / ".join(figures) or "-")
     return row
+
+
+def _slowest(ranking: Ranking) -> list[list[str]]:
+    return [
+        [
+            *(one.id, one.category or "-", number(one.speedup_ratio)),
+            *(number(one.acceptance_length), number(one.reference_acceptance_length)),
+        ]
+        for each in ranking.others
+        for one in each.slowest
+    ]
 
 
 def _curves(ranking: Ranking) -> Chart | None:

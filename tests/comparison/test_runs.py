@@ -91,6 +91,22 @@ def test_what_is_told_of_two_runs(runs: Path) -> None:
     assert overall(turned, "speedup")["ratio"] == pytest.approx(1 / speed["ratio"])
 
 
+def test_the_requests_that_lost_most_come_first(runs: Path) -> None:
+    def slow_down(row: dict[str, Any]) -> None:
+        row["decode_ms"] *= 3 if row["id"] == "task-2" else 1
+
+    edit_rows(copied(runs / "good", "slow", engine__max_num_seqs=7), slow_down)
+    found = hydraspec.compare([runs / "good", runs / "slow"], write=runs / "out")
+    (slow,) = (job for job in found["jobs"] if job["job"] == "slow")
+    assert slow["label"] == "gemma4_mtp, K=3, max_num_seqs=7"
+    first, second, *_ = slow["slowest_requests"]
+    assert first["id"] == "task-2"
+    assert first["speedup_ratio"] == pytest.approx(1 / 3)
+    assert second["speedup_ratio"] == pytest.approx(1)
+    page = check_page((runs / "out" / "compare.html").read_text(encoding="utf-8"))
+    assert "Requests that lost most" in page.text
+
+
 def test_method_none_is_its_own_baseline(runs: Path) -> None:
     found = hydraspec.compare([runs / "none", runs / "good"])
     (none,) = (job for job in found["jobs"] if job["job"] == "none")
