@@ -170,12 +170,8 @@ def assemble(
     memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
     on_cuda = target.device.type == "cuda"
     if on_cuda or backend is not None:
-        rehearsing = rehearsing_runner(models, modes, backend)
-        _compile(rehearsing)
-        control.agree_all(True)  # from here on devices wait for each other, and not for long
-        if on_cuda and kv is None:
-            memory_bytes["activations"] = _measure_activations(rehearsing)
-        del rehearsing
+        measures = on_cuda and kv is None
+        memory_bytes |= _rehearse(models, modes, backend, control, measures=measures)
         torch.cuda.empty_cache()
     warnings: list[str] = []
     if kv is None:
@@ -232,6 +228,21 @@ def rehearsing_runner(
     runner = build_runner(models, smallest_cache(models), modes, backend)
     assert isinstance(runner, DeviceRunner)
     return runner
+
+
+def _rehearse(
+    models: Models,
+    modes: GraphModes,
+    backend: GraphBackend | None,
+    control: Control,
+    *,
+    measures: bool,
+) -> dict[str, int]:
+    """Compile kernels ahead; where it `measures`, returns what the largest step takes."""
+    runner = rehearsing_runner(models, modes, backend)
+    _compile(runner)
+    control.agree_all(True)  # from here on devices wait for each other, and not for long
+    return {"activations": _measure_activations(runner)} if measures else {}
 
 
 def _measure_activations(runner: DeviceRunner) -> int:
