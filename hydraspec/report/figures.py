@@ -71,10 +71,10 @@ def percentile_words(found: Percentiles) -> str:
 
 
 def limit_words(found: Goodput) -> str:
-    """ "first token within 200 ms, 20 ms per token after it"."""
+    """ "first token within 200 ms, 20 ms per further token"."""
     first, others = found["ttft_ms"], found["inter_token_ms"]
     parts = [f"first token within {first:g} ms"] if first else []
-    return ", ".join([*parts, f"{others:g} ms per token after it"] if others else parts)
+    return ", ".join([*parts, f"{others:g} ms per further token"] if others else parts)
 
 
 def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:

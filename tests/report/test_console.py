@@ -113,7 +113,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "0.5 / 1.0 / 1,234" in text
     assert "- / - / -" in text
     assert "87.5 %" in text
-    assert "first token within 200 ms, 12.5 ms per token after it" in " ".join(text.split())
+    assert "first token within 200 ms, 12.5 ms per further token" in " ".join(text.split())
     assert len(text.splitlines()) < 28
 
 
