@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ HEADER = ("convention", "tried", "acceptance", "drafts a start", "interval", "na
 
 def _line(row: Json) -> tuple[str, ...]:
     low, high = row["gain_interval"]
-    interval = "-" if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
+    interval = f"{low:+.2f} to {high:+.2f}" if math.isfinite(high - low) else "-"
     nats = row.get("nats")
     return (
         printable(row["cause"]),

@@ -24,6 +24,7 @@ from hydraspec.lab import environment, generated, workloads
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import DOCTOR
+from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.types import Request, StepRecord, WorkloadError
 
@@ -54,7 +55,7 @@ class Examination:
     patient: Patient
     files: Files | None
     diagnosis: Diagnosis
-    first: Scores  # of the prompts and the drafter as they are
+    first: Scores | None  # of prompts and drafter as they are; None: the target does not answer
     texts: Texts
     prompted: list[Prompted] = field(default_factory=list)
     draft_share: float | None = None  # of a decode step's time
@@ -64,6 +65,11 @@ class Examination:
         """The other wording that is a cause, if any."""
         found = next(iter(self.prompted), None)
         return found if found is not None and found.is_cause else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Acceptance length of prompts and drafter as they are."""
+        return None if self.first is None else self.first.acceptance
 
     @property
     def state(self) -> str:
@@ -152,7 +158,8 @@ def _examined(
     texts = patient.texts(requests)
     trial = patient.trial()
     first = None if texts is None else score(trial, texts, patient.k)
-    prompted = _prompted(patient, requests, trial, files, texts, first)
+    drafters = None if files is None else files.tokenizer
+    prompted = other_wordings(patient, requests, trial, drafters, (texts, first))
     best = next((each for each in prompted if each.is_cause), None)
     if best is not None:
         texts = best.texts
@@ -166,30 +173,30 @@ def _examined(
         patient=patient,
         files=files,
         diagnosis=diagnosis,
-        first=first or diagnosis.base,
+        first=first,
         texts=texts,
         prompted=prompted,
         draft_share=_draft_share(patient, requests),
     )
 
 
-def _prompted(
+def other_wordings(
     patient: Patient,
     requests: Sequence[Request],
     trial: Trial,
-    files: Files | None,
-    texts: Texts | None,
-    first: Scores | None,
+    drafters: Tokenizer | None,
+    now: tuple[Texts | None, Scores | None],
 ) -> list[Prompted]:
-    """Other wordings, the best first."""
-    drafters = None if files is None else files.tokenizer
+    """Other wordings of tokenised requests, the best first; `now` are the texts and scores of the
+    requests as they are, `drafters` the tokenizer in the drafter's folder.
+    """
     found = []
     others = list(wordings(requests, patient.tokenizer, drafters))
     for wording in others:
-        theirs = patient.texts(wording.requests)
-        scores = None if theirs is None else score(trial, theirs, patient.k)
-        gained = gain_of_wording(_indexed(theirs, scores), _indexed(texts, first), len(others))
-        found.append(Prompted(wording=wording, texts=theirs, scores=scores, gain=gained))
+        texts = patient.texts(wording.requests)
+        scores = None if texts is None else score(trial, texts, patient.k)
+        gained = gain_of_wording(_indexed(texts, scores), _indexed(*now), len(others))
+        found.append(Prompted(wording=wording, texts=texts, scores=scores, gain=gained))
     return sorted(found, key=lambda each: -each.gain.mean)
 
 
@@ -240,7 +247,7 @@ def as_json(found: Examination) -> Json:
         "num_speculative_tokens": patient.k,
         "num_texts": len(found.texts.texts),
         "num_starts": found.texts.chains.count,
-        "acceptance": found.first.acceptance,
+        "acceptance": found.acceptance,
         "best_acceptance": diagnosis.best.acceptance,
         "causes": causes(found),
         "drafter_in_words": words.sentences(spec, files),
@@ -260,7 +267,7 @@ def as_json(found: Examination) -> Json:
 def causes(found: Examination) -> list[Json]:
     """What was named, in order."""
     rows = []
-    before = found.first.acceptance
+    before = found.acceptance
     if found.wording is not None:
         rows.append({**_prompt_row(found.wording), "acceptance_before": before})
         before = found.diagnosis.base.acceptance
@@ -272,7 +279,7 @@ def causes(found: Examination) -> list[Json]:
 
 def verdict(found: Examination) -> str:
     """One sentence, or one for each cause."""
-    accepted = f"acceptance length {found.first.acceptance:.2f} at K={found.patient.k}"
+    accepted = f"acceptance length {found.diagnosis.base.acceptance:.2f} at K={found.patient.k}"
     count = sum(len(round_) for round_ in found.diagnosis.rounds[:1]) + len(found.prompted)
     if found.state == "faulty":
         return " ".join(_sentence(row) for row in causes(found))
@@ -291,7 +298,8 @@ def verdict(found: Examination) -> str:
 
 def _sentence(row: Json) -> str:
     before, after = row["acceptance_before"], row["acceptance"]
-    sentence = f"{row['says'][0].upper()}{row['says'][1:]}; acceptance is {before:.2f}. "
+    now = "the target does not answer" if before is None else f"acceptance is {before:.2f}"
+    sentence = f"As configured, {row['says']}; {now}. "
     sentence += f"With {row['tried']} it is {after:.2f}"
     low, high = row["gain_interval"]
     sentence += f" ({row['gain']:+.2f} drafts a start, {low:+.2f} to {high:+.2f})."

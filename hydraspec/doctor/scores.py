@@ -145,6 +145,8 @@ def gain(
 ) -> Gain:
     """The mean of variant - base, [N] each; `num_of` says how many belong to each text."""
     used = np.array([count for count in num_of if count], float)
+    if not used.size:
+        return Gain(0.0, -np.inf, np.inf)
     starts = np.cumsum([0, *used[:-1]]).astype(int)
     difference = np.add.reduceat(np.asarray(variant, float) - np.asarray(base, float), starts)
     mean, n = float(difference.sum() / used.sum()), len(used)
