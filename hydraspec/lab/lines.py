@@ -230,7 +230,9 @@ class _Line:
         value, system = values.get("turns"), self.text("system", values.get("system"))
         if value is None:
             if system is not None:
-                self.fail('"system" belongs to "turns"; in "messages" it is a message of its own')
+                self.fail(
+                    '"system" belongs to "turns"; with "messages" write a message of that role'
+                )
             return []
         allowed = "a non-empty list of user messages, all strings or all lists of token ids"
         if not isinstance(value, list) or not value:

@@ -28,7 +28,7 @@ def run(folder: Path, *typed: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return summary, rows
 
 
-def test_turns_of_a_file_become_rows_of_their_own(tmp_path: Path) -> None:
+def test_turns_of_a_file_become_separate_rows(tmp_path: Path) -> None:
     """One conversation of text, one of token ids, and a request alone."""
     lines = [
         {"id": "talk", "turns": ["Sort these words: b a", "And d c"], "max_tokens": 20},
