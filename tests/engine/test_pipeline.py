@@ -177,6 +177,17 @@ def test_one_more_step_than_stages_in_flight() -> None:
     assert max(len(record.requests) for record in found.records) == 2  # of 4 over 3 steps
 
 
+@pytest.mark.slow
+def test_groups_with_other_block_sizes() -> None:
+    """The first stage has the drafter's block tables without its cache."""
+    pair = QUICK[1]
+    config = config_of(pair)
+    names = [spec.name for spec in NativeEngine(copy.deepcopy(config)).parts.runner.kv.specs]
+    config.engine.kv_cache.block_sizes = dict(zip(names, (16, 4, 32), strict=False))
+    found = compare(PP2, config, mixed_requests(pair))
+    assert len(found.completions) == len(mixed_requests(pair))
+
+
 def test_a_full_cache_preempts_alike_on_every_stage() -> None:
     pair = QUICK[1]
     requests = mixed_requests(pair)
