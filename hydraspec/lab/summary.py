@@ -14,7 +14,7 @@ from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.metrics import assessment
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.latency import Limits, goodput, latencies
+from hydraspec.metrics.latency import Limits, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.sinks import baseline_row, request_row
 from hydraspec.metrics.summary import (
@@ -132,6 +132,7 @@ def _acceptance(meter: Meter) -> Acceptance:
             "ci95": length.ci95,
             "mean_over_requests": meter.acceptance_length_over_requests(),
         },
+        "acceptance_length_percentiles": percentiles(meter.acceptance_lengths()),
         "acceptance_rate": meter.acceptance_rate(),
         "acceptance_rate_per_position": meter.acceptance_rate_per_position(),
         "conditional_acceptance_rate_per_position": conditional,

@@ -245,8 +245,12 @@ class Meter:
         Every request weighs the same here; in `acceptance_length` every verification does, so that
         long outputs weigh more.
         """
-        lengths = [1 + c.num_accepted_tokens / c.num_drafts for c in self.completed if c.num_drafts]
+        lengths = self.acceptance_lengths()
         return ratio(sum(lengths), len(lengths))
+
+    def acceptance_lengths(self) -> list[float]:
+        """1 + accepted tokens / drafts of each request with drafts, in workload order."""
+        return [1 + c.num_accepted_tokens / c.num_drafts for c in self.completed if c.num_drafts]
 
     def num_drafts_by_category(self) -> dict[str, int]:
         """`num_drafts` of the requests of each category, in order of first appearance."""

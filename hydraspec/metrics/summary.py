@@ -86,7 +86,7 @@ class StepProfile(TypedDict):
 
 
 class Percentiles(TypedDict):
-    """Of a latency in milliseconds; null where nothing was timed."""
+    """Of a latency in milliseconds, or of what is named; null where nothing was measured."""
 
     p50: float | None
     p90: float | None
@@ -173,6 +173,7 @@ class Acceptance(TypedDict):
     num_draft_tokens: int
     num_accepted_tokens: int
     acceptance_length: AcceptanceLength
+    acceptance_length_percentiles: Percentiles
     acceptance_rate: float | None
     acceptance_rate_per_position: list[float | None]
     conditional_acceptance_rate_per_position: list[float | None]

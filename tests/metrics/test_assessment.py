@@ -111,6 +111,8 @@ def test_categories_have_intervals_and_counts() -> None:
     assert figures["a"]["speedup"] is not None
     assert figures["a"]["speedup"]["mean"] == pytest.approx(2.0)
     assert by_category(meter({"a": 0.5}), {})["a"]["speedup"] is None
+    assert method.acceptance_lengths() == [2.0] * 2 * PER_CATEGORY
+    assert baseline.acceptance_lengths() == [1.0] * 2 * PER_CATEGORY
 
 
 def test_acceptance_by_place_counts_a_step_where_its_first_token_is() -> None:
