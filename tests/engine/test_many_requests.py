@@ -77,7 +77,7 @@ def run(engine: NativeEngine, offered: list[Request]) -> Figures:
     return found
 
 
-def compare(method: str, count: int, slots: int) -> None:
+def compare(method: str, slots: int, offered: list[Request]) -> None:
     """All requests at once, with room for those that run, and with room for SHARE of all."""
     config = graph_config(
         method,
@@ -89,7 +89,6 @@ def compare(method: str, count: int, slots: int) -> None:
         max_model_len=96,
         block_size=BLOCK,
     )
-    offered = requests(count, prompt=40, output=32)
     engine = make_graph_engine(config, None)
     specs, target = engine.parts.runner.kv.specs, engine.parts.target
     ample = run(engine, offered)
@@ -114,7 +113,15 @@ def compare(method: str, count: int, slots: int) -> None:
         "processor), %d steps; a cache of %d blocks, %.0f %% of all: %.1f s (%.1f), %d steps, "
         "%d preemptions, %d rows recomputed (%.1f %% of all that were needed), longest wait for a "
         "first token %.1f s, ended before %d older ones at most",
-        *(method, count, prompts, ample.output_tokens, slots, ample.seconds, ample.cpu_seconds),
+        *(
+            method,
+            len(offered),
+            prompts,
+            ample.output_tokens,
+            slots,
+            ample.seconds,
+            ample.cpu_seconds,
+        ),
         *(ample.num_steps, int(SHARE * blocks), 100 * SHARE, small.seconds, small.cpu_seconds),
         *(small.num_steps, small.num_preempted, recomputed),
         100 * recomputed / (prompts + small.output_tokens),
@@ -123,7 +130,7 @@ def compare(method: str, count: int, slots: int) -> None:
 
 
 def test_requests_through_a_cache_that_holds_a_twentieth_of_them() -> None:
-    compare("none", 40, 8)
+    compare("none", 8, requests(60, prompt=20, output=14))
 
 
 @pytest.mark.slow
@@ -131,7 +138,7 @@ def test_requests_through_a_cache_that_holds_a_twentieth_of_them() -> None:
 @pytest.mark.parametrize("method", ["none", "eagle3"])
 def test_two_thousand_requests_through_a_cache_that_holds_a_twentieth_of_them(method: str) -> None:
     """100 requests fit, and 256 may run."""
-    compare(method, 2000, 256)
+    compare(method, 256, requests(2000, prompt=40, output=32))
 
 
 @pytest.mark.slow

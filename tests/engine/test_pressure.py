@@ -154,7 +154,7 @@ def test_none_starves(late: int, micro_batches: int, seed: int) -> None:
     assert scheduler.kv.usage == 0.0
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 8])
+@pytest.mark.parametrize("block", [1, 4])
 def test_what_a_drafter_writes_after_the_rows_has_blocks(block: int) -> None:
     """K - 1 positions, wherever in a block the rows end, and until the cache is full."""
     for lookahead in range(K):
