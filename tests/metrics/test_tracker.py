@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,14 @@ from hydraspec.metrics import tracker as tracker_module
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink, flattened
-from hydraspec.types import Request, RequestStep, SamplingParams, StepRecord
+from hydraspec.types import (
+    Completion,
+    PrefixCaching,
+    Request,
+    RequestStep,
+    SamplingParams,
+    StepRecord,
+)
 
 SUMMARY = {
     "acceptance_rate_per_position": [0.8, 0.5],
@@ -160,6 +168,34 @@ def test_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.summary["goodput/share"] == 0.5
     assert fake.summary["baseline/latency_ms/queue/p99"] == 3.0
     assert fake.threads == {"wandb"}, "wandb is called from the tracker's thread only"
+
+
+def test_curves_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use by group, and the hit rate over the requests that have ended."""
+    fake = FakeWandb()
+    sink = start(fake, monkeypatch)
+    request = Request(index=0, id="0", sampling=SamplingParams())
+    meter = Meter([request], prefix_caching=PrefixCaching(block_size=4))
+    step = replace(record(0), kv_usage_per_group={"full": 0.5, "sliding": 0.25})
+    meter.add_step(step)
+    done = Completion(
+        index=0,
+        prompt_token_ids=list(range(16)),
+        output_token_ids=[1],
+        text=None,
+        finish_reason="length",
+        error=None,
+        ttft_ms=1.0,
+        latency_ms=1.0,
+        num_cached_tokens=12,
+    )
+    meter.add_completion(done)
+    sink.on_step(Side.method, step, meter)
+    sink.close()
+    (point,) = fake.logged
+    assert point["method/kv_usage/full"] == 0.5
+    assert point["method/kv_usage/sliding"] == 0.25
+    assert point["method/prefix_cache_hit_rate"] == 0.75
 
 
 def test_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ class Case:
             "sizes": self.config.cudagraph.capture_sizes,
             "runner": self.runner,
             "block_size": engine.kv_cache.block_size,
+            "block_sizes": engine.kv_cache.block_sizes,
             "max_num_seqs": engine.max_num_seqs,
             "max_num_batched_tokens": engine.max_num_batched_tokens,
             "max_model_len": self.config.target.max_model_len,

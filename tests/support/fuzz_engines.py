@@ -219,7 +219,8 @@ def check_steps(case: Case, seen: Watch) -> None:
                 cached = part.num_computed_tokens
             else:
                 cached = 0
-            assert cached % engine.kv_cache.block_size == 0, part
+            for size in engine.kv_cache.block_sizes.values() or [engine.kv_cache.block_size]:
+                assert cached % size == 0, part
             assert part.is_prefill or not cached, part
             drafts, output = part.draft_token_ids, part.output_token_ids
             assert part.num_accepted <= len(drafts) <= k, part

@@ -42,6 +42,7 @@ class Hits:
     num_at_the_end: int = 0  # hits that left less than a block of the prompt to compute
     num_chunked: int = 0  # requests that read the rest in several steps
     num_preempted: int = 0
+    num_unlike: int = 0  # cases with groups of other block sizes
     num_late: int = 0  # cases on a device that lags behind the host
     num_resumed: int = 0  # preempted requests that found some of their own blocks again
     num_accepted: int = 0
@@ -52,6 +53,7 @@ class Hits:
     def count(self, case: Case, seen: Watch) -> None:
         cached = {i: done.num_cached_tokens for i, done in seen.completions.items()}
         self.num_cases += 1
+        self.num_unlike += bool(case.config.engine.kv_cache.block_sizes)
         self.num_with_hits += any(cached.values())
         self.num_requests += len(cached)
         self.num_hits += sum(count > 0 for count in cached.values())
@@ -76,14 +78,16 @@ class Hits:
 def starts(seen: Watch, index: int) -> list[int]:
     """Computed tokens with which a request was admitted, each time."""
     found: list[int] = []
-    expected = -1
+    expected, decodes = -1, False
     for record in seen.records:
         for part in record.requests:
             if part.index != index:
                 continue
-            if part.num_computed_tokens != expected:
+            # One that finds all of its blocks again goes on where it was, with a prompt's row.
+            if part.num_computed_tokens != expected or (decodes and part.is_prefill):
                 found.append(part.num_computed_tokens)
-            rows = part.num_rows if part.is_prefill else part.num_accepted + 1
+            decodes = not part.is_prefill
+            rows = part.num_accepted + 1 if decodes else part.num_rows
             expected = part.num_computed_tokens + rows
     return found
 
@@ -183,6 +187,10 @@ def draw_prefixes(number: int, pairs: Sequence[Pair], runners: Sequence[str] = R
     if pair.drafter != "assistant":
         config.method.weights = type(config.method.weights).checkpoint
     config.engine.async_scheduling = bool(rng.random() < 0.5)
+    if rng.random() < 0.3:
+        groups = [spec.name for spec in found.target.kv_groups(lambda group: block_size)]
+        name = str(rng.choice([*groups, "mtp"] if pair.method == "mtp" else groups))
+        config.engine.kv_cache.block_sizes = {name: int(rng.choice([4, 8, 16, 32]))}
     runner = str(rng.choice(runners))
     if dtype is not Dtype.float64:
         runner = "plain"
