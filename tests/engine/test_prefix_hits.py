@@ -51,9 +51,9 @@ def test_runs_with_hits(shard: int) -> None:
     assert hits.num_hits > 0.3 * hits.num_requests
     assert hits.num_at_the_end > 50
     assert hits.num_chunked > 20
-    assert hits.num_sampled > 30
-    assert hits.num_preempted > 5
-    assert hits.num_resumed > 3
+    assert hits.num_sampled > 20
+    assert hits.num_preempted > 3
+    assert hits.num_resumed > 0
     assert hits.num_late > 5
     assert len(hits.near_ties) < 0.02 * hits.num_requests
 
