@@ -125,7 +125,7 @@ def block_signs(subject: Subject) -> Iterator[Variant]:
             yield Variant(
                 cause="negated",
                 says=f"{matrix.name} is as in the file",
-                tried=f"negated: {what}",
+                tried=f"{what} negated",
                 remedy=CONVERT,
                 trial=matrix.arranged(tuple(range(count)), signs),
             )
