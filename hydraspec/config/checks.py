@@ -25,6 +25,7 @@ from hydraspec.shipped import SHAPE_PREFIX
 # drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
 MAX_SPECULATIVE_TOKENS = 32
 # Far past what helps; thousands of threads hang or end the process.
+MIXED_ROWS = (256, 2048)  # of the largest captured step with prompts
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 MAX_RANKS = 1024  # a process each; far past what one engine can use
 MIN_TIMEOUT_S = 5  # a rank's processor may be taken away for a second or two
@@ -263,6 +264,20 @@ RULES = (
         "rising whole numbers from 1 on, e.g. [1, 2, 4, 8], or null",
         "is no list of sizes",
         "sort them and leave out what occurs twice",
+    ),
+    Rule(
+        "cudagraph.max_mixed_rows",
+        lambda rows, c: MIXED_ROWS[0] <= rows <= MIXED_ROWS[1],
+        f"{MIXED_ROWS[0]} to {MIXED_ROWS[1]}",
+        remedy="leave the key out: larger steps run eagerly",
+    ),
+    Rule(
+        "cudagraph.max_mixed_rows",
+        lambda rows, c: rows == MIXED_ROWS[0],
+        f"{MIXED_ROWS[0]}",
+        "has no meaning with engine={c.engine.name}",
+        "leave the key out, or choose engine=native",
+        when=lambda c: not _is_native(c),
     ),
     Rule(
         "cudagraph.capture_sizes",

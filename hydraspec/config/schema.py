@@ -171,6 +171,7 @@ class CudagraphConfig:
 
     name: str
     capture_sizes: list[int] | None = None
+    max_mixed_rows: int = 256
 
 
 @dataclass(slots=True, kw_only=True)

@@ -37,6 +37,7 @@ class GraphModes:
     mixed: str
     draft: str  # "full" or "none"; a drafter's decode pass is never cut in pieces
     holds_propose: bool  # drafting is part of the step's graph
+    max_mixed_rows: int = PROMPT_ROWS[-1]  # of the largest step with prompts that has a graph
     reasons: tuple[str, ...] = ()
 
     @property
@@ -52,7 +53,8 @@ class GraphModes:
     @property
     def has_large(self) -> bool:
         """Whether mixed steps of LARGE_ROWS are captured."""
-        return self.decode == FULL and self.mixed != NONE
+        is_whole = self.decode == FULL and self.mixed != NONE
+        return is_whole and self.max_mixed_rows > PROMPT_ROWS[-1]
 
     def in_pieces(self, num_rows: int, *, mixed: bool) -> bool:
         """How a step of this many rows, padding included, is captured."""
@@ -93,6 +95,7 @@ def resolve_modes(
     *,
     drafts: bool,
     cannot_draft_in_graph: str | None,
+    max_mixed_rows: int = PROMPT_ROWS[-1],
 ) -> GraphModes:
     """How `requested` runs, with a reason where drafting is not in its graphs.
 
@@ -115,6 +118,7 @@ def resolve_modes(
         mixed=mixed,
         draft=draft,
         holds_propose=cannot_draft_in_graph is None,
+        max_mixed_rows=max_mixed_rows,
         reasons=tuple(reasons),
     )
 
@@ -131,16 +135,16 @@ def mixed_row_sizes(
     max_decode_rows: int,
     max_rows: int,
     *,
-    has_large: bool = False,
+    max_large_rows: int = 0,
 ) -> list[int]:
     """Row counts of mixed steps to capture: batch sizes rounded up to powers of two, times the rows
-    of a decode, and PROMPT_ROWS, with has_large also LARGE_ROWS, for the chunks of prompts beside
-    them.
+    of a decode, and PROMPT_ROWS, and LARGE_ROWS up to max_large_rows, for the chunks of prompts
+    beside them.
 
     max_decode_rows: rows of a step that only decodes, at most. max_rows: rows of any step.
     """
     wanted = {1 << (size - 1).bit_length() for size in sizes}
     rows = {min(size * rows_per_decode, max_decode_rows) for size in wanted}
-    prompt_rows = PROMPT_ROWS + (LARGE_ROWS if has_large else ())
-    rows |= {count for count in prompt_rows if count <= max_rows}
+    large = tuple(count for count in LARGE_ROWS if count <= max_large_rows)
+    rows |= {count for count in PROMPT_ROWS + large if count <= max_rows}
     return [count for count in sorted(rows) if count >= MIN_MIXED_ROWS] or [max(rows)]

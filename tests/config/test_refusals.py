@@ -124,6 +124,7 @@ REFUSED = {
     "workload.concurrency=0": ["workload.concurrency=0"],
     "cudagraph.capture_sizes=[4,2]": ["cudagraph.capture_sizes=[4, 2]", "rising", "sort them"],
     "cudagraph.capture_sizes=[0,2]": ["cudagraph.capture_sizes=[0, 2]", "from 1 on"],
+    "cudagraph.max_mixed_rows=4096": ["cudagraph.max_mixed_rows=4096", "256 to 2048"],
     "cudagraph.capture_sizes=[1,4096]": ["1 to 16 (engine.max_num_seqs)", "max_num_seqs to 4096"],
     "tracker.project=": ["tracker.project='' names no project", "1 to 128", "tracker=none"],
     "tracker.project=a/b": ["tracker.project=a/b names no project"],

@@ -53,7 +53,7 @@ def long_requests(count: int, *, longest: int = 900, vocab: int = 200) -> list[R
 
 
 def config_of(method: str, mode: str, *, dtype: Dtype = Dtype.bfloat16) -> RunConfig:
-    return graph_config(
+    config = graph_config(
         method,
         mode,
         pair=SHARING if method == "gemma4_mtp" else None,
@@ -64,6 +64,8 @@ def config_of(method: str, mode: str, *, dtype: Dtype = Dtype.bfloat16) -> RunCo
         max_num_batched_tokens=2048,
         max_model_len=1024,
     )
+    config.cudagraph.max_mixed_rows = 2048
+    return config
 
 
 def run_counted(
@@ -163,6 +165,7 @@ def test_large_graphs_of_released_shapes(shape: str, method: str) -> None:
         )
         config.cudagraph.name, config.engine.device = "full", Device.cuda
         config.cudagraph.capture_sizes = [1, 4, NUM_SLOTS]
+        config.cudagraph.max_mixed_rows = 2048
         requests = long_requests(24, vocab=200_000)
         run, counts, sizes = run_counted(config, backend, requests)
         assert counts["mixed"] > 5

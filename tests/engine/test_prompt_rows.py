@@ -15,7 +15,7 @@ from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.graphs import mixed_row_sizes
 from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 
-GRAPHS = tuple(mixed_row_sizes([1, 32], 1, 32, 8192, has_large=True))
+GRAPHS = tuple(mixed_row_sizes([1, 32], 1, 32, 8192, max_large_rows=2048))
 
 
 def policy(**fields: object) -> PromptRows:

@@ -185,7 +185,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
             "pipeline_layers",  # through the environment
             "check",  # refused
         },
-        "cudagraph": {"name", "capture_sizes"},
+        "cudagraph": {"name", "capture_sizes", "max_mixed_rows"},
     }
     config = planned()
     assert {group: set(type(getattr(config, group)).__slots__) for group in known} == known

@@ -1,6 +1,6 @@
 """A load by kinds of steps, and the trace of one step that mixes a prompt with decodes.
 
-    python tests/gate/mixed_steps.py target=gemma4_e4b method=none cudagraph=full
+    python tests/gate/mixed_steps.py target=gemma4_e4b method=none cudagraph.max_mixed_rows=2048
     python tests/gate/mixed_steps.py target=gemma4_31b --trace mixed.json
 
 Arguments are overrides of experiment=bench_gemma4 (random weights, synthetic acceptance). Printed:

@@ -40,7 +40,6 @@ from hydraspec.graphs import (
     no_graphs,
     resolve_modes,
 )
-from hydraspec.graphs.modes import LARGE_ROWS
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
@@ -264,7 +263,7 @@ def _step_bytes(models: Models, modes: GraphModes, memory_bytes: dict[str, int])
     """What eager steps take, and the pool of large graphs beside it: as much for each of the rows
     of the largest graph."""
     most = models.config.engine.max_num_batched_tokens
-    in_graphs = min(LARGE_ROWS[-1], most) if modes.has_large else 0
+    in_graphs = min(modes.max_mixed_rows, most) if modes.has_large else 0
     return memory_bytes.get("activations", 0) * (most + in_graphs) // most
 
 
@@ -311,6 +310,7 @@ def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
             requested,
             drafts=speculator.num_speculative_tokens > 0,
             cannot_draft_in_graph=speculator.cannot_be_captured,
+            max_mixed_rows=models.config.cudagraph.max_mixed_rows,
         )
     for reason in modes.reasons:
         log_once(f"cudagraph={requested} does not run as requested: {reason}")

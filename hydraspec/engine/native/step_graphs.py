@@ -81,7 +81,8 @@ def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
                 variant=GREEDY_VARIANT,
             )
             for num_rows in mixed_row_sizes(
-                *(sizes, rows, most_rows, limits.max_num_batched_tokens), has_large=modes.has_large
+                *(sizes, rows, most_rows, limits.max_num_batched_tokens),
+                max_large_rows=modes.max_mixed_rows if modes.has_large else 0,
             )
         ]
     return found
