@@ -83,7 +83,7 @@ def others_engine(target: str, method: str, kind: str) -> NativeEngine:
     """With a cache of so few blocks that requests are preempted."""
     drafter = {"gemma4_mtp": f"{target}-assistant", "none": None}.get(method, f"{target}-{method}")
     config = graph_config(method, MODES[kind], pair=(target, drafter), block_size=8)
-    config.engine.kv_cache.memory_gib = 0.4 * cache_gib(config)
+    config.engine.kv_cache.memory_gib = 0.3 * cache_gib(config)
     return make_graph_engine(config, ENGINES[kind]())
 
 

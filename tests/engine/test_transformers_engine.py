@@ -95,7 +95,7 @@ def decode(
 def assert_counts_agree(records: list[StepRecord], completions: list[Completion]) -> None:
     """What the steps of a request emitted is its output, and rows follow one another."""
     emitted: dict[int, list[int]] = {}
-    computed: Counter[int] = Counter()
+    computed = Counter({done.index: done.num_cached_tokens for done in completions})
     for record in records:
         assert record.total_ms > 0
         for step in record.requests:
