@@ -78,16 +78,16 @@ class Hits:
 def starts(seen: Watch, index: int) -> list[int]:
     """Computed tokens with which a request was admitted, each time."""
     found: list[int] = []
-    expected, decodes = -1, False
+    expected, has_sampled = -1, False
     for record in seen.records:
         for part in record.requests:
             if part.index != index:
                 continue
             # One that finds all of its blocks again goes on where it was, with a prompt's row.
-            if part.num_computed_tokens != expected or (decodes and part.is_prefill):
+            if part.num_computed_tokens != expected or (has_sampled and part.is_prefill):
                 found.append(part.num_computed_tokens)
-            decodes = not part.is_prefill
-            rows = part.num_accepted + 1 if decodes else part.num_rows
+            has_sampled = not part.is_prefill or bool(part.output_token_ids)
+            rows = part.num_rows if part.is_prefill else part.num_accepted + 1
             expected = part.num_computed_tokens + rows
     return found
 
