@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hydraspec.errors import ConfigurationError, UserError, printable
+from hydraspec.cli.complain import complain
+from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.signals import output_may_be_cut
 
+COMMAND = "hydraspec.compare"
 DESCRIPTION = """\
 Compare runs over the same prompts, request by request. Each run's speed is taken against its own
 baseline, so that a machine that slows down between runs cancels. Runs that differ in seed alone are
@@ -60,12 +61,9 @@ def main(arguments: Sequence[str]) -> int:
             if given.write is not None:
                 runs.write(ranking, Path(given.write), say=True)
         except UserError as error:
-            return _complain(str(error), error.exit_code)
+            return complain(error, error.exit_code, command=COMMAND)
         except OSError as error:
-            return _complain(f"cannot write {given.write}: {error.strerror or error}", 1)
+            return complain(
+                f"cannot write {given.write}: {error.strerror or error}", 1, command=COMMAND
+            )
     return 0
-
-
-def _complain(message: str, status: int) -> int:
-    sys.stderr.write(f"hydraspec.compare: {printable(message)}\n")
-    return status

@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.cli import torchrun
+from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import CONFIG_NAME, plan
 from hydraspec.cli.flags import read_flags
 from hydraspec.cli.folders import (
@@ -24,11 +25,12 @@ from hydraspec.cli.folders import (
 from hydraspec.cli.jobs import bind_threads, hydra_settings
 from hydraspec.cli.overrides import with_config_dir
 from hydraspec.cli.translate import translate
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
+from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
 from hydraspec.lab.outcome import INTERRUPTED
 from hydraspec.lab.resolution import resolve
 from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
+COMMAND = "hydraspec.doctor"
 HELP = """\
 usage: python -m hydraspec.doctor target=… method=… [method.checkpoint=…] [key=value …]
 
@@ -55,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
         try:
             _examine(argv)
         except UserError as error:
-            return _complain(error, error.exit_code)
+            return complain(error, error.exit_code, command=COMMAND)
         except (HydraException, OmegaConfBaseException) as error:
-            return _complain(translate(error), ConfigurationError.exit_code)
+            return complain(translate(error), ConfigurationError.exit_code, command=COMMAND)
         except KeyboardInterrupt:
-            return _complain("interrupted: nothing is saved", INTERRUPTED)
+            return complain("interrupted: nothing is saved", INTERRUPTED, command=COMMAND)
         except CannotWriteError as error:
-            return _complain(folder_message(error), 1)
+            return complain(folder_message(error), 1, command=COMMAND)
     return 0
 
 
@@ -95,8 +97,3 @@ def _examine(argv: Sequence[str]) -> None:
             "  to do: leave the flag out; python -m hydraspec has it"
         )
     doctor(args.overrides)
-
-
-def _complain(message: object, status: int) -> int:
-    sys.stderr.write(f"hydraspec.doctor: {printable(str(message))}\n")
-    return status

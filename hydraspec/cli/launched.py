@@ -25,6 +25,7 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from hydraspec.cli import sweep
+from hydraspec.cli.complain import tell
 from hydraspec.cli.compose import Job
 from hydraspec.cli.devices import VISIBLE, own_devices
 from hydraspec.cli.folders import SWEEP_DIR, claimed, folder_message
@@ -33,7 +34,7 @@ from hydraspec.cli.overrides import search_places
 from hydraspec.config import to_run_config
 from hydraspec.config.engines import VLLM
 from hydraspec.config.schema import Device, RunConfig
-from hydraspec.errors import CannotWriteError, UserError, printable
+from hydraspec.errors import CannotWriteError, UserError
 from hydraspec.lab.outcome import FAILED, INTERRUPTED, Outcome, outcome
 from hydraspec.signals import ignore_interrupts, terminations_as_interrupts
 
@@ -111,12 +112,6 @@ def num_devices(config: RunConfig) -> int:
         return 0
     nodes = config.engine.vllm.nnodes if config.engine.name == VLLM else 1
     return config.parallelism.num_ranks // nodes
-
-
-def tell(text: str) -> None:
-    """Write a line to standard error, at once."""
-    sys.stderr.write(f"hydraspec: {printable(text)}\n")
-    sys.stderr.flush()
 
 
 def _in_a_process(job: Job, name: str, seeds: list[int], devices: Sequence[str] | None) -> Ended:

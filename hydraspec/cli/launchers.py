@@ -24,8 +24,9 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydraspec.cli import sweep
+from hydraspec.cli.complain import tell
 from hydraspec.cli.compose import CONFIG_MODULE, Job, Plan
-from hydraspec.cli.launched import STOP, Ended, Task, as_ended, tell
+from hydraspec.cli.launched import STOP, Ended, Task, as_ended
 from hydraspec.errors import UserError
 from hydraspec.lab.outcome import FAILED, Outcome, outcome
 from hydraspec.lab.resolution import resolve

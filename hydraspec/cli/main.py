@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.cli import launchers, sweep, torchrun
+from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
 from hydraspec.cli.folders import (
@@ -40,7 +41,7 @@ from hydraspec.cli.overrides import with_config_dir
 from hydraspec.cli.rank_job import errors_alone_logged
 from hydraspec.cli.translate import translate
 from hydraspec.config.messages import refusal
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError, printable
+from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
 from hydraspec.lab.outcome import (
     DIVERGED,
     INTERRUPTED,
@@ -84,16 +85,14 @@ def main() -> int:
             with _claimed_folder(planned, args.overrides):
                 return _run_jobs(planned)
         except UserError as error:
-            return _complain(error, error.exit_code)
+            return complain(error, error.exit_code)
         except (HydraException, OmegaConfBaseException) as error:
-            return _complain(translate(error), ConfigurationError.exit_code)
+            return complain(translate(error), ConfigurationError.exit_code)
         except KeyboardInterrupt as interrupt:
             ignore_interrupts()
-            return _complain(
-                f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED
-            )
+            return complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
         except CannotWriteError as error:
-            return _complain(folder_message(error), 1)
+            return complain(folder_message(error), 1)
 
 
 def run(
@@ -166,7 +165,7 @@ def _run_jobs(planned: Plan) -> int:
                         if not planned.is_sweep:
                             raise
                         # This job cannot run; the others may.
-                        status = _complain(error, error.exit_code)
+                        status = complain(error, error.exit_code)
                         outcomes.append(Outcome(status=status, job=name))
         finally:
             if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
@@ -196,7 +195,7 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
     ended = launchers.launch(planned, division.launched)
     for each in ended.values():
         if each.said is not None:
-            _complain(each.said, each.outcome.status)
+            complain(each.said, each.outcome.status)
     outcomes, here = [each.outcome for each in ended.values()], list(division.here)
     for number, first in division.twins.items():
         if ended[first].outcome.status in (OK, DIVERGED):
@@ -220,15 +219,10 @@ def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
 
 def _end(outcomes: Sequence[Outcome]) -> int:
     status, said = exit_status(outcomes), last_line(outcomes)
-    return status if said is None else _complain(said, status)
+    return status if said is None else complain(said, status)
 
 
 def _compare(sweep_dir: Path) -> None:
     from hydraspec.report.compare import compare
 
     compare(sweep_dir)
-
-
-def _complain(message: object, status: int) -> int:
-    sys.stderr.write(f"hydraspec: {printable(str(message))}\n")
-    return status

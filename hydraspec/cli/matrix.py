@@ -12,12 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import plan
 from hydraspec.config.checks import ALIASES, check
 from hydraspec.config.choices import choices_of, packaged_drafters
 from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import RunConfig
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.signals import output_may_be_cut
 
 # Axes in the order of a table. Choices of the first two make rows, of the next two columns.
 AXES = ("target", "method", "engine", "parallelism", "cudagraph", "sampling")
@@ -145,9 +148,10 @@ def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[s
     found = {**known, "target": tuple(name for name in known["target"] if name.startswith(ZOO))}
     for axis, choices in (wanted or {}).items():
         if axis not in known:
+            meant = nearest(axis, AXES)
             raise ConfigurationError(
                 f"{axis} is no axis of the matrix\n  allowed: {listing(AXES)}\n"
-                f"  to do: {_meant(axis, AXES)}"
+                f"  to do: {f'did you mean {meant}?' if meant else 'choose one of these'}"
             )
         if not choices:
             raise ConfigurationError(
@@ -156,7 +160,7 @@ def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[s
             )
         for choice in choices:
             if choice not in known[axis]:
-                remedy = _meant(choice, known[axis], f"{axis}=")
+                remedy = did_you_mean(axis, choice, known[axis], "choose one of these")
                 raise refusal(
                     axis, choice, "is no choice", allowed=listing(known[axis]), remedy=remedy
                 )
@@ -239,7 +243,8 @@ def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m hydraspec.matrix`: print the tables; write every cell as JSON where asked to."""
+    """`python -m hydraspec.matrix`: print the tables; write every cell as JSON where asked to.
+    Exit status 0; 2: an axis, a choice or a file that cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m hydraspec.matrix",
         description="What combines with what, and which test runs it.",
@@ -248,26 +253,29 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("choices", nargs="*", metavar="axis=a,b", help="look at these choices only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell with its tests")
     args = parser.parse_args(argv)
+    with output_may_be_cut():
+        try:
+            _show(args.choices, args.json)
+        except UserError as error:
+            return complain(error, error.exit_code, command="hydraspec.matrix")
+    return 0
+
+
+def _show(choices: Sequence[str], file: Path | None) -> None:
     wanted = {}
-    for word in args.choices:
+    for word in choices:
         axis, _, names = word.partition("=")
         wanted[axis] = names.split(",") if names else []
     found = list(cells(wanted))
-    if args.json is not None:
+    if file is not None:
         lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in found)
         try:
-            args.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+            file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
-                f"--json {args.json}: {error.strerror}\n  allowed: a file that can be written\n"
+                f"--json {file}: {error.strerror}\n  allowed: a file that can be written\n"
                 "  to do: name one in a folder that exists"
             ) from error
     legal = [cell for cell in found if cell.reason is None]
     sys.stdout.write(tables(found))
     sys.stdout.write(f"\n{len(legal)} of {len(found)} combinations are legal.\n")
-    return 0
-
-
-def _meant(word: str, known: Sequence[str], prefix: str = "") -> str:
-    meant = nearest(word, known)
-    return f"did you mean {prefix}{meant}?" if meant else "choose one of these"

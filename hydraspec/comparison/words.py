@@ -10,6 +10,7 @@ from dataclasses import asdict
 from hydraspec.comparison.pairs import ALL, Figure
 from hydraspec.comparison.ranking import Ranked, Ranking
 from hydraspec.errors import printable
+from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
 
@@ -104,15 +105,15 @@ def _job_json(each: Ranked, ranking: Ranking) -> Json:
         "folders": [str(run.folder) for run in each.job.runs],
         "rank": each.rank,
         "told_from_best": each.told_from_best,
-        "speedup": _estimate(each.speedups[ALL]),
-        "acceptance_length": _estimate(each.lengths[ALL]),
+        "speedup": as_interval(each.speedups[ALL]),
+        "acceptance_length": as_interval(each.lengths[ALL]),
         "accuracy": each.accuracy,
         "baseline_tokens_per_second": each.baseline_tokens_per_second,
         "acceptance_rate_per_position": each.by_position,
         "by_category": {
             scope: {
-                "speedup": _estimate(each.speedups[scope]),
-                "acceptance_length": _estimate(each.lengths[scope]),
+                "speedup": as_interval(each.speedups[scope]),
+                "acceptance_length": as_interval(each.lengths[scope]),
             }
             for scope in each.speedups
             if scope != ALL
@@ -120,10 +121,6 @@ def _job_json(each: Ranked, ranking: Ranking) -> Json:
         "slowest_requests": [asdict(request) for request in each.slowest],
         "versus": [_figure_json(figure, each, ranking.reference) for figure in each.versus],
     }
-
-
-def _estimate(found: PairedRatio) -> Json:
-    return None if found.ratio is None else {"mean": found.ratio, "ci95": found.ci95}
 
 
 def _figure_json(figure: Figure, each: Ranked, reference: Ranked) -> Json:

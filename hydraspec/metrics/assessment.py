@@ -12,7 +12,7 @@ from hydraspec.metrics.meter import (
     FIRST_PLACES,
     Meter,
     Pair,
-    RequestCounters,
+    acceptance_length,
     speedup,
 )
 from hydraspec.metrics.paired import LEVEL, PairedRatio, holm
@@ -40,7 +40,7 @@ def speedups_by_category(pairs: Sequence[Pair], *, at_once: int) -> dict[str, Pa
 
 
 def as_interval(found: PairedRatio | None) -> Interval | None:
-    """A speedup as the summary has it."""
+    """A ratio as files have it."""
     return (
         None if found is None or found.ratio is None else {"mean": found.ratio, "ci95": found.ci95}
     )
@@ -49,15 +49,9 @@ def as_interval(found: PairedRatio | None) -> Interval | None:
 def by_category(method: Meter, speedups: Mapping[str, PairedRatio]) -> dict[str, CategoryFigures]:
     """Acceptance length (as `Meter.acceptance_length`) and speedup of the requests of each
     category, in order of first appearance."""
-    groups: dict[str, list[RequestCounters]] = {}
-    for counters in method.completed:
-        if counters.category is not None:
-            groups.setdefault(counters.category, []).append(counters)
     found: dict[str, CategoryFigures] = {}
-    for name, members in groups.items():
-        length = ratio_of_sums(
-            [c.num_accepted_tokens for c in members], [c.num_drafts for c in members], offset=1.0
-        )
+    for name, members in method.completed_by_category().items():
+        length = acceptance_length(members)
         found[name] = {
             "num_requests": len(members),
             "acceptance_length": {"mean": length.mean, "ci95": length.ci95},

@@ -214,6 +214,14 @@ class Meter:
         ended = [c for c in self.counters.values() if c.finish_reason is not None]
         return sorted(ended, key=lambda counters: counters.index)
 
+    def completed_by_category(self) -> dict[str, list[RequestCounters]]:
+        """The same of each category, in order of first appearance; without those of none."""
+        groups: dict[str, list[RequestCounters]] = {}
+        for counters in self.completed:
+            if counters.category is not None:
+                groups.setdefault(counters.category, []).append(counters)
+        return groups
+
     # ------------------------------------------------------------------ acceptance
 
     def num_output_tokens(self) -> int:
@@ -237,7 +245,7 @@ class Meter:
 
         In [1, K+1]; steps that offered no draft are not counted. Interval: bootstrap over requests.
         """
-        return self._acceptance_length(self.completed)
+        return acceptance_length(self.completed)
 
     def acceptance_length_over_requests(self) -> float | None:
         """Mean over the requests with drafts of 1 + accepted tokens / drafts of each.
@@ -254,11 +262,8 @@ class Meter:
 
     def num_drafts_by_category(self) -> dict[str, int]:
         """`num_drafts` of the requests of each category, in order of first appearance."""
-        counts: dict[str, int] = {}
-        for c in self.completed:
-            if c.category is not None:
-                counts[c.category] = counts.get(c.category, 0) + c.num_drafts
-        return counts
+        groups = self.completed_by_category()
+        return {name: sum(c.num_drafts for c in members) for name, members in groups.items()}
 
     def num_reached_per_position(self) -> list[int]:
         """Steps that offered a draft token at i and accepted the one before, i in 0..K-1: what the
@@ -267,11 +272,8 @@ class Meter:
 
     def acceptance_length_by_category(self) -> dict[str, float | None]:
         """`acceptance_length` of the requests of each category, in order of first appearance."""
-        groups: dict[str, list[RequestCounters]] = {}
-        for counters in self.completed:
-            if counters.category is not None:
-                groups.setdefault(counters.category, []).append(counters)
-        return {name: self._acceptance_length(members).mean for name, members in groups.items()}
+        groups = self.completed_by_category()
+        return {name: acceptance_length(members).mean for name, members in groups.items()}
 
     def acceptance_rate(self) -> float | None:
         """num_accepted_tokens / num_draft_tokens."""
@@ -351,11 +353,6 @@ class Meter:
 
     # ------------------------------------------------------------------ helpers
 
-    @staticmethod
-    def _acceptance_length(members: Sequence[RequestCounters]) -> Estimate:
-        accepted = [c.num_accepted_tokens for c in members]
-        return ratio_of_sums(accepted, [c.num_drafts for c in members], offset=1.0)
-
     def _per_position(self, name: str) -> list[int]:
         rows: list[list[int]] = [getattr(c, name) for c in self.completed]
         width = max([self.num_speculative_tokens, *map(len, rows)])
@@ -363,6 +360,12 @@ class Meter:
         for row in rows:
             sums[: len(row)] += np.asarray(row, dtype=np.int64)
         return [int(n) for n in sums]
+
+
+def acceptance_length(members: Sequence[RequestCounters]) -> Estimate:
+    """`Meter.acceptance_length` of some requests."""
+    accepted = [c.num_accepted_tokens for c in members]
+    return ratio_of_sums(accepted, [c.num_drafts for c in members], offset=1.0)
 
 
 Pair = tuple[RequestCounters, RequestCounters]
