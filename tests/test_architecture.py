@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "errors": set(),
     "types": {"kernels"},  # for their records
     "signals": set(),
+    "costs": set(),
     "shipped": set(),
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
@@ -32,14 +33,19 @@ MAY_IMPORT = {
     "speculators": {"kernels", "types", "config", "sampling", "models", "graphs", "distributed"},
     "engine": {
         *("kernels", "types", "config", "sampling", "models", "graphs", "distributed"),
-        *("speculators", "factory", "signals"),  # the factory knows speculators by string only
+        *(
+            "speculators",
+            "factory",
+            "signals",
+            "costs",
+        ),  # the factory knows speculators by string only
     },
     "metrics": {"types"},
     "comparison": {"metrics"},
     "report": {"types", "metrics", "comparison"},
     "lab": {
         *("root", "signals", "types", "plugins", "config", "metrics", "engine.base", "factory"),
-        *("report", "shipped"),
+        *("report", "shipped", "costs"),
     },
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "report"),
