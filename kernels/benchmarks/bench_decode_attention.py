@@ -133,14 +133,20 @@ def linears(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return case.randn(case.num_rows, hidden), before.t(), after.t()
 
 
+def chosen_tiling(case: Case) -> DecodeTiling:
+    return tiling.decode_tiling(case.shape, case.rows, case.requests, DTYPE, max_keys=case.keys)
+
+
 def swept(case: Case) -> list[DecodeTiling]:
     shape, found = case.shape, []
-    chosen = tiling.decode_tiling(shape, case.rows, case.requests, DTYPE)
+    chosen = chosen_tiling(case)
     rows = tiling.block_queries(shape, case.rows)
     for kilobytes, warps, stages in SWEPT:
         keys = kilobytes * 512 // shape.head_dim
         for times, apart in product(SWEPT_SPLITS, (False, True)):
-            splits = min(chosen.splits * times, tiling.MAX_SPLITS)
+            splits = min(
+                chosen.splits * times, tiling.most_splits(shape, chosen, case.rows, case.keys)
+            )
             found.append(DecodeTiling(rows, keys, warps, stages, splits, adds_apart=apart))
     if tiling.queries_of(shape, case.rows) <= tiling.TRANSPOSED_QUERIES:
         for kilobytes, warps, stages in SWEPT_TRANSPOSED:
@@ -184,7 +190,7 @@ def measure(case: Case, sweep: bool) -> list[Measured]:
 
     base = chain(lambda *_: attended)
     lines = [line("apart", time_us(apart, sets)), line("apart, chained", chain(apart) - base)]
-    chosen = tiling.decode_tiling(case.shape, case.rows, case.requests, DTYPE)
+    chosen = chosen_tiling(case)
     tried = [chosen, *(swept(case) if sweep else [])]
     found = []
     for cut in tried:

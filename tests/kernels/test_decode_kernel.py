@@ -59,6 +59,7 @@ CASES = {
     "decode, first token of a request": Case((1, 1), (1, 17)),
     "decode on a block border": Case((1, 1, 1), (4, 8, 5)),
     "decode, every split has keys": Case((1,), (300,)),
+    "decode, sequences that take more splits than 16": Case((1, 1), (2100, 70)),
     "decode, new key alone in the last split": Case((1,), (65,)),
     "verify rows": Case((4, 4), (12, 70)),
     "verify rows over a border of splits": Case((4,), (34,)),
@@ -167,10 +168,21 @@ def test_which_plans_are_taken(requests: int, rows: int, taken: bool) -> None:
 @pytest.mark.parametrize("requests", [1, 2, 7, 33, 66, 67, 200, 600])
 def test_splits_fill_the_device_once_and_counters_suffice(requests: int) -> None:
     shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=256, block_size=16, window=512)
-    splits = tiling.decode_tiling(shape, 4, requests, torch.bfloat16).splits
+    cut = tiling.decode_tiling(shape, 4, requests, torch.bfloat16, max_keys=1 << 20)
+    splits = cut.splits
     assert splits == 1 or 2 * requests * splits <= tiling.FULL_DEVICE
     assert splits == tiling.MAX_SPLITS or 4 * requests * splits > tiling.FULL_DEVICE
     assert splits == 1 or 2 * requests <= counters.COUNTERS
+
+
+@pytest.mark.parametrize(
+    ("max_keys", "window", "splits"),
+    [(4096, None, 16), (8191, None, 16), (8192, None, 32), (32_768, None, 64), (32_768, 512, 16)],
+)
+def test_long_sequences_have_more_splits(max_keys: int, window: int | None, splits: int) -> None:
+    shape = GroupShape(num_heads=8, num_kv_heads=2, head_dim=512, block_size=16, window=window)
+    cut = tiling.decode_tiling(shape, 1, 1, torch.bfloat16, max_keys=max_keys)
+    assert cut.splits == splits
 
 
 @pytest.mark.parametrize(
@@ -190,7 +202,7 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
     requests: int, rows: int, head_dim: int, at_once: int
 ) -> None:
     shape = GroupShape(num_heads=32, num_kv_heads=16, head_dim=head_dim, block_size=16, window=1024)
-    cut = tiling.decode_tiling(shape, rows, requests, torch.bfloat16)
+    cut = tiling.decode_tiling(shape, rows, requests, torch.bfloat16, max_keys=4096)
     assert cut.splits == 1
     assert cut.transposed is (at_once == 4)
     assert (cut.num_warps == 4) is (at_once > 1 or head_dim == 512)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY, find_keys, find_rows
+from hydraspec_kernels.attention.tiling import MAX_SPLITS
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 # Splits, and groups of four results, that a program adds up at once: a program of the decode
 # kernel, and one of the second kernel.
 ADDED_SPLITS = tl.constexpr(4)
+ADDED_MANY = tl.constexpr(16)  # of more than 16 splits
 ADDED = tl.constexpr(512)
 ADDED_APART = tl.constexpr(128)
 
@@ -91,9 +93,15 @@ def split_keys(
     length, rows, tile, split_shift, least_share,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First key of a tile, the end of its keys, and the keys of a split."""
+    """First key of a tile, the end of its keys, and the keys of a split.
+
+    Up to 16 splits have least_share keys or more; a tile has more only if each then has four times
+    as many.
+    """
     begin, limit = find_keys(length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N)
-    share = (tl.maximum(limit - begin, 0) + (1 << split_shift) - 1) >> split_shift
+    all_keys = tl.maximum(limit - begin, 0)
+    share = (all_keys + (1 << split_shift) - 1) >> split_shift
+    share = tl.maximum(share, tl.minimum((all_keys + 15) >> 4, 4 * least_share))
     return begin, limit, tl.maximum(share, least_share)
 
 
@@ -114,10 +122,10 @@ def arrive(counter, share, all_keys):
 def _add_some(
     out, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK groups of four results of a tile, from the `at`-th on: loads of a few splits are all in
-    flight at once.
+    """CHUNK groups of four results of a tile, from the `at`-th on: loads of SPLITS splits are all
+    in flight at once.
     """
     four = tl.arange(0, 4)
     flat = at + tl.arange(0, CHUNK)
@@ -128,8 +136,8 @@ def _add_some(
     top = tl.full([CHUNK], NO_KEY, tl.float32)
     whole = tl.zeros([CHUNK], tl.float32)
     acc = tl.zeros([CHUNK, 4], tl.float32)
-    for first in range(0, used, ADDED_SPLITS):
-        s = first + tl.arange(0, ADDED_SPLITS)[:, None]
+    for first in range(0, used, SPLITS):
+        s = first + tl.arange(0, SPLITS)[:, None]
         at_split = at_out[None, :] + s * size_of_split
         mask = (row < rows)[None, :] & (s < used)
         size = tl.load(sums + at_split, mask=mask, other=NO_KEY, cache_modifier=".cg")
@@ -159,7 +167,7 @@ def add_up(
     for at in range(0, queries * (BLOCK_V // 4), ADDED):
         _add_some(
             out, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
-            NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ADDED,
+            NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ADDED, ADDED_SPLITS,
         )  # fmt: skip
 
 
@@ -182,6 +190,7 @@ def _sum_kernel(
     QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr,  # added up at once
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -201,7 +210,7 @@ def _sum_kernel(
     sums = partial + (size_of_split << split_shift) * HEAD_DIM
     _add_some(
         out, partial, sums, at, start, rows, tile, kv_head, size_of_split,
-        tl.cdiv(all_keys, share), NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ADDED_APART,
+        tl.cdiv(all_keys, share), NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ADDED_APART, SPLITS,
     )  # fmt: skip
 
 
@@ -238,6 +247,7 @@ def add_splits(
         QUERIES=queries,
         BLOCK_N=block_n,
         BLOCK_V=width,
+        SPLITS=(ADDED_SPLITS if splits <= MAX_SPLITS else ADDED_MANY).value,
         num_warps=4,
         **dependent_launch(out),
     )

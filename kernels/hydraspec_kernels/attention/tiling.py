@@ -18,6 +18,7 @@ from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper
 # they save.
 FULL_DEVICE = NUM_SMS
 MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
+MAX_LONG_SPLITS = 64  # of the fused kernel, where sequences are long: see `most_splits`
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
@@ -146,6 +147,16 @@ def least_share(shape: GroupShape, cut: Tiling) -> int:
     return max(cut.block_n, LEAST_SHARE // next_power_of_2(shape.head_dim))
 
 
+def most_splits(shape: GroupShape, cut: Tiling, max_rows: int, max_keys: int) -> int:
+    """Splits of the fused kernel at most, for sequences of up to max_keys keys.
+
+    More than MAX_SPLITS only where each then has four times the least share (see `split_keys`).
+    """
+    if shape.window is not None:
+        max_keys = min(max_keys, shape.window + max_rows - 1)
+    return max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (4 * least_share(shape, cut))))
+
+
 def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
     """Programs without splits."""
     tiles = -(-queries_of(shape, max_rows) // block_queries(shape, max_rows))
@@ -171,9 +182,11 @@ def _programs_per_sm(shape: GroupShape, max_rows: int, programs: int) -> int:
 
 
 def decode_tiling(
-    shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype
+    shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype, *, max_keys: int
 ) -> DecodeTiling:
-    """The tiles and splits of decode attention for one KV group, a batch size and a dtype."""
+    """The tiles and splits of decode attention for one KV group, a batch size, a dtype and a bound
+    of the sequence lengths.
+    """
     width, exact = next_power_of_2(shape.head_dim), dtype is torch.float32
     block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
     programs = _decode_programs(shape, max_rows, num_requests)
@@ -192,7 +205,7 @@ def decode_tiling(
         cut = DecodeTiling(block_m, 32, 8, 3)
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
-    splits = _splits(programs, MAX_SPLITS)
+    splits = _splits(programs, most_splits(shape, cut, max_rows, max_keys))
     much = min(queries, block_m) * shape.head_dim > MOST_ADDED or splits > MOST_ADDED_SPLITS
     return replace(cut, splits=splits, adds_apart=much)
 
