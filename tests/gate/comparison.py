@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# Of a line in requests.jsonl all else has to be equal. What is cached when a request is admitted
-# depends on how far the host runs ahead of results.
-NOT_COMPARED = {"ttft_ms", "latency_ms", "num_cached_tokens"}
+# Of a line in requests.jsonl all but times has to be equal, and what is cached when a request is
+# admitted: that depends on how far the host runs ahead of results.
+NOT_COMPARED = {"num_cached_tokens"}
 TRACED = ("num_computed_tokens", "draft_token_ids", "num_accepted", "output_token_ids")
 MAX_EXCUSED_IN_A_CELL = 1
 # 64 answers: rounding turns a few, a broken engine most.
@@ -129,11 +129,22 @@ def _in_rows(ours: Row, other: Row) -> Difference | None:
         at, a, b = _first_unequal(tokens, wanted)
         what = "output token"
         return Difference(request=ours["id"], what=what, position=at, on_device=a, on_cpu=b)
+    request = ours["id"]
+    ours, other = _without_times(ours), _without_times(other)
     for key in sorted((set(ours) | set(other)) - NOT_COMPARED):
         a, b = ours.get(key), other.get(key)
         if a != b:
-            return Difference(request=ours["id"], what=key, on_device=a, on_cpu=b)
+            return Difference(request=request, what=key, on_device=a, on_cpu=b)
     return None
+
+
+def _without_times(row: Row) -> Row:
+    """A row, and the rows inside it, without milliseconds."""
+    return {
+        key: _without_times(value) if isinstance(value, dict) else value
+        for key, value in row.items()
+        if not key.endswith("_ms")
+    }
 
 
 def _in_steps(request: str, steps: list[Row], wanted: list[Row]) -> Difference | None:

@@ -26,6 +26,7 @@ def outputs(verdict: str = "identical", device: str = "cuda", exact: float = 1.0
             "accepted_per_position": [1, 0],
             "ttft_ms": 1.0,
             "latency_ms": 2.0,
+            "baseline": {"decode_ms": 3.0, "correct": True},
         }
         for name in ("a", "b", "c")
     ]
@@ -101,6 +102,7 @@ FAULTS: dict[Callable[[Outputs], None], str] = {
 def test_equal_runs_pass_whatever_their_times_and_steps(tmp_path: Path):
     ours, cpu = outputs(), outputs(device="cpu")
     ours.requests[0]["ttft_ms"] = 99.0
+    ours.requests[0]["baseline"]["decode_ms"] = 99.0
     assert judge_float32(ours, cpu, greedy=True) == ([], [])
     ours, cpu = write(tmp_path / "device", ours), write(tmp_path / "cpu", cpu)
     result = judge(Cell(name="x", overrides=()), ours, cpu, "cuda")
