@@ -69,6 +69,7 @@ ROOMS_OF_FILES = {
     "hydraspec/compare.py": "root",
     "hydraspec/matrix.py": "root",
     "hydraspec/doctor/__main__.py": "root",
+    "hydraspec/report/__main__.py": "root",
 }
 
 # Package → files that may import it. What is not listed here belongs to nobody yet.

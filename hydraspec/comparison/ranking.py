@@ -132,11 +132,11 @@ def _ranked(job: Job) -> Ranked:
         lengths={scope: own_figure(job, pairs, "acceptance_length", scope) for scope in scopes},
         accuracy=accuracy(pairs.job),
         baseline_tokens_per_second=ratio(1000 * baselines[0], baselines[1]),
-        by_position=_by_position(job),
+        by_position=acceptance_by_position(job),
     )
 
 
-def _by_position(job: Job) -> list[float | None]:
+def acceptance_by_position(job: Job) -> list[float | None]:
     """Accepted at each position / drafts, over all its runs."""
     counts = [row["accepted_per_position"] for run in job.runs for row in run.rows]
     num_drafts = sum(row["num_drafts"] for run in job.runs for row in run.rows)

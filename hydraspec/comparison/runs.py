@@ -103,7 +103,7 @@ def read_run(folder: Path) -> Run:
     try:
         lines = (folder / REQUESTS).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-        settings = _dotted(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {})
+        settings = dotted(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {})
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = f"{REQUESTS} or {CONFIG} cannot be read: {str(error).splitlines()[0]}"
         raise refuse(folder, problem, allowed=allowed, remedy="run it again") from None
@@ -122,11 +122,12 @@ def _environment(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The leaves of nested mappings by dotted key."""
     flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            flat |= _dotted(value, f"{prefix}{key}.")
+            flat |= dotted(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -148,15 +149,15 @@ def pool(runs: Sequence[Run]) -> list[Job]:
     if len(groups) < 2:
         groups = [[run] for run in runs]
     firsts = [group[0] for group in groups]
-    differing = _differing([run.settings for run in firsts])
-    names = _names([run.folder for run in firsts])
+    differing = differing_keys([run.settings for run in firsts])
+    names = short_names([run.folder for run in firsts])
     return [
         Job(name=name, label=_label(run, firsts, differing), runs=group)
         for run, group, name in zip(firsts, groups, names, strict=True)
     ]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that differ."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
@@ -166,7 +167,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
+def differing_keys(settings: Sequence[Mapping[str, object]]) -> list[str]:
+    """The keys in which they differ, apart from those that repeats may differ in."""
     keys = dict.fromkeys(key for one in settings for key in one)
     return [
         key
@@ -215,7 +217,7 @@ def check_alike(jobs: Sequence[Job]) -> None:
                 allowed="runs with baseline=true, and of method=none",
                 remedy="run it again with baseline=true",
             )
-        if not _finished(run):
+        if not has_finished(run):
             raise refuse(
                 run.folder,
                 "no request finished",
@@ -266,7 +268,8 @@ def _keys(run: Run) -> set[Key]:
     return {key_of(row) for row in run.rows if row["finish_reason"] != "error"}
 
 
-def _finished(run: Run) -> bool:
+def has_finished(run: Run) -> bool:
+    """Whether any request ended without an error."""
     return any(row["finish_reason"] != "error" for row in run.rows)
 
 

@@ -189,11 +189,12 @@ def as_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def as_markdown(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
     """A table as GitHub's Markdown, with notes under it."""
     lines = [header, ["---"] * len(header), *rows]
-    text = "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in lines)
-    return text + "".join(f"\n- {_escaped(note)}" for note in notes) + "\n"
+    text = "".join(f"| {' | '.join(map(escaped, line))} |\n" for line in lines)
+    return text + "".join(f"\n- {escaped(note)}" for note in notes) + "\n"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Text as it reads in a cell of a Markdown table."""
     for mark in "\\`*_<[|":
         text = text.replace(mark, "\\" + mark)
     return printable(text).replace("\n", " ")

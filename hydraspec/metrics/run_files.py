@@ -25,6 +25,7 @@ COMPARISON = "compare.json"
 COMPARISON_REPORT = "compare.html"
 COMPARISON_CSV = "compare.csv"
 COMPARISON_MARKDOWN = "compare.md"
+STUDY = "study.html"
 TRACKER = "wandb"
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH = 480
+WIDEST = 2.5
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,7 +102,7 @@ def curves(labels: Sequence[str], series: Sequence[Series], *, description: str)
             for i, value in enumerate(one.values)
             if value is not None
         ]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in points) if points else ""
+        path = _path([(x, y) for x, y, _ in points]) if points else ""
         drawn = {"d": path, "fill": "none", "stroke": one.color, "stroke-width": 2}
         marks.append(Mark("path", drawn, title=one.name))
         for x, y, title in points:
@@ -111,10 +113,13 @@ def curves(labels: Sequence[str], series: Sequence[Series], *, description: str)
 
 
 def horizontal_bars(bars: Sequence[Bar], *, description: str, mark: float | None = None) -> Chart:
-    """A bar per row from 0, with a whisker for its interval; `mark` is a dashed line."""
+    """A bar per row from 0, with a whisker for its interval; `mark` is a dashed line. An interval
+    that ends beyond WIDEST times the longest bar is cut there.
+    """
     row, left, right = 34, _label_width([b.label for b in bars]), 92
     ends = [b.value for b in bars] + [b.ci95[1] for b in bars if b.ci95] + [mark or 0.0]
-    scale = (WIDTH - left - right) / (max(ends) or 1.0)
+    most = min(max(ends), WIDEST * max(b.value for b in bars)) or 1.0
+    scale = (WIDTH - left - right) / most
     height = 6 + row * len(bars)
     marks = []
     for number, bar in enumerate(bars):
@@ -123,7 +128,7 @@ def horizontal_bars(bars: Sequence[Bar], *, description: str, mark: float | None
         marks.append(_bar(left, y, width, 22, 4, bar.color))
         end = left + width
         if bar.ci95:
-            low, high = (left + value * scale for value in bar.ci95)
+            low, high = (left + min(value, most) * scale for value in bar.ci95)
             end = max(end, high)
             marks.append(_whisker(max(low, left), high, y + 11))
         marks.append(_text(end + 9, y + 16, bar.text))
@@ -149,6 +154,90 @@ def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
         marks.append(_text(x + 8, y + 19, stack.text))
     height, legend = 6 + row * len(stacks), [(name, color) for name, _, color in stacks[0].parts]
     return Chart(height=height, description=description, marks=marks, legend=legend)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Points:
+    """One colour of a scatter chart: (x, y, title, label), joined by a line in this order."""
+
+    name: str
+    color: str
+    values: Sequence[tuple[float, float, str, str]]
+
+
+def scatter(
+    series: Sequence[Points],
+    front: Sequence[tuple[float, float]],
+    *,
+    x_name: str,
+    y_name: str,
+    description: str,
+) -> Chart:
+    """Points over axes that begin at 0; `front` is a dashed line from its first to its last."""
+    height, left, bottom, top, right = 330, 58, 42, 26, 30
+    points = [(x, y) for one in series for x, y, _, _ in one.values]
+    x_ticks, y_ticks = (_ticks(max(values)) for values in zip(*points, strict=True))
+    x_scale = (WIDTH - left - right) / x_ticks[-1]
+    y_scale = (height - top - bottom) / y_ticks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + x * x_scale, height - bottom - y * y_scale
+
+    marks = [_text(4, 12, y_name, kind="axis")]
+    marks += [_text(WIDTH - right, height - 6, x_name, "end", "axis")]
+    for tick in y_ticks:
+        _, y = place(0, tick)
+        marks += [_line(left, WIDTH - right, y, y)]
+        marks += [_text(left - 6, y + 4, f"{tick:,g}", "end", "axis")]
+    for tick in x_ticks:
+        x, y = place(tick, 0)
+        marks.append(_text(x, y + 16, f"{tick:,g}", "middle", "axis"))
+    if len(front) > 1:
+        drawn = {"class": "front", "fill": "none", "d": _path([place(x, y) for x, y in front])}
+        marks.append(Mark("path", drawn, title="no other job is better at both"))
+    taken = [place(x, y) for x, y in points]
+    for one in series:
+        places = [place(x, y) for x, y, _, _ in one.values]
+        if len(places) > 1:
+            marks.append(Mark("path", {"d": _path(places), "fill": "none", "stroke": one.color}))
+        for (x, y), (_, _, title, label) in zip(places, one.values, strict=True):
+            at = {"cx": _place(x), "cy": _place(y), "r": 5, "fill": one.color}
+            marks += [Mark("circle", at, title=title), _label(x, y, label, taken)]
+    legend = list(dict.fromkeys((one.name, one.color) for one in series))
+    return Chart(height=height, description=description, marks=marks, legend=legend)
+
+
+def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> Mark:
+    """A label beside a point, where it covers no other; its place is added to `taken`."""
+    half = 4.0 * len(label)
+    places = [(x + side * (7 + half), y + dy) for dy in (-8, 12) for side in (1, -1)]
+    chosen = max(
+        places,
+        key=lambda at: (
+            min(
+                (
+                    max(abs(at[0] - u) - half, 0) + abs(at[1] - v)
+                    for u, v in taken
+                    if (u, v) != (x, y)
+                ),
+                default=0.0,
+            )
+            > 9
+        ),
+    )
+    taken.append(chosen)
+    return _text(chosen[0], chosen[1] + 4, label, "middle")
+
+
+def _ticks(largest: float) -> list[float]:
+    """Round values from 0 to at least `largest`, four to seven of them."""
+    step = 10.0 ** math.floor(math.log10(largest / 3))
+    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if largest / (step * factor) <= 6)
+    return [step * i for i in range(math.ceil(largest / step) + 1)]
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
 
 
 def _label_width(labels: Sequence[str]) -> int:

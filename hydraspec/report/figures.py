@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hydraspec.metrics.statistics import MIN_REQUESTS
 from hydraspec.metrics.summary import (
     AcceptanceLength,
@@ -35,6 +37,11 @@ def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = 
         return f"{text} (n < {MIN_REQUESTS}, no interval)"
     low, high = estimate["ci95"]
     return f"{text} ({low:.2f} to {high:.2f})"
+
+
+def ci_words(ci95: Sequence[float] | None) -> str:
+    """ " (2.58 to 2.75)", or nothing where there is no interval."""
+    return " ({:.2f} to {:.2f})".format(*ci95) if ci95 else ""
 
 
 def interval_note(estimate: Interval | AcceptanceLength | Length) -> str:

@@ -1,0 +1,137 @@
+"""The question that runs answer, and the answer in a sentence for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydraspec.comparison.pairs import ALL
+from hydraspec.metrics.assessment import WORDS
+from hydraspec.metrics.summary import Summary
+from hydraspec.report.figures import ci_words, load_words
+from hydraspec.report.study.blocks import Kind, Verdict
+from hydraspec.report.study.figures import JobFigures, figures_of
+from hydraspec.report.study.groups import Group, Runs
+
+# A key of summaries → what the question calls it.
+ASKED = {
+    "target": "target",
+    "method": "drafter",
+    "num_speculative_tokens": "number of draft tokens",
+    "engine": "engine",
+}
+MAX_NAMED = 6  # jobs that a sentence names
+
+
+def question(runs: Runs) -> str:
+    """What the settings that differ ask."""
+    summaries = [run.summary for job in runs.jobs for run in job.runs]
+    drafting = [one for one in summaries if one["method"] != "none"]
+    if len(summaries) == 1:
+        (one,) = summaries
+        if not drafting:
+            return f"How fast is {one['target']} on workload {one['workload']} without drafts?"
+        return (
+            f"Is {one['method']} with {one['num_speculative_tokens']} draft tokens worth it for "
+            f"{one['target']} on workload {one['workload']}?"
+        )
+    named = [name for key, name in ASKED.items() if len(_values(key, drafting or summaries)) > 1]
+    which = _listed(named) if named else "settings"
+    targets, workloads = _values("target", summaries), _values("workload", summaries)
+    about = f" for {_listed(targets)}" if "target" not in named else ""
+    return f"Which {which}{about} on workload {_listed(workloads)}?"
+
+
+def facts(runs: Runs) -> str:
+    """How many runs, of what, on what."""
+    all_runs = [run for job in runs.jobs for run in job.runs]
+    summaries = [run.summary for run in all_runs]
+    shared = [
+        f"{name} {_values(key, summaries)[0]}"
+        for key, name in (("engine", "engine"), ("dtype", "dtype"), ("device", "on"))
+        if len(_values(key, summaries)) == 1
+    ]
+    count = "1 run" if len(all_runs) == 1 else f"{len(all_runs)} runs"
+    loads = list(dict.fromkeys(load_words(summary) for summary in summaries))
+    requests = _values("num_requests", summaries)
+    load = f"{'/'.join(requests)} requests, {loads[0] if len(loads) == 1 else 'several loads'}"
+    return ", ".join([count, load, *shared])
+
+
+def verdict(group: Group) -> Verdict:
+    """Which job is the best, or that none is worth it, or that it cannot be told."""
+    found = [figures_of(job, group) for job in group.jobs]
+    about = group.title
+    drafting = [one for one in found if not one.is_plain]
+    if not drafting:
+        return Verdict(kind="", about=about, sentence="All runs decode without drafts.")
+    lossy = [one for one in drafting if one.lossless["verdict"] == "diverged"]
+    sound = [one for one in drafting if one not in lossy]
+    lost = ""
+    if lossy:
+        lost = f" Outputs of {_names(lossy)} differ from the target's: see Lossless."
+    if not sound:
+        return Verdict(kind="bad", about=about, sentence=f"No job is usable.{lost}")
+    known = [one for one in sound if one.speedups[ALL]]
+    if not known:
+        sentence = f"The speedup is not known: no job has a baseline.{lost}"
+        return Verdict(kind="", about=about, sentence=sentence)
+    best = max(known, key=_speedup)
+    kind, worth = _worth(best)
+    return Verdict(kind=kind, about=about, sentence=f"{worth}{_rivals(best, group, found)}{lost}")
+
+
+def _worth(best: JobFigures) -> tuple[Kind, str]:
+    """Kind and sentence of the best job, from its speedup over decoding without drafts."""
+    speed = best.speedups[ALL]
+    assert speed is not None
+    words = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])} the speed without drafts"
+    low, high = speed["ci95"] or (0.0, float("inf"))
+    if low > 1:
+        return "good", f"{best.name} is {WORDS['worth_it']}: {words}."
+    if high < 1:
+        return (
+            "bad",
+            f"No job is worth it: the fastest, {best.name}, is {WORDS['slower']}: {words}.",
+        )
+    return "", f"It cannot be told whether a job is worth it: {best.name} has {words}."
+
+
+def _rivals(best: JobFigures, group: Group, found: Sequence[JobFigures]) -> str:
+    """The jobs that cannot be told from the best one."""
+    if group.ranking is None or group.ranking.ranked[0].job is not best.job:
+        return ""
+    equal = [
+        one
+        for one in found
+        if one.job is not best.job and not one.is_plain and _is_equal(one, group)
+    ]
+    others = [one for one in found if one.job is not best.job and not one.is_plain]
+    if not equal:
+        return " It is faster than all other jobs." if others else ""
+    return f" Cannot be told from it: {_names(equal)}."
+
+
+def _is_equal(one: JobFigures, group: Group) -> bool:
+    ranked = group.ranked(one.job)
+    return ranked is not None and ranked.rank is not None and not ranked.told_from_best
+
+
+def _names(found: Sequence[JobFigures]) -> str:
+    names = [one.name for one in found[:MAX_NAMED]]
+    if more := len(found) - MAX_NAMED:
+        names += [f"{more} more"] if more > 0 else []
+    return _listed(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _speedup(one: JobFigures) -> float:
+    speed = one.speedups[ALL]
+    return speed["mean"] if speed else 0.0
+
+
+def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
+    return list(dict.fromkeys(str(summary.get(key)) for summary in summaries))

@@ -1,0 +1,74 @@
+"""What a report over runs holds, in order: its blocks by family, by group and over all runs.
+
+A block is a function of a family, a group or all runs; None where they have nothing to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hydraspec.report.study.answers import facts, question, verdict
+from hydraspec.report.study.blocks import Block, Section, Study
+from hydraspec.report.study.groups import Family, Group, Runs
+from hydraspec.report.study.jobs import (
+    acceptance_by_category,
+    acceptance_by_position,
+    lossless,
+    speedups,
+    time_breakdown,
+    told,
+)
+from hydraspec.report.study.jobs import jobs as jobs_block
+from hydraspec.report.study.pareto import pareto
+from hydraspec.report.study.settings import environments, settings
+
+BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (pareto,)
+BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
+    jobs_block,
+    speedups,
+    told,
+    acceptance_by_position,
+    acceptance_by_category,
+    lossless,
+    time_breakdown,
+)
+BY_ALL: Sequence[Callable[[Runs], Block | None]] = (settings, environments)
+
+
+def study(runs: Runs, *, asked: str | None = None) -> Study:
+    """The report; `asked` is the question where the settings that differ do not say it."""
+    sections = []
+    for family in runs.families:
+        shared = [make(family) for make in BY_FAMILY]
+        if len(family.groups) > 1:
+            sections.append(_section(family.title, shared))
+            shared = []
+        for group in family.groups:
+            first, *others = (make(group) for make in BY_GROUP)
+            sections.append(_section(group.title, [first, *shared, *others]))
+    several = len(runs.jobs) > 1
+    sections.append(_section("All runs" if several else "", [make(runs) for make in BY_ALL]))
+    return Study(
+        question=asked or question(runs),
+        facts=facts(runs),
+        verdicts=[verdict(group) for group in runs.groups],
+        notes=_notes(runs),
+        sections=[section for section in sections if section.blocks],
+    )
+
+
+def _section(title: str, blocks: Sequence[Block | None]) -> Section:
+    return Section(title=title, blocks=[block for block in blocks if block])
+
+
+def _notes(runs: Runs) -> list[str]:
+    left_out = [f"Left out: {one}." for one in runs.left_out]
+    unranked = [group.unranked for group in runs.groups if group.unranked]
+    warned = []
+    for job in runs.jobs:
+        for run in job.runs:
+            if run.summary["status"] != "ok":
+                warned.append(f"{run.name}: the run is {run.summary['status']}.")
+            if num_errors := run.summary["num_errors"]:
+                warned.append(f"{run.name}: {num_errors} requests ended with an error.")
+    return [*left_out, *unranked, *warned]

@@ -1,0 +1,217 @@
+"""Runs sorted into groups of the same target, sampling and workload; jobs are ranked in each.
+
+Reads nothing: comparison.runs reads the folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydraspec.comparison.ranking import Ranked, Ranking, rank
+from hydraspec.comparison.runs import (
+    Job,
+    Run,
+    check_alike,
+    has_finished,
+    pool,
+    read_runs,
+    refuse,
+    short_names,
+)
+from hydraspec.metrics.run_files import read_summary
+
+LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
+CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Jobs with the same target, sampling, prompts and load.
+
+    Attributes:
+        jobs: best first where they are ranked, else in the order of their folders.
+        ranking: None of a single job, and where `unranked` says why.
+        load: "", or what tells it from other groups of the same family.
+    """
+
+    family: str
+    load: str
+    jobs: list[Job]
+    ranking: Ranking | None = None
+    unranked: str = ""
+
+    @property
+    def title(self) -> str:
+        """The settings that tell it from other groups; empty where it is the only one."""
+        return ", ".join(part for part in (self.family, self.load) if part)
+
+    def ranked(self, job: Job) -> Ranked | None:
+        """The job's place in the ranking."""
+        members = self.ranking.ranked if self.ranking else []
+        return next((each for each in members if each.job is job), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Family:
+    """Groups of the same target, sampling and prompts, which differ in the load."""
+
+    title: str
+    groups: list[Group]
+
+    def jobs(self) -> Iterator[tuple[Group, Job]]:
+        """All jobs with their groups."""
+        return ((group, job) for group in self.groups for job in group.jobs)
+
+
+@dataclass(slots=True, kw_only=True)
+class Runs:
+    """Everything a report is about; `left_out` says which folders hold no figures, and why."""
+
+    families: list[Family]
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all families."""
+        return [group for family in self.families for group in family.groups]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs of all groups."""
+        return [job for group in self.groups for job in group.jobs]
+
+
+def read(folders: Sequence[Path]) -> Runs:
+    """The runs in these folders, in groups; a sweep's folder stands for its jobs.
+
+    Raises:
+        ConfigurationError: a folder holds no run, no run has figures, or runs have nothing in
+            common.
+    """
+    found = read_runs(folders)
+    runs = [run for run in found if has_finished(run)]
+    left_out = [f"{run.name}: no request finished" for run in found if not has_finished(run)]
+    left_out += [f"{folder.name}: no result" for folder in _unfinished(folders)]
+    if not runs:
+        raise refuse(
+            ", ".join(map(str, folders)),
+            "no request finished in any run",
+            allowed="runs with finished requests",
+            remedy="see their summary.json and requests.jsonl",
+        )
+    _check_related(runs)
+    families: dict[str, list[Run]] = {}
+    for run in runs:
+        families.setdefault(str(_conditions(run, load=False)), []).append(run)
+    titles = _titles([members[0] for members in families.values()], load=False)
+    made = [
+        Family(title=title, groups=_groups(members, title))
+        for title, members in zip(titles, families.values(), strict=True)
+    ]
+    found_all = Runs(families=made, left_out=left_out)
+    names = short_names([job.runs[0].folder for job in found_all.jobs])
+    for job, name in zip(found_all.jobs, names, strict=True):
+        job.name = "+".join([name, *(run.name for run in job.runs[1:])])
+    return found_all
+
+
+def _groups(runs: Sequence[Run], family: str) -> list[Group]:
+    loads: dict[str, list[Run]] = {}
+    for run in runs:
+        loads.setdefault(str(_conditions(run, load=True)), []).append(run)
+    titles = _titles([members[0] for members in loads.values()], load=True)
+    return [
+        _group(members, family, title)
+        for title, members in zip(titles, loads.values(), strict=True)
+    ]
+
+
+def _group(runs: Sequence[Run], family: str, load: str) -> Group:
+    """
+    Raises:
+        ConfigurationError: their prompts differ.
+    """
+    jobs = pool(runs)
+    if len(jobs) < 2:
+        return Group(family=family, load=load, jobs=jobs)
+    bare = [run.name for run in runs if not _has_baseline(run)]
+    if bare:
+        why = f"Not ranked: {', '.join(bare)} ran without a baseline"
+        return Group(family=family, load=load, jobs=jobs, unranked=why)
+    check_alike(jobs)
+    ranking = rank(jobs)
+    ordered = [each.job for each in ranking.ranked]
+    return Group(family=family, load=load, jobs=ordered, ranking=ranking)
+
+
+def _has_baseline(run: Run) -> bool:
+    return run.summary["method"] == "none" or run.summary["baseline"] is not None
+
+
+def _conditions(run: Run, *, load: bool) -> dict[str, object]:
+    """The settings that say what was asked for: those of the load, or the others."""
+    found = {}
+    for key, value in run.settings.items():
+        group, _, name = key.partition(".")
+        if group in CONDITIONS and (name.partition(".")[0] in LOAD) == load:
+            found[key] = value
+    return dict(sorted(found.items()))
+
+
+def _titles(firsts: Sequence[Run], *, load: bool) -> list[str]:
+    """What tells each from the others; empty for a single one."""
+    conditions = [_conditions(run, load=load) for run in firsts]
+    keys = dict.fromkeys(key for each in conditions for key in each)
+    differing = [key for key in keys if len({str(each.get(key)) for each in conditions}) > 1]
+    return [_title(run, each, differing) for run, each in zip(firsts, conditions, strict=True)]
+
+
+def _title(run: Run, conditions: dict[str, object], differing: Sequence[str]) -> str:
+    """A group is said by its name; its other keys where the names are equal."""
+    parts = []
+    for group in CONDITIONS:
+        if f"{group}.name" in differing:
+            parts.append(f"{group} {conditions[f'{group}.name']}")
+            continue
+        for key in differing:
+            if key.startswith(f"{group}."):
+                parts.append(f"{key.rpartition('.')[2]} {_shown(conditions.get(key))}")
+    return ", ".join(parts)
+
+
+def _shown(value: object) -> str:
+    return "all" if value is None else str(value)
+
+
+def _check_related(runs: Sequence[Run]) -> None:
+    """Refuse a run that shares neither target nor workload with any other."""
+    for run in runs:
+        others = [other for other in runs if _asked(other) != _asked(run)]
+        same_target = [other for other in others if _asked(other)[0] == _asked(run)[0]]
+        same_workload = [other for other in others if _asked(other)[1] == _asked(run)[1]]
+        if others and not same_target and not same_workload:
+            one, two = _asked(run), _asked(others[0])
+            raise refuse(
+                f"{run.folder} and {others[0].folder}",
+                f"have nothing in common: target {one[0]} over workload {one[1]}, and target "
+                f"{two[0]} over workload {two[1]}",
+                allowed="runs that share a target or a workload",
+                remedy="make a report of each",
+            )
+
+
+def _asked(run: Run) -> tuple[str, str]:
+    """Target and workload."""
+    path = run.settings.get("workload.path")
+    workload = str(run.summary["workload"])
+    return run.summary["target"], f"{workload} ({path})" if path else workload
+
+
+def _unfinished(folders: Sequence[Path]) -> Iterator[Path]:
+    """Jobs of sweeps without a summary."""
+    for folder in folders:
+        if read_summary(folder) is None:
+            jobs = (each for each in folder.iterdir() if each.is_dir() and each.name.isdigit())
+            yield from (job for job in sorted(jobs) if read_summary(job) is None)

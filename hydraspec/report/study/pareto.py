@@ -1,0 +1,107 @@
+"""Tokens per second of one user against those of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydraspec.report.charts import Points, scatter
+from hydraspec.report.figures import number
+from hydraspec.report.ranking import COLORS
+from hydraspec.report.study.blocks import Block, Panel
+from hydraspec.report.study.figures import Speeds, figures_of, speeds_of
+from hydraspec.report.study.groups import Family, Group
+
+PER_USER, TOTAL = "tokens_per_second_per_user", "output_tokens_per_second"
+MAX_LABEL = 8  # characters of a job's name beside its point
+BASELINE = "none"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Point:
+    """A job, or a group's baseline, with both its speeds."""
+
+    name: str
+    label: str
+    method: str
+    settings: str  # the same job under another load has the same
+    per_user: float
+    total: float
+
+
+def pareto(family: Family) -> Block | None:
+    """The trade-off: a point for each job, joined where jobs differ in the load only."""
+    points = _points(family)
+    if not points:
+        return None
+    methods = list(dict.fromkeys(point.method for point in points if point.method != BASELINE))
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
+    colors[BASELINE] = "var(--baseline)"
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        lines.setdefault(point.settings, []).append(point)
+    front = front_of(points)
+    chart = scatter(
+        [
+            Points(
+                name=members[0].method,
+                color=colors[members[0].method],
+                values=[(p.per_user, p.total, _title(p), p.label) for p in members],
+            )
+            for members in lines.values()
+        ],
+        [(point.per_user, point.total) for point in front],
+        x_name="tokens/s of one user",
+        y_name="tokens/s of all users",
+        description="Decode throughput of one user against that of all users",
+    )
+    note = (
+        "Up and to the right is better. Dashed: jobs that no other one beats at both"
+        f" ({', '.join(point.name for point in front)}). Each is as its own machine ran it: "
+        "where baselines differ between jobs, compare speedups instead."
+    )
+    panel = Panel(kind="scatter", title="Tokens/s: one user, all users", metrics=(PER_USER, TOTAL))
+    return Block(title="Throughput of one user and of all", note=note, chart=chart, panels=(panel,))
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats at both, by rising speed of one user."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.per_user, -p.total)):
+        if not found or point.total > found[-1].total:
+            found.append(point)
+    return found[::-1]
+
+
+def _points(family: Family) -> list[Point]:
+    points = []
+    for group in family.groups:
+        for job in group.jobs:
+            of = figures_of(job, group)
+            points += _point(of.name, job.name, job.summary["method"], job.label, of.speeds)
+        points += _baseline(group)
+    return points
+
+
+def _baseline(group: Group) -> list[Point]:
+    """What the jobs measured without drafts, where no job of the group is of method=none."""
+    if any(job.summary["method"] == BASELINE for job in group.jobs):
+        return []
+    sides = [run.summary["baseline"] for job in group.jobs for run in job.runs]
+    speeds = speeds_of([side for side in sides if side])
+    return _point("without drafts", BASELINE, BASELINE, BASELINE, speeds)
+
+
+def _point(name: str, short: str, method: str, settings: str, speeds: Speeds) -> list[Point]:
+    per_user, total = speeds.tokens_per_second_per_user, speeds.tokens_per_second
+    if per_user is None or total is None:
+        return []
+    label = short if len(short) <= MAX_LABEL else ""
+    made = Point(
+        name=name, label=label, method=method, settings=settings, per_user=per_user, total=total
+    )
+    return [made]
+
+
+def _title(point: Point) -> str:
+    return f"{point.name}: {number(point.per_user, 0)} and {number(point.total, 0)} tokens/s"

@@ -1,0 +1,75 @@
+"""Blocks over all runs: the settings and the environments in which they differ, and what they
+share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hydraspec.comparison.runs import Run, differing_keys, dotted
+from hydraspec.metrics.run_files import ENVIRONMENT
+from hydraspec.report.study.blocks import Block, Line, Table
+from hydraspec.report.study.groups import Runs
+
+SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
+
+
+def settings(runs: Runs) -> Block | None:
+    """A line per run: the keys of config.yaml in which runs differ."""
+    found = _all_runs(runs)
+    keys = differing_keys([run.settings for _, run in found])
+    seeds = {str(run.settings.get("seed")) for _, run in found}
+    keys += ["seed"] if len(seeds) > 1 else []
+    if not keys:
+        return None
+    lines = [
+        Line(cells=[name, *(_shown(run.settings.get(key)) for key in keys)]) for name, run in found
+    ]
+    return Block(
+        title="Settings that differ",
+        note="Of config.yaml; all other settings are equal.",
+        table=Table(header=["run", *keys], lines=lines),
+    )
+
+
+def environments(runs: Runs) -> Block:
+    """What runs share of their environment, and a line per run where they differ."""
+    found = _all_runs(runs)
+    read = [_environment(run.folder) for _, run in found]
+    keys = list(dict.fromkeys(key for each in read for key in each))
+    differing = [key for key in keys if len({_shown(each.get(key)) for each in read}) > 1]
+    shared = [
+        f"{key}: {_shown(read[0][key])}"
+        for key in keys
+        if key not in differing and (key in SHARED or key.startswith(("versions.", "gpus")))
+    ]
+    table = None
+    if differing:
+        lines = [
+            Line(cells=[name, *(_shown(each.get(key)) for key in differing)])
+            for (name, _), each in zip(found, read, strict=True)
+        ]
+        table = Table(header=["run", *differing], lines=lines)
+    note = "The same in all runs:" if len(found) > 1 else ""
+    return Block(title="Environment", note=note, sentences=shared, table=table)
+
+
+def _all_runs(runs: Runs) -> list[tuple[str, Run]]:
+    """Names and runs of all jobs, each run once."""
+    return [(run.name, run) for job in runs.jobs for run in job.runs]
+
+
+def _environment(folder: Path) -> Mapping[str, object]:
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    known = dotted(found) if isinstance(found, dict) else {}
+    return {key: value for key, value in known.items() if value not in (None, [], {})}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    return "-" if value is None else str(value)
