@@ -273,8 +273,8 @@ RULES = (
     ),
     Rule(
         "cudagraph.max_mixed_rows",
-        lambda rows, c: rows == MIXED_ROWS[0],
-        f"{MIXED_ROWS[0]}",
+        lambda rows, c: rows == MIXED_ROWS[1],
+        f"{MIXED_ROWS[1]}",
         "has no meaning with engine={c.engine.name}",
         "leave the key out, or choose engine=native",
         when=lambda c: not _is_native(c),

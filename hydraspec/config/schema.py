@@ -171,7 +171,7 @@ class CudagraphConfig:
 
     name: str
     capture_sizes: list[int] | None = None
-    max_mixed_rows: int = 256
+    max_mixed_rows: int = 2048
 
 
 @dataclass(slots=True, kw_only=True)

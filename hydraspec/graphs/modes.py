@@ -14,8 +14,8 @@ NONE, PIECEWISE, FULL = "none", "piecewise", "full"
 MIN_MIXED_ROWS = 8  # fewer rows cost no less
 # Of mixed steps with a graph: up to here reading the weights takes longer than the rows' products.
 PROMPT_ROWS = (32, 64, 96, 128, 192, 256)
-# The same where products take longer: whole graphs only, since pieces keep what every attention
-# call returns, and in steps at most a quarter apart, since padding costs what rows cost.
+# The same where products take longer: in steps at most a quarter apart, since padding costs what
+# rows cost.
 LARGE_ROWS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 # Name → (decode, mixed).
@@ -52,15 +52,17 @@ class GraphModes:
 
     @property
     def has_large(self) -> bool:
-        """Whether mixed steps of LARGE_ROWS are captured."""
+        """Whether mixed steps of LARGE_ROWS are captured. All mixed steps are whole then: for
+        pieces the host launches each layer, and what every attention call returns is kept.
+        """
         is_whole = self.decode == FULL and self.mixed != NONE
         return is_whole and self.max_mixed_rows > PROMPT_ROWS[-1]
 
-    def in_pieces(self, num_rows: int, *, mixed: bool) -> bool:
-        """How a step of this many rows, padding included, is captured."""
-        if mixed and self.has_large and num_rows > PROMPT_ROWS[-1]:
-            return False
-        return (self.mixed if mixed else self.decode) == PIECEWISE
+    def in_pieces(self, *, mixed: bool) -> bool:
+        """How steps are captured."""
+        if mixed:
+            return self.mixed == PIECEWISE and not self.has_large
+        return self.decode == PIECEWISE
 
     @property
     def enabled(self) -> bool:

@@ -127,8 +127,7 @@ class StepGraphs:
         return sorted(each.num_rows for each in captured if each.rows_per_request is None)
 
     def _in_pieces(self, descriptor: Descriptor) -> bool:
-        mixed = descriptor.rows_per_request is None
-        return self.modes.in_pieces(descriptor.num_rows, mixed=mixed)
+        return self.modes.in_pieces(mixed=descriptor.rows_per_request is None)
 
     def capture_greedy(self) -> None:
         """Capture the greedy steps of every size that the mode asks for; those of many rows as far
