@@ -27,6 +27,7 @@ from hydraspec.errors import ConfigurationError
 
 CONFIG_MODULE = "hydraspec.conf"
 CONFIG_NAME = "config"
+MAX_NAME = 128  # characters of a run's name in W&B
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -121,7 +122,27 @@ def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job
         folder = Path(sweep.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
         job = _job(composed, overrides, folder)
         job.number = number
+        if job.config.tracker.name == "wandb":
+            differing = [
+                line for line, of_key in zip(lines, values.values(), strict=True) if len(of_key) > 1
+            ]
+            job.config.tracker.name = run_name(job.config, differing) or "wandb"
         yield job
+
+
+def run_name(config: RunConfig, lines: Sequence[str]) -> str:
+    """A name for a run in W&B made of the overrides in which it differs: "eagle3, K=4"."""
+    parts = []
+    for line in lines:
+        key, _, value = line.lstrip("+").partition("=")
+        name = key.rpartition(".")[2]
+        if key == "method.num_speculative_tokens":
+            parts += [] if config.method.name == "none" else [f"K={value}"]
+        elif key == "method" and config.method.name == "none":
+            parts.append("no drafts")
+        elif not key.startswith(("hydra", "tracker")):
+            parts.append(value if key == name and bool(choices_of(key)) else f"{name}={value}")
+    return ", ".join(parts)[:MAX_NAME]
 
 
 def _compose(config_name: str, overrides: Sequence[Override]) -> DictConfig:
@@ -169,7 +190,7 @@ def _check_names(composed: DictConfig, overrides: Sequence[Override]) -> None:
 
 def _is_name(key: str) -> bool:
     group, _, rest = key.partition(".")
-    return rest == NAME and bool(choices_of(group))
+    return rest == NAME and group != "tracker" and bool(choices_of(group))
 
 
 def _refuse_sweep(override: Override) -> None:

@@ -43,10 +43,14 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
             return sweep.take_over(finished, job.folder, job.overrides)
     if needs_ranks(job.config):
         run_in_ranks = torchrun.run if torchrun.num_ranks() else ranks.run
-        return run_in_ranks(job, quiet=quiet, logs=logs)
-    summary: dict[str, Any] = runner(job.config)(
-        job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
-    )
+        summary: dict[str, Any] = run_in_ranks(job, quiet=quiet, logs=logs)
+    else:
+        run_here = runner(job.config)
+        summary = run_here(job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet)
+    if job.sweep is None and job.config.tracker.report:
+        from hydraspec.lab.tracking import close_run
+
+        close_run(job.config, job.folder, quiet=quiet)
     return summary
 
 

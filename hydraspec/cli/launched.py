@@ -58,12 +58,14 @@ class Task:
     Attributes:
         sweep: the sweep's folder.
         overrides: what was typed for each job, by its folder's name.
+        names: the runs' names in W&B, by their folders' names.
         seeds: of all jobs.
         starter: the id of the process that started the sweep.
     """
 
     sweep: Path
     overrides: dict[str, list[str]]
+    names: dict[str, str]
     seeds: list[int]
     starter: int = field(default_factory=os.getpid)
 
@@ -76,6 +78,7 @@ class Task:
         name = folder.relative_to(self.sweep).as_posix()
         search_places(self.overrides[name])
         config = to_run_config(composed)
+        config.tracker.name = self.names[name]
         job = Job(
             config=config,
             overrides=self.overrides[name],

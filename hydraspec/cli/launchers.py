@@ -89,6 +89,7 @@ def launch(planned: Plan, jobs: Sequence[Job]) -> dict[int, Ended]:
     task = Task(
         sweep=folder,
         overrides={names[job.number or 0]: job.overrides for job in jobs},
+        names={names[job.number or 0]: job.config.tracker.name for job in jobs},
         seeds=[job.config.seed for job in planned.jobs],
     )
     with _stopping(stop):

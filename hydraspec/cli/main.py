@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -169,7 +168,7 @@ def _run_jobs(planned: Plan) -> int:
                         outcomes.append(Outcome(status=status, job=name))
         finally:
             if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
-                _compare(planned.folder)
+                _compare(planned)
     except KeyboardInterrupt:
         if results(planned.folder) == before:
             raise
@@ -222,7 +221,10 @@ def _end(outcomes: Sequence[Outcome]) -> int:
     return status if said is None else complain(said, status)
 
 
-def _compare(sweep_dir: Path) -> None:
+def _compare(planned: Plan) -> None:
+    from hydraspec.lab.tracking import close_sweep
     from hydraspec.report.compare import compare
 
-    compare(sweep_dir)
+    compare(planned.folder)
+    configs = [job.config for job in planned.jobs]
+    close_sweep(configs, planned.folder, group=sweep.group_name(planned.folder))

@@ -17,7 +17,14 @@ from hydraspec.config.kv_cache import KV_CACHE_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
-from hydraspec.config.schema import AUTO, DraftSampling, RunConfig, Verification, Weights
+from hydraspec.config.schema import (
+    AUTO,
+    DraftSampling,
+    RunConfig,
+    TrackerMode,
+    Verification,
+    Weights,
+)
 from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, is_random
 from hydraspec.shipped import SHAPE_PREFIX
 
@@ -29,6 +36,7 @@ MIXED_ROWS = (256, 2048)  # of the largest captured step with prompts
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 MAX_RANKS = 1024  # a process each; far past what one engine can use
 MIN_TIMEOUT_S = 5  # a rank's processor may be taken away for a second or two
+MAX_TAG_LENGTH = 64  # in W&B
 MAX_PROJECT_LENGTH, NOT_IN_PROJECTS = 128, "/\\#?%:"  # of a project's name in W&B
 ALIASES = {"gemma4", AUTO}  # choices that are recorded under another name
 LENGTH = "method.synthetic_acceptance_length"
@@ -161,7 +169,7 @@ def _rows(c: RunConfig) -> int:
 
 
 NAMES = (
-    *(_named("method", AUTO), _named("engine"), _named("cudagraph"), _named("tracker")),
+    *(_named("method", AUTO), _named("engine"), _named("cudagraph")),
     *(_not_empty("target.checkpoint"), _not_empty("method.checkpoint")),
 )
 
@@ -307,6 +315,25 @@ RULES = (
         f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(NOT_IN_PROJECTS)}",
         "names no project",
         "choose another name, or tracker=none",
+    ),
+    Rule(
+        "tracker.name",
+        lambda name, c: name.strip() and name.isprintable() and len(name) <= MAX_PROJECT_LENGTH,
+        f"1 to {MAX_PROJECT_LENGTH} printable characters",
+        "names no run",
+    ),
+    Rule(
+        "tracker.name",
+        lambda name, c: c.tracker.mode is not TrackerMode.disabled or name in ("none", "wandb"),
+        "the name of the choice: none, wandb",
+        "names a run, and nothing is recorded (tracker=none, or tracker.mode=disabled)",
+        "choose tracker=wandb with tracker.mode=offline, or leave the name out",
+    ),
+    Rule(
+        "tracker.tags",
+        lambda tags, c: all(len(tag.strip()) > 0 and len(tag) <= MAX_TAG_LENGTH for tag in tags),
+        f"tags of 1 to {MAX_TAG_LENGTH} characters",
+        "holds a tag that W&B refuses",
     ),
     *VLLM_RULES,
     *BENCH,

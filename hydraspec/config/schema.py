@@ -222,13 +222,22 @@ class WorkloadConfig:
 
 @dataclass(slots=True, kw_only=True)
 class TrackerConfig:
-    """tracker=…: where Weights & Biases records the run."""
+    """tracker=…: where Weights & Biases records the run, and whether a report ends it."""
 
-    name: str
+    name: str  # of the choice; with tracker=wandb any other text is the run's own name
     project: str = "hydraspec"
     entity: str | None = None
     group: str | None = None
+    job_type: str = "run"
+    tags: list[str] = field(default_factory=list)  # besides target, method and engine
+    notes: str | None = None  # null: the run's assessment
     mode: TrackerMode = TrackerMode.offline
+    report: bool = False  # study.html at the end of a run or sweep
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is recorded."""
+        return self.name != "none" and self.mode is not TrackerMode.disabled
 
 
 @dataclass(slots=True, kw_only=True)

@@ -70,10 +70,12 @@ class Recorder:
                     file.close()
                 self._folder.write_requests(rows)
                 self._write(summary, rows)
-            if self._tracker is not None and (failures := self._tracker.on_summary(summary)):
-                summary["warnings"] += failures
-                with interrupts_held_back():
-                    self._write(summary, rows)
+            if self._tracker is not None:
+                self._tracker.add_requests(rows)
+                if failures := self._tracker.on_summary(summary):
+                    summary["warnings"] += failures
+                    with interrupts_held_back():
+                        self._write(summary, rows)
         finally:
             if summary is not None:
                 self._progress.on_summary(summary)

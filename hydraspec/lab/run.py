@@ -14,9 +14,9 @@ import torch
 
 from hydraspec import factory
 from hydraspec.config import to_dict
-from hydraspec.config.schema import RunConfig, TrackerMode, Verification
+from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine
-from hydraspec.lab import environment, generated, summary, verdict, workloads
+from hydraspec.lab import environment, generated, summary, tracking, verdict, workloads
 from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
@@ -26,7 +26,7 @@ from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
-from hydraspec.metrics.tracker import TrackerOptions, WandbSink
+from hydraspec.metrics.tracker import WandbSink
 from hydraspec.types import NotFiniteError, WorkloadError
 
 log = logging.getLogger(__name__)
@@ -108,16 +108,19 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
     with ExitStack() as open_parts:
         replaces = folder.holds_older_run
         # The tracker starts while the engine loads, but not among an older run's files.
-        tracker = None if replaces else _start_tracker(config, folder, open_parts)
+        tracker = None if replaces else tracking.start(config, folder.path, open_parts)
         started = time.perf_counter()
         engine = factory.build_engine(config)
         open_parts.callback(engine.close)
         workload = _tokenised(config, engine, workload)
         load_s = time.perf_counter() - started
         folder.replace_older_run()
-        folder.write_environment(environment.describe(engine.info))
+        described = environment.describe(engine.info)
+        folder.write_environment(described)
         if replaces:
-            tracker = _start_tracker(config, folder, open_parts)
+            tracker = tracking.start(config, folder.path, open_parts)
+        if tracker is not None:
+            tracker.add_config(environment=described)
         loaded_at = time.perf_counter()
         engines = {Side.method: engine}
         if config.baseline and config.method.name != "none":
@@ -147,20 +150,6 @@ def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> 
     except WorkloadError as error:
         raise workload.with_place(error) from error
     return workload
-
-
-def _start_tracker(config: RunConfig, folder: RunFolder, open_parts: ExitStack) -> WandbSink | None:
-    tracker = config.tracker
-    if tracker.name == "none" or tracker.mode is TrackerMode.disabled:
-        return None
-    options = TrackerOptions(
-        project=tracker.project,
-        entity=tracker.entity,
-        group=tracker.group,
-        mode=tracker.mode.value,
-        name=f"{config.target.name}-{config.method.name}-{config.method.num_speculative_tokens}",
-    )
-    return open_parts.enter_context(closing(WandbSink(options, folder.path, folder.resolved)))
 
 
 def _recorder(loaded: _Loaded, folder: RunFolder, quiet: bool) -> Recorder:

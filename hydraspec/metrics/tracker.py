@@ -1,6 +1,7 @@
 """Logging to Weights & Biases, in a separate thread with bounded waits: a failure is a warning.
 
-No step waits for it: curves are thinned, and wandb is called from the tracker's thread only.
+No step waits for it: curves are thinned, and wandb is called from the tracker's thread only. Curves
+are `steps/<side>/<name>`; final figures have the names of summary.json, joined by slashes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydraspec.metrics.files import plain
+from hydraspec.metrics import media
+from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter, RunningTotals
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Summary
@@ -27,19 +30,23 @@ FINISH_TIMEOUT_SECONDS = 30.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrackerOptions:
-    """Where a run is logged. mode is "offline" or "online"."""
+    """Where a run is logged. mode is "offline" or "online"; without notes a run gets those that
+    its summary's assessment says."""
 
     project: str
     entity: str | None
     group: str | None
     mode: str
     name: str
+    job_type: str = "run"
+    tags: Sequence[str] = ()
+    notes: str | None = None
     init_timeout_seconds: float = INIT_TIMEOUT_SECONDS
     finish_timeout_seconds: float = FINISH_TIMEOUT_SECONDS
 
 
 class WandbSink(Sink):
-    """Config, per-step curves, the per-position table and the summary, in `<run folder>/wandb`.
+    """Config, per-step curves, tables, histograms and the summary, in `<run folder>/wandb`.
 
     wandb starts in the background while the model loads; `wait_until_ready` belongs before
     anything is timed.
@@ -58,6 +65,8 @@ class WandbSink(Sink):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._last_point = dict.fromkeys(Side, 0.0)
         self._last_totals = {side: RunningTotals() for side in Side}
+        self._step_ms = array("d")  # of the method
+        self._rows: Sequence[Json] = ()
         self._closed = False
         threading.Thread(target=self._work, name="wandb", daemon=True).start()
 
@@ -74,6 +83,8 @@ class WandbSink(Sink):
 
     def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
         """At most four points a second and side, each over the steps since the last one."""
+        if side is Side.method:
+            self._step_ms.append(record.total_ms)
         now = time.monotonic()
         if now - self._last_point[side] < SECONDS_BETWEEN_POINTS:
             return
@@ -93,13 +104,31 @@ class WandbSink(Sink):
             "prefix_cache_hit_rate": hits and hits.hit_rate(),
         }
         values = {
-            f"{side.value}/{key}": value for key, value in plain(point).items() if value is not None
+            f"steps/{side.value}/{key}": value
+            for key, value in plain(point).items()
+            if value is not None
         }
         self._submit(lambda: self._run.log(values))
+
+    def add_requests(self, rows: Sequence[Json]) -> None:
+        """Rows of requests.jsonl, which tables and histograms of the summary are made of."""
+        self._rows = rows
 
     def on_summary(self, summary: Summary) -> list[str]:
         """Log the summary and finish, within finish_timeout_seconds. Returns what went wrong."""
         self._submit(lambda: self._log_summary(summary))
+        self.close()
+        return self._warnings
+
+    def on_sweep(self, jobs: media.PlainTable, figures: Mapping[str, object]) -> list[str]:
+        """Log a sweep's jobs and figures instead, and finish likewise."""
+        found = plain(figures)
+
+        def log() -> None:
+            self._run.log({"jobs": _table(jobs)})
+            self._run.summary.update(found)
+
+        self._submit(log)
         self.close()
         return self._warnings
 
@@ -140,8 +169,9 @@ class WandbSink(Sink):
                 f"{self._run_dir}/wandb; send it with: wandb sync"
             )
         for side in Side:
-            self._run.define_metric(f"{side.value}/step", hidden=True)
-            self._run.define_metric(f"{side.value}/*", step_metric=f"{side.value}/step")
+            step = f"steps/{side.value}/step"
+            self._run.define_metric(step, hidden=True)
+            self._run.define_metric(f"steps/{side.value}/*", step_metric=step)
 
     def _init(self, mode: str) -> Any:
         import wandb
@@ -154,21 +184,29 @@ class WandbSink(Sink):
             entity=options.entity,
             group=options.group,
             name=options.name,
+            job_type=options.job_type,
+            tags=list(options.tags),
+            notes=options.notes,
             dir=str(self._run_dir),
             config=self._config,
             settings=_settings(wandb, mode, options),
         )
 
     def _log_summary(self, summary: Summary) -> None:
-        import wandb
-
-        rates = summary["acceptance_rate_per_position"]
-        conditional = summary["conditional_acceptance_rate_per_position"]
-        if rates:
-            columns = ["position", "acceptance_rate", "conditional_acceptance_rate"]
-            rows = [[i, a, c] for i, (a, c) in enumerate(zip(rates, conditional, strict=True))]
-            self._run.log({"acceptance_by_position": wandb.Table(columns=columns, data=rows)})
-        self._run.summary.update(flattened(summary))
+        tables = {"acceptance_by_position": media.position_table(summary)}
+        if self._rows:
+            tables["requests"] = media.request_table(self._rows)
+        found = {name: _table(table) for name, table in tables.items() if table}
+        found |= {
+            f"histograms/{name}": _histogram(bins)
+            for name, bins in media.histograms(self._rows, self._step_ms)
+        }
+        if found:
+            self._run.log(found)
+        self._run.summary.update(final_figures(summary))
+        assessment = summary.get("assessment")
+        if self._options.notes is None and assessment:
+            self._run.notes = assessment["sentence"]
 
     # ------------------------------------------------------------------ helpers
 
@@ -208,6 +246,25 @@ def _settings(wandb: Any, mode: str, options: TrackerOptions) -> Any:
     }
     known = wandb.Settings.model_fields  # releases differ in the settings they know
     return wandb.Settings(**{key: value for key, value in values.items() if key in known})
+
+
+def _table(table: media.PlainTable) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+
+
+def _histogram(bins: media.Bins) -> Any:
+    import wandb
+
+    return wandb.Histogram(np_histogram=(list(bins.counts), list(bins.edges)))
+
+
+def final_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary's values by slash-joined name, and the speed of one user, which charts need."""
+    wait = summary.get("time_per_output_token_ms")
+    per_user = {"tokens_per_second_per_user": 1000 / wait} if wait else {}
+    return {**flattened(summary), **per_user}
 
 
 def _require_key(wandb: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.statistics import ratio
+from hydraspec.metrics.media import speedup_of
 
 MAX_REQUESTS = 8
 MAX_REJECTED = 6  # shown of each request
@@ -48,7 +48,7 @@ def worst_requests(rows: Sequence[Json], trace: Path | None) -> list[WorstReques
             category=row["category"],
             acceptance_length=_acceptance_length(row),
             num_drafts=row["num_drafts"],
-            speedup=_speedup(row),
+            speedup=speedup_of(row),
             num_rejected=len(rejected[row["id"]]) if trace else None,
             rejected=rejected[row["id"]][:MAX_REJECTED],
         )
@@ -58,15 +58,6 @@ def worst_requests(rows: Sequence[Json], trace: Path | None) -> list[WorstReques
 
 def _acceptance_length(row: Json) -> float:
     return 1 + float(sum(row["accepted_per_position"]) / row["num_drafts"])
-
-
-def _speedup(row: Json) -> float | None:
-    baseline = row["baseline"]
-    if baseline is None:
-        return None
-    return ratio(
-        row["decode_tokens"] * baseline["decode_ms"], row["decode_ms"] * baseline["decode_tokens"]
-    )
 
 
 def _rejected(prompt_lengths: Mapping[str, int], trace: Path | None) -> dict[str, list[Rejected]]:

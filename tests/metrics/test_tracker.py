@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from hydraspec.metrics import tracker as tracker_module
+from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink, flattened
@@ -31,9 +34,30 @@ SUMMARY = {
     "conditional_acceptance_rate_per_position": [0.8, 0.625],
     "acceptance_length": {"mean": 2.3, "ci95": None},
     "lossless": {"verdict": "identical"},
+    "time_per_output_token_ms": 4.0,
+    "assessment": {"says": "worth_it", "sentence": "worth it: 2x"},
     "latency_ms": {"ttft": {"p50": 1.0, "p90": None, "p99": 9.0}},
     "goodput": {"ttft_ms": 200.0, "inter_token_ms": None, "share": 0.5, "requests_per_second": 2.0},
     "baseline": {"latency_ms": {"queue": {"p99": 3.0}}, "goodput": None},
+}
+ROW = {
+    "id": "a",
+    "category": "math",
+    "prompt_token_ids": [1],
+    "output_token_ids": [1, 2, 3, 4],
+    "text": "secret",
+    "num_drafts": 4,
+    "accepted_per_position": [3, 1],
+    "ttft_ms": 2.0,
+    "latency_ms": 9.0,
+    "decode_ms": 6.0,
+    "decode_tokens": 3,
+    "inter_token_ms": {"p50": 1.0, "p90": 1.0, "p99": 3.0},
+    "num_cached_tokens": 0,
+    "finish_reason": "stop",
+    "correct": True,
+    "error": None,
+    "baseline": {"decode_ms": 12.0, "decode_tokens": 3},
 }
 HANG_SECONDS = 5.0
 
@@ -74,6 +98,9 @@ class FakeWandb:
     def Table(self, columns: list[str], data: list[list[Any]]) -> Any:
         return ("table", columns, data)
 
+    def Histogram(self, np_histogram: tuple[list[int], list[float]]) -> Any:
+        return ("histogram", *np_histogram)
+
     def login(self, prompt: bool = True) -> bool:
         return True
 
@@ -85,15 +112,17 @@ class FakeWandb:
         self.call("init")
         self.init_arguments = arguments
         self.config.update(arguments["config"])
-        return SimpleNamespace(
+        self.run = SimpleNamespace(
             log=self.log,
             finish=self.finish,
             config=SimpleNamespace(
                 update=lambda values, allow_val_change: self.config.update(values)
             ),
             summary=self.summary,
+            notes=arguments["notes"],
             define_metric=lambda *args, **kwargs: None,
         )
+        return self.run
 
     def log(self, values: dict[str, Any]) -> None:
         self.call("log")
@@ -146,23 +175,36 @@ def test_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = start(fake, monkeypatch)
     sink.add_config(draft_spec={"layers": 2})
     feed(sink, 2)
+    sink.add_requests([ROW])
     assert sink.on_summary(SUMMARY) == []
     assert fake.finished
     assert fake.config == {"seed": 3, "draft_spec": {"layers": 2}}
     assert fake.init_arguments["group"] == "g"
     assert fake.init_arguments["dir"] == "/run"
     assert fake.logged[1] == {
-        "method/step": 1,
-        "method/acceptance_length": 2.0,
-        "method/output_tokens_per_second": 500.0,
-        "method/step_ms": 4.0,
-        "method/num_running": 1,
-        "method/num_waiting": 0,
-        "method/kv_usage": 0.0,
+        "steps/method/step": 1,
+        "steps/method/acceptance_length": 2.0,
+        "steps/method/output_tokens_per_second": 500.0,
+        "steps/method/step_ms": 4.0,
+        "steps/method/num_running": 1,
+        "steps/method/num_waiting": 0,
+        "steps/method/kv_usage": 0.0,
     }
     columns = ["position", "acceptance_rate", "conditional_acceptance_rate"]
     rows = [[0, 0.8, 0.8], [1, 0.5, 0.625]]
-    assert fake.logged[-1] == {"acceptance_by_position": ("table", columns, rows)}
+    last = fake.logged[-1]
+    assert last["acceptance_by_position"] == ("table", columns, rows)
+    _, columns, ((*row,),) = last["requests"]
+    assert dict(zip(columns, row, strict=True))["speedup"] == 2.0
+    assert "secret" not in str(last), "prompts and outputs stay in requests.jsonl"
+    accepted = ("histogram", [1, 2, 1], [-0.5, 0.5, 1.5, 2.5])
+    assert last["histograms/accepted_per_verification"] == accepted
+    assert sum(last["histograms/step_ms"][1]) == 2
+    assert fake.run.notes == "worth it: 2x"
+    assert fake.summary["acceptance_rate_per_position/1"] == 0.5
+    assert fake.summary["tokens_per_second_per_user"] == 250.0
+    curves = {key for point in fake.logged[:-1] for key in point}
+    assert not curves & set(fake.summary), "a curve's last value would replace a final figure"
     assert fake.summary["lossless/verdict"] == "identical"
     assert fake.summary["latency_ms/ttft/p99"] == 9.0
     assert fake.summary["goodput/share"] == 0.5
@@ -193,9 +235,9 @@ def test_curves_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     sink.on_step(Side.method, step, meter)
     sink.close()
     (point,) = fake.logged
-    assert point["method/kv_usage/full"] == 0.5
-    assert point["method/kv_usage/sliding"] == 0.25
-    assert point["method/prefix_cache_hit_rate"] == 0.75
+    assert point["steps/method/kv_usage/full"] == 0.5
+    assert point["steps/method/kv_usage/sliding"] == 0.25
+    assert point["steps/method/prefix_cache_hit_rate"] == 0.75
 
 
 def test_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +311,13 @@ def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
     secrets = {"WANDB_API_KEY": "a1b2c3d4e5" * 4, "SOME_SECRET": "s3cr3t-of-the-environment"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    options = TrackerOptions(project="p", entity=None, group=None, mode="offline", name="n")
+    options = TrackerOptions(
+        project="p", entity=None, group=None, mode="offline", name="n", tags=("night",)
+    )
     sink = WandbSink(options, tmp_path, {"seed": 3})
     sink.wait_until_ready()
     feed(sink, 1)
+    sink.add_requests([ROW])
     assert sink.on_summary(SUMMARY) == []
     wandb.teardown()  # ends its process: tests of this worker count their children
     written = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
@@ -280,3 +325,33 @@ def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
     for path in written:
         content = path.read_bytes()
         assert not any(value.encode() in content for value in secrets.values()), path
+    found = inspected(tmp_path / "wandb")
+    assert (found["name"], found["state"], found["tags"]) == ("n", "finished", ["night"])
+    assert found["notes"] == "worth it: 2x"
+    assert found["config"] == {"seed": 3}
+    assert found["summary"]["acceptance_rate_per_position/0"] == 0.8
+    assert found["summary"]["requests"]["nrows"] == 1
+    assert found["summary"]["histograms/step_ms"]["_type"] == "histogram"
+    assert "steps/method/step_ms" in found["summary"]
+
+
+def inspected(folder: Path) -> dict[str, Any]:
+    """What W&B's own reader finds in a folder with an offline run."""
+    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json"]
+    done = subprocess.run(
+        [*command, str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "No such command" in done.stderr:
+        pytest.skip("this wandb has no reader of offline runs")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_what_is_logged_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    sink = start(fake, monkeypatch)
+    jobs = PlainTable(columns=("job", "speedup"), rows=[["0", 2.0]])
+    assert sink.on_sweep(jobs, {"best/all/job": "0"}) == []
+    assert fake.logged == [{"jobs": ("table", ["job", "speedup"], [["0", 2.0]])}]
+    assert fake.summary == {"best/all/job": "0"}
+    assert fake.finished

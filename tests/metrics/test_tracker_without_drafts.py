@@ -30,6 +30,7 @@ def test_nothing_drafted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         init=lambda **arguments: run,
         Settings=type("Settings", (SimpleNamespace,), {"model_fields": ("mode",)}),
         Table=lambda columns, data: data,
+        Histogram=lambda np_histogram: np_histogram,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(tracker, "SECONDS_BETWEEN_POINTS", 0.0)
@@ -58,8 +59,10 @@ def test_nothing_drafted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "output_tokens_per_second": meter.output_tokens_per_second(),
     }
     assert sink.on_summary(told) == []
-    assert [point["method/step"] for point in logged[:3]] == [0, 1, 2]
+    assert [point["steps/method/step"] for point in logged[:3]] == [0, 1, 2]
     for point in (*logged[:3], summary):
         assert all(math.isfinite(value) for value in point.values()), point
         assert not any("acceptance" in name for name in point)
-    assert logged[3:] == [{"acceptance_by_position": [[0, None, None], [1, None, None]]}]
+    (last,) = logged[3:]
+    assert last["acceptance_by_position"] == [[0, None, None], [1, None, None]]
+    assert set(last) == {"acceptance_by_position", "histograms/step_ms"}

@@ -14,8 +14,9 @@ from checked_pages import check_page
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.cli.report import main
-from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.config.schema import MethodConfig, RunConfig, TrackerConfig
 from hydraspec.lab import run as run_module
+from hydraspec.lab import tracking
 from hydraspec.report.study import page
 from hydraspec.report.study.groups import read
 from hydraspec.report.study.pareto import Point, front_of
@@ -113,12 +114,11 @@ def test_what_the_verdict_says(sweep: Path) -> None:
     kind, sentence = says(sweep)
     assert kind == "bad"
     assert "Outputs of 0 (eagle3, K=3) differ from the target's" in sentence
-    assert says(sweep / "0") == (
-        "bad",
-        "No job is usable. Outputs of 0 (eagle3, K=3) differ from the target's: see Lossless.",
-    )
+    assessed = {"says": "slower", "sentence": "slower: 0.66x; slower in math 0.66x"}
+    edit(sweep / "0", assessment=assessed)
+    assert says(sweep / "0") == ("bad", "Slower: 0.66x; slower in math 0.66x.")
     assert says(sweep / "2")[1] == "All runs decode without drafts."
-    edit(sweep / "1", baseline=None, speedup=None, by_category={})
+    edit(sweep / "1", baseline=None, speedup=None, by_category={}, assessment=None)
     assert says(sweep / "1")[1] == "The speedup is not known: no job has a baseline."
     assert "Not ranked: 1 ran without a baseline" in page.read([sweep]).notes
 
@@ -244,3 +244,47 @@ def test_help_and_a_folder_that_cannot_be_written(
     (sweep / "file").write_text("")
     assert main([str(sweep), "--write", str(sweep / "file")]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_run_ends_with_its_report(
+    config: RunConfig, use_engine: Use, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tracker.report=true; a run without figures gets a warning in place of it."""
+    use_engine(FakeEngine())
+    run_module.run(config, run_dir=tmp_path / "run", overrides=[], quiet=True)
+    config.tracker.report = True
+    tracking.close_run(config, tmp_path / "run")
+    assert "Is gemma4_mtp with 3 draft tokens worth it" in capsys.readouterr().out
+    assert (tmp_path / "run" / "study.html").is_file()
+    (tmp_path / "empty").mkdir()
+    tracking.close_run(config, tmp_path / "empty")
+    assert not (tmp_path / "empty" / "study.html").exists()
+
+
+def test_a_sweep_ends_with_a_summary_run_and_a_report(
+    sweep: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: dict[str, Any] = {}
+
+    class Sink:
+        def __init__(self, options: Any, run_dir: Path, config: Any) -> None:
+            logged.update(options=options, run_dir=run_dir)
+
+        def wait_until_ready(self) -> None: ...
+
+        def close(self) -> None: ...
+
+        def on_sweep(self, jobs: Any, figures: Any) -> list[str]:
+            logged.update(jobs=jobs, figures=figures)
+            return []
+
+    monkeypatch.setattr(tracking, "WandbSink", Sink)
+    config.tracker = TrackerConfig(name="wandb", report=True, tags=["night"])
+    tracking.close_sweep([config, config], sweep, group="today/sweep")
+    options = logged["options"]
+    assert (options.group, options.job_type) == ("today/sweep", "summary")
+    assert (options.name, options.tags) == ("summary of today/sweep", ("night",))
+    assert [row[0] for row in logged["jobs"].rows] == ["1", "2", "0"]
+    assert all(len(row) == len(logged["jobs"].columns) for row in logged["jobs"].rows)
+    assert logged["figures"]["best/all/job"] == "1 (gemma4_mtp, K=3)"
+    assert (sweep / "study.html").is_file()

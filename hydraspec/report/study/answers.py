@@ -19,6 +19,7 @@ ASKED = {
     "num_speculative_tokens": "number of draft tokens",
     "engine": "engine",
 }
+KINDS: dict[str, Kind] = {"worth_it": "good", "cannot_tell": "", "slower": "bad"}
 MAX_NAMED = 6  # jobs that a sentence names
 
 
@@ -64,6 +65,10 @@ def verdict(group: Group) -> Verdict:
     drafting = [one for one in found if not one.is_plain]
     if not drafting:
         return Verdict(kind="", about=about, sentence="All runs decode without drafts.")
+    assessment = found[0].summary["assessment"]
+    if len(found) == 1 and assessment:
+        sentence = f"{_capital(assessment['sentence'])}."
+        return Verdict(kind=KINDS[assessment["says"]], about=about, sentence=sentence)
     lossy = [one for one in drafting if one.lossless["verdict"] == "diverged"]
     sound = [one for one in drafting if one not in lossy]
     lost = ""
@@ -78,6 +83,21 @@ def verdict(group: Group) -> Verdict:
     best = max(known, key=_speedup)
     kind, worth = _worth(best)
     return Verdict(kind=kind, about=about, sentence=f"{worth}{_rivals(best, group, found)}{lost}")
+
+
+def answers(runs: Runs) -> dict[str, object]:
+    """The best job of each group and its speedup, under the group's title."""
+    found: dict[str, object] = {}
+    for group in runs.groups:
+        sound = [
+            one
+            for one in (figures_of(job, group) for job in group.jobs)
+            if not one.is_plain and one.lossless["verdict"] != "diverged" and one.speedups[ALL]
+        ]
+        if sound:
+            best, title = max(sound, key=_speedup), group.title or "all"
+            found |= {f"best/{title}/job": best.name, f"best/{title}/speedup": _speedup(best)}
+    return found
 
 
 def _worth(best: JobFigures) -> tuple[Kind, str]:
@@ -126,6 +146,10 @@ def _names(found: Sequence[JobFigures]) -> str:
 def _listed(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _speedup(one: JobFigures) -> float:
