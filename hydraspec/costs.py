@@ -85,6 +85,34 @@ class CostTable:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
+def merged(tables: Sequence[CostTable]) -> CostTable:
+    """The tables of engines with different K, ascending and of the same batches, as one."""
+    first, rows = tables[0], range(len(tables[0].batches))
+    assert all(table.batches == first.batches for table in tables), "measured at equal batches"
+    drafting = [table.draft_ms for table in tables if table.draft_ms is not None]
+    return CostTable(
+        batches=first.batches,
+        drafts=tuple(k for table in tables for k in table.drafts),
+        step_ms=tuple(tuple(ms for table in tables for ms in table.step_ms[i]) for i in rows),
+        draft_ms=tuple(tuple(ms for grid in drafting for ms in grid[i]) for i in rows)
+        if len(drafting) == len(tables)
+        else None,
+    )
+
+
+def averaged(tables: Sequence[CostTable]) -> CostTable:
+    """The mean of tables of the same steps, measured several times."""
+    grids = [table.step_ms for table in tables]
+    return CostTable(
+        batches=tables[0].batches,
+        drafts=tables[0].drafts,
+        step_ms=tuple(
+            tuple(sum(times) / len(times) for times in zip(*rows, strict=True))
+            for rows in zip(*grids, strict=True)
+        ),
+    )
+
+
 def from_json(found: object, source: str) -> CostTable:
     """The table in the content of a JSON file; `source` names it in messages.
 

@@ -55,11 +55,15 @@ MAY_IMPORT = {
         *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "report"),
         *("lab.environment", "lab.folder", "lab.generated", "lab.workloads"),
     },
+    "predict": {
+        *("types", "costs", "config", "engine.base", "factory", "metrics", "report"),
+        *("lab.environment", "lab.folder", "lab.generated", "lab.rounds", "lab.workloads"),
+    },
     "factory": {"config", "types", "plugins"},
     "zoo": {"types", "config", "models"},
     "cli": {
         *("signals", "config", "lab", "bench", "report", "metrics.run_files"),
-        *("distributed", "factory", "comparison", "doctor"),
+        *("distributed", "factory", "comparison", "doctor", "predict"),
     },
     "root": {"cli", "signals"},  # hydraspec/__init__.py, and what python -m runs
 }
@@ -70,6 +74,7 @@ ROOMS_OF_FILES = {
     "hydraspec/matrix.py": "root",
     "hydraspec/doctor/__main__.py": "root",
     "hydraspec/report/__main__.py": "root",
+    "hydraspec/predict/__main__.py": "root",
 }
 
 # Package → files that may import it. What is not listed here belongs to nobody yet.
@@ -79,6 +84,7 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "bench", "report", "metrics")),
     "hydraspec/doctor/*",
+    "hydraspec/predict/*",
     "hydraspec/graphs/*",
     "hydraspec/comparison/*",
 ]

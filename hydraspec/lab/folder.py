@@ -28,6 +28,8 @@ from hydraspec.metrics.run_files import (
     DOCTOR,
     ENVIRONMENT,
     OVERRIDES,
+    PREDICTION,
+    PREDICTION_REPORT,
     REPORT,
     REQUESTS,
     STEPS,
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 OF_A_RUN = (
     *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
+    *(PREDICTION, PREDICTION_REPORT),
     *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
 

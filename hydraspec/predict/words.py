@@ -1,0 +1,85 @@
+"""What a prediction says: its table and sentences, the same on the console and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hydraspec.metrics.files import Json
+
+MAX_WARNINGS = 6
+
+
+def title(result: Json) -> str:
+    """Target, method and where it ran."""
+    return (
+        f"Predicted speedup of {result['method']} on {result['target']}, {result['dtype']}, "
+        f"{result['device']}"
+    )
+
+
+def header(result: Json) -> list[str]:
+    """Headings of the table."""
+    plain = ["at once", "K", "predicted", "acceptance", "break-even", "or rate", "step, ms"]
+    plain += ["drafting, ms", "plain step, ms"]
+    return [*plain, "measured", "interval", "error"] if _is_checked(result) else plain
+
+
+def cells(result: Json) -> Callable[[Json], list[str]]:
+    """The cells of a row."""
+    is_checked = _is_checked(result)
+
+    def of(row: Json) -> list[str]:
+        rate, run = row["break_even_acceptance_rate"], row["measured"]
+        found = [
+            str(row["concurrency"]),
+            str(row["num_speculative_tokens"]),
+            f"{row['speedup']:.2f}x",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['break_even_acceptance_length']:.2f}",
+            "never" if rate is None else f"{rate:.2f}",
+            f"{row['step_ms']:.2f}",
+            "-" if row["draft_ms"] is None else f"{row['draft_ms']:.2f}",
+            f"{row['plain_step_ms']:.2f}",
+        ]
+        if not is_checked:
+            return found
+        if run is None:
+            return [*found, "-", "-", "-"]
+        ci95 = run["speedup"]["ci95"]
+        interval = "-" if ci95 is None else f"{ci95[0]:.2f} to {ci95[1]:.2f}"
+        return [*found, f"{run['speedup']['mean']:.2f}x", interval, f"{row['error']:+.1%}"]
+
+    return of
+
+
+def sentences(result: Json) -> Iterator[str]:
+    """Which K wins, what loses, the error beside a measurement, and what is assumed."""
+    for best in result["best"]:
+        if best["num_speculative_tokens"]:
+            yield (
+                f"{best['concurrency']} at once: K={best['num_speculative_tokens']} is the best, "
+                f"{best['speedup']:.2f}x"
+            )
+        else:
+            yield f"{best['concurrency']} at once: no K is faster than no drafts"
+    for text in result["warnings"][:MAX_WARNINGS]:
+        yield f"Warning: {text}"
+    if (more := len(result["warnings"]) - MAX_WARNINGS) > 0:
+        yield f"and {more} more such warnings in predict.json"
+    if result["mean_absolute_error"] is not None:
+        yield f"Mean absolute error of the predicted speedup: {result['mean_absolute_error']:.1%}"
+    acceptance = result["acceptance"]
+    rates = ", ".join(f"{rate:.2f}" for rate in acceptance["conditional_rate_per_position"])
+    most = acceptance["num_speculative_tokens"]
+    if acceptance["source"] == "assumed":
+        yield f"Acceptance is assumed: of the drafts whose predecessors were accepted {rates}"
+    else:
+        yield (
+            f"Acceptance is that of {result['num_requests']} requests with K={most}: of the drafts "
+            f"whose predecessors were accepted {rates}. A smaller K is assumed to accept as much "
+            "at its positions."
+        )
+
+
+def _is_checked(result: Json) -> bool:
+    return any(row["measured"] is not None for row in result["predictions"])
