@@ -52,16 +52,9 @@ def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
 
 def test_a_run_may_be_named() -> None:
     typed = ["tracker.name=my run", "tracker.tags=[a]", "tracker.notes=n"]
-    tracker = (
-        plan(["tracker.name=my run", "tracker.tags=[a]", "tracker.notes=n"]).jobs[0].config.tracker
-    )
+    tracker = plan(typed).jobs[0].config.tracker
     assert (tracker.name, tracker.tags, tracker.notes) == ("my run", ["a"], "n")
     assert tracker.records
-        "my run",
-        ["a"],
-        "n",
-        True,
-    )
 
 
 @pytest.mark.parametrize(
