@@ -49,7 +49,8 @@ MAY_IMPORT = {
     },
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "report"),
-        *("lab.workloads", "lab.environment", "lab.folder", "signals"),
+        *("lab.arrivals", "lab.conversations", "lab.environment", "lab.folder", "lab.workloads"),
+        "signals",
     },
     "doctor": {
         *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "report"),

@@ -17,6 +17,7 @@ class Benchmark(ABC):
     heading: str  # of the table in bench.html
     unit: str  # what a row is of
     units: str
+    needs_times = False  # of each request's tokens: vLLM then records its steps, too
 
     @abstractmethod
     def settings(self, config: RunConfig) -> Json:
@@ -34,6 +35,14 @@ class Benchmark(ABC):
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         """Requests that keep the device busy while its clocks are read."""
 
+    def figures(self, config: RunConfig, engine: Engine, rows: Sequence[Json]) -> Json:
+        """Further keys of a part, measured once after its rows."""
+        return {}
+
+    def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
+        """What the earlier parts set for the next one's process, as overrides."""
+        return []
+
     # ------------------------------------------------------------------ the table
 
     @abstractmethod
@@ -44,17 +53,21 @@ class Benchmark(ABC):
     def columns(self, result: Json) -> list[str]:
         """Headings of the columns that only this benchmark has."""
 
-    @abstractmethod
-    def cells(self, rows: Sequence[Json], result: Json) -> list[str]:
-        """The cells of a part in these columns."""
+    def num_lines(self, result: Json) -> int:
+        """Lines of a part; those of several engines stand directly below each other."""
+        return 1
 
     @abstractmethod
-    def ratios(self, ours: Sequence[Json], theirs: Sequence[Json]) -> Json:
+    def cells(self, part: Json, line: int, result: Json) -> list[str]:
+        """The cells of a part's line in these columns; empty: it has no such line."""
+
+    @abstractmethod
+    def ratios(self, ours: Json, theirs: Json) -> Json:
         """Times of one part over those of another, where both were measured."""
 
     @abstractmethod
-    def ratio_cells(self, ratios: Json, result: Json) -> list[str]:
-        """The cells of these ratios."""
+    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
+        """The cells of these ratios, likewise."""
 
 
 def figure(value: float | None, digits: int) -> str:

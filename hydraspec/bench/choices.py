@@ -5,5 +5,12 @@ from __future__ import annotations
 from hydraspec.bench.benchmark import Benchmark
 from hydraspec.bench.decode import Decode
 from hydraspec.bench.load import Load
+from hydraspec.bench.serve import Serve
+from hydraspec.bench.turns import Turns
 
-BENCHMARKS: dict[str, Benchmark] = {"decode": Decode(), "load": Load()}
+BENCHMARKS: dict[str, Benchmark] = {
+    "decode": Decode(),
+    "load": Load(),
+    "serve": Serve(),
+    "turns": Turns(),
+}

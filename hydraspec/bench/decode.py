@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from hydraspec.bench.benchmark import Benchmark, figure
 from hydraspec.bench.passes import Passes, make_requests, random_prompts
@@ -57,8 +57,8 @@ class Decode(Benchmark):
         prefill = f"prefill {result['batches'][-1]} x {result['prompt_tokens']}, s"
         return [*batches, prefill, "tokens a draft"]
 
-    def cells(self, rows: Sequence[Json], result: Json) -> list[str]:
-        by_batch = {row["batch"]: row for row in rows}
+    def cells(self, part: Json, line: int, result: Json) -> list[str]:
+        by_batch = {row["batch"]: row for row in part["rows"]}
         last = by_batch.get(result["batches"][-1], {})
         return [
             *(figure(by_batch.get(batch, {}).get("tpot_ms"), 2) for batch in result["batches"]),
@@ -66,15 +66,15 @@ class Decode(Benchmark):
             figure(last.get("acceptance_length"), 2),
         ]
 
-    def ratios(self, ours: Sequence[Json], theirs: Sequence[Json]) -> Json:
-        other = {row["batch"]: row for row in theirs}
-        both = [(row, other[row["batch"]]) for row in ours if row["batch"] in other]
+    def ratios(self, ours: Json, theirs: Json) -> Json:
+        other = {row["batch"]: row for row in theirs["rows"]}
+        both = [(row, other[row["batch"]]) for row in ours["rows"] if row["batch"] in other]
         return {
             "tpot": {str(a["batch"]): ratio(a["tpot_ms"], b["tpot_ms"]) for a, b in both},
             "prefill": {str(a["batch"]): ratio(a["prefill_s"], b["prefill_s"]) for a, b in both},
         }
 
-    def ratio_cells(self, ratios: Json, result: Json) -> list[str]:
+    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
         batches = [str(batch) for batch in result["batches"]]
         return [
             *(figure(ratios["tpot"].get(batch), 3) for batch in batches),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.bound import bound_of
 from hydraspec.bench.passes import Passes, make_requests
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
@@ -49,6 +50,9 @@ class Load(Benchmark):
         for number in range(1, config.bench.repeats + 1):
             yield _time_pass(engine, requests, number)
 
+    def figures(self, config: RunConfig, engine: Engine, rows: Sequence[Json]) -> Json:
+        return {"bound": bound_of(config, engine, requests_of(config, engine), rows[-1])}
+
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         return requests_of(config, engine)[: config.engine.max_num_seqs]
 
@@ -60,24 +64,28 @@ class Load(Benchmark):
 
     def columns(self, result: Json) -> list[str]:
         passes = [f"pass {number}, s" for number in range(1, result["repeats"] + 1)]
-        return [*passes, "tokens/s", "steps", "tokens a draft"]
+        bound = ["bound, s", "last pass / bound"]
+        return [*passes, *bound, "tokens/s", "steps", "tokens a draft"]
 
-    def cells(self, rows: Sequence[Json], result: Json) -> list[str]:
+    def cells(self, part: Json, line: int, result: Json) -> list[str]:
+        rows, bound = part["rows"], part.get("bound") or {}
         missing = ["-"] * (result["repeats"] - len(rows))
         last = rows[-1]
         return [
             *(figure(row["seconds"], 2) for row in rows),
             *missing,
+            figure(bound.get("seconds"), 2),
+            figure(bound.get("ratio"), 2),
             figure(last["tokens_per_second"], 0),
             figure(last["num_steps"], 0),
             figure(last["acceptance_length"], 2),
         ]
 
-    def ratios(self, ours: Sequence[Json], theirs: Sequence[Json]) -> Json:
-        pairs = zip(ours, theirs, strict=False)
+    def ratios(self, ours: Json, theirs: Json) -> Json:
+        pairs = zip(ours["rows"], theirs["rows"], strict=False)
         return {"seconds": [ratio(a["seconds"], b["seconds"]) for a, b in pairs]}
 
-    def ratio_cells(self, ratios: Json, result: Json) -> list[str]:
+    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
         found = [figure(value, 3) for value in ratios["seconds"]]
         return [*found, *["-"] * (len(self.columns(result)) - len(found))]
 

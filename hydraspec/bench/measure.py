@@ -53,6 +53,7 @@ def measure(config: RunConfig) -> Json:
         try:
             for row in benchmark.rows(config, engine):
                 part["rows"].append(row)
+            part |= benchmark.figures(config, engine, part["rows"])
             part["gpu_clocks"] = _clocks_under_load(
                 engine, benchmark.heavy_requests(config, engine)
             )

@@ -17,18 +17,26 @@ STREAM = 0x62656E63  # of the prompts' random numbers
 
 
 class Passes:
-    """Passes of the same requests through an engine, all offered at once.
+    """Passes of the same requests through an engine: all offered at once, or as they arrive.
 
     Attributes:
-        seconds: of each pass, from the offer to the last token. A step that the engine has launched
+        seconds: of each pass, from its start to the last token. A step that the engine has launched
             ahead and that no request needs is not waited for.
         meter: the counts of all passes together.
+        steps: the records of the last pass; none from an engine that reports completions only.
+        completions: those of the last pass, in the order in which they ended.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self._engine, self._requests = engine, requests
         self.seconds: list[float] = []
-        self.meter = Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens)
+        self.steps: list[StepRecord] = []
+        self.completions: list[Completion] = []
+        self.meter = Meter(
+            requests,
+            num_speculative_tokens=engine.info.num_speculative_tokens,
+            prefix_caching=engine.info.prefix_caching,
+        )
 
     def run(self) -> None:
         """Time one pass, then count its steps.
@@ -42,8 +50,11 @@ class Passes:
             events.append(event)
             if isinstance(event, Completion):
                 seconds = time.perf_counter() - started
-        self._check([event for event in events if isinstance(event, Completion)])
+        self.steps = [event for event in events if isinstance(event, StepRecord)]
+        self.completions = [event for event in events if isinstance(event, Completion)]
+        self._check(self.completions)
         self.seconds.append(seconds)
+        self.meter.begin_run()
         for event in events:
             if isinstance(event, StepRecord):
                 self.meter.add_step(event)
@@ -78,7 +89,9 @@ def make_requests(
 
 
 def random_prompts(config: RunConfig, vocab_size: int, batch: int) -> list[list[int]]:
-    """`batch` prompts of bench.prompt_tokens random tokens, the same for every engine."""
+    """`batch` prompts of bench.prompt_tokens (of bench=turns: turn_tokens) random tokens, the same
+    for every engine."""
     rng = np.random.default_rng([config.seed, STREAM, batch])
-    ids: list[list[int]] = rng.integers(0, vocab_size, (batch, config.bench.prompt_tokens)).tolist()
+    length = config.bench.prompt_tokens or config.bench.turn_tokens
+    ids: list[list[int]] = rng.integers(0, vocab_size, (batch, length)).tolist()
     return ids

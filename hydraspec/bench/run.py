@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hydraspec.bench import table as bench_table
+from hydraspec.bench.benchmark import Benchmark
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config import to_dict
@@ -126,23 +127,28 @@ def _status(parts: Sequence[Json]) -> str:
 def _in_processes(
     config: RunConfig, folder: Path, overrides: Sequence[str], console: Console
 ) -> Iterator[Json]:
+    benchmark, parts = BENCHMARKS[config.bench.name], list[Json]()
     for method in methods_of(config):
         for engine in config.bench.engines:  # those that are compared, directly after each other
             own = folder / f"{engine}-{method}"
             own.mkdir(parents=True, exist_ok=True)
             earlier = _written(own / BENCH)
             console.print(f"{engine}, {method}: {own / LOG}", soft_wrap=True, markup=False)
-            command = command_of(engine, method, own, overrides)
+            command = command_of(engine, method, own, overrides, benchmark)
+            command += benchmark.carried(config, parts)
             environment = _environment(config, engine)
             try:
                 code = _wait(command, own / LOG, environment, config.bench.timeout_s)
             except KeyboardInterrupt:
                 yield _part_of(config, engine, method, own, STOPPED, earlier)
                 raise
-            yield _part_of(config, engine, method, own, code, earlier)
+            parts.append(_part_of(config, engine, method, own, code, earlier))
+            yield parts[-1]
 
 
-def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str]) -> list[str]:
+def command_of(
+    engine: str, method: str, folder: Path, overrides: Sequence[str], benchmark: Benchmark
+) -> list[str]:
     """The command typed, for one engine and one method alone."""
     kept = [typed for typed in overrides if _is_kept(typed.lstrip("+~").partition("=")[0])]
     path = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
@@ -150,8 +156,13 @@ def command_of(engine: str, method: str, folder: Path, overrides: Sequence[str])
         *(sys.executable, "-m", "hydraspec", *kept),
         *(f"engine={engine}", f"method={method}", "tracker=none", "baseline=false"),
         *(f"bench.engines=[{engine}]", f"bench.methods=[{method}]", "bench.isolate=false"),
-        # As vLLM's own generate() runs: recording every step would cost it time.
-        *(["engine.vllm.record_steps=false"] if engine == VLLM else []),
+        # As vLLM's own generate() runs, unless what it says of single steps is the measurement:
+        # recording every step would cost it time.
+        *(
+            ["engine.vllm.record_steps=false"]
+            if engine == VLLM and not benchmark.needs_times
+            else []
+        ),
         f"hydra.run.dir='{path}'",
     ]
 

@@ -28,7 +28,7 @@ def ratios(result: Json) -> Json:
         theirs = parts.get((THEIRS, method))
         if engine == OURS and theirs is not None:
             found[method] = {
-                **benchmark.ratios(ours["rows"], theirs["rows"]),
+                **benchmark.ratios(ours, theirs),
                 "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
             }
     return found
@@ -65,24 +65,30 @@ def header_of(result: Json) -> list[str]:
 
 
 def cells_of(result: Json) -> Iterator[list[str]]:
-    """A line for each engine and method, and below the two one with their ratios."""
+    """The lines of each engine and method, and below the two engines one with their ratios."""
     benchmark = BENCHMARKS[result["bench"]]
     methods = dict.fromkeys(part["method"] for part in result["parts"])
     for method in methods:
-        for part in result["parts"]:
-            if part["method"] == method and part["rows"]:
-                peak = part["peak_memory_bytes"].get("allocated")
-                drafts = part["num_speculative_tokens"]
-                yield [
-                    f"{method} K={drafts}" if drafts else method,
-                    part["engine"],
-                    *benchmark.cells(part["rows"], result),
-                    figure(part["first_step_s"], 1),
-                    figure(None if peak is None else peak / GIB, 1),
-                ]
-        if found := result["ratios"].get(method):
-            cells = benchmark.ratio_cells(found, result)
-            yield ["", f"{OURS} / {THEIRS}", *cells, figure(found["first_step"], 2), "-"]
+        parts = [part for part in result["parts"] if part["method"] == method and part["rows"]]
+        found = result["ratios"].get(method)
+        for line in range(benchmark.num_lines(result)):
+            for part in parts:
+                if cells := benchmark.cells(part, line, result):
+                    yield [*_names(part), *cells, *(_of_all_lines(part) if line == 0 else ("", ""))]
+            if found and (cells := benchmark.ratio_cells(found, line, result)):
+                start = figure(found["first_step"], 2) if line == 0 else ""
+                yield ["", f"{OURS} / {THEIRS}", *cells, start, "-" if line == 0 else ""]
+
+
+def _names(part: Json) -> tuple[str, str]:
+    drafts, method = part["num_speculative_tokens"], part["method"]
+    return f"{method} K={drafts}" if drafts else method, part["engine"]
+
+
+def _of_all_lines(part: Json) -> tuple[str, str]:
+    """The cells that every benchmark has, on the first line of a part."""
+    peak = part["peak_memory_bytes"].get("allocated")
+    return figure(part["first_step_s"], 1), figure(None if peak is None else peak / GIB, 1)
 
 
 def notes_of(result: Json) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -10,9 +11,11 @@ from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig
 
-PLAIN, DECODE, LOAD = "none", "decode", "load"
+PLAIN, DECODE, LOAD, SERVE, TURNS = "none", "decode", "load", "serve", "turns"
+BENCHES = (DECODE, LOAD, SERVE, TURNS)
 # Of random prompts, which share nothing: engines would find what an earlier repeat has left.
-UNCACHED = {DECODE, LOAD}
+UNCACHED = {DECODE, LOAD, SERVE}
+MOST_RATE = 1e6  # requests per second, far past what an engine can take
 
 
 def is_bench(config: RunConfig) -> bool:
@@ -37,9 +40,9 @@ def _known(given: Sequence[str], known: Iterable[str]) -> bool:
     return bool(given) and len(set(given)) == len(given) and set(given) <= set(known)
 
 
-def _is(name: str) -> Callable[[RunConfig], bool]:
-    """Whether a configuration chooses this benchmark."""
-    return lambda config: config.bench.name == name
+def _is(*names: str) -> Callable[[RunConfig], bool]:
+    """Whether a configuration chooses one of these benchmarks."""
+    return lambda config: config.bench.name in names
 
 
 def _at_least_the_median(key: str) -> Rule:
@@ -47,7 +50,7 @@ def _at_least_the_median(key: str) -> Rule:
         f"bench.max_{key}",
         lambda most, c: most >= getattr(c.bench, key),
         f"bench.{key}={{c.bench.{key}}} or more",
-        when=_is(LOAD),
+        when=_is(LOAD, SERVE),
     )
 
 
@@ -56,11 +59,15 @@ def _of_a_bench(rule: Rule) -> Rule:
 
 
 def _longest(c: RunConfig) -> tuple[str, int]:
-    """The keys that bound a request's tokens, for messages, and their sum."""
-    keys = ("prompt_tokens", "output_tokens")
-    if c.bench.name == LOAD:
+    """The keys that bound a request's tokens, for messages, and that bound."""
+    keys, count = ("prompt_tokens", "output_tokens"), 1
+    if c.bench.name in (LOAD, SERVE):
         keys = ("max_prompt_tokens", "max_output_tokens")
-    return " + ".join(f"bench.{key}" for key in keys), sum(getattr(c.bench, key) for key in keys)
+    if c.bench.name == TURNS:
+        keys, count = ("turn_tokens", "output_tokens"), c.bench.num_turns
+    text = " + ".join(f"bench.{key}" for key in keys)
+    total = count * sum(getattr(c.bench, key) for key in keys)
+    return f"bench.num_turns x ({text})" if c.bench.name == TURNS else text, total
 
 
 def _is_one_part(c: RunConfig) -> bool:
@@ -70,8 +77,8 @@ def _is_one_part(c: RunConfig) -> bool:
 _RULES = (
     Rule(
         "bench.name",
-        lambda name, c: name in (DECODE, LOAD),
-        listing((PLAIN, DECODE, LOAD)),
+        lambda name, c: name in BENCHES,
+        listing((PLAIN, *BENCHES)),
         "is unknown",
     ),
     Rule(
@@ -94,12 +101,45 @@ _RULES = (
         "is no list of batch sizes",
         when=_is(DECODE),
     ),
-    at_least("bench.prompt_tokens", 1),
+    replace(at_least("bench.prompt_tokens", 1), when=_is(DECODE, LOAD, SERVE)),
     replace(at_least("bench.output_tokens", 2), when=_is(DECODE)),
     at_least("bench.output_tokens", 1),
-    at_least("bench.repeats", 1),
+    replace(at_least("bench.repeats", 1), when=_is(DECODE, LOAD, TURNS)),
     at_least("bench.timeout_s", 1),
-    replace(at_least("bench.num_requests", 1), when=_is(LOAD)),
+    replace(at_least("bench.num_requests", 1), when=_is(LOAD, SERVE)),
+    *(
+        replace(at_least(f"bench.{key}", 1), when=_is(TURNS))
+        for key in ("num_conversations", "num_turns", "turn_tokens")
+    ),
+    Rule(
+        "bench.cold_turns",
+        lambda turns, c: turns is None or (is_rising(turns) and turns[-1] <= c.bench.num_turns),
+        "rising whole numbers from 1 to {c.bench.num_turns} (bench.num_turns), or null for all",
+        "is no list of turns",
+        when=_is(TURNS),
+    ),
+    Rule(
+        "bench.rates",
+        lambda rates, c: bool(rates) and rates[0] > 0 and sorted(set(rates)) == rates,
+        "rising numbers above 0, e.g. [0.25, 0.5, 0.75, 0.9]",
+        "is no list of shares of bench.peak_rate",
+        when=_is(SERVE),
+    ),
+    Rule(
+        "bench.peak_rate",
+        lambda rate, c: rate is None or 1 / MOST_RATE <= rate <= MOST_RATE,
+        "requests per second above 0, or null to measure it",
+        when=_is(SERVE),
+    ),
+    *(
+        Rule(
+            f"bench.goodput.{name}",
+            lambda limit, c: limit is None or 0 < limit < math.inf,
+            "milliseconds above 0, or null for no limit",
+            when=_is(SERVE),
+        )
+        for name in ("ttft_ms", "inter_token_ms")
+    ),
     _at_least_the_median("prompt_tokens"),
     _at_least_the_median("output_tokens"),
     Rule(

@@ -256,12 +256,19 @@ class BenchConfig:
     engines: list[str] = field(default_factory=list)
     methods: list[str] | None = None  # null: none, and the method chosen
     batches: list[int] = field(default_factory=list)  # bench=decode only
-    num_requests: int = 0  # bench=load only
-    prompt_tokens: int = 0  # bench=load: the median
-    output_tokens: int = 0  # bench=load: the median
-    max_prompt_tokens: int = 0  # bench=load only
-    max_output_tokens: int = 0  # bench=load only
-    repeats: int = 0  # timings of a figure, which is their median; bench=load: passes
+    num_requests: int = 0  # bench=load and bench=serve only
+    prompt_tokens: int = 0  # bench=load, bench=serve: the median
+    output_tokens: int = 0  # bench=load, bench=serve: the median
+    max_prompt_tokens: int = 0  # bench=load and bench=serve only, and the next one
+    max_output_tokens: int = 0
+    rates: list[float] = field(default_factory=list)  # bench=serve only: shares of peak_rate
+    peak_rate: float | None = None  # bench=serve only: requests per second; null: measured
+    goodput: GoodputConfig = field(default_factory=GoodputConfig)  # bench=serve only
+    num_conversations: int = 0  # bench=turns only, and the next three
+    num_turns: int = 0
+    turn_tokens: int = 0
+    cold_turns: list[int] | None = None  # turns whose prompts are also read cold; null: all
+    repeats: int = 0  # timings of a figure, which is their median; of load and turns: passes
     isolate: bool = True  # every engine and method in its own process
     vllm_pythonpath: str | None = None  # goes before PYTHONPATH where vLLM runs
     timeout_s: int = 0  # of one process

@@ -31,8 +31,8 @@ def percentiles(values: Iterable[float]) -> Percentiles:
     return {"p50": p50, "p90": p90, "p99": p99}
 
 
-def latencies(requests: Sequence[RequestCounters]) -> Latencies:
-    """Percentiles in milliseconds.
+def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
+    """What was waited for, in milliseconds.
 
     ttft: over requests, from being offered to the first token (TTFT).
 
@@ -45,9 +45,19 @@ def latencies(requests: Sequence[RequestCounters]) -> Latencies:
     """
     done = [c for c in requests if c.finished]
     return {
-        "ttft": percentiles(c.ttft_ms for c in done if c.ttft_ms is not None),
-        "inter_token": percentiles(gap for c in done for gap in c.inter_token_ms),
-        "queue": percentiles(c.queue_ms for c in done if c.queue_ms is not None),
+        "ttft": [c.ttft_ms for c in done if c.ttft_ms is not None],
+        "inter_token": [gap for c in done for gap in c.inter_token_ms],
+        "queue": [c.queue_ms for c in done if c.queue_ms is not None],
+    }
+
+
+def latencies(requests: Sequence[RequestCounters]) -> Latencies:
+    """Percentiles of `waits`."""
+    found = waits(requests)
+    return {
+        "ttft": percentiles(found["ttft"]),
+        "inter_token": percentiles(found["inter_token"]),
+        "queue": percentiles(found["queue"]),
     }
 
 

@@ -15,6 +15,7 @@ import hydraspec
 from hydraspec.bench import load
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
+from hydraspec.bench.bound import bound_of
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
@@ -107,6 +108,34 @@ def test_an_engine_that_reports_completions_only_has_no_steps(
     assert row["tokens_per_second"] > 0
 
 
+def test_the_bound_is_of_full_steps_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four slots of the fake: a decode step of all four takes 2 ms, one of fewer 100, the first
+    steps 7."""
+
+    class Slow(FakeEngine):
+        def run(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
+            full = 0
+            for event in super().run(requests, concurrency=concurrency):
+                if isinstance(event, StepRecord):
+                    is_full = len(event.requests) == 4 and not event.requests[0].is_prefill
+                    full += is_full
+                    event.total_ms = (7.0 if full <= 2 else 2.0) if is_full else 100.0
+                yield event
+
+    config = planned("engine.max_num_seqs=4", "bench.output_tokens=8")
+    engine, last = Slow(method="none", num_speculative_tokens=0), {"num_steps": 9}
+    last |= {"num_output_tokens": 100, "acceptance_length": 2.5, "seconds": 3.0}
+    requests = load.requests_of(config, engine)
+    found = bound_of(config, engine, requests, last)
+    assert found is not None
+    prompts = sum(len(request.prompt_token_ids or []) for request in requests)
+    assert (found["full_step_ms"], found["prompt_tokens"]) == (2.0, prompts)
+    prefill_s = prompts / found["prefill_tokens_per_second"]
+    assert found["seconds"] == pytest.approx(100 / 4 / 2.5 * 2e-3 + prefill_s)
+    assert found["ratio"] == 3.0 / found["seconds"]
+    assert bound_of(config, engine, requests, {**last, "num_steps": None}) is None
+
+
 def test_engines_stand_side_by_side(
     build: list[FakeEngine],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +155,7 @@ def test_engines_stand_side_by_side(
         pytest.approx(a["seconds"] / b["seconds"]) for a, b in zip(ours, theirs, strict=True)
     ]
     printed = capsys.readouterr().out
-    for text in ("6 requests through", "pass 2, s", "tokens/s", "native / vllm"):
+    for text in ("6 requests through", "pass 2, s", "bound, s", "tokens/s", "native / vllm"):
         assert text in printed
     page = (tmp_path / "bench.html").read_text(encoding="utf-8")
     assert "Seconds for all requests" in page
@@ -144,5 +173,6 @@ def test_a_load_on_the_shipped_model_in_this_process(
     (part,) = result["parts"]
     assert [row["pass"] for row in part["rows"]] == [1, 2]
     assert 1 <= part["rows"][0]["acceptance_length"] <= 4
+    assert part["bound"]["ratio"] == part["rows"][-1]["seconds"] / part["bound"]["seconds"]
     saved = json.loads((tmp_path / "run" / "bench.json").read_text(encoding="utf-8"))
     assert saved["parts"][0]["rows"] == part["rows"]

@@ -19,6 +19,7 @@ from hydraspec.bench import decode as bench_decode
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
 from hydraspec.bench import table as bench_table
+from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.passes import Passes
 from hydraspec.cli import main as cli
 from hydraspec.cli.compose import plan
@@ -75,7 +76,7 @@ def test_the_command_of_every_process_composes(
     method = method if drafts else "none"
     typed = [*f"experiment={preset}".split(), "bench.batches=[1,8]", "hydra.run.dir=x"]
     typed += ["engine=native", "tracker=wandb", "tracker.project=mine"]  # which no part has
-    command = bench.command_of(engine, method, tmp_path / "it's here", typed)
+    command = bench.command_of(engine, method, tmp_path / "it's here", typed, BENCHMARKS["decode"])
     assert command[:3] == [sys.executable, "-m", "hydraspec"]
     told = plan(command[3:])
     config = told.jobs[0].config
@@ -101,7 +102,7 @@ def test_the_command_of_every_process_composes(
         (["bench.timeout_s=0"], ["bench.timeout_s=0"]),
         (["target.max_model_len=13"], ["target.max_model_len=13", "= 14", "14 or more"]),
         (["bench.isolate=false"], ["bench.isolate=false", "one engine and one method"]),
-        (["bench.name=x"], ["bench.name=x", "decode, load, none"]),
+        (["bench.name=x"], ["bench.name=x", "decode, load, none, serve, turns"]),
         (["bench=none"], ["bench.", "choose bench=decode"]),
     ],
     ids=lambda value: value[0],

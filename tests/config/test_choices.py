@@ -29,7 +29,10 @@ GROUPS = (
     "experiment",
 )
 DRAFTER = "method.checkpoint=/models/drafter"
-OF_LOAD = ("max_prompt_tokens", "max_output_tokens")
+OF_LOAD = ("num_requests", "max_prompt_tokens", "max_output_tokens")
+GOODPUT = ("goodput.ttft_ms", "goodput.inter_token_ms")
+OF_SERVE = ("rates", "peak_rate", *GOODPUT)
+OF_TURNS = ("num_conversations", "num_turns", "turn_tokens", "cold_turns")
 NEEDED = {  # what a choice asks its user for
     "target=custom": ["target.checkpoint=/models/some"],
     "workload=jsonl": ["workload.path=prompts.jsonl"],
@@ -118,8 +121,12 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
             for name, keys in SIZES.items()
         },
         "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
-        "bench=decode": {f"bench.{key}" for key in ("num_requests", *OF_LOAD)},
-        "bench=load": {"bench.batches"},
+        "bench=decode": {f"bench.{key}" for key in (*OF_LOAD, *OF_SERVE, *OF_TURNS)},
+        "bench=load": {f"bench.{key}" for key in ("batches", *OF_SERVE, *OF_TURNS)},
+        "bench=serve": {f"bench.{key}" for key in ("batches", "repeats", *OF_TURNS)},
+        "bench=turns": {
+            f"bench.{key}" for key in ("batches", "prompt_tokens", *OF_LOAD, *OF_SERVE)
+        },
         "engine=native": {key for key in schema_keys() if key.startswith("engine.vllm.")},
         "engine=vllm": {
             "engine.num_threads",

@@ -192,17 +192,29 @@ def test_records_that_few_runs_write_have_the_keys_of_the_schema(
     assert set(record.__dataclass_fields__) == set(schema_of.__annotations__)
 
 
+OF_LOAD = (
+    *("bench.num_requests=3", "bench.prompt_tokens=4", "bench.output_tokens=3"),
+    *("bench.max_prompt_tokens=8", "bench.max_output_tokens=6"),
+)
 SMALL_BENCHES = {
-    "decode": ["bench.batches=[1]", "bench.prompt_tokens=4", "bench.output_tokens=3"],
-    "load": ["bench.num_requests=2", "bench.prompt_tokens=4", "bench.output_tokens=3"],
+    "decode": [
+        "bench.batches=[1]",
+        "bench.prompt_tokens=4",
+        "bench.output_tokens=3",
+        "bench.repeats=1",
+    ],
+    "load": [*OF_LOAD, "bench.repeats=1"],
+    "serve": [*OF_LOAD, "bench.peak_rate=200", "bench.rates=[0.5,2]"],
+    "turns": [
+        *("bench.num_conversations=2", "bench.num_turns=2", "bench.turn_tokens=24"),
+        *("bench.output_tokens=3", "bench.cold_turns=[2]", "bench.repeats=1"),
+    ],
 }
 
 
 @pytest.mark.parametrize("name", SMALL_BENCHES)
 def test_every_key_of_a_benchmark_is_documented(name: str, tmp_path: Path) -> None:
-    small = [*SMALL_BENCHES[name], "bench.repeats=1", f"bench={name}"]
-    if name == "load":
-        small += ["bench.max_prompt_tokens=8", "bench.max_output_tokens=6"]
+    small = [*SMALL_BENCHES[name], f"bench={name}"]
     small += ["bench.engines=[native]", "bench.methods=[none]", "method=none"]
     found = hydraspec.run(
         [*small, "bench.isolate=false", "tracker=none", f"hydra.run.dir={tmp_path}"]

@@ -1,0 +1,185 @@
+"""bench=serve: latencies and goodput of requests that arrive at several rates, the same rates for
+every engine and method."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from hydraspec.bench import load
+from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.passes import Passes
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine
+from hydraspec.lab.arrivals import ArrivalProcess
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.latency import Limits, goodput, percentiles, waits
+from hydraspec.metrics.statistics import ratio
+from hydraspec.types import Request
+
+log = logging.getLogger(__name__)
+
+PLACES = ("p50", "p90", "p99")
+WAITS = {  # by key of a row: its heading, the figures of a cell, digits
+    "ttft": ("TTFT {}, ms", PLACES, 0),
+    "queue": ("queue {}, ms", PLACES, 0),
+    "inter_token": ("ITL {}, ms", ("mean", "p99"), 2),
+}
+
+
+class Serve(Benchmark):
+    """The requests of bench=load, first all at once and then at each rate."""
+
+    heading = "Latencies at several request rates"
+    unit, units = "rate", "rates"
+    needs_times = True
+
+    def settings(self, config: RunConfig) -> Json:
+        bench = config.bench
+        return {
+            "num_requests": bench.num_requests,
+            "max_num_seqs": config.engine.max_num_seqs,
+            "prompt_tokens": bench.prompt_tokens,
+            "output_tokens": bench.output_tokens,
+            "max_prompt_tokens": bench.max_prompt_tokens,
+            "max_output_tokens": bench.max_output_tokens,
+            "rates": bench.rates,
+            "peak_rate": bench.peak_rate,
+            "limits": {
+                "ttft_ms": bench.goodput.ttft_ms,
+                "inter_token_ms": bench.goodput.inter_token_ms,
+            },
+        }
+
+    def num_rows(self, config: RunConfig) -> int:
+        return 1 + len(config.bench.rates)
+
+    def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
+        requests = load.requests_of(config, engine)
+        Passes(engine, requests).run()  # kernels are compiled and graphs captured
+        at_once = _row(config, engine, requests, None)
+        yield at_once
+        peak_rate = config.bench.peak_rate or at_once["requests_per_second"]
+        for share in config.bench.rates:
+            yield _row(config, engine, requests, share * peak_rate)
+
+    def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
+        return load.requests_of(config, engine)[: config.engine.max_num_seqs]
+
+    def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
+        """The peak rate of the first part that was measured, for all others."""
+        if config.bench.peak_rate is not None:
+            return []
+        found = [part["rows"][0]["requests_per_second"] for part in parts if part["rows"]]
+        return [f"bench.peak_rate={rate:.6f}" for rate in found[:1]]
+
+    def title(self, result: Json) -> str:
+        return (
+            f"{result['num_requests']} requests at each rate, {result['max_num_seqs']} slots, "
+            f"prompts around {result['prompt_tokens']}, outputs around "
+            f"{result['output_tokens']} tokens"
+        )
+
+    def columns(self, result: Json) -> list[str]:
+        latencies = [heading.format(" / ".join(keys)) for heading, keys, _ in WAITS.values()]
+        good = "in limits, %"
+        return [
+            "requests/s",
+            "total, s",
+            "tokens/s",
+            *latencies,
+            "TPOT, ms",
+            good,
+            "tokens a draft",
+        ]
+
+    def num_lines(self, result: Json) -> int:
+        return 1 + len(result["rates"])
+
+    def cells(self, part: Json, line: int, result: Json) -> list[str]:
+        if line >= len(part["rows"]):
+            return []
+        row = part["rows"][line]
+        share = None if row["goodput"] is None else row["goodput"]["share"]
+        return [
+            "all at once" if line == 0 else figure(row["request_rate"], 2),
+            figure(row["seconds"], 2),
+            figure(row["tokens_per_second"], 0),
+            *(_several(row[name], keys, digits) for name, (_, keys, digits) in WAITS.items()),
+            figure(row["time_per_output_token_ms"], 2),
+            figure(None if share is None else 100 * share, 0),
+            figure(row["acceptance_length"], 2),
+        ]
+
+    def ratios(self, ours: Json, theirs: Json) -> Json:
+        pairs = zip(ours["rows"], theirs["rows"], strict=False)
+        return {"rates": [_ratios(a, b) for a, b in pairs]}
+
+    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
+        if line >= len(ratios["rates"]):
+            return []
+        found = ratios["rates"][line]
+        waiting = (_several(found[name], keys, 2) for name, (_, keys, _) in WAITS.items())
+        per_token = figure(found["time_per_output_token"], 3)
+        return ["", figure(found["seconds"], 3), "", *waiting, per_token, "", ""]
+
+
+def _row(
+    config: RunConfig, engine: Engine, requests: Sequence[Request], rate: float | None
+) -> Json:
+    """One pass; None: all requests at once. Arrivals at other rates are the same, stretched."""
+    process = ArrivalProcess(rate=rate, burstiness=1.0, seed=config.seed)
+    built_before = engine.num_built()
+    passes = Passes(engine, process.offered(requests, 1))
+    passes.run()
+    (seconds,), meter, built = passes.seconds, passes.meter, engine.num_built() - built_before
+    limits = config.bench.goodput
+    row = {
+        "request_rate": rate,
+        "seconds": seconds,
+        "requests_per_second": len(requests) / seconds,
+        "num_output_tokens": meter.num_output_tokens(),
+        "tokens_per_second": meter.num_output_tokens() / seconds,
+        **{name: summary_of(values) for name, values in waits(meter.completed).items()},
+        "time_per_output_token_ms": meter.time_per_output_token_ms(),
+        "goodput": goodput(
+            meter.completed,
+            Limits(ttft_ms=limits.ttft_ms, inter_token_ms=limits.inter_token_ms),
+            seconds,
+        ),
+        "acceptance_length": meter.acceptance_length().mean,
+        "num_steps": meter.num_steps or None,
+        "num_built": built.kernels + built.graphs,
+    }
+    offered = "all at once" if rate is None else f"{rate:.2f} requests per second"
+    log.info("%s: %.2f s, %.0f tokens per second", offered, seconds, row["tokens_per_second"])
+    if row["num_built"] and engine.info.device != "cpu":
+        log.warning("%s: %d kernels or graphs were built meanwhile", offered, row["num_built"])
+    return row
+
+
+def summary_of(values: Sequence[float]) -> Json:
+    """Mean and percentiles; null without values."""
+    return {"mean": ratio(sum(values), len(values)), **percentiles(values)}
+
+
+def _several(found: Json, keys: Sequence[str], digits: int) -> str:
+    return " / ".join(figure(found[key], digits) for key in keys)
+
+
+def _ratios(ours: Json, theirs: Json) -> Json:
+    def of(name: str) -> Json:
+        keys = ("mean", *PLACES)
+        return {key: _ratio(ours[name][key], theirs[name][key]) for key in keys}
+
+    return {
+        "seconds": _ratio(ours["seconds"], theirs["seconds"]),
+        **{name: of(name) for name in WAITS},
+        "time_per_output_token": _ratio(
+            ours["time_per_output_token_ms"], theirs["time_per_output_token_ms"]
+        ),
+    }
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ratio(ours, theirs)

@@ -1,0 +1,184 @@
+"""bench=turns: conversations whose turns find what came before in the prefix cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.passes import Passes, make_requests
+from hydraspec.bench.serve import summary_of
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine
+from hydraspec.lab.conversations import in_conversations
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import ratio
+from hydraspec.types import Completion, Request
+
+log = logging.getLogger(__name__)
+
+STREAM, COLD_STREAM = 0x7475726E, 0x636F6C64  # of the prompts' random numbers
+WARM, COLD = 0, 1  # lines of a part
+
+
+class Turns(Benchmark):
+    """Passes over the same conversations, each from an empty cache; then prompts as long as those
+    of the turns, cold."""
+
+    heading = "Time to first token by turn"
+    unit, units = "pass", "passes"
+    needs_times = True
+
+    def settings(self, config: RunConfig) -> Json:
+        bench = config.bench
+        return {
+            "num_conversations": bench.num_conversations,
+            "num_turns": bench.num_turns,
+            "turn_tokens": bench.turn_tokens,
+            "output_tokens": bench.output_tokens,
+            "max_num_seqs": config.engine.max_num_seqs,
+            "prefix_caching": config.engine.prefix_caching,
+            "repeats": bench.repeats,
+        }
+
+    def num_rows(self, config: RunConfig) -> int:
+        return config.bench.repeats
+
+    def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
+        requests = requests_of(config, engine)
+        for number in range(1, config.bench.repeats + 1):
+            yield _time_pass(engine, requests, number)
+
+    def figures(self, config: RunConfig, engine: Engine, rows: Sequence[Json]) -> Json:
+        turns = config.bench.cold_turns or range(1, config.bench.num_turns + 1)
+        return {"cold": [_cold_turn(config, engine, turn) for turn in turns]}
+
+    def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
+        return [request for request in requests_of(config, engine) if request.after is None]
+
+    def title(self, result: Json) -> str:
+        cached = "" if result["prefix_caching"] else ", no prefix cache"
+        return (
+            f"{result['num_conversations']} conversations of {result['num_turns']} turns, each of "
+            f"{result['turn_tokens']} new tokens and {result['output_tokens']} out{cached}"
+        )
+
+    def columns(self, result: Json) -> list[str]:
+        turns = [f"turn {turn}, ms" for turn in range(1, result["num_turns"] + 1)]
+        return ["prompts", *turns, "total, s", "hits, %", "of eligible, %", "tokens a draft"]
+
+    def num_lines(self, result: Json) -> int:
+        return 2
+
+    def cells(self, part: Json, line: int, result: Json) -> list[str]:
+        if line == COLD:
+            found = part.get("cold")
+            return ["cold", *_by_turn(found, result), "", "", "", ""] if found else []
+        last = part["rows"][-1]
+        return [
+            "turns",
+            *_by_turn(last["turns"], result),
+            figure(last["seconds"], 2),
+            _percent(last["hit_rate"]),
+            _percent(last["eligible_hit_rate"]),
+            figure(last["acceptance_length"], 2),
+        ]
+
+    def ratios(self, ours: Json, theirs: Json) -> Json:
+        last = [part["rows"][-1] for part in (ours, theirs)]
+        return {
+            "seconds": ratio(*(row["seconds"] for row in last)),
+            "turns": _ratios(*(row["turns"] for row in last)),
+            "cold": _ratios(*(part.get("cold") or [] for part in (ours, theirs))),
+        }
+
+    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
+        found = ratios["cold"] if line == COLD else ratios["turns"]
+        if not found:
+            return []
+        turns = map(str, range(1, result["num_turns"] + 1))
+        total = "" if line == COLD else figure(ratios["seconds"], 3)
+        return ["", *(figure(found.get(turn), 3) for turn in turns), total, "", "", ""]
+
+
+def requests_of(config: RunConfig, engine: Engine) -> list[Request]:
+    """Turns of random tokens, the same for every engine; the answers are the engine's own."""
+    bench, rng = config.bench, np.random.default_rng([config.seed, STREAM])
+    count = bench.num_conversations * bench.num_turns
+    prompts: list[list[int]] = rng.integers(
+        0, engine.info.vocab_size, (count, bench.turn_tokens)
+    ).tolist()
+    requests = make_requests(config, prompts, [bench.output_tokens] * count)
+    return in_conversations(requests, bench.num_turns)
+
+
+def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json:
+    built_before = engine.num_built()
+    passes = Passes(engine, requests)
+    passes.run()
+    (seconds,), meter, built = passes.seconds, passes.meter, engine.num_built() - built_before
+    places = {request.index: request.turn for request in requests}
+    turns = [
+        _turn(turn, [done for done in passes.completions if places[done.index] == turn])
+        for turn in range(1, max(places.values()) + 1)
+    ]
+    num_cached = sum(done.num_cached_tokens for done in passes.completions)
+    hit_rate = ratio(num_cached, sum(len(done.prompt_token_ids) for done in passes.completions))
+    hits = meter.prefix_hits
+    log.info("pass %d: %.2f s, hit rate %.3f", number, seconds, hit_rate or 0.0)
+    return {
+        "pass": number,
+        "seconds": seconds,
+        "num_output_tokens": meter.num_output_tokens(),
+        "tokens_per_second": meter.num_output_tokens() / seconds,
+        "hit_rate": hit_rate,
+        "eligible_hit_rate": None if hits is None else hits.eligible_hit_rate(),
+        "acceptance_length": meter.acceptance_length().mean,
+        "num_steps": meter.num_steps or None,
+        "num_built": built.kernels + built.graphs,
+        "turns": turns,
+    }
+
+
+def _turn(turn: int, completions: Sequence[Completion]) -> Json:
+    """Figures of one turn of all conversations. Answers have the same length in each, so prompts
+    have too."""
+    num_prompt = sum(len(done.prompt_token_ids) for done in completions)
+    return {
+        "turn": turn,
+        "prompt_tokens": ratio(num_prompt, len(completions)),
+        "hit_rate": ratio(sum(done.num_cached_tokens for done in completions), num_prompt),
+        "ttft": summary_of([done.ttft_ms for done in completions if done.ttft_ms is not None]),
+    }
+
+
+def _cold_turn(config: RunConfig, engine: Engine, turn: int) -> Json:
+    """As many random prompts as there are conversations, as long as those of `turn`, at once: a run
+    begins with an empty cache."""
+    bench, rng = config.bench, np.random.default_rng([config.seed, COLD_STREAM, turn])
+    length = turn * bench.turn_tokens + (turn - 1) * bench.output_tokens
+    count = bench.num_conversations
+    prompts: list[list[int]] = rng.integers(0, engine.info.vocab_size, (count, length)).tolist()
+    passes = Passes(engine, make_requests(config, prompts, [1] * count))
+    passes.run()
+    found = _turn(turn, passes.completions)
+    log.info("turn %d cold: %.1f ms to the first token", turn, found["ttft"]["mean"] or 0.0)
+    return found
+
+
+def _by_turn(found: Sequence[Json], result: Json) -> list[str]:
+    """Mean times to the first token; a dash for a turn that was not measured."""
+    by_turn = {each["turn"]: each["ttft"]["mean"] for each in found}
+    return [figure(by_turn.get(turn), 0) for turn in range(1, result["num_turns"] + 1)]
+
+
+def _ratios(ours: Sequence[Json], theirs: Sequence[Json]) -> Json:
+    other = {each["turn"]: each["ttft"]["mean"] for each in theirs}
+    found = {str(each["turn"]): (each["ttft"]["mean"], other.get(each["turn"])) for each in ours}
+    return {turn: ratio(a, b) for turn, (a, b) in found.items() if a is not None and b is not None}
+
+
+def _percent(share: float | None) -> str:
+    return figure(None if share is None else 100 * share, 1)

@@ -1,0 +1,159 @@
+"""bench=serve: the same arrivals for every engine and method, and the table of their latencies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_runs import in_process
+from fake_engine import FakeEngine
+
+from hydraspec.bench import load
+from hydraspec.bench import measure as bench_measure
+from hydraspec.bench import run as bench
+from hydraspec.bench import table as bench_table
+from hydraspec.bench.choices import BENCHMARKS
+from hydraspec.bench.serve import summary_of
+from hydraspec.cli.compose import plan
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+from hydraspec.types import Request
+
+SMALL = (
+    *("bench=serve", "bench.num_requests=4", "bench.prompt_tokens=5", "bench.output_tokens=4"),
+    *("bench.max_prompt_tokens=9", "bench.max_output_tokens=8"),
+)
+
+
+def planned(*overrides: str) -> RunConfig:
+    return plan([*SMALL, *overrides]).jobs[0].config
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> list[list[Request]]:
+    """What fake engines are given, run after run."""
+    found: list[list[Request]] = []
+    run = FakeEngine.run
+
+    def noted(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
+        found.append(list(requests))
+        return run(self, requests, concurrency=concurrency)
+
+    monkeypatch.setattr(FakeEngine, "run", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["bench.rates=[]"], ["bench.rates=[]", "[0.25, 0.5, 0.75, 0.9]"]),
+        (["bench.rates=[0.5,0.25]"], ["bench.rates=[0.5, 0.25]", "rising"]),
+        (["bench.rates=[0,1]"], ["bench.rates", "above 0"]),
+        (["bench.peak_rate=0"], ["bench.peak_rate=0", "null to measure it"]),
+        (["bench.goodput.ttft_ms=-1"], ["bench.goodput.ttft_ms=-1", "null for no limit"]),
+        (["bench.repeats=3"], ["bench.repeats", "choose bench=decode"]),
+        (["target.max_model_len=16"], ["max_prompt_tokens + bench.max_output_tokens = 17"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_rate_offers_the_same_requests_with_stretched_gaps(
+    build: list[FakeEngine], offered: list[list[Request]]
+) -> None:
+    config = planned("bench.rates=[0.5,2]", "bench.peak_rate=10")
+    part = bench_measure.measure(config)
+    assert [row["request_rate"] for row in part["rows"]] == [None, 5.0, 20.0]
+    _, warm_up, at_once, slow, fast, *_ = offered
+    assert warm_up == at_once == load.requests_of(config, FakeEngine())
+    assert [r.prompt_token_ids for r in slow] == [r.prompt_token_ids for r in at_once]
+    assert [r.sampling for r in slow] == [r.sampling for r in at_once]
+    times = [r.arrival_s for r in slow]
+    assert times[-1] == pytest.approx(4 / 5)  # the last of 4 requests at 5 a second
+    assert times == sorted(times)
+    assert [r.arrival_s for r in fast] == [pytest.approx(t / 4) for t in times]
+
+
+def test_without_a_peak_rate_shares_are_of_what_was_measured(build: list[FakeEngine]) -> None:
+    at_once, half = bench_measure.measure(planned("bench.rates=[0.5]"))["rows"]
+    assert half["request_rate"] == at_once["requests_per_second"] / 2
+    assert at_once["requests_per_second"] == pytest.approx(4 / at_once["seconds"])
+
+
+def test_a_row_has_the_waits_and_the_goodput_of_its_requests(build: list[FakeEngine]) -> None:
+    """The fake's first tokens come after 5 ms, its others after 2 ms each."""
+    config = planned("bench.rates=[1]", "bench.goodput.ttft_ms=6", "bench.goodput.inter_token_ms=3")
+    row = bench_measure.measure(config)["rows"][1]
+    assert row["ttft"] == {"mean": 5.0, "p50": 5.0, "p90": 5.0, "p99": 5.0}
+    assert row["queue"] == dict.fromkeys(("mean", "p50", "p90", "p99"))
+    assert row["goodput"]["share"] == 1.0
+    assert row["goodput"]["requests_per_second"] == pytest.approx(row["requests_per_second"])
+    config = planned("bench.rates=[1]", "bench.goodput.ttft_ms=4")
+    assert bench_measure.measure(config)["rows"][1]["goodput"]["share"] == 0.0
+
+
+def test_a_summary_of_waits() -> None:
+    found = summary_of([float(i) for i in range(101)] + [1000.0])
+    assert found["mean"] == pytest.approx(6050 / 102)
+    assert (found["p50"], found["p90"]) == (50.5, pytest.approx(90.9))
+    assert summary_of([])["mean"] is None
+
+
+def test_later_engines_and_methods_get_the_first_ones_rates(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_process(monkeypatch, {})
+    typed = [*SMALL, "bench.methods=[none]", "bench.rates=[0.25,0.5]"]
+    config = plan(typed).jobs[0].config
+    result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
+    parts = result["parts"]
+    assert [(p["engine"], p["method"]) for p in parts] == [("native", "none"), ("vllm", "none")]
+    peak = parts[0]["rows"][0]["requests_per_second"]
+    for part in parts:
+        rates = [row["request_rate"] for row in part["rows"]]
+        assert rates == [None, pytest.approx(peak / 4), pytest.approx(peak / 2)]
+    ours, theirs = (part["rows"][2] for part in parts)
+    assert result["ratios"]["none"]["rates"][2]["seconds"] == pytest.approx(
+        ours["seconds"] / theirs["seconds"]
+    )
+    assert result["ratios"]["none"]["rates"][1]["ttft"]["p99"] == 1.0
+    lines = list(bench_table.cells_of(result))
+    assert [line[:2] for line in lines[-3:]] == [
+        *(["none", "native"], ["none", "vllm"], ["", "native / vllm"])
+    ]
+    shown = [line[2] for line in lines]
+    assert shown == ["all at once"] * 2 + [""] + [f"{peak / 4:.2f}"] * 2 + [""] + [
+        *([f"{peak / 2:.2f}"] * 2),
+        "",
+    ]
+    assert {len(line) for line in lines} == {len(bench_table.header_of(result))}
+    assert [bool(line[-1]) for line in lines] == [True] * 3 + [False] * 6  # of the whole part
+    assert "Latencies at several request rates" in (tmp_path / "bench.html").read_text()
+
+
+def test_a_given_peak_rate_is_typed_for_all(tmp_path: Path) -> None:
+    serve, parts = BENCHMARKS["serve"], [{"rows": [{"requests_per_second": 30.0}]}]
+    assert serve.carried(planned("bench.peak_rate=7"), parts) == []
+    assert serve.carried(planned(), [{"rows": []}]) == []
+    (carried,) = serve.carried(planned(), [{"rows": []}, *parts])
+    command = bench.command_of("vllm", "none", tmp_path, [*SMALL], serve)
+    config = plan([*command[3:], carried]).jobs[0].config
+    assert config.bench.peak_rate == 30.0
+    assert config.engine.vllm.record_steps  # times of tokens
+    assert not config.engine.prefix_caching
+
+
+def test_a_part_that_was_cut_short_has_the_lines_that_it_has(build: list[FakeEngine]) -> None:
+    config = planned("bench.rates=[0.5,1]", "bench.peak_rate=100")
+    part = bench_measure.measure(config)
+    result = BENCHMARKS["serve"].settings(config)
+    del part["rows"][2:]
+    found = [BENCHMARKS["serve"].cells(part, line, result) for line in range(3)]
+    assert [bool(cells) for cells in found] == [True, True, False]
+    assert len(found[0]) == len(BENCHMARKS["serve"].columns(result))

@@ -1,0 +1,148 @@
+"""bench=turns: the same conversations for every engine, hit rates, and cold prompts beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_runs import in_process
+from fake_engine import FakeEngine
+
+import hydraspec
+from hydraspec.bench import measure as bench_measure
+from hydraspec.bench import run as bench
+from hydraspec.bench import table as bench_table
+from hydraspec.bench import turns
+from hydraspec.bench.choices import BENCHMARKS
+from hydraspec.cli.compose import plan
+from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
+from hydraspec.types import Request
+
+SMALL = (
+    *("bench=turns", "bench.num_conversations=2", "bench.num_turns=3", "bench.turn_tokens=6"),
+    *("bench.output_tokens=4", "bench.repeats=2"),
+)
+
+
+def planned(*overrides: str) -> RunConfig:
+    return plan([*SMALL, *overrides]).jobs[0].config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["bench.num_turns=0"], ["bench.num_turns=0", "1 or more"]),
+        (["bench.cold_turns=[2,4]"], ["bench.cold_turns=[2, 4]", "1 to 3"]),
+        (["bench.cold_turns=[]"], ["bench.cold_turns=[]"]),
+        (["bench.prompt_tokens=9"], ["bench.prompt_tokens", "choose bench=decode"]),
+        (
+            ["target.max_model_len=29"],
+            ["num_turns x (bench.turn_tokens + bench.output_tokens) = 30", "30 or more"],
+        ),
+    ],
+    ids=lambda value: value[0],
+)
+def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_conversations_are_the_same_for_every_engine() -> None:
+    ours = turns.requests_of(planned(), FakeEngine())
+    assert ours == turns.requests_of(planned("engine=vllm", "method=none"), FakeEngine())
+    assert [(r.turn, r.after) for r in ours] == [
+        (1, None),
+        (2, 0),
+        (3, 1),
+        (1, None),
+        (2, 3),
+        (3, 4),
+    ]
+    assert {len(r.prompt_token_ids or []) for r in ours} == {6}
+    assert {r.sampling.max_tokens for r in ours} == {4}
+    assert ours != turns.requests_of(planned("seed=1"), FakeEngine())
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_prefixes_are_cached_in_every_engine_alike(engine: str) -> None:
+    assert planned(f"engine={engine}").engine.prefix_caching
+    assert not planned(f"engine={engine}", "engine.prefix_caching=false").engine.prefix_caching
+
+
+def test_cold_prompts_are_as_long_as_those_of_their_turns(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[list[Request]] = []
+    run = FakeEngine.run
+
+    def noted(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
+        offered.append(list(requests))
+        return run(self, requests, concurrency=concurrency)
+
+    monkeypatch.setattr(FakeEngine, "run", noted)
+    part = bench_measure.measure(planned("bench.cold_turns=[1,3]"))
+    first, *passes = offered[:3]
+    assert [len(r.prompt_token_ids or []) for r in first] == [6]
+    assert passes == [turns.requests_of(planned(), FakeEngine())] * 2
+    cold = [[len(r.prompt_token_ids or []) for r in requests] for requests in offered[3:5]]
+    assert cold == [[6, 6], [26, 26]]  # 3 x 6 + 2 x 4
+    assert offered[3][0].prompt_token_ids != offered[3][1].prompt_token_ids
+    assert [each["turn"] for each in part["cold"]] == [1, 3]
+    assert part["cold"][1]["prompt_tokens"] == 26
+    assert part["cold"][1]["ttft"]["mean"] == 5.0
+
+
+def test_engines_stand_side_by_side(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_process(monkeypatch, {})
+    typed = [*SMALL, "bench.methods=[none]", "bench.cold_turns=[3]"]
+    config = plan(typed).jobs[0].config
+    result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
+    ratios = result["ratios"]["none"]
+    assert (ratios["turns"], ratios["cold"]) == ({"1": 1.0, "2": 1.0, "3": 1.0}, {"3": 1.0})
+    lines = list(bench_table.cells_of(result))
+    assert [line[:6] for line in lines] == [
+        *(["none", engine, "turns", "5", "5", "5"] for engine in ("native", "vllm")),
+        ["", "native / vllm", "", "1.000", "1.000", "1.000"],
+        *(["none", engine, "cold", "-", "-", "5"] for engine in ("native", "vllm")),
+        ["", "native / vllm", "", "-", "-", "1.000"],
+    ]
+    assert "2 conversations of 3 turns, each of 6 new" in bench_table.title_of(result)
+    assert "Time to first token by turn" in (tmp_path / "bench.html").read_text()
+
+
+def test_a_part_that_was_cut_short_has_no_cold_line(build: list[FakeEngine]) -> None:
+    config, benchmark = planned(), BENCHMARKS["turns"]
+    part = bench_measure.measure(config)
+    result = benchmark.settings(config)
+    assert len(benchmark.cells(part, turns.COLD, result)) == len(benchmark.columns(result))
+    del part["cold"]
+    assert benchmark.cells(part, turns.COLD, result) == []
+    ratios = benchmark.ratios(part, part)
+    assert benchmark.ratio_cells(ratios, turns.COLD, result) == []
+    assert len(benchmark.ratio_cells(ratios, turns.WARM, result)) == len(benchmark.columns(result))
+
+
+@pytest.mark.slow
+def test_later_turns_of_the_shipped_model_come_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing faked. What a turn finds: the turn before it, but for the last token, in blocks."""
+    monkeypatch.chdir(tmp_path)
+    typed = [*SMALL, "bench.engines=[native]", "bench.methods=[gemma4_mtp]", "bench.isolate=false"]
+    typed += ["bench.turn_tokens=32", "bench.num_turns=2", "bench.cold_turns=[2]"]
+    (part,) = hydraspec.run([*typed, "hydra.run.dir=run"])["parts"]
+    first, second = part["rows"][-1]["turns"]
+    assert (first["prompt_tokens"], first["hit_rate"]) == (32, 0)
+    assert (second["prompt_tokens"], second["hit_rate"]) == (68, 32 / 68)
+    assert part["rows"][-1]["hit_rate"] == 32 / 100
+    assert part["rows"][-1]["eligible_hit_rate"] == 1.0
+    assert [row["pass"] for row in part["rows"]] == [1, 2]
+    (cold,) = part["cold"]
+    assert (cold["prompt_tokens"], cold["hit_rate"]) == (68, 0)
+    assert cold["ttft"]["mean"] > 0
