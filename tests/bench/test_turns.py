@@ -73,6 +73,13 @@ def test_prefixes_are_cached_in_every_engine_alike(engine: str) -> None:
     assert not planned(f"engine={engine}", "engine.prefix_caching=false").engine.prefix_caching
 
 
+def test_the_preset_has_room_for_its_conversations() -> None:
+    config = plan(["experiment=turns", "target=gemma4_31b"]).jobs[0].config
+    assert (config.bench.name, config.target.max_model_len) == ("turns", 9216)
+    assert config.engine.prefix_caching
+    assert config.method.synthetic_acceptance_length == 2.5
+
+
 def test_cold_prompts_are_as_long_as_those_of_their_turns(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
