@@ -113,6 +113,26 @@ class RequestStep:
     output_token_ids: list[int]  # what was emitted after stop and limit cut
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PositionScores:
+    """What the drafter proposes from each of the N places of a finished request's output where a
+    step may verify drafts, teacher-forced: each draft reads the target's own tokens before it.
+
+    At the first place num_computed_tokens is `first`, at each further one 1 more. The target's
+    tokens go on after the end of a greedy output; where they are not known they are -1, and nothing
+    there counts. A token that the drafter cannot propose has rank 0 and probability 0.
+    """
+
+    index: int  # of the request
+    first: int
+    target_token_ids: np.ndarray  # [N, K] int64
+    target_ranks: np.ndarray  # [N, K] int64, of the target's token in the drafter's logits, from 1
+    target_probs: np.ndarray  # [N, K] float32, of the target's token, at temperature 1
+    draft_token_ids: np.ndarray  # [N, K] int64, the drafter's best token
+    draft_probs: np.ndarray  # [N, K] float32, of that token
+    target_entropies: np.ndarray  # [N] float32 nats, of the target's next token
+
+
 # Of a step, in order; commit is timed as a part of verify.
 PHASES = ("schedule", "prepare", "forward", "verify", "propose")
 

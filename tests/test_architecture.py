@@ -31,10 +31,12 @@ MAY_IMPORT = {
     "graphs": {"kernels", "types"},
     "models": {"kernels", "types", "plugins", "shipped", "distributed"},
     "speculators": {"kernels", "types", "config", "sampling", "models", "graphs", "distributed"},
+    "teacher_forcing": {"kernels", "models", "types"},
     "engine": {
         *("kernels", "types", "config", "sampling", "models", "graphs", "distributed"),
         *(
             "speculators",
+            "teacher_forcing",
             "factory",
             "signals",
             "costs",
@@ -55,16 +57,18 @@ MAY_IMPORT = {
     "doctor": {
         *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "report"),
         *("lab.environment", "lab.folder", "lab.generated", "lab.workloads"),
+        "teacher_forcing",
     },
     "predict": {
         *("types", "costs", "config", "engine.base", "factory", "metrics", "report"),
         *("lab.environment", "lab.folder", "lab.generated", "lab.rounds", "lab.workloads"),
     },
+    "replay": {"comparison", "config", "metrics", "report"},
     "factory": {"config", "types", "plugins"},
     "zoo": {"types", "config", "models"},
     "cli": {
         *("signals", "config", "lab", "bench", "report", "metrics.run_files"),
-        *("distributed", "factory", "comparison", "doctor", "predict"),
+        *("distributed", "factory", "comparison", "doctor", "predict", "replay"),
     },
     "root": {"cli", "signals"},  # hydraspec/__init__.py, and what python -m runs
 }
@@ -74,6 +78,7 @@ ROOMS_OF_FILES = {
     "hydraspec/compare.py": "root",
     "hydraspec/matrix.py": "root",
     "hydraspec/doctor/__main__.py": "root",
+    "hydraspec/replay/__main__.py": "root",
     "hydraspec/report/__main__.py": "root",
     "hydraspec/predict/__main__.py": "root",
 }
@@ -86,6 +91,8 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "bench", "report", "metrics")),
     "hydraspec/doctor/*",
     "hydraspec/predict/*",
+    "hydraspec/teacher_forcing/*",
+    "hydraspec/replay/*",
     "hydraspec/graphs/*",
     "hydraspec/comparison/*",
 ]

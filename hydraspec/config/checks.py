@@ -15,6 +15,7 @@ from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.kv_cache import KV_CACHE_RULES
 from hydraspec.config.messages import listing, refusal
+from hydraspec.config.positions import POSITION_RULES
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
 from hydraspec.config.schema import (
@@ -336,6 +337,7 @@ RULES = (
         "holds a tag that W&B refuses",
     ),
     *VLLM_RULES,
+    *POSITION_RULES,
     *BENCH,
 )
 
@@ -352,6 +354,8 @@ def _without_effect(config: RunConfig) -> list[str]:
                 )
         if method.draft_sampling is DraftSampling.probabilistic:
             notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
+    if config.metrics.all_positions and config.method.name == "none":
+        notes.append("metrics.all_positions=true has no effect with method=none")
     if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
         notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
     if is_random(config.workload) and (sampling.stop or sampling.stop_token_ids):

@@ -246,6 +246,7 @@ class MetricsConfig:
 
     steps: bool = False
     trace: bool = False
+    all_positions: bool = False  # drafts from every output position too
 
 
 @dataclass(slots=True, kw_only=True)

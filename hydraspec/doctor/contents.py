@@ -13,7 +13,6 @@ import torch
 from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
-from hydraspec.doctor.trial import Trial
 from hydraspec.doctor.variants import (
     Family,
     Matrix,
@@ -31,6 +30,7 @@ from hydraspec.doctor.variants import (
 from hydraspec.models.attention import Attention
 from hydraspec.models.checkpoint.mistral_names import half_split, interleaved
 from hydraspec.models.layers import Norm
+from hydraspec.teacher_forcing.trial import Trial
 
 THETAS = (1e4, 5e5, 1e6)  # that releases have
 CONVERT = "the converter that wrote the drafter's files is wrong here: convert again"

@@ -9,10 +9,10 @@ import torch
 
 from hydraspec.doctor import contents, feeding
 from hydraspec.doctor.scores import MIN_TEXTS, Gain, Scores, gain, score
-from hydraspec.doctor.texts import Texts
-from hydraspec.doctor.trial import Trial
 from hydraspec.doctor.variants import Subject, Variant
 from hydraspec.models.base import TargetModel
+from hydraspec.teacher_forcing.texts import Texts
+from hydraspec.teacher_forcing.trial import Trial
 
 FAMILIES = (*feeding.FAMILIES, *contents.FAMILIES)
 MAX_ROUNDS = 3  # a drafter may have several faults: the best variant is kept, and all tried again

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hydraspec.doctor.trial import Trial
 from hydraspec.doctor.variants import (
     Family,
     ScaledTokens,
@@ -22,6 +21,7 @@ from hydraspec.doctor.variants import (
 )
 from hydraspec.models.aux_states import default_aux_layer_ids
 from hydraspec.models.mtp.head import MTPHead
+from hydraspec.teacher_forcing.trial import Trial
 from hydraspec.types import Rows
 
 AUX_REMEDY = "set eagle_aux_hidden_state_layer_ids of the drafter's config.json to {}"

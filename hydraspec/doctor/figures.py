@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.doctor.scores import Scores, leading, replayed
-from hydraspec.doctor.texts import Texts
+from hydraspec.doctor.scores import Scores, replayed
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.statistics import ratio_of_sums
+from hydraspec.metrics.statistics import leading, ratio_of_sums
+from hydraspec.teacher_forcing.texts import Texts
 
 TOP = 5
 PLACES = (16, 32, 64, 128, 256, 512)  # bounds of buckets of positions and context lengths

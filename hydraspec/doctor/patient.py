@@ -9,16 +9,17 @@ from typing import Any
 
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig
-from hydraspec.doctor.texts import Text, Texts, read_texts
-from hydraspec.doctor.trial import Trial
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.tokenizer import Tokenizer
+from hydraspec.teacher_forcing.texts import Text, Texts, read_texts
+from hydraspec.teacher_forcing.trial import Trial
 from hydraspec.types import Completion, Request, SamplingParams
 
 MAX_PROMPTS = 32  # where workload.limit does not say how many
 MAX_OUTPUT = 64  # tokens of each, where sampling.max_tokens says more
 MAX_ROWS = 8192  # of all texts together
+MAX_STATE_BYTES = 4 << 30  # of the target's states that are kept
 SHARE_OF_FREE_MEMORY = 0.5  # that the engine's own cache takes, where the configuration is silent
 
 
@@ -54,11 +55,7 @@ class Patient:
 
     def trial(self) -> Trial:
         """The drafter as the engine uses it."""
-        spec, head = self.spec, self.engine.parts.runner.speculator.head
-        if spec.kv_mode == "target":
-            return Trial(head=head, kind="target_cache")
-        kind = "own_cache" if spec.mask_token_id is None else "parallel"
-        return Trial(head=head, kind=kind, aux_ids=spec.aux_layer_ids)  # type: ignore[arg-type]
+        return Trial.of(self.engine.parts.runner.speculator.head)
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
         """What the target answers to tokenised requests, greedily, and what it computed then. None
@@ -73,7 +70,9 @@ class Patient:
                 kept.append(text)
         if not kept:
             return None
-        return read_texts(self.target, kept, k=self.k, wanted=self.spec.aux_layer_ids)
+        num_rows = sum(len(text.token_ids) for text in kept)
+        keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
+        return read_texts(self.target, kept, k=self.k, keep=keep)
 
     def _answers(self, requests: Sequence[Request]) -> Iterator[Text]:
         engine = self.engine.baseline()
@@ -102,6 +101,16 @@ class Patient:
                 num_output=len(done.output_token_ids),
                 category=request.category,
             )
+
+
+def _kept_layers(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
+    """The layers whose states variants may read; those near `wanted` alone where not all fit."""
+    everything = list(range(target.num_layers + 1))
+    a_state = num_rows * target.hidden_size * target.dtype.itemsize
+    if len(everything) * a_state <= MAX_STATE_BYTES:
+        return everything
+    near = {i + d for i in wanted for d in (-2, -1, 0, 1, 2)} | {target.num_layers}
+    return [i for i in everything if i in near]
 
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:

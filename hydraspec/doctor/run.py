@@ -17,8 +17,6 @@ from hydraspec.doctor.figures import figures
 from hydraspec.doctor.patient import MAX_PROMPTS, Patient, few, loaded
 from hydraspec.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
 from hydraspec.doctor.scores import Gain, Scores, score
-from hydraspec.doctor.texts import Texts
-from hydraspec.doctor.trial import Trial
 from hydraspec.doctor.words import Files
 from hydraspec.lab import environment, generated, workloads
 from hydraspec.lab.folder import RunFolder
@@ -26,6 +24,8 @@ from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import DOCTOR
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.speculators.draft_model import DraftModelSpeculator
+from hydraspec.teacher_forcing.texts import Texts
+from hydraspec.teacher_forcing.trial import Trial
 from hydraspec.types import Request, StepRecord, WorkloadError
 
 MAX_LISTED = 40  # variants of each round in doctor.json

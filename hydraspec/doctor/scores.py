@@ -15,8 +15,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from hydraspec.doctor.texts import Texts
-from hydraspec.doctor.trial import Trial, draft_states
+from hydraspec.metrics.statistics import leading
+from hydraspec.teacher_forcing.scores import DraftVocabulary
+from hydraspec.teacher_forcing.texts import Texts
+from hydraspec.teacher_forcing.trial import Trial, draft_states
 
 ALPHA = 0.05  # over all variants of a round together
 MIN_TEXTS = 5  # with chains, for an interval
@@ -49,12 +51,6 @@ class Scores:
         return float(self.accepted.mean()) if self.accepted.size else 0.0
 
 
-def leading(matches: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[N, K] -> [N]: how many columns from the first one on are true."""
-    counts: NDArray[np.int64] = np.cumprod(matches, axis=1).sum(axis=1)
-    return counts
-
-
 def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
     """Acceptance length of the steps of a run: each starts where the one before it ended."""
     total = num_steps = first = 0
@@ -71,13 +67,13 @@ def score(trial: Trial, texts: Texts, k: int) -> Scores:
     """The drafts of a trial from every place, compared with the target's tokens."""
     truth = texts.chains.truth
     found = torch.zeros(4, *truth.shape, dtype=torch.float64, device=truth.device)
-    draft_ids = _draft_ids(trial, int(texts.target.ids.max()) + 1, truth)
+    vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
     for part in draft_states(trial, texts, k):
         logits: Tensor = trial.head.compute_logits(part.states).float()
         likely = texts.chains.row[part.chains] + 1 + part.step  # rows that the truth comes from
         theirs = texts.target.ids[likely], texts.target.probs[likely]
         wanted = truth[part.chains, part.step]
-        found[:, part.chains, part.step] = _judge(logits, wanted, theirs, draft_ids)
+        found[:, part.chains, part.step] = _judge(vocabulary, logits, wanted, theirs)
     matches, ranks, probs, log_probs = found.cpu().numpy()
     return Scores(
         matches=matches > 0,
@@ -89,39 +85,18 @@ def score(trial: Trial, texts: Texts, k: int) -> Scores:
 
 
 def _judge(
-    logits: Tensor, wanted: Tensor, theirs: tuple[Tensor, Tensor], draft_ids: Tensor | None
+    vocabulary: DraftVocabulary, logits: Tensor, wanted: Tensor, theirs: tuple[Tensor, Tensor]
 ) -> Tensor:
     """logits [n, V_draft], the target's tokens [n], and its likely tokens with their probabilities
     [n, NUM_LIKELY] -> matches, ranks, probabilities and log probabilities [4, n].
     """
-    total = logits.logsumexp(-1, keepdim=True)
-
-    def at(ids: Tensor) -> Tensor:
-        """Logits of target ids; minus infinity outside the draft vocabulary."""
-        if draft_ids is None:
-            return logits.gather(1, ids)
-        inside = draft_ids[ids]
-        return logits.gather(1, inside.clamp(min=0)).masked_fill(inside < 0, -torch.inf)
-
-    own = at(wanted[:, None])
-    place = wanted if draft_ids is None else draft_ids[wanted]
+    found = vocabulary.scores(logits, wanted)
     ids, weights = theirs
-    expected = ((at(ids) - total).clamp(min=LEAST_LOG_PROB) * weights).sum(-1)
-    ranks = (logits > own).sum(-1) + 1
-    return torch.stack(
-        (logits.argmax(-1) == place, ranks, (own - total).exp()[:, 0], expected)
-    ).double()
-
-
-def _draft_ids(trial: Trial, least: int, truth: Tensor) -> Tensor | None:
-    """[V] the draft id of each target id, -1 for those without; None where they are the same."""
-    ids = getattr(trial.head, "vocab_map", None)
-    if ids is None:
-        return None
-    size = max(least, int(ids.max()) + 1, int(truth.max()) + 1)
-    found = torch.full((size,), -1, dtype=torch.int64, device=ids.device)
-    found[ids] = torch.arange(ids.shape[0], device=ids.device)
-    return found
+    total = logits.logsumexp(-1, keepdim=True)
+    likely = (vocabulary.logits_of(logits, ids) - total).clamp(min=LEAST_LOG_PROB)
+    expected = (likely * weights).sum(-1)
+    matches = logits.argmax(-1) == vocabulary.places_of(wanted)
+    return torch.stack((matches, found.ranks, found.probs, expected)).double()
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydraspec.doctor.texts import Texts
-from hydraspec.doctor.trial import Trial
 from hydraspec.models.base import TargetModel
 from hydraspec.models.layers import Norm
+from hydraspec.teacher_forcing.texts import Texts
+from hydraspec.teacher_forcing.trial import Trial
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
+from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, StepRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +125,15 @@ class Engine(ABC):
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
         """Mean milliseconds per decode step of each phase, from a separate short run over
         tokenised requests, where `run` does not measure phases; None where it does or cannot.
+        """
+        return None
+
+    def position_scores(
+        self, requests: Sequence[Request], completions: Mapping[int, Completion]
+    ) -> Iterator[PositionScores] | None:
+        """Drafts from every place of finished outputs, teacher-forced, request by request; those of
+        fewer than two tokens are left out. `completions` are by index. None from an engine whose
+        drafter cannot be fed so. Not part of a run: it takes time and memory of its own.
         """
         return None
 

@@ -28,8 +28,10 @@ from hydraspec.metrics.run_files import (
     DOCTOR,
     ENVIRONMENT,
     OVERRIDES,
+    POSITIONS,
     PREDICTION,
     PREDICTION_REPORT,
+    REPLAY,
     REPORT,
     REQUESTS,
     STEPS,
@@ -41,8 +43,8 @@ from hydraspec.metrics.run_files import (
 log = logging.getLogger(__name__)
 
 OF_A_RUN = (
-    *(STEPS, TRACE, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
     *(PREDICTION, PREDICTION_REPORT),
+    *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
     *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
 

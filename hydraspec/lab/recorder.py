@@ -11,16 +11,17 @@ import hydraspec
 from hydraspec.config.schema import MetricsConfig
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.run_files import REPORT, STEPS, TRACE
-from hydraspec.metrics.sinks import Side, Sink, StepsFile, TraceFile
+from hydraspec.metrics.run_files import POSITIONS, REPORT, STEPS, TRACE
+from hydraspec.metrics.sinks import Side, Sink, StepsFile
 from hydraspec.metrics.summary import Summary
+from hydraspec.metrics.trace import PositionsFile, TraceFile
 from hydraspec.metrics.tracker import WandbSink
 from hydraspec.report import page as report
 from hydraspec.report.console import ConsoleSink, run_console
 from hydraspec.report.samples import SampleSink
 from hydraspec.report.worst import worst_requests
 from hydraspec.signals import interrupts_held_back
-from hydraspec.types import Request
+from hydraspec.types import PositionScores, Request
 
 
 class Recorder:
@@ -47,9 +48,13 @@ class Recorder:
         self._files: list[Sink] = []
         if metrics.steps:
             self._files.append(StepsFile(folder.path / STEPS))
+        self._scored: list[TraceFile | PositionsFile] = []
         if metrics.trace:
-            ids = {r.index: r.id for r in requests}
-            self._files.append(TraceFile(folder.path / TRACE, ids))
+            trace = TraceFile(folder.path / TRACE, requests)
+            self._files.append(trace)
+            self._scored.append(trace)
+        if metrics.all_positions:
+            self._scored.append(PositionsFile(folder.path / POSITIONS, requests))
         self._trace = folder.path / TRACE if metrics.trace else None
         self._samples = SampleSink(requests)
         sizes = dict.fromkeys(sides, len(requests))
@@ -57,6 +62,11 @@ class Recorder:
         self.sinks: list[Sink] = [*self._files, self._samples, self._progress]
         if tracker is not None:
             self.sinks.append(tracker)
+
+    def add_scores(self, scores: PositionScores) -> None:
+        """Record the drafts from every place of a request's output, in the files that show them."""
+        for file in self._scored:
+            file.add_scores(scores)
 
     def save(self, summarise: Callable[[], Summary], rows: Sequence[Json]) -> Summary:
         """Write every file, then tell tracker and console; an interrupt waits until files are
@@ -66,7 +76,7 @@ class Recorder:
         try:
             with interrupts_held_back():
                 summary = summarise()
-                for file in self._files:
+                for file in (*self._files, *self._scored):
                     file.close()
                 self._folder.write_requests(rows)
                 self._write(summary, rows)

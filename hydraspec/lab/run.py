@@ -16,7 +16,15 @@ from hydraspec import factory
 from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine
-from hydraspec.lab import environment, generated, summary, tracking, verdict, workloads
+from hydraspec.lab import (
+    environment,
+    generated,
+    positions,
+    summary,
+    tracking,
+    verdict,
+    workloads,
+)
 from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
@@ -67,6 +75,7 @@ def run(
             measurement.warm_up()
             measurement.run()
             measurement.profile()
+            loaded.workload.warnings += positions.record(config, measurement, recorder.add_scores)
             lossless = _judge(loaded, measurement)
         except KeyboardInterrupt:
             save("interrupted", _judge_if_possible(loaded, measurement))

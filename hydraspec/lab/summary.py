@@ -209,6 +209,7 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "draft_sampling": config.method.draft_sampling.value,
         "device": info.device,
         "dtype": info.dtype,
+        "max_model_len": info.max_model_len,
         "async_scheduling": info.async_scheduling,
         "parallelism": {
             "tensor": config.parallelism.tensor,

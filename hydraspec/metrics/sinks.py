@@ -1,4 +1,4 @@
-"""Sinks: hooks that a run calls with each record, and the JSON-lines files of steps and traces.
+"""Sinks: hooks that a run calls with each record, and the JSON-lines file of steps.
 
 A sink only writes. The meter computes, and the lab decides.
 """
@@ -12,7 +12,7 @@ from hydraspec.metrics.files import Json, JsonLinesFile
 from hydraspec.metrics.latency import percentiles
 from hydraspec.metrics.meter import Meter, RequestCounters
 from hydraspec.metrics.summary import Summary
-from hydraspec.types import Completion, Request, RequestStep, StepRecord
+from hydraspec.types import Completion, Request, StepRecord
 
 
 class Side(Enum):
@@ -56,40 +56,6 @@ class StepsFile(Sink):
 
     def close(self) -> None:
         self._file.close()
-
-
-class TraceFile(Sink):
-    """trace.jsonl: what was drafted, accepted and emitted, a line per request and decode step
-    of the method.
-    """
-
-    def __init__(self, path: Path, ids: dict[int, str]) -> None:
-        self._file = JsonLinesFile(path)
-        self._ids = ids
-
-    def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
-        if side is Side.method:
-            for part in record.requests:
-                if not part.is_prefill:
-                    self._file.write(trace_row(self._ids[part.index], record.step, part))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def trace_row(request_id: str, step: int, part: RequestStep) -> Json:
-    """A line of trace.jsonl.
-
-    The newest sampled token is number num_computed_tokens of the request, from 0.
-    """
-    return {
-        "request": request_id,
-        "step": step,
-        "num_computed_tokens": part.num_computed_tokens,
-        "draft_token_ids": part.draft_token_ids,
-        "num_accepted": part.num_accepted,
-        "output_token_ids": part.output_token_ids,
-    }
 
 
 def request_row(

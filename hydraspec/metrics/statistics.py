@@ -33,6 +33,12 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
+def leading(matches: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[N, K] -> [N]: how many columns from the first one on are true."""
+    counts: NDArray[np.int64] = np.cumprod(matches, axis=1).sum(axis=1)
+    return counts
+
+
 def ratio_of_sums(
     numerators: ArrayLike, denominators: ArrayLike, *, offset: float = 0.0
 ) -> Estimate:

@@ -249,6 +249,7 @@ class Settings(TypedDict):
     draft_sampling: str
     device: str
     dtype: str
+    max_model_len: int
     async_scheduling: bool | None
     parallelism: Parallelism
     devices: list[str]

@@ -62,7 +62,8 @@ def read(path: Path) -> object:
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of one run, with all it can write."""
     path = tmp_path_factory.mktemp("sweep")
-    switches = ["metrics.steps=true", "metrics.trace=true", "tracker=none", "workload.limit=3"]
+    files = [f"metrics.{name}=true" for name in ("steps", "trace", "all_positions")]
+    switches = [*files, "tracker=none", "workload.limit=3"]
     hydraspec.run([*switches, f"hydra.run.dir={path}/0"])
     compare(path)
     return path
@@ -72,7 +73,7 @@ def test_every_file_and_key_of_a_run_is_documented(sweep: Path) -> None:
     files = [path for path in sweep.rglob("*") if path.is_file()]
     assert {path.name for path in files} <= WORDS
     read_ones = [path for path in files if path.suffix in (".json", ".jsonl")]
-    assert len(read_ones) == 6
+    assert len(read_ones) == 7
     assert {path.name: found for path in read_ones if (found := undocumented(read(path)))} == {}
 
 

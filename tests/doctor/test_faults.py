@@ -12,7 +12,7 @@ from planted_faults import FAULTS, PAIRS, Bed, bed
 
 from hydraspec.doctor.diagnosis import Diagnosis, diagnose
 from hydraspec.doctor.scores import score
-from hydraspec.doctor.trial import Trial
+from hydraspec.teacher_forcing.trial import Trial
 from hydraspec.types import Request, SamplingParams, StepRecord
 
 FEW = 6

@@ -90,6 +90,8 @@ TRACE_KEYS = [
     "draft_token_ids",
     "num_accepted",
     "output_token_ids",
+    "target_ranks",
+    "target_probabilities",
 ]
 
 

@@ -20,11 +20,11 @@ from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.doctor.feeding import UnnormedFeedback
 from hydraspec.doctor.patient import Patient, few, loaded
-from hydraspec.doctor.texts import Texts
-from hydraspec.doctor.trial import Trial
 from hydraspec.lab import workloads
 from hydraspec.lab.resolution import resolve
 from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.teacher_forcing.texts import Texts
+from hydraspec.teacher_forcing.trial import Trial
 
 PAIRS = (
     ("tiny_gemma4", "gemma4_mtp"),

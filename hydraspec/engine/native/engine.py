@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,12 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.admission import Admission, Cancels, Pending, obeyed
 from hydraspec.engine.native.collect import Collected, Collector, Flight
 from hydraspec.engine.native.loading import Loaded, load, load_baseline
+from hydraspec.engine.native.positions import (
+    can_be_forced,
+    continued,
+    finished_texts,
+    position_scores,
+)
 from hydraspec.engine.native.profiling import profile_phases, profile_step
 from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.sequence import Scheduled, Sequence
@@ -31,6 +38,7 @@ from hydraspec.sampling.flags import flags_of
 from hydraspec.types import (
     Completion,
     NotFiniteError,
+    PositionScores,
     Request,
     SamplingParams,
     StepPlan,
@@ -239,6 +247,16 @@ class NativeEngine(Engine):
             yield
         finally:
             runner.clock, self._num_ahead = before
+
+    def position_scores(
+        self, requests: Seq[Request], completions: Mapping[int, Completion]
+    ) -> Iterator[PositionScores] | None:
+        if not can_be_forced(self.parts.runner.speculator):
+            return None
+        finished = finished_texts(requests, completions)
+        run = partial(self.run, concurrency=None)
+        num_more = self.parts.info.num_speculative_tokens
+        return position_scores(self.parts, continued(finished, num_more, run))
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)

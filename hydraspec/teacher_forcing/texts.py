@@ -1,5 +1,5 @@
-"""The target's greedy texts, computed once: states of every layer, KV, and where chains of drafts
-start. All variants of a drafter are scored over the same texts.
+"""Texts that the target wrote, computed once: states of its layers, KV, and where chains of drafts
+start.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from hydraspec.types import KVGroupSpec, Rows, RowSegment
 BLOCK = 16  # cache rows a block
 LOGIT_ROWS = 256  # rows whose logits are computed at a time
 NUM_LIKELY = 16  # of the target's distribution, what is kept: its most likely tokens
-MAX_STATE_BYTES = 4 << 30  # of the states that are kept; beyond it those near the head's alone
 
 
 @dataclass(slots=True, kw_only=True)
 class Text:
-    """A prompt and the target's greedy answer to it."""
+    """A prompt and the target's answer to it."""
 
     index: int  # of the request
     token_ids: list[int]  # prompt, output, and K + 1 tokens of how the target would go on
@@ -82,12 +81,11 @@ class Texts:
     chains: Chains
     target: Prediction  # of every row
     num_layers: int
+    vocab_size: int
 
 
-def read_texts(
-    target: TargetModel, texts: Sequence[Text], *, k: int, wanted: Sequence[int]
-) -> Texts:
-    """Run the target over the texts; `wanted` are the aux ids to keep where not all fit."""
+def read_texts(target: TargetModel, texts: Sequence[Text], *, k: int, keep: Sequence[int]) -> Texts:
+    """Run the target over the texts; `keep` are the layers whose states are kept, ascending."""
     target = copy(target)  # kv_groups sets this copy's block size
     specs = target.kv_groups(BLOCK)
     device = target.device
@@ -97,8 +95,7 @@ def read_texts(
         for layer in spec.layers:
             shape = (num_blocks * BLOCK, *spec.shape.page_row)
             caches[layer] = torch.zeros(shape, dtype=target.dtype, device=device)
-    ids = _kept_ids(target, rows.input_ids.shape[0], wanted)
-    final, aux = target.forward(rows, caches, ids)
+    final, aux = target.forward(rows, caches, keep)
     chains = _chains(texts, first_row, rows.input_ids, k)
     return Texts(
         texts=list(texts),
@@ -107,12 +104,13 @@ def read_texts(
         table=table,
         num_blocks=num_blocks,
         final=final,
-        states=dict(zip(ids, [x.clone() for x in aux], strict=True)),
+        states=dict(zip(keep, [x.clone() for x in aux], strict=True)),
         caches=caches,
         specs=specs,
         chains=chains,
         target=_prediction(target, final),
         num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
     )
 
 
@@ -143,15 +141,6 @@ def _lay_out(
         query_start_loc=torch.tensor(starts, device=device),
     )
     return rows, torch.tensor(starts[:-1], device=device), table, num_blocks
-
-
-def _kept_ids(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
-    everything = list(range(target.num_layers + 1))
-    a_state = num_rows * target.hidden_size * target.dtype.itemsize
-    if len(everything) * a_state <= MAX_STATE_BYTES:
-        return everything
-    near = {i + d for i in wanted for d in (-2, -1, 0, 1, 2)} | {target.num_layers}
-    return [i for i in everything if i in near]
 
 
 def _chains(texts: Sequence[Text], first_row: Tensor, tokens: Tensor, k: int) -> Chains:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hydraspec.doctor.texts import BLOCK, Texts
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.teacher_forcing.texts import BLOCK, Texts
 from hydraspec.types import KVGroupSpec, Rows, RowSegment, TargetStep
 
 CHAINS_AT_ONCE = 256
@@ -33,6 +34,16 @@ class Trial:
     step_gap: int = 0  # added to the rotary positions of steps 1, 2, ...
     advances: bool = True  # rotary positions grow with the step
     kv_layers_back: int = 0  # target_cache: reads so many layers before the last of each kind
+
+    @classmethod
+    def of(cls, head: Any) -> Trial:
+        """A loaded draft head as the engine uses it."""
+        spec: DraftSpec = head.spec
+        if spec.kv_mode == "target":
+            return cls(head=head, kind="target_cache")
+        kind: Literal["own_cache", "parallel"]
+        kind = "own_cache" if spec.mask_token_id is None else "parallel"
+        return cls(head=head, kind=kind, aux_ids=spec.aux_layer_ids)
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,0 +1,40 @@
+"""Where a run can record drafts from every output position (metrics.all_positions)."""
+
+from __future__ import annotations
+
+from hydraspec.config.rules import Rule
+from hydraspec.config.schema import RunConfig, Verification
+
+KEY = "metrics.all_positions"
+
+
+def _wanted(c: RunConfig) -> bool:
+    return c.metrics.all_positions
+
+
+POSITION_RULES = (
+    Rule(
+        "engine.name",
+        lambda name, c: name == "native",
+        "native",
+        f"cannot draft from every position ({KEY}=true): only our own draft heads can",
+        f"leave {KEY} out, or choose engine=native",
+        when=_wanted,
+    ),
+    Rule(
+        "parallelism.name",
+        lambda name, c: c.parallelism.num_ranks == 1,
+        "single",
+        f"cannot draft from every position ({KEY}=true)",
+        f"leave {KEY} out, or record on one device with a smaller target of the family",
+        when=_wanted,
+    ),
+    Rule(
+        "method.verification",
+        lambda verification, c: verification is not Verification.synthetic,
+        "standard, block",
+        f"gives outputs that are not the target's, so {KEY}=true has nothing to compare with",
+        f"leave {KEY} out, or choose another verification",
+        when=_wanted,
+    ),
+)

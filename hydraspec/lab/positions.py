@@ -1,0 +1,47 @@
+"""After the measured rounds: drafts from every place of the outputs, for metrics.trace and
+metrics.all_positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from hydraspec.config.schema import RunConfig, Verification
+from hydraspec.lab.rounds import Measurement
+from hydraspec.types import PositionScores
+
+log = logging.getLogger(__name__)
+
+
+def record(
+    config: RunConfig, measurement: Measurement, add: Callable[[PositionScores], None]
+) -> list[str]:
+    """Hand `add` the scores of each finished request, where the run records them. Returns warnings;
+    that a trace has no ranks is none, as some engines cannot give them.
+
+    A device without memory for the pass costs the run nothing but these records.
+    """
+    wanted = [name for name in ("trace", "all_positions") if getattr(config.metrics, name)]
+    method = measurement.method
+    if not wanted or method.engine.info.num_speculative_tokens == 0:
+        return []
+    missing, is_warning = "", config.metrics.all_positions
+    if config.method.verification is Verification.synthetic:
+        missing = "with method.verification=synthetic outputs are not the target's"
+    else:
+        try:
+            found = method.engine.position_scores(measurement.requests, method.completions)
+            if found is None:
+                missing = "only our own draft heads on one device give them"
+            for scores in found or ():
+                add(scores)
+        except torch.OutOfMemoryError:
+            missing, is_warning = "the device's memory is full: lower its KV cache", True
+    if not missing:
+        return []
+    warning = f"metrics.{wanted[-1]}=true: drafts have no ranks or probabilities: {missing}"
+    log.log(logging.WARNING if is_warning else logging.INFO, warning)
+    return [warning] if is_warning else []

@@ -1,0 +1,57 @@
+"""What a replay prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydraspec.errors import printable
+from hydraspec.metrics.files import Json
+from hydraspec.report.console import print_table, table_console
+from hydraspec.report.figures import interval, number
+
+WIDTH = 110
+HEADER = ("rule", "acceptance length", "tokens per step", "steps", "draft tokens", "by position")
+
+
+def show(result: Json, file: Path) -> None:
+    """Print the content of replay.json."""
+    console = table_console(WIDTH)
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(printable(text), style=style, markup=False, highlight=False)
+
+    say(f"{result['target']} with {result['method']}, K={result['num_speculative_tokens']}", "bold")
+    lines = [_line(row) for row in result["replays"]]
+    print_table(console, "Replayed", HEADER, lines, num_left=1)
+    if result["kind"] == "exact":
+        say("Exact: each request takes the steps that a run would take.", "bold green")
+    else:
+        say("An estimate:", "bold yellow")
+        for reason in result["why_estimate"]:
+            say(f"  {reason}")
+    say(_checked(result["check"]))
+    if left_out := result["num_requests_left_out"]:
+        say(f"Left out: {left_out} requests that did not finish.")
+    say(f"Details: {file}")
+
+
+def _line(row: Json) -> tuple[str, ...]:
+    tokens = row["num_draft_tokens"]
+    rates = row["acceptance_rate_per_position"]
+    return (
+        row["name"],
+        interval(row["acceptance_length"]),
+        number(row["tokens_per_step"], 2),
+        str(row["num_steps"]),
+        "not known" if tokens is None else str(tokens),
+        "  ".join(number(rate, 2) for rate in rates),
+    )
+
+
+def _checked(check: Json) -> str:
+    equal, different = check["num_requests_equal"], check["num_requests_different"]
+    text = f"Check: replayed with its own K, the run's counts are found in {equal} of "
+    text += f"{equal + different} requests."
+    if different and check["num_preemptions"]:
+        text += f" It preempted requests {check['num_preemptions']} times, which drops drafts."
+    return text

@@ -1,0 +1,77 @@
+"""The steps that requests would have taken under a rule, counted as the meter counts a run's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydraspec.metrics.statistics import leading
+from hydraspec.replay.record import Drafted
+from hydraspec.replay.rules import Rule
+
+
+@dataclass(slots=True, kw_only=True)
+class Steps:
+    """A request's decode steps: those after the one that read its prompt."""
+
+    id: str
+    category: str | None
+    num_steps: int = 0
+    num_drafts: int = 0  # steps that verified at least one draft
+    drafted_per_position: list[int] = field(default_factory=list)  # [K]; empty: not known
+    accepted_per_position: list[int] = field(default_factory=list)  # [K]
+    accepted_per_step: list[int] = field(default_factory=list)
+    num_tokens: int = 0  # of its output after the first
+    is_cut: bool = False  # tokens that decide a step are not known
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens."""
+        return sum(self.accepted_per_position)
+
+
+def replay(request: Drafted, rule: Rule, max_model_len: int | None) -> Steps:
+    """The steps of one request. It is alone in its cache: nothing is preempted."""
+    k = rule.num_speculative_tokens
+    found = Steps(
+        id=request.id,
+        category=request.category,
+        drafted_per_position=[0] * k,
+        accepted_per_position=[0] * k,
+    )
+    num_output = min(request.num_output, rule.max_tokens or request.num_output)
+    accepted = leading(request.ranks[:, :k] <= rule.candidates)
+    offered = _offered(request, rule, max_model_len)
+    place = 0
+    while place < num_output - 1:
+        most = int(offered[place])
+        count = min(int(accepted[place]), most)
+        found.is_cut |= count == request.num_known[place] < most
+        found.num_steps += 1
+        found.num_drafts += most > 0
+        for i in range(most):
+            found.drafted_per_position[i] += 1
+            found.accepted_per_position[i] += i < count
+        found.accepted_per_step.append(count)
+        place += count + 1
+    found.num_tokens = max(0, num_output - 1)
+    if rule.min_probability:
+        # How many drafts follow a rejected one depends on what the drafter makes of that one.
+        found.drafted_per_position = []
+    return found
+
+
+def _offered(request: Drafted, rule: Rule, max_model_len: int | None) -> NDArray[np.int64]:
+    """[N] drafts of a step that starts at each place; beyond a rejected one at least these."""
+    k, num_places = rule.num_speculative_tokens, len(request.num_known)
+    offered = np.full(num_places, k)
+    if rule.min_probability:
+        assert request.draft_probs is not None, "read_rules refuses it for a trace"
+        offered = leading(request.draft_probs[:, :k] >= rule.min_probability)
+    if max_model_len is not None:
+        # The newest token is number num_prompt + place. Every draft and one more token must fit.
+        room = max_model_len - 2 - (request.num_prompt + np.arange(num_places))
+        offered = np.minimum(offered, np.maximum(room, 0))
+    return offered
