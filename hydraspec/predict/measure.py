@@ -8,6 +8,7 @@ from statistics import median
 
 from hydraspec.costs import CostTable
 from hydraspec.engine.base import Engine
+from hydraspec.errors import ConfigurationError
 from hydraspec.lab.rounds import Measurement, closing_run
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
@@ -16,6 +17,7 @@ from hydraspec.types import Completion, Request, StepRecord
 
 STEPS = 12  # timed decode steps of a round
 UNSETTLED = 2  # steps before them, which are not timed
+BESIDE_PROMPTS = 32  # steps in which the first requests decode while others are read, at most
 MIN_PROMPT_ROWS = 8  # fewer say nothing about the time of a row
 
 
@@ -86,7 +88,11 @@ class Costs:
 
     def measure(self, texts: Texts, batch: int) -> None:
         """A round: STEPS decode steps of `batch` requests in the middle of their answers, taken in
-        turn where there are fewer."""
+        turn where there are fewer.
+
+        Raises:
+            ConfigurationError: so many do not fit into the KV cache.
+        """
         num_pure = 0
         with closing_run(self.engine, self._requests(texts, batch), batch) as events:
             for event in events:
@@ -102,10 +108,17 @@ class Costs:
                 if is_pure and num_pure > UNSETTLED:
                     self._add(batch, event)
                 if num_pure == STEPS + UNSETTLED:
-                    break
+                    return
+        if batch not in self.step_ms:
+            raise ConfigurationError(
+                f"--concurrency {batch}: no step had so many requests at once\n"
+                "  allowed: as many as the KV cache holds\n"
+                "  to do: raise engine.kv_cache.memory_gib, or ask for fewer"
+            )
 
     def _requests(self, texts: Texts, batch: int) -> list[Request]:
-        num_tokens = (STEPS + UNSETTLED) * (1 + self.num_drafts) + 1
+        num_steps = STEPS + UNSETTLED + BESIDE_PROMPTS
+        num_tokens = num_steps * (1 + self.num_drafts) + 1
         most = self.engine.info.max_model_len
         taken = [texts.requests[i % len(texts.requests)] for i in range(batch)]
         halfway = [texts.halfway(request, num_tokens, most) for request in taken]
