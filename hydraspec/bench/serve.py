@@ -31,7 +31,7 @@ class Serve(Benchmark):
     """The requests of bench=load, first all at once and then at each rate."""
 
     heading = "Latencies at several request rates"
-    unit, units = "rate", "rates"
+    unit, units = "line", "lines"
     needs_times = True
 
     def settings(self, config: RunConfig) -> Json:
@@ -153,8 +153,6 @@ def _row(
     }
     offered = "all at once" if rate is None else f"{rate:.2f} requests per second"
     log.info("%s: %.2f s, %.0f tokens per second", offered, seconds, row["tokens_per_second"])
-    if row["num_built"] and engine.info.device != "cpu":
-        log.warning("%s: %d kernels or graphs were built meanwhile", offered, row["num_built"])
     return row
 
 

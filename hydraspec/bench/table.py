@@ -109,6 +109,11 @@ def notes_of(result: Json) -> Iterator[tuple[str, str]]:
         if memory:
             text = ", ".join(f"{key} {value / GIB:.2f}" for key, value in memory.items())
             yield f"{name}, memory in GiB", text
+        unit = BENCHMARKS[result["bench"]].unit
+        counts = [row.get("num_built", 0) for row in part["rows"]]
+        if any(counts):
+            built = [f"{count} in {unit} {i}" for i, count in enumerate(counts, 1) if count]
+            yield f"{name}, kernels and graphs built while measured", ", ".join(built)
         graphs = part["cudagraph"]
         yield f"{name}, CUDA graphs", ", ".join(f"{k} {v}" for k, v in graphs.items() if v)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from hydraspec.bench import table as bench_table
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.serve import summary_of
 from hydraspec.cli.compose import plan
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.checks import check
+from hydraspec.config.schema import GoodputConfig, RunConfig
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Request
 
@@ -26,7 +29,9 @@ SMALL = (
 )
 
 
+@cache
 def planned(*overrides: str) -> RunConfig:
+    """Not to be changed."""
     return plan([*SMALL, *overrides]).jobs[0].config
 
 
@@ -45,21 +50,22 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> list[list[Request]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("changes", "parts"),
     [
-        (["bench.rates=[]"], ["bench.rates=[]", "[0.25, 0.5, 0.75, 0.9]"]),
-        (["bench.rates=[0.5,0.25]"], ["bench.rates=[0.5, 0.25]", "rising"]),
-        (["bench.rates=[0,1]"], ["bench.rates", "above 0"]),
-        (["bench.peak_rate=0"], ["bench.peak_rate=0", "null to measure it"]),
-        (["bench.goodput.ttft_ms=-1"], ["bench.goodput.ttft_ms=-1", "null for no limit"]),
-        (["bench.repeats=3"], ["bench.repeats", "choose bench=decode"]),
-        (["target.max_model_len=16"], ["max_prompt_tokens + bench.max_output_tokens = 17"]),
+        ({"rates": []}, ["bench.rates=[]", "[0.25, 0.5, 0.75, 0.9]"]),
+        ({"rates": [0.5, 0.25]}, ["bench.rates=[0.5, 0.25]", "rising"]),
+        ({"rates": [0.0, 1.0]}, ["bench.rates=[0.0, 1.0]", "above 0"]),
+        ({"peak_rate": 0.0}, ["bench.peak_rate=0", "null to measure it"]),
+        ({"goodput": GoodputConfig(ttft_ms=-1.0)}, ["bench.goodput.ttft_ms=-1", "for no limit"]),
+        ({"num_requests": 0}, ["bench.num_requests=0", "1 or more"]),
+        ({"max_output_tokens": 3}, ["bench.max_output_tokens=3", "bench.output_tokens=4 or more"]),
     ],
-    ids=lambda value: value[0],
+    ids=str,
 )
-def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
+def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], parts: list[str]) -> None:
+    config = planned()
     with pytest.raises(ConfigurationError) as caught:
-        planned(*overrides)
+        check(replace(config, bench=replace(config.bench, **changes)))
     for part in parts:
         assert part in str(caught.value)
 
@@ -134,6 +140,10 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
     ]
     assert {len(line) for line in lines} == {len(bench_table.header_of(result))}
     assert [bool(line[-1]) for line in lines] == [True] * 3 + [False] * 6  # of the whole part
+    noted = {name: text for name, text in bench_table.notes_of(result)}
+    parts[0]["rows"][2]["num_built"] = 3
+    (added,) = dict(bench_table.notes_of(result)).items() - noted.items()
+    assert added == ("native, none, kernels and graphs built while measured", "3 in line 3")
     assert "Latencies at several request rates" in (tmp_path / "bench.html").read_text()
 
 
