@@ -121,7 +121,8 @@ OWNERS = {
     "tokenizers": ["hydraspec/zoo/*"],
     "speculators": ["hydraspec/zoo/*"],
     "vllm": ["hydraspec/engine/vllm/*"],
-    "wandb": ["hydraspec/metrics/tracker.py"],
+    "wandb": ["hydraspec/metrics/tracker.py", "hydraspec/report/study/wandb_report.py"],
+    "wandb_workspaces": ["hydraspec/report/study/wandb_report.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
     "paged_caches": ["kernels/benchmarks/*"],
     "round_trip_kernel": ["kernels/benchmarks/*"],
@@ -133,7 +134,7 @@ OWNERS = {
     "datasets": ["hydraspec/lab/*"],
     "jinja2": ["hydraspec/report/html.py"],
 }
-LAZY = {"wandb", "datasets", "vllm"}  # imported inside functions only
+LAZY = {"wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
 
 # Files of the step, and in them the functions that run outside it, while loading.
 STEP_FILES = [

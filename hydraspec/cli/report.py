@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydraspec.cli.complain import complain
+from hydraspec.cli.complain import complain, tell
 from hydraspec.errors import UserError
+from hydraspec.metrics.run_files import STUDY_SPEC
 from hydraspec.signals import output_may_be_cut
 
 COMMAND = "hydraspec.report"
@@ -17,7 +19,8 @@ Make a report over runs: the question and its answer in a sentence, throughput o
 that of all, speedup with intervals, acceptance by position and category, lossless verdicts, where
 time goes, and the settings that differ. Runs of several targets, workloads or loads are told apart;
 those of the same are ranked."""
-STATUSES = "Exit status: 0; 2 if the folders make no report; 1 if a file cannot be written."
+STATUSES = "Exit status: 0; 2 if the folders make no report; 1 if a file cannot be written, or W&B "
+"does not take the report."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,21 +36,40 @@ def main(arguments: Sequence[str]) -> int:
         "new one in outputs/reports",
     )
     parser.add_argument("--question", metavar="TEXT", help="the title, else made of the settings")
+    parser.add_argument(
+        "--publish",
+        action="store_true",
+        help="save the report to W&B too, where the runs were synced to; again: update it there",
+    )
+    parser.add_argument("--entity", help="W&B entity for --publish, else that of the runs")
+    parser.add_argument("--project", help="W&B project for --publish, else that of the runs")
     given = parser.parse_args(arguments)
-    from hydraspec.report.study import page
-
     folders = [Path(folder) for folder in given.folders]
     target = _target(given.write, folders)
     with output_may_be_cut():
         try:
-            made = page.read(folders, asked=given.question)
-            path = page.write(made, target)
+            _make(given, folders, target)
         except UserError as error:
             return complain(error, error.exit_code, command=COMMAND)
         except OSError as error:
             return complain(f"cannot write {target}: {error.strerror or error}", 1, command=COMMAND)
-        page.tell(made, path)
     return 0
+
+
+def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> None:
+    from hydraspec.report.study import groups, page, wandb_report
+    from hydraspec.report.study.contents import study
+
+    if given.publish:
+        wandb_report.check_installed()
+    runs = groups.read(folders)
+    made = study(runs, asked=given.question)
+    page.tell(made, page.write(made, runs, target))
+    if given.publish:
+        address = wandb_report.publish(target / STUDY_SPEC, given.entity, given.project)
+        sys.stdout.write(f"Published: {address}\n")
+    elif not wandb_report.is_installed():
+        tell(f"{STUDY_SPEC} is not written: {wandb_report.INSTALL}", command=COMMAND)
 
 
 def _target(given: str | None, folders: Sequence[Path]) -> Path:

@@ -81,7 +81,7 @@ class Recorder:
                 self._folder.write_requests(rows)
                 self._write(summary, rows)
             if self._tracker is not None:
-                self._tracker.add_requests(rows)
+                self._tracker.on_requests(rows)
                 if failures := self._tracker.on_summary(summary):
                     summary["warnings"] += failures
                     with interrupts_held_back():

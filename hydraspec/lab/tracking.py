@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydraspec.config.benches import is_bench
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, TrackerMode
 from hydraspec.config.used import used
 from hydraspec.errors import UserError
+from hydraspec.metrics.run_files import STUDY_SPEC
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
-from hydraspec.report.study import groups, page
+from hydraspec.report.study import groups, page, wandb_report
 from hydraspec.report.study.answers import answers
 from hydraspec.report.study.blocks import Study
 from hydraspec.report.study.contents import study
@@ -54,7 +55,7 @@ def _options(config: RunConfig, name: str) -> TrackerOptions:
 def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
     """Make the report of a single run, if one is asked for. What fails is a warning."""
     if config.tracker.report and (runs := _read(folder)):
-        _report(study(runs), folder, quiet=quiet)
+        _report(config, study(runs), runs, folder, quiet=quiet)
 
 
 def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> None:
@@ -72,7 +73,7 @@ def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> No
     if tracked is not None:
         _record_sweep(tracked, made, runs, folder, group)
     if reports:
-        _report(made, folder)
+        _report(tracked or configs[0], made, runs, folder)
 
 
 def _record_sweep(config: RunConfig, made: Study, runs: Runs, folder: Path, group: str) -> None:
@@ -99,11 +100,16 @@ def _read(folder: Path) -> Runs | None:
     return None
 
 
-def _report(made: Study, folder: Path, *, quiet: bool = False) -> None:
+def _report(
+    config: RunConfig, made: Study, runs: Runs, folder: Path, *, quiet: bool = False
+) -> None:
+    """Write the report; with tracker.mode=online W&B gets it too."""
     try:
-        path = page.write(made, folder)
-    except OSError as error:
-        log.warning("no report: %s", error)
-        return
-    if not quiet:
-        page.tell(made, path)
+        paths = page.write(made, runs, folder)
+        if not quiet:
+            page.tell(made, paths)
+        if config.tracker.records and config.tracker.mode is TrackerMode.online:
+            wandb_report.check_installed()
+            log.info("published: %s", wandb_report.publish(folder / STUDY_SPEC))
+    except (OSError, UserError) as error:
+        log.warning("the report: %s", str(error).splitlines()[0])

@@ -30,6 +30,7 @@ COMPARISON_REPORT = "compare.html"
 COMPARISON_CSV = "compare.csv"
 COMPARISON_MARKDOWN = "compare.md"
 STUDY = "study.html"
+STUDY_SPEC = "study.json"
 TRACKER = "wandb"
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 

@@ -5,6 +5,7 @@ A sink only writes. The meter computes, and the lab decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -35,6 +36,9 @@ class Sink:
 
     def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
         """A request ended and was counted by `meter`."""
+
+    def on_requests(self, rows: Sequence[Json]) -> None:
+        """The rows of requests.jsonl, which is written."""
 
     def on_summary(self, summary: Summary) -> list[str]:
         """The run is over and its files are written. Returns warnings to add to the summary."""

@@ -110,8 +110,8 @@ class WandbSink(Sink):
         }
         self._submit(lambda: self._run.log(values))
 
-    def add_requests(self, rows: Sequence[Json]) -> None:
-        """Rows of requests.jsonl, which tables and histograms of the summary are made of."""
+    def on_requests(self, rows: Sequence[Json]) -> None:
+        """Keep them: `on_summary` makes tables and histograms of them."""
         self._rows = rows
 
     def on_summary(self, summary: Summary) -> list[str]:
@@ -178,7 +178,7 @@ class WandbSink(Sink):
 
         options = self._options
         if mode == "online":
-            _require_key(wandb)
+            require_key(wandb)
         return wandb.init(
             project=options.project,
             entity=options.entity,
@@ -267,8 +267,8 @@ def final_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {**flattened(summary), **per_user}
 
 
-def _require_key(wandb: Any) -> None:
-    """Raise without an API key: wandb.init would prompt for one in the middle of a run."""
+def require_key(wandb: Any) -> None:
+    """Raise RuntimeError without an API key, which wandb would prompt for."""
     can_ask_silently = "prompt" in inspect.signature(wandb.login).parameters
     if can_ask_silently and not wandb.login(prompt=False):
         raise RuntimeError("no API key is configured; log in first with: wandb login")

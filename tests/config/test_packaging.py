@@ -19,7 +19,11 @@ TARGETS += ["lint", "type", "check"]
 TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "test-multi-gpu"]
 TARGETS += ["verify-gpu", "table", "sweep", "clean"]
 
-DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # import name → name on the index
+DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "yaml": "pyyaml",
+    "wandb_workspaces": "wandb-workspaces",
+}  # import name → name on the index
 INSTALLED_BY_THE_USER = {"vllm"}  # it asks for a torch of its own
 
 
@@ -67,7 +71,8 @@ def test_every_package_that_is_imported_is_declared():
     found = {name for root in roots for path in root.rglob("*.py") for name in imported(path)}
     found -= {*sys.stdlib_module_names, "hydraspec", "hydraspec_kernels"}
     project = PROJECT["project"]
-    written = [*project["dependencies"], *project["optional-dependencies"]["oracle"]]
+    extras = project["optional-dependencies"]
+    written = [*project["dependencies"], *extras["oracle"], *extras["reports"]]
     declared = {re.split(r"[^\w-]", text, maxsplit=1)[0] for text in written}
     assert {DISTRIBUTIONS.get(name, name) for name in found} - declared == INSTALLED_BY_THE_USER
     assert "omegaconf" in written, "without a version: see pyproject.toml"

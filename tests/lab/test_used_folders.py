@@ -19,6 +19,7 @@ from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, TrackerConfig
 from hydraspec.errors import CheckpointError, WorkloadError
 from hydraspec.lab import run as run_module
+from hydraspec.lab import tracking
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.sinks import Sink
 
@@ -113,7 +114,7 @@ def test_a_tracker_starts_after_the_older_files_are_removed(
         def wait_until_ready(self) -> None:
             """As the tracker's."""
 
-    monkeypatch.setattr(run_module, "WandbSink", Starting)
+    monkeypatch.setattr(tracking, "WandbSink", Starting)
     use_engine(FakeEngine())
     run_config()
     assert started == [["config.yaml", "env.json", "overrides.yaml"]]

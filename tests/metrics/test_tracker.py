@@ -175,7 +175,7 @@ def test_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = start(fake, monkeypatch)
     sink.add_config(draft_spec={"layers": 2})
     feed(sink, 2)
-    sink.add_requests([ROW])
+    sink.on_requests([ROW])
     assert sink.on_summary(SUMMARY) == []
     assert fake.finished
     assert fake.config == {"seed": 3, "draft_spec": {"layers": 2}}
@@ -317,7 +317,7 @@ def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
     sink = WandbSink(options, tmp_path, {"seed": 3})
     sink.wait_until_ready()
     feed(sink, 1)
-    sink.add_requests([ROW])
+    sink.on_requests([ROW])
     assert sink.on_summary(SUMMARY) == []
     wandb.teardown()  # ends its process: tests of this worker count their children
     written = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from checked_pages import check_page
-from fake_engine import Behaviour, FakeEngine
+from fake_engine import FakeEngine
+from studied_runs import configure, edit, slow_down
 
 from hydraspec.cli.report import main
-from hydraspec.config.schema import MethodConfig, RunConfig, TrackerConfig
+from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import run as run_module
 from hydraspec.lab import tracking
 from hydraspec.report.study import page
@@ -22,64 +22,20 @@ from hydraspec.report.study.groups import read
 from hydraspec.report.study.pareto import Point, front_of
 
 Use = Callable[[FakeEngine], FakeEngine]
-JOBS = (("eagle3", 3, (0,)), ("gemma4_mtp", 3, (3, 2)), ("none", 0, (0,)))
 
 
-@pytest.fixture
-def sweep(
-    config: RunConfig, use_engine: Use, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Jobs 0 (no draft accepted), 1 and 2 (without drafts). Run once, and copied for each test."""
-    kept = tmp_path_factory.getbasetemp() / "studied_fake_runs"
-    if not kept.exists():
-        for number, (method, drafts, accepted) in enumerate(JOBS):
-            config.method = MethodConfig(name=method, num_speculative_tokens=drafts)
-            behaviour = Behaviour(accepted=accepted)
-            use_engine(FakeEngine(behaviour, method=method, num_speculative_tokens=drafts))
-            run_module.run(config, run_dir=kept / str(number), overrides=[], quiet=True)
-    return Path(shutil.copytree(kept, tmp_path / "sweep"))
-
-
-def edit(run: Path, **changes: Any) -> Path:
-    """A run with other values in its summary."""
-    path = run / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) | changes
-    path.write_text(json.dumps(summary), encoding="utf-8")
-    return run
-
-
-def configure(run: Path, **changes: Any) -> Path:
-    """A run with other values in config.yaml; __ stands for a dot."""
-    path = run / "config.yaml"
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for key, value in changes.items():
-        group, _, name = key.partition("__")
-        settings[group][name] = value
-    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return run
-
-
-def slow_down(run: Path, factor: float) -> None:
-    """The method's times of each request multiplied, with some noise."""
-    path = run / "requests.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for i, row in enumerate(rows):
-        row["decode_ms"] = row["baseline"]["decode_ms"] * factor * (1 + 0.01 * (i % 3))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def test_the_page_of_a_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_sweep(studied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in ("0", "1"):
-        edit(sweep / job, time_per_output_token_ms=4.0, output_tokens_per_second=900.0)
-    slow_down(sweep / "1", 0.5)
-    slow_down(sweep / "0", 1.5)
-    (sweep / "3").mkdir()
-    assert main([str(sweep)]) == 0
+        edit(studied / job, time_per_output_token_ms=4.0, output_tokens_per_second=900.0)
+    slow_down(studied / "1", 0.5)
+    slow_down(studied / "0", 1.5)
+    (studied / "3").mkdir()
+    assert main([str(studied)]) == 0
     printed = capsys.readouterr().out
     assert "Which drafter for tiny_fake on workload jsonl?" in printed
     assert "1 (gemma4_mtp, K=3) is worth it: " in printed
-    assert f"Report: {sweep}/study.html" in printed
-    found = check_page((sweep / "study.html").read_text(encoding="utf-8"))
+    assert f"Report: {studied}/study.html" in printed
+    found = check_page((studied / "study.html").read_text(encoding="utf-8"))
     assert found.links == ["1/report.html", "2/report.html", "0/report.html"], "best first"
     for text in (
         "Throughput of one user and of all",
@@ -95,32 +51,32 @@ def test_the_page_of_a_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "svg" in found.tags
 
 
-def test_what_the_verdict_says(sweep: Path) -> None:
+def test_what_the_verdict_says(studied: Path) -> None:
     """Worth it, slower, cannot tell, not usable, and without a baseline."""
 
     def says(folder: Path) -> tuple[str, str]:
         (verdict,) = page.read([folder]).verdicts
         return verdict.kind, verdict.sentence
 
-    slow_down(sweep / "1", 0.5)
-    slow_down(sweep / "0", 0.5)
-    kind, sentence = says(sweep)
+    slow_down(studied / "1", 0.5)
+    slow_down(studied / "0", 0.5)
+    kind, sentence = says(studied)
     assert (kind, "Cannot be told from it: 1 (gemma4_mtp, K=3)." in sentence) == ("good", True)
-    slow_down(sweep / "1", 1.5)
-    slow_down(sweep / "0", 2.0)
-    assert says(sweep)[1].startswith("No job is worth it: the fastest, 1 (gemma4_mtp, K=3), is")
-    slow_down(sweep / "0", 0.4)
-    edit(sweep / "0", lossless=_diverged(sweep / "0"))
-    kind, sentence = says(sweep)
+    slow_down(studied / "1", 1.5)
+    slow_down(studied / "0", 2.0)
+    assert says(studied)[1].startswith("No job is worth it: the fastest, 1 (gemma4_mtp, K=3), is")
+    slow_down(studied / "0", 0.4)
+    edit(studied / "0", lossless=_diverged(studied / "0"))
+    kind, sentence = says(studied)
     assert kind == "bad"
     assert "Outputs of 0 (eagle3, K=3) differ from the target's" in sentence
     assessed = {"says": "slower", "sentence": "slower: 0.66x; slower in math 0.66x"}
-    edit(sweep / "0", assessment=assessed)
-    assert says(sweep / "0") == ("bad", "Slower: 0.66x; slower in math 0.66x.")
-    assert says(sweep / "2")[1] == "All runs decode without drafts."
-    edit(sweep / "1", baseline=None, speedup=None, by_category={}, assessment=None)
-    assert says(sweep / "1")[1] == "The speedup is not known: no job has a baseline."
-    assert "Not ranked: 1 ran without a baseline" in page.read([sweep]).notes
+    edit(studied / "0", assessment=assessed)
+    assert says(studied / "0") == ("bad", "Slower: 0.66x; slower in math 0.66x.")
+    assert says(studied / "2")[1] == "All runs decode without drafts."
+    edit(studied / "1", baseline=None, speedup=None, by_category={}, assessment=None)
+    assert says(studied / "1")[1] == "The speedup is not known: no job has a baseline."
+    assert "Not ranked: 1 ran without a baseline" in page.read([studied]).notes
 
 
 def _diverged(run: Path) -> dict[str, Any]:
@@ -129,13 +85,13 @@ def _diverged(run: Path) -> dict[str, Any]:
     return dict(summary["lossless"]) | {"verdict": "diverged", "first_beyond_margin": first}
 
 
-def test_groups_by_target_and_load(sweep: Path) -> None:
+def test_groups_by_target_and_load(studied: Path) -> None:
     """A drafter at two loads, and another target: ranked apart, in one report."""
-    loaded = shutil.copytree(sweep / "1", sweep / "4")
+    loaded = shutil.copytree(studied / "1", studied / "4")
     configure(loaded, workload__concurrency=8)
-    other = edit(shutil.copytree(sweep / "1", sweep / "5"), target="tiny_other")
+    other = edit(shutil.copytree(studied / "1", studied / "5"), target="tiny_other")
     configure(other, target__name="tiny_other", target__checkpoint="zoo:other")
-    runs = read([sweep])
+    runs = read([studied])
     assert [family.title for family in runs.families] == [
         "target tiny_fake",
         "target tiny_other",
@@ -145,23 +101,23 @@ def test_groups_by_target_and_load(sweep: Path) -> None:
         "target tiny_fake, concurrency 8",
         "target tiny_other",
     ]
-    made = page.read([sweep])
+    made = page.read([studied])
     assert made.question == "Which target and drafter on workload jsonl?"
     assert len(made.verdicts) == 3
-    check_page(page.render(made, sweep))
+    check_page(page.render(made, studied))
 
 
-def test_text_from_files_is_escaped(sweep: Path) -> None:
+def test_text_from_files_is_escaped(studied: Path) -> None:
     name = "<script>alert(1)</script>"
-    edit(sweep / "1", target=name, warnings=[name])
-    configure(sweep / "1", target__name=name, engine__device=name)
-    made = page.read([sweep], asked=f"{name}?")
-    assert check_page(page.render(made, sweep)).text.count(name) > 2
+    edit(studied / "1", target=name, warnings=[name])
+    configure(studied / "1", target__name=name, engine__device=name)
+    made = page.read([studied], asked=f"{name}?")
+    assert check_page(page.render(made, studied)).text.count(name) > 2
 
 
-def test_links_from_another_folder(sweep: Path) -> None:
+def test_links_from_another_folder(studied: Path) -> None:
     """Relative, with signs that a browser reads otherwise written as it wants them."""
-    odd = sweep.rename(sweep.parent / "a #b")
+    odd = studied.rename(studied.parent / "a #b")
     assert main([str(odd / "0"), str(odd / "1"), "--write", str(odd.parent / "out" / "in")]) == 0
     found = check_page((odd.parent / "out" / "in" / "study.html").read_text(encoding="utf-8"))
     assert set(found.links) == {
@@ -170,10 +126,10 @@ def test_links_from_another_folder(sweep: Path) -> None:
     }
 
 
-def test_one_run(sweep: Path) -> None:
-    made = page.read([sweep / "1"])
+def test_one_run(studied: Path) -> None:
+    made = page.read([studied / "1"])
     assert made.question.startswith("Is gemma4_mtp with 3 draft tokens worth it for tiny_fake")
-    assert check_page(page.render(made, sweep)).links == ["1/report.html"]
+    assert check_page(page.render(made, studied)).links == ["1/report.html"]
 
 
 def test_the_front_holds_what_no_other_point_beats() -> None:
@@ -186,18 +142,21 @@ def test_the_front_holds_what_no_other_point_beats() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
-    "no such folder": (lambda sweep: [sweep / "nowhere"], "nowhere: does not exist"),
-    "a file": (lambda sweep: [sweep / "0" / "env.json"], "env.json: is no folder"),
-    "an empty folder": (lambda sweep: [_made(sweep / "empty")], "holds no summary.json"),
-    "nothing finished": (lambda sweep: [_without_rows(sweep / "0")], "no request finished"),
+    "no such folder": (lambda studied: [studied / "nowhere"], "nowhere: does not exist"),
+    "a file": (lambda studied: [studied / "0" / "env.json"], "env.json: is no folder"),
+    "an empty folder": (lambda studied: [_made(studied / "empty")], "holds no summary.json"),
+    "nothing finished": (lambda studied: [_without_rows(studied / "0")], "no request finished"),
     "nothing in common": (
-        lambda sweep: [
-            sweep / "0",
-            configure(edit(sweep / "1", target="b", workload="random"), target__name="b"),
+        lambda studied: [
+            studied / "0",
+            configure(edit(studied / "1", target="b", workload="random"), target__name="b"),
         ],
         "have nothing in common: target ",
     ),
-    "other prompts": (lambda sweep: [_reprompted(sweep / "0").parent], "other prompts: request"),
+    "other prompts": (
+        lambda studied: [_reprompted(studied / "0").parent],
+        "other prompts: request",
+    ),
 }
 
 
@@ -221,10 +180,10 @@ def _reprompted(run: Path) -> Path:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_makes_no_report_is_one_message(
-    case: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+    case: str, studied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders, says = REFUSED[case]
-    assert main([*map(str, folders(sweep)), "--write", str(sweep / "out")]) == 2
+    assert main([*map(str, folders(studied)), "--write", str(studied / "out")]) == 2
     said = capsys.readouterr().err
     assert says in said
     assert [line.split(":")[0] for line in said.splitlines()] == [
@@ -232,17 +191,17 @@ def test_what_makes_no_report_is_one_message(
         "  allowed",
         "  to do",
     ]
-    assert not (sweep / "out").exists()
+    assert not (studied / "out").exists()
 
 
 def test_help_and_a_folder_that_cannot_be_written(
-    sweep: Path, capsys: pytest.CaptureFixture[str]
+    studied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "--question" in capsys.readouterr().out
-    (sweep / "file").write_text("")
-    assert main([str(sweep), "--write", str(sweep / "file")]) == 1
+    (studied / "file").write_text("")
+    assert main([str(studied), "--write", str(studied / "file")]) == 1
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -262,7 +221,7 @@ def test_a_run_ends_with_its_report(
 
 
 def test_a_sweep_ends_with_a_summary_run_and_a_report(
-    sweep: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    studied: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: dict[str, Any] = {}
 
@@ -280,11 +239,24 @@ def test_a_sweep_ends_with_a_summary_run_and_a_report(
 
     monkeypatch.setattr(tracking, "WandbSink", Sink)
     config.tracker = TrackerConfig(name="wandb", report=True, tags=["night"])
-    tracking.close_sweep([config, config], sweep, group="today/sweep")
+    tracking.close_sweep([config, config], studied, group="today/sweep")
     options = logged["options"]
     assert (options.group, options.job_type) == ("today/sweep", "summary")
     assert (options.name, options.tags) == ("summary of today/sweep", ("night",))
     assert [row[0] for row in logged["jobs"].rows] == ["1", "2", "0"]
     assert all(len(row) == len(logged["jobs"].columns) for row in logged["jobs"].rows)
     assert logged["figures"]["best/all/job"] == "1 (gemma4_mtp, K=3)"
-    assert (sweep / "study.html").is_file()
+    assert (studied / "study.html").is_file()
+
+
+def test_an_online_report_that_cannot_be_published_is_a_warning(
+    studied: Path,
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config.tracker = TrackerConfig(name="wandb", report=True, mode=TrackerMode.online)
+    monkeypatch.setattr(tracking.wandb_report, "is_installed", lambda: False)
+    tracking.close_run(config, studied / "1", quiet=True)
+    assert (studied / "1" / "study.html").is_file()
+    assert "wandb-workspaces is not installed" in caplog.text

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from rich.console import Console
-
 from hydraspec.errors import printable
 from hydraspec.metrics.files import write_whole
 from hydraspec.metrics.run_files import REPORT, STUDY
 from hydraspec.report import html
 from hydraspec.report.console import table_console
-from hydraspec.report.study import groups
+from hydraspec.report.study import groups, wandb_report
 from hydraspec.report.study.blocks import Study
 from hydraspec.report.study.contents import study
+from hydraspec.report.study.groups import Runs
 
 WIDE = 400  # columns where no terminal sets a limit
 
@@ -32,25 +31,28 @@ def read(folders: Sequence[Path], *, asked: str | None = None) -> Study:
     return study(groups.read(folders), asked=asked)
 
 
-def write(made: Study, folder: Path) -> Path:
-    """Write the page into `folder`, which is made; returns where it is.
+def write(made: Study, runs: Runs, folder: Path) -> list[Path]:
+    """Write the page into `folder`, which is made, and the W&B Report where its package is
+    installed; returns where they are.
 
     Raises:
-        OSError: with the path, if it cannot be written.
+        OSError: with the path, if one cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / STUDY
     write_whole(path, render(made, folder))
-    return path
+    if not wandb_report.is_installed():
+        return [path]
+    return [path, wandb_report.write(made, runs, folder)]
 
 
-def tell(made: Study, path: Path, console: Console | None = None) -> None:
-    """Print the question, its answers, and where the page is."""
-    console = console or table_console(WIDE)
+def tell(made: Study, paths: Sequence[Path]) -> None:
+    """Print the question, its answers, and where the report is."""
+    console = table_console(WIDE)
     lines = [made.question]
     for verdict in made.verdicts:
         lines.append(f"{verdict.about}: {verdict.sentence}" if verdict.about else verdict.sentence)
-    for line in (*lines, *made.notes, f"Report: {path}"):
+    for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):
         console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 

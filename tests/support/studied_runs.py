@@ -1,0 +1,62 @@
+"""Run folders of fake engines that reports over runs are made of, and edits to them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_engine import Behaviour, FakeEngine
+
+from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.lab import run as run_module
+
+Use = Callable[[FakeEngine], FakeEngine]
+JOBS = (("eagle3", 3, (0,)), ("gemma4_mtp", 3, (3, 2)), ("none", 0, (0,)))
+
+
+@pytest.fixture
+def studied(
+    config: RunConfig, use_engine: Use, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Jobs 0 (no draft accepted), 1 and 2 (without drafts). Run once, and copied for each test."""
+    kept = tmp_path_factory.getbasetemp() / "studied_fake_runs"
+    if not kept.exists():
+        for number, (method, drafts, accepted) in enumerate(JOBS):
+            config.method = MethodConfig(name=method, num_speculative_tokens=drafts)
+            behaviour = Behaviour(accepted=accepted)
+            use_engine(FakeEngine(behaviour, method=method, num_speculative_tokens=drafts))
+            run_module.run(config, run_dir=kept / str(number), overrides=[], quiet=True)
+    return Path(shutil.copytree(kept, tmp_path / "sweep"))
+
+
+def edit(run: Path, **changes: Any) -> Path:
+    """A run with other values in its summary."""
+    path = run / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(summary), encoding="utf-8")
+    return run
+
+
+def configure(run: Path, **changes: Any) -> Path:
+    """A run with other values in config.yaml; __ stands for a dot."""
+    path = run / "config.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for key, value in changes.items():
+        group, _, name = key.partition("__")
+        settings[group][name] = value
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return run
+
+
+def slow_down(run: Path, factor: float) -> None:
+    """The method's times of each request multiplied, with some noise."""
+    path = run / "requests.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for i, row in enumerate(rows):
+        row["decode_ms"] = row["baseline"]["decode_ms"] * factor * (1 + 0.01 * (i % 3))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
