@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from hydraspec.metrics.statistics import leading
+from hydraspec.metrics.draft_figures import ChainDrafts
 from hydraspec.teacher_forcing.scores import DraftVocabulary
 from hydraspec.teacher_forcing.texts import Texts
 from hydraspec.teacher_forcing.trial import Trial, draft_states
@@ -26,41 +26,10 @@ LEAST_LOG_PROB = -12.0  # nats, of tokens that the drafter cannot propose
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Scores:
+class Scores(ChainDrafts):
     """What a trial's drafts are worth, from every place of the texts."""
 
-    matches: NDArray[np.bool_]  # [N, K] the best draft is the target's token
-    ranks: NDArray[np.int64]  # [N, K] of the target's token in the drafter's logits, from 1
-    probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution
     log_probs: NDArray[np.float64]  # [N, K] nats, expected over the target's likely tokens
-    num_of: tuple[int, ...]  # chains of each text
-
-    @property
-    def accepted(self) -> NDArray[np.int64]:
-        """[N] leading drafts that a step which starts there would accept."""
-        return leading(self.matches)
-
-    @property
-    def acceptance(self) -> float:
-        """Acceptance length over the steps that a run takes: 1 + accepted / steps."""
-        return replayed(self.accepted, self.num_of)
-
-    @property
-    def accepted_per_start(self) -> float:
-        """Mean of `accepted`."""
-        return float(self.accepted.mean()) if self.accepted.size else 0.0
-
-
-def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
-    """Acceptance length of the steps of a run: each starts where the one before it ended."""
-    total = num_steps = first = 0
-    for count in num_of:
-        place = 0
-        while place < count:
-            found = int(accepted[first + place])
-            total, num_steps, place = total + found, num_steps + 1, place + found + 1
-        first += count
-    return 1 + total / max(1, num_steps)
 
 
 def score(trial: Trial, texts: Texts, k: int) -> Scores:

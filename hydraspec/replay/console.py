@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
 from hydraspec.report.console import print_table, table_console
-from hydraspec.report.figures import interval, number
+from hydraspec.report.figures import interval, number, percent
 
 WIDTH = 110
 HEADER = ("rule", "acceptance length", "tokens per step", "steps", "draft tokens", "by position")
@@ -32,6 +33,9 @@ def show(result: Json, file: Path) -> None:
     say(_checked(result["check"]))
     if left_out := result["num_requests_left_out"]:
         say(f"Left out: {left_out} requests that did not finish.")
+    if result["figures"] is not None:
+        for sentence in _drafter(result["figures"]):
+            say(sentence)
     say(f"Details: {file}")
 
 
@@ -45,6 +49,19 @@ def _line(row: Json) -> tuple[str, ...]:
         str(row["num_steps"]),
         "not known" if tokens is None else str(tokens),
         "  ".join(number(rate, 2) for rate in rates),
+    )
+
+
+def _drafter(figures: Json) -> Iterator[str]:
+    """The recorded drafter, teacher-forced, and the best it could reach."""
+    for key, words in (("top_1", "its best token"), ("top_5", "one of its best five")):
+        shares = ", ".join(percent(row[key]) for row in figures["by_step"])
+        yield f"The target's token is {words} in {shares} of places, by draft."
+    best = figures["ceilings"]
+    yield (
+        f"With the target's states at every draft it would reach {number(best['oracle_features'])} "
+        f"in place of {number(best['acceptance'])}, as a tree of its best five tokens "
+        f"{number(best['top_5'])}."
     )
 
 

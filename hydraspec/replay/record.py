@@ -22,6 +22,15 @@ ALLOWED = "the folder of a run that recorded its drafts"
 REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true for an estimate"
 
 
+@dataclass(slots=True, frozen=True)
+class Forced:
+    """What positions.jsonl has beside ranks."""
+
+    draft_probs: NDArray[np.float64]  # [N, K] of the drafter's best token
+    target_probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution
+    entropies: NDArray[np.float64]  # [N] nats, of the target's next token
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Drafted:
     """The drafts of a request from each of its N places, K of each; places count from its first
@@ -37,7 +46,7 @@ class Drafted:
     num_prompt: int
     ranks: NDArray[np.int64]  # [N, K] of the target's token; NEVER beyond what is recorded
     num_known: NDArray[np.int64]  # [N] of K
-    draft_probs: NDArray[np.float64] | None  # [N, K] of the drafter's best token
+    forced: Forced | None  # None from a trace
     row: Json  # of requests.jsonl
 
 
@@ -132,7 +141,8 @@ def _empty(row: Json, k: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.i
 
 def _from_positions(row: Json, lines: Sequence[Json], k: int) -> Drafted:
     num_prompt, num_places, ranks, known = _empty(row, k)
-    probs = np.zeros((num_places, k))
+    shape = num_places, k
+    forced = Forced(np.zeros(shape), np.zeros(shape), np.zeros(num_places))
     if len(lines) != num_places:
         raise ValueError(f"request {row['id']!r} has {len(lines)} of {num_places} places")
     for line in lines:
@@ -143,8 +153,10 @@ def _from_positions(row: Json, lines: Sequence[Json], k: int) -> Drafted:
             rank = line["target_ranks"][i] or NEVER
             ranks[place, i] = 1 if own == theirs else max(2, rank)
         known[place] = count
-        probs[place, :count] = line["draft_probabilities"]
-    return _drafted(row, ranks, known, probs)
+        forced.draft_probs[place, :count] = line["draft_probabilities"]
+        forced.target_probs[place, :count] = line["target_probabilities"]
+        forced.entropies[place] = line["target_entropy"]
+    return _drafted(row, ranks, known, forced)
 
 
 def _from_trace(row: Json, lines: Sequence[Json], k: int) -> Drafted:
@@ -176,7 +188,7 @@ def _drafted(
     row: Json,
     ranks: NDArray[np.int64],
     known: NDArray[np.int64],
-    probs: NDArray[np.float64] | None,
+    forced: Forced | None,
 ) -> Drafted:
     return Drafted(
         id=row["id"],
@@ -185,7 +197,7 @@ def _drafted(
         num_prompt=len(row["prompt_token_ids"]),
         ranks=ranks,
         num_known=known,
-        draft_probs=probs,
+        forced=forced,
         row=row,
     )
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import REPLAY
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
-from hydraspec.replay.record import Record, is_greedy, read_record
+from hydraspec.replay.record import NEVER, Record, is_greedy, read_record
 from hydraspec.replay.rules import Rule, read_rules
 from hydraspec.replay.steps import Steps, replay
 
@@ -55,6 +56,8 @@ def replayed(folder: Path, typed: Sequence[str]) -> Json:
         "num_requests_left_out": record.num_left_out,
         "check": _check(record, as_run),
         "replays": results,
+        "figures": _figures(record),
+        "draft_share_of_step": _draft_share(record),
     }
 
 
@@ -99,6 +102,40 @@ def _check(record: Record, as_run: Sequence[Steps]) -> Json:
         "num_requests_different": different,
         "num_preemptions": record.run.summary["num_preemptions"],
     }
+
+
+def _figures(record: Record) -> Json | None:
+    """Where the recorded drafts are accepted, over all places whose K next tokens are known."""
+    k, parts = record.num_drafts, []
+    for request in record.requests:
+        count = int((request.num_known == k).sum())  # it falls towards the end alone
+        if request.forced is not None and count:
+            parts.append((request, request.forced, count))
+    if not parts:
+        return None
+    ranks = np.concatenate([request.ranks[:n] for request, _, n in parts])
+    drafts = ChainDrafts(
+        matches=ranks == 1,
+        ranks=ranks,
+        probs=np.concatenate([forced.target_probs[:n] for _, forced, n in parts]),
+        num_of=tuple(n for _, _, n in parts),
+    )
+    places = ChainPlaces(
+        output_place=np.concatenate([np.arange(1, n + 1) for _, _, n in parts]),
+        context=np.concatenate([r.num_prompt + np.arange(1, n + 1) for r, _, n in parts]),
+        entropy=np.concatenate([forced.entropies[:n] for _, forced, n in parts]),
+    )
+    found = figures(drafts, places, None)
+    for row in found["by_step"]:
+        row["median_rank"] = row["median_rank"] if row["median_rank"] < NEVER // 2 else None
+    return found
+
+
+def _draft_share(record: Record) -> float | None:
+    """The share of the run's decode steps that drafting took, where phases were measured."""
+    phases = record.run.summary["time_breakdown_ms"]
+    known = [ms for ms in phases.values() if ms is not None]
+    return ratio(phases.get("propose") or 0.0, sum(known)) if known else None
 
 
 def _result(rule: Rule, steps: Sequence[Steps]) -> Json:

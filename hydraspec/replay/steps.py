@@ -68,8 +68,8 @@ def _offered(request: Drafted, rule: Rule, max_model_len: int | None) -> NDArray
     k, num_places = rule.num_speculative_tokens, len(request.num_known)
     offered = np.full(num_places, k)
     if rule.min_probability:
-        assert request.draft_probs is not None, "read_rules refuses it for a trace"
-        offered = leading(request.draft_probs[:, :k] >= rule.min_probability)
+        assert request.forced is not None, "read_rules refuses it for a trace"
+        offered = leading(request.forced.draft_probs[:, :k] >= rule.min_probability)
     if max_model_len is not None:
         # The newest token is number num_prompt + place. Every draft and one more token must fit.
         room = max_model_len - 2 - (request.num_prompt + np.arange(num_places))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hydraspec.doctor.figures import ceilings
-from hydraspec.doctor.scores import Scores, gain, replayed, student_t
+from hydraspec.doctor.scores import Scores, gain, student_t
+from hydraspec.metrics.draft_figures import ceilings, replayed
 
 
 def made(matches: list[list[int]], num_of: tuple[int, ...]) -> Scores:

@@ -211,6 +211,11 @@ def test_the_command_prints_and_writes(
     found = json.loads((folder / "replay.json").read_text(encoding="utf-8"))
     names = ["K=1", "K=1, candidates=2", "K=3", "K=3, candidates=2"]
     assert [row["name"] for row in found["replays"]] == names
+    ceilings, steps = found["figures"]["ceilings"], found["figures"]["by_step"]
+    assert ceilings["acceptance"] == pytest.approx(found["replays"][2]["acceptance_length"]["mean"])
+    assert ceilings["acceptance"] <= ceilings["oracle_features"] <= ceilings["draft_vocabulary"]
+    assert all(0 < row["top_1"] < row["top_5"] <= 1 for row in steps)
+    assert 0 < found["draft_share_of_step"] < 1
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0

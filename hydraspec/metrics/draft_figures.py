@@ -1,0 +1,170 @@
+"""Where a drafter is accepted, and the best it could reach: from drafts of every place of some
+texts, teacher-forced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import leading, ratio_of_sums
+
+TOP = 5
+PLACES = (16, 32, 64, 128, 256, 512)  # bounds of buckets of positions and context lengths
+ENTROPIES = (0.01, 0.1, 0.5, 1.0, 2.0)  # nats
+CLASSES = (("number", r"\s*\d+"), ("word", r"\s*\w+"), ("white space", r"\s+"), ("other", r".*"))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ChainDrafts:
+    """Chains of K drafts from every place of some texts; N in all, ordered by text and place."""
+
+    matches: NDArray[np.bool_]  # [N, K] the best draft is the target's token
+    ranks: NDArray[np.int64]  # [N, K] of the target's token in the drafter's logits, from 1
+    probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution
+    num_of: tuple[int, ...]  # chains of each text
+
+    @property
+    def accepted(self) -> NDArray[np.int64]:
+        """[N] leading drafts that a step which starts there would accept."""
+        return leading(self.matches)
+
+    @property
+    def acceptance(self) -> float:
+        """Acceptance length over the steps that a run takes: 1 + accepted / steps."""
+        return replayed(self.accepted, self.num_of)
+
+    @property
+    def accepted_per_start(self) -> float:
+        """Mean of `accepted`."""
+        return float(self.accepted.mean()) if self.accepted.size else 0.0
+
+
+def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
+    """Acceptance length of the steps of a run: each starts where the one before it ended."""
+    total = num_steps = first = 0
+    for count in num_of:
+        place = 0
+        while place < count:
+            found = int(accepted[first + place])
+            total, num_steps, place = total + found, num_steps + 1, place + found + 1
+        first += count
+    return 1 + total / max(1, num_steps)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ChainPlaces:
+    """Where the N chains start."""
+
+    output_place: NDArray[np.int64]  # [N] of the first token they draft, in the output from 0
+    context: NDArray[np.int64]  # [N] tokens before that one
+    entropy: NDArray[np.float64]  # [N] nats, of the target's distribution of it
+    token: NDArray[np.int64] | None = None  # [N] the target's token there
+
+
+def figures(
+    drafts: ChainDrafts, places: ChainPlaces, decode: Callable[[Sequence[int]], str] | None
+) -> Json:
+    """By draft step, place, context, token class and entropy; and ceilings: see docs/doctor.md."""
+    owner = np.repeat(np.arange(len(drafts.num_of)), drafts.num_of)
+    found = {
+        "by_step": by_step(drafts),
+        "by_output_place": _bucketed(drafts, owner, places.output_place, PLACES),
+        "by_context": _bucketed(drafts, owner, places.context, PLACES),
+        "by_target_entropy": _bucketed(drafts, owner, places.entropy, ENTROPIES),
+    }
+    if places.token is not None:
+        found["by_token_class"] = _by_class(drafts, owner, places.token, decode)
+    return {**found, "ceilings": ceilings(drafts)}
+
+
+def by_step(drafts: ChainDrafts) -> list[Json]:
+    """Teacher-forced: every earlier token is the target's own."""
+    ranks, probs = drafts.ranks, drafts.probs
+    return [
+        {
+            "step": step,
+            "top_1": float(drafts.matches[:, step].mean()),
+            f"top_{TOP}": float((ranks[:, step] <= TOP).mean()),
+            "median_rank": float(np.median(ranks[:, step])),
+            "mean_probability": float(probs[:, step].mean()),
+        }
+        for step in range(drafts.matches.shape[1])
+    ]
+
+
+def ceilings(drafts: ChainDrafts) -> Json:
+    """Acceptance lengths over the steps of a run: as it is; where every step read the target's
+    state of its place (oracle features); where any of the drafter's TOP best tokens counted; where
+    every token in its vocabulary was right.
+    """
+    num_of = drafts.num_of
+    reachable = leading(drafts.probs > 0)
+    return {
+        "acceptance": drafts.acceptance,
+        "oracle_features": replayed(leading(_fresh(drafts)), num_of),
+        f"top_{TOP}": replayed(leading(drafts.ranks <= TOP), num_of),
+        "draft_vocabulary": replayed(reachable, num_of),
+    }
+
+
+def _fresh(drafts: ChainDrafts) -> NDArray[np.bool_]:
+    """[N, K]: column j is step 0 of the chain that starts j places later, which reads the target's
+    state there. At a text's end, where there is none, the drafter's own step j.
+    """
+    found = drafts.matches.copy()
+    first = 0
+    for count in drafts.num_of:
+        own = drafts.matches[first : first + count]
+        for step in range(1, own.shape[1]):
+            found[first : first + max(0, count - step), step] = own[step:, 0]
+        first += count
+    return found
+
+
+def _bucketed(
+    drafts: ChainDrafts,
+    owner: NDArray[np.int64],
+    values: NDArray[np.int64] | NDArray[np.float64],
+    bounds: Sequence[float],
+) -> list[Json]:
+    which = np.searchsorted(np.asarray(bounds, float), values, side="right")
+    edges = [None, *bounds, None]
+    rows = []
+    for bucket in range(len(bounds) + 1):
+        inside = which == bucket
+        if inside.any():
+            bound = {"from": edges[bucket], "below": edges[bucket + 1]}
+            rows.append({**bound, **_row(drafts, owner, inside)})
+    return rows
+
+
+def _by_class(
+    drafts: ChainDrafts,
+    owner: NDArray[np.int64],
+    truth: NDArray[np.int64],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> Json:
+    """By what the target's next token is; one without a tokenizer's text is "other"."""
+    names = {int(token): _class(int(token), decode) for token in np.unique(truth)}
+    classes = np.array([names[int(token)] for token in truth])
+    kinds = [name for name, _ in CLASSES if (classes == name).any()]
+    return {name: _row(drafts, owner, classes == name) for name in kinds}
+
+
+def _class(token: int, decode: Callable[[Sequence[int]], str] | None) -> str:
+    text = "" if decode is None else decode([token])
+    return next((name for name, pattern in CLASSES if re.fullmatch(pattern, text)), "other")
+
+
+def _row(drafts: ChainDrafts, owner: NDArray[np.int64], inside: NDArray[np.bool_]) -> Json:
+    """Drafts accepted per start among some chains, with an interval over texts."""
+    counts = np.bincount(owner[inside], minlength=len(drafts.num_of))
+    sums = np.bincount(owner[inside], weights=drafts.accepted[inside], minlength=len(drafts.num_of))
+    found = ratio_of_sums(sums, counts)
+    return {"accepted_per_start": found.mean, "ci95": found.ci95, "num_starts": int(inside.sum())}
