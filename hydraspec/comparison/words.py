@@ -13,6 +13,7 @@ from hydraspec.errors import printable
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
+from hydraspec.metrics.statistics import range_words
 
 TITLES = {"speedup": "speedup", "acceptance_length": "acceptance length", "accuracy": "exact match"}
 COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95_low", "ci95_high")
@@ -44,7 +45,7 @@ def in_words(found: PairedRatio) -> str:
         return ""
     if found.ci95 is None:
         return f": ratio {found.ratio:.3f}, too few requests for an interval"
-    return f": ratio {found.ratio:.3f} ({found.ci95[0]:.3f} to {found.ci95[1]:.3f})"
+    return f": ratio {found.ratio:.3f} ({range_words(found.ci95, 3)})"
 
 
 def _what_is_needed(figure: Figure) -> str:

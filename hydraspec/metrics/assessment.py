@@ -18,6 +18,7 @@ from hydraspec.metrics.meter import (
 from hydraspec.metrics.paired import LEVEL, PairedRatio, holm
 from hydraspec.metrics.statistics import (
     MIN_REQUESTS,
+    range_words,
     ratio_of_sums,
 )
 from hydraspec.metrics.summary import Assessment, CategoryFigures, Interval, PlaceFigures
@@ -120,8 +121,7 @@ def in_words(found: PairedRatio) -> str:
     """ "1.97x (1.75 to 2.20)"."""
     if found.ci95 is None:
         return f"{found.ratio:.2f}x, of fewer than {MIN_REQUESTS} requests"
-    low, high = found.ci95
-    return f"{found.ratio:.2f}x ({low:.2f} to {high:.2f})"
+    return f"{found.ratio:.2f}x ({range_words(found.ci95)})"
 
 
 def _says(found: PairedRatio) -> Says:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 NUM_RESAMPLES = 2000
 MAX_INDICES_AT_ONCE = 4_000_000  # bounds the memory of a bootstrap over very many requests
 MIN_REQUESTS = 5  # that contribute, for an interval
+UNBOUNDED = 1000  # an interval of ratios that ends beyond says nothing
 SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own seed
 
 
@@ -23,6 +25,13 @@ class Estimate:
 
     mean: float | None
     ci95: tuple[float, float] | None
+
+
+def range_words(ci95: Sequence[float], digits: int = 2) -> str:
+    """ "1.75 to 2.20"; an end without bound, which few blocks of requests give, as "over 1000"."""
+    low, high = ci95
+    end = f"{high:.{digits}f}" if high < UNBOUNDED else f"over {UNBOUNDED}"
+    return f"{low:.{digits}f} to {end}"
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

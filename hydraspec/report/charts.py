@@ -231,6 +231,8 @@ def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> 
 
 def _ticks(largest: float) -> list[float]:
     """Round values from 0 to at least `largest`, four to seven of them."""
+    if largest <= 0:
+        return [0.0, 1.0]
     step = 10.0 ** math.floor(math.log10(largest / 3))
     step *= next(factor for factor in (1, 2, 2.5, 5, 10) if largest / (step * factor) <= 6)
     return [step * i for i in range(math.ceil(largest / step) + 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydraspec.metrics.statistics import MIN_REQUESTS
+from hydraspec.metrics.statistics import MIN_REQUESTS, range_words
 from hydraspec.metrics.summary import (
     AcceptanceLength,
     Goodput,
@@ -35,20 +35,19 @@ def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = 
     text = f"{estimate['mean']:.2f}{unit}"
     if not estimate["ci95"]:
         return f"{text} (n < {MIN_REQUESTS}, no interval)"
-    low, high = estimate["ci95"]
-    return f"{text} ({low:.2f} to {high:.2f})"
+    return text + ci_words(estimate["ci95"])
 
 
 def ci_words(ci95: Sequence[float] | None) -> str:
     """ " (2.58 to 2.75)", or nothing where there is no interval."""
-    return " ({:.2f} to {:.2f})".format(*ci95) if ci95 else ""
+    return f" ({range_words(ci95)})" if ci95 else ""
 
 
 def interval_note(estimate: Interval | AcceptanceLength | Length) -> str:
     """The 95 % interval alone, in words."""
     if not estimate["ci95"]:
         return f"no interval: {TOO_FEW}"
-    return "95 % interval {:.2f} to {:.2f}".format(*estimate["ci95"])
+    return f"95 % interval {range_words(estimate['ci95'])}"
 
 
 def engine_words(engine: str, parallelism: Parallelism) -> str:

@@ -9,6 +9,7 @@ from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.ranking import Ranked, Ranking
 from hydraspec.comparison.words import drift_words, name_of, verdicts
 from hydraspec.metrics.paired import PairedRatio
+from hydraspec.metrics.statistics import range_words
 from hydraspec.report.charts import Bar, Chart, Series, curves, horizontal_bars
 from hydraspec.report.figures import number
 
@@ -88,7 +89,7 @@ def estimate(found: PairedRatio, unit: str = "") -> str:
     if found.ratio is None:
         return "-"
     text = f"{found.ratio:.2f}{unit}"
-    return f"{text} ({found.ci95[0]:.2f} to {found.ci95[1]:.2f})" if found.ci95 else text
+    return f"{text} ({range_words(found.ci95)})" if found.ci95 else text
 
 
 def _matrix_row(each: Ranked, ranking: Ranking) -> list[str]:

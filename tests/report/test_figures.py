@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hydraspec.report.figures import interval, number, plus_minus
+from hydraspec.report.figures import ci_words, interval, number, plus_minus
 
 
 def test_a_missing_figure_is_a_dash_and_a_missing_interval_has_its_reason() -> None:
@@ -13,3 +13,9 @@ def test_a_missing_figure_is_a_dash_and_a_missing_interval_has_its_reason() -> N
     assert plus_minus({"mean": 2.5, "ci95": [2.25, 2.75]}) == "2.50 ±0.25"
     assert plus_minus({"mean": 2.5, "ci95": None}) == "2.50 ±-"
     assert plus_minus(None) == "-"
+
+
+def test_an_interval_without_an_end_is_said_in_words() -> None:
+    """Catches digits that stand for nothing: of few blocks a bound may be 1e21."""
+    assert ci_words([0.01, 5e21]) == " (0.01 to over 1000)"
+    assert ci_words(None) == ""

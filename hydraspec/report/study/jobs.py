@@ -10,7 +10,7 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.summary import Interval, Length
 from hydraspec.report import ranking as rankings
 from hydraspec.report.charts import Bar, Series, Stack, curves, horizontal_bars, stacked_bars
-from hydraspec.report.figures import number
+from hydraspec.report.figures import ci_words, number
 from hydraspec.report.study.blocks import Block, Line, Panel, Table
 from hydraspec.report.study.figures import JobFigures, figures_of
 from hydraspec.report.study.groups import Group
@@ -210,7 +210,7 @@ def _estimate(found: Interval | Length | None, unit: str = "") -> str:
     if found is None or found["mean"] is None:
         return "-"
     text = f"{found['mean']:.2f}{unit}"
-    return "{} ({:.2f} to {:.2f})".format(text, *found["ci95"]) if found["ci95"] else text
+    return text + ci_words(found["ci95"])
 
 
 def _both(one: JobFigures, scope: str) -> str:

@@ -57,8 +57,8 @@ def pareto(family: Family) -> Block | None:
     )
     note = (
         "Up and to the right is better. Dashed: jobs that no other one beats at both"
-        f" ({', '.join(point.name for point in front)}). Each is as its own machine ran it: "
-        "where baselines differ between jobs, compare speedups instead."
+        f" ({', '.join(point.name for point in front)}). Each is as the machine ran it at "
+        "that time: where baselines differ between jobs, compare speedups instead."
     )
     panel = Panel(kind="scatter", title="Tokens/s: one user, all users", metrics=(PER_USER, TOTAL))
     return Block(title="Throughput of one user and of all", note=note, chart=chart, panels=(panel,))
