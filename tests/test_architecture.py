@@ -76,6 +76,7 @@ ROOMS_OF_FILES = {
     "hydraspec/__init__.py": "root",
     "hydraspec/__main__.py": "root",
     "hydraspec/compare.py": "root",
+    "hydraspec/gate.py": "root",
     "hydraspec/matrix.py": "root",
     "hydraspec/doctor/__main__.py": "root",
     "hydraspec/replay/__main__.py": "root",

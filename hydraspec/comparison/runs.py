@@ -110,11 +110,12 @@ def read_run(folder: Path) -> Run:
     if any("decode_ms" not in row or "baseline" not in row for row in rows):
         problem = f"{REQUESTS} has no times of requests: it was written by an older hydraspec"
         raise refuse(folder, problem, allowed=allowed, remedy="run it again")
-    commit = _environment(folder).get("git")
+    commit = read_environment(folder).get("git")
     return Run(folder=folder, summary=summary, rows=rows, settings=settings, commit=commit)
 
 
-def _environment(folder: Path) -> dict[str, Any]:
+def read_environment(folder: Path) -> dict[str, Any]:
+    """A run's env.json; empty where it cannot be read."""
     try:
         found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -139,13 +140,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 def pool(runs: Sequence[Run]) -> list[Job]:
     """Runs that differ in seed or tracker only, or in nothing, as one job; each run by itself where
     that would leave one job to compare."""
-    groups: list[list[Run]] = []
-    for run in runs:
-        same = next((group for group in groups if group[0].identity() == run.identity()), None)
-        if same is None:
-            groups.append([run])
-        else:
-            same.append(run)
+    groups = grouped(runs)
     if len(groups) < 2:
         groups = [[run] for run in runs]
     firsts = [group[0] for group in groups]
@@ -155,6 +150,19 @@ def pool(runs: Sequence[Run]) -> list[Job]:
         Job(name=name, label=_label(run, firsts, differing), runs=group)
         for run, group, name in zip(firsts, groups, names, strict=True)
     ]
+
+
+def grouped(runs: Sequence[Run], *, by_commit: bool = True) -> list[list[Run]]:
+    """Runs of the same settings together, in order; `by_commit`: and of the same commit."""
+    groups: list[tuple[dict[str, object], list[Run]]] = []
+    for run in runs:
+        identity = run.identity() if by_commit else {**run.identity(), "commit": None}
+        same = next((group for known, group in groups if known == identity), None)
+        if same is None:
+            groups.append((identity, [run]))
+        else:
+            same.append(run)
+    return [group for _, group in groups]
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, comb, exp, log, sqrt
+from math import atan2, ceil, comb, cos, exp, log, pi, sin, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -21,6 +21,7 @@ from hydraspec.metrics.statistics import MIN_REQUESTS, SEED
 LEVEL = 0.05  # false alarms that are accepted, over a family of comparisons
 POWER = 0.8  # of the number of requests that is said to be needed
 NUM_RESAMPLES = 9_999  # p-values down to 1e-4, which Holm's correction needs
+FEW_CHANGED = 14  # requests up to which all choices of signs are counted
 NUM_BLOCKS = 8  # at least, where requests suffice: few and long blocks hold slow noise too
 MIN_BLOCKS = 4  # where requests that share steps would leave fewer
 MOST_BLOCKS = 200  # of single requests; more are put together
@@ -178,3 +179,37 @@ def sign_test(a: int, b: int) -> float:
     n = a + b
     tail: int = sum(comb(n, i) for i in range(min(a, b) + 1))
     return float(min(1, 2 * tail / 2**n))
+
+
+def sign_flip_test(differences: Array) -> float | None:
+    """One-sided p of a sum over requests [R] that is 0 or more: the share of all choices of signs
+    that give so low a sum (Fisher, 1935). None where all differences are 0.
+
+    All choices are counted up to 2^14; beyond, some are drawn, and where none of these is as low
+    Student's t says how much less likely it is. Neighbours are added up beyond MOST_BLOCKS.
+    """
+    changed = in_blocks(differences[None, :], None)[0]
+    changed = changed[changed != 0]
+    if not len(changed):
+        return None
+    found, num_changed = changed.sum() + 1e-9 * np.abs(changed).sum(), len(changed)
+    if num_changed <= FEW_CHANGED:
+        bits = np.arange(2**num_changed)[:, None] >> np.arange(num_changed) & 1
+        return float(((2 * bits - 1) @ changed <= found).mean())
+    signs = np.random.default_rng(SEED).integers(0, 2, (NUM_RESAMPLES, num_changed)) * 2 - 1
+    count = int((signs @ changed <= found).sum())
+    p = (count + 1) / (NUM_RESAMPLES + 1)
+    t = abs(changed.sum()) / sqrt((changed**2).sum())
+    return p if count else min(p, max(0.5**num_changed, student_tail(t, num_changed - 1)))
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """P(T ≥ t), t ≥ 0, of Student's t with that many degrees of freedom (Abramowitz and Stegun,
+    26.7.3 and 26.7.4); 1e-12 and less is 1e-12."""
+    angle, odd = atan2(t, sqrt(freedom)), freedom % 2
+    term, total = cos(angle) if odd else 1.0, 0.0
+    for k in range(1, freedom // 2 + 1):
+        total += term
+        term *= cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd)
+    inside = 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+    return max(1e-12, (1 - inside) / 2)

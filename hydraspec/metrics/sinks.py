@@ -73,8 +73,7 @@ def request_row(
 ) -> Json:
     """A line of requests.jsonl: a completed request with its counts, those by position for each of
     K=num_positions, whatever was drafted; `baseline` is what `baseline_row` says, or None."""
-    drafted, accepted = counters.drafted_per_position, counters.accepted_per_position
-    missing = [0] * (num_positions - len(drafted))
+    missing = [0] * (num_positions - len(counters.drafted_per_position))
     return {
         "id": request.id,
         "category": request.category,
@@ -84,8 +83,9 @@ def request_row(
         "finish_reason": completion.finish_reason,
         "error": completion.error,
         "num_drafts": counters.num_drafts,
-        "drafted_per_position": drafted + missing,
-        "accepted_per_position": accepted + missing,
+        "drafted_per_position": counters.drafted_per_position + missing,
+        "accepted_per_position": counters.accepted_per_position + missing,
+        "reached_per_position": counters.reached_per_position + missing,
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
         "num_cached_tokens": completion.num_cached_tokens,

@@ -72,6 +72,7 @@ REQUEST_KEYS = [
     "num_drafts",
     "drafted_per_position",
     "accepted_per_position",
+    "reached_per_position",
     "ttft_ms",
     "latency_ms",
     "num_cached_tokens",
