@@ -242,11 +242,12 @@ class TrackerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class MetricsConfig:
-    """metrics: which further files a run writes."""
+    """metrics: which further files a run writes, and the prediction it is compared with."""
 
     steps: bool = False
     trace: bool = False
     all_positions: bool = False  # drafts from every output position too
+    prediction: str | None = None  # a predict.json, or a folder of them, to compare with
 
 
 @dataclass(slots=True, kw_only=True)

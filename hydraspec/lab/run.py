@@ -20,6 +20,7 @@ from hydraspec.lab import (
     environment,
     generated,
     positions,
+    prediction,
     summary,
     tracking,
     verdict,
@@ -105,6 +106,7 @@ class _Loaded:
     config: RunConfig
     engines: Mapping[Side, Engine]
     workload: Workload
+    expected: prediction.Expected
     tracker: WandbSink | None
     load_s: float
     loaded_at: float  # time.perf_counter()
@@ -113,7 +115,7 @@ class _Loaded:
 @contextmanager
 def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
     """Read the workload, load the engine and tokenise; closes engine and tracker at the end."""
-    workload = workloads.read(config)
+    workload, expected = workloads.read(config), prediction.read(config)
     with ExitStack() as open_parts:
         replaces = folder.holds_older_run
         # The tracker starts while the engine loads, but not among an older run's files.
@@ -135,13 +137,15 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
         num_arriving = sum(request.after is None for request in workload.requests)
-        for warning in _arrivals(config).warnings(num_arriving, len(engines)):
+        arrivals = _arrivals(config).warnings(num_arriving, len(engines))
+        for warning in (*arrivals, *expected.warnings):
             log.warning(warning)
             workload.warnings.append(warning)
         yield _Loaded(
             config=config,
             engines=engines,
             workload=workload,
+            expected=expected,
             tracker=tracker,
             load_s=load_s,
             loaded_at=loaded_at,
@@ -267,7 +271,9 @@ def _summarise(
         "load_s": loaded.load_s,
         "run_s": time.perf_counter() - loaded.loaded_at,
     }
-    result = summary.build(loaded.config, measurement, lossless, status=status, facts=facts)
+    result = summary.build(
+        loaded.config, measurement, lossless, status=status, facts=facts, expected=loaded.expected
+    )
     known = (*loaded.config.warnings, *loaded.workload.warnings, *info.warnings, *warnings)
     found = warnings_of(loaded.config, result, measurement)
     result["warnings"] = list(dict.fromkeys((*known, *found)))

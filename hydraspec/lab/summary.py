@@ -10,6 +10,7 @@ from typing import cast
 
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import EngineInfo
+from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.metrics import assessment
@@ -35,6 +36,8 @@ from hydraspec.metrics.summary import (
 from hydraspec.metrics.turns import by_turn
 from hydraspec.types import Completion, Request
 
+NOTHING = Expected()  # is predicted
+
 
 def build(
     config: RunConfig,
@@ -43,6 +46,7 @@ def build(
     *,
     status: Status,
     facts: RunFacts,
+    expected: Expected = NOTHING,
 ) -> Summary:
     """The summary, still without warnings; every number is finite or null."""
     requests, method, baseline = measurement.requests, measurement.method, measurement.baseline
@@ -77,6 +81,7 @@ def build(
             diverged=lossless["verdict"] == "diverged",
             synthetic=config.method.verification is Verification.synthetic,
         ),
+        "prediction": expected.beside(assessment.as_interval(gained)),
         "by_category": assessment.by_category(meter, by_category),
         "acceptance_by_output_place": assessment.by_output_place(meter),
         "lossless": lossless,

@@ -267,6 +267,15 @@ class RunFacts(TypedDict):
     run_s: float
 
 
+class Prediction(TypedDict):
+    """What was predicted for the run's K and concurrency; `error`: predicted / measured - 1."""
+
+    speedup: float
+    acceptance_length: float
+    break_even_acceptance_length: float
+    error: float | None
+
+
 class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     """summary.json."""
 
@@ -282,6 +291,7 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     baseline: Baseline | None
     speedup: Interval | None
     assessment: Assessment | None
+    prediction: Prediction | None
     by_category: dict[str, CategoryFigures]
     acceptance_by_output_place: list[PlaceFigures]
     lossless: Lossless

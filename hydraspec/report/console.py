@@ -209,6 +209,8 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         yield ["exact match", *(number(f["exact_match"], 3) if f else "-" for f in found)]
     if summary["speedup"]:
         yield ["speedup", interval(summary["speedup"], "x"), "1"]
+    if predicted := summary["prediction"]:
+        yield ["  predicted", f"{predicted['speedup']:.2f}x", "-"]
 
 
 def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:

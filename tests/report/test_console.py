@@ -55,6 +55,7 @@ SUMMARY: dict[str, Any] = {
     "accuracy": None,
     "baseline": None,
     "speedup": None,
+    "prediction": None,
     "assessment": {"says": "cannot_tell", "sentence": "cannot tell: [b] 1.00x"},
     "lossless": {
         "verdict": "not_checked",

@@ -20,12 +20,14 @@ from hydraspec.report.study.jobs import (
 )
 from hydraspec.report.study.jobs import jobs as jobs_block
 from hydraspec.report.study.pareto import pareto
+from hydraspec.report.study.predictions import predictions
 from hydraspec.report.study.settings import environments, settings
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (pareto,)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
     jobs_block,
     speedups,
+    predictions,
     told,
     acceptance_by_position,
     acceptance_by_category,

@@ -1,0 +1,95 @@
+"""What `python -m hydraspec.predict` expects of a run: read before it, shown beside its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydraspec.config.messages import listing, refusal
+from hydraspec.config.schema import RunConfig
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import PREDICTION
+from hydraspec.metrics.summary import Interval, Prediction
+
+KEY = "metrics.prediction"
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    """The prediction for a run's K and concurrency, or the warning that there is none."""
+
+    figures: Prediction | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def beside(self, speedup: Interval | None) -> Prediction | None:
+        """The figures with their error against the measured speedup."""
+        if self.figures is None or speedup is None or speedup["mean"] is None:
+            return self.figures
+        return {**self.figures, "error": self.figures["speedup"] / speedup["mean"] - 1}
+
+
+def read(config: RunConfig) -> Expected:
+    """The prediction that `metrics.prediction` names: a predict.json, its folder, or the folder of
+    a sweep of them. Nothing where the key is null or the method has no drafter.
+
+    Raises:
+        ConfigurationError: no prediction there, or none of this target and method.
+    """
+    given = config.metrics.prediction
+    if given is None or config.method.name == "none":
+        return Expected()
+    found = [each for each in _read(Path(given).expanduser()) if each is not None]
+    wanted = (config.target.name, config.method.name)
+    match = [each for each in found if (each["target"], each["method"]) == wanted]
+    if not match:
+        made = listing({f"{each['method']} on {each['target']}" for each in found})
+        raise refusal(
+            KEY,
+            given,
+            f"holds no prediction of {wanted[1]} on {wanted[0]}",
+            allowed=f"predictions: {made}" if found else f"a folder with {PREDICTION} in it",
+            remedy="make one with python -m hydraspec.predict and the keys of this run",
+        )
+    k, at_once = config.method.num_speculative_tokens, _at_once(config)
+    for row in match[-1]["predictions"]:
+        if (row["num_speculative_tokens"], row["concurrency"]) == (k, at_once):
+            return _expected(row)
+    return Expected(None, [f"{KEY}={given} says nothing of K={k} at concurrency {at_once}"])
+
+
+def _expected(row: Json) -> Expected:
+    figures: Prediction = {
+        "speedup": row["speedup"],
+        "acceptance_length": row["acceptance_length"],
+        "break_even_acceptance_length": row["break_even_acceptance_length"],
+        "error": None,
+    }
+    if row["speedup"] >= 1:
+        return Expected(figures)
+    return Expected(
+        figures,
+        [
+            f"this run is predicted to be slower than no drafts: {row['speedup']:.2f}x; it needs "
+            f"an acceptance length of {row['break_even_acceptance_length']:.2f} and is expected to "
+            f"have {row['acceptance_length']:.2f}"
+        ],
+    )
+
+
+def _at_once(config: RunConfig) -> int:
+    wanted, slots = config.workload.concurrency, config.engine.max_num_seqs
+    return slots if wanted is None else min(wanted, slots)
+
+
+def _read(path: Path) -> Iterator[Json]:
+    """The contents of the files; None of one that is none."""
+    files = [path] if path.is_file() else [path / PREDICTION, *sorted(path.glob(f"*/{PREDICTION}"))]
+    for file in files:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        is_whole = isinstance(content, dict) and {"target", "method", "predictions"} <= {*content}
+        yield content if is_whole else None
