@@ -5,12 +5,13 @@ metrics.all_positions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.lab.rounds import Measurement
+from hydraspec.metrics.draft_figures import teacher_forced
 from hydraspec.types import PositionScores
 
 log = logging.getLogger(__name__)
@@ -19,8 +20,8 @@ log = logging.getLogger(__name__)
 def record(
     config: RunConfig, measurement: Measurement, add: Callable[[PositionScores], None]
 ) -> list[str]:
-    """Hand `add` the scores of each finished request, where the run records them. Returns warnings;
-    that a trace has no ranks is none, as some engines cannot give them.
+    """Hand `add` the scores of each finished request, and count them, where the run records them.
+    Returns warnings; that a trace has no ranks is none, as some engines cannot give them.
 
     A device without memory for the pass costs the run nothing but these records.
     """
@@ -36,8 +37,8 @@ def record(
             found = method.engine.position_scores(measurement.requests, method.completions)
             if found is None:
                 missing = "only our own draft heads on one device give them"
-            for scores in found or ():
-                add(scores)
+            else:
+                method.teacher_forced = teacher_forced(_each_added(found, add))
         except torch.OutOfMemoryError:
             missing, is_warning = "the device's memory is full: lower its KV cache", True
     if not missing:
@@ -45,3 +46,11 @@ def record(
     warning = f"metrics.{wanted[-1]}=true: drafts have no ranks or probabilities: {missing}"
     log.log(logging.WARNING if is_warning else logging.INFO, warning)
     return [warning] if is_warning else []
+
+
+def _each_added(
+    found: Iterable[PositionScores], add: Callable[[PositionScores], None]
+) -> Iterator[PositionScores]:
+    for scores in found:
+        add(scores)
+        yield scores

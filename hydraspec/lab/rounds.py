@@ -15,6 +15,7 @@ from hydraspec.engine.base import Built, Engine, StepProfile
 from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.metrics.summary import TeacherForced
 from hydraspec.types import Completion, Request, StepRecord
 
 NUM_ROUNDS = 2
@@ -37,6 +38,7 @@ class Measured:
     step_profile: StepProfile | None = None
     rounds_s: float = 0.0  # wall time of its rounds, waits for arrivals included
     phase_ms: dict[str, float] | None = None  # per step, from a profile where steps have none
+    teacher_forced: TeacherForced | None = None  # where the run records it
 
     @contextlib.contextmanager
     def timed_round(self) -> Iterator[None]:

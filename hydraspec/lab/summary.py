@@ -84,6 +84,7 @@ def build(
         "prediction": expected.beside(assessment.as_interval(gained)),
         "by_category": assessment.by_category(meter, by_category),
         "acceptance_by_output_place": assessment.by_output_place(meter),
+        "teacher_forced": method.teacher_forced,
         "lossless": lossless,
         "cudagraph": info.cudagraph,
         "warnings": [],

@@ -5,7 +5,7 @@ texts, teacher-forced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import leading, ratio_of_sums
+from hydraspec.metrics.summary import Ceilings, DraftStep, TeacherForced
+from hydraspec.types import PositionScores
 
 TOP = 5
+NEVER = np.iinfo(np.int64).max  # rank of a token that the drafter cannot propose
 PLACES = (16, 32, 64, 128, 256, 512)  # bounds of buckets of positions and context lengths
 ENTROPIES = (0.01, 0.1, 0.5, 1.0, 2.0)  # nats
 CLASSES = (("number", r"\s*\d+"), ("word", r"\s*\w+"), ("white space", r"\s+"), ("other", r".*"))
@@ -72,7 +75,7 @@ def figures(
 ) -> Json:
     """By draft step, place, context, token class and entropy; and ceilings: see docs/doctor.md."""
     owner = np.repeat(np.arange(len(drafts.num_of)), drafts.num_of)
-    found = {
+    found: Json = {
         "by_step": by_step(drafts),
         "by_output_place": _bucketed(drafts, owner, places.output_place, PLACES),
         "by_context": _bucketed(drafts, owner, places.context, PLACES),
@@ -83,22 +86,48 @@ def figures(
     return {**found, "ceilings": ceilings(drafts)}
 
 
-def by_step(drafts: ChainDrafts) -> list[Json]:
+def teacher_forced(found: Iterable[PositionScores]) -> TeacherForced | None:
+    """How the drafter ranks the target's tokens, by draft, and ceilings of its acceptance length;
+    over the places whose K next tokens are known. None where there is none.
+    """
+    matches, ranks, probs, num_of = [], [], [], []
+    for scores in found:
+        # What is not known lies at the end of the last places.
+        count = int((scores.target_token_ids >= 0).all(axis=1).sum())
+        own, theirs = scores.draft_token_ids[:count], scores.target_token_ids[:count]
+        matches.append(own == theirs)
+        ranks.append(np.where(scores.target_ranks[:count] == 0, NEVER, scores.target_ranks[:count]))
+        probs.append(scores.target_probs[:count].astype(np.float64))
+        num_of.append(count)
+    if not sum(num_of):
+        return None
+    drafts = ChainDrafts(
+        matches=np.concatenate(matches),
+        ranks=np.concatenate(ranks),
+        probs=np.concatenate(probs),
+        num_of=tuple(num_of),
+    )
+    steps = by_step(drafts)
+    return {"num_places": sum(num_of), "by_step": steps, "ceilings": ceilings(drafts)}
+
+
+def by_step(drafts: ChainDrafts) -> list[DraftStep]:
     """Teacher-forced: every earlier token is the target's own."""
     ranks, probs = drafts.ranks, drafts.probs
+    medians = [float(np.median(column)) for column in ranks.T]
     return [
         {
             "step": step,
             "top_1": float(drafts.matches[:, step].mean()),
-            f"top_{TOP}": float((ranks[:, step] <= TOP).mean()),
-            "median_rank": float(np.median(ranks[:, step])),
+            "top_5": float((ranks[:, step] <= TOP).mean()),
+            "median_rank": median if median < NEVER // 2 else None,
             "mean_probability": float(probs[:, step].mean()),
         }
-        for step in range(drafts.matches.shape[1])
+        for step, median in enumerate(medians)
     ]
 
 
-def ceilings(drafts: ChainDrafts) -> Json:
+def ceilings(drafts: ChainDrafts) -> Ceilings:
     """Acceptance lengths over the steps of a run: as it is; where every step read the target's
     state of its place (oracle features); where any of the drafter's TOP best tokens counted; where
     every token in its vocabulary was right.
@@ -108,7 +137,7 @@ def ceilings(drafts: ChainDrafts) -> Json:
     return {
         "acceptance": drafts.acceptance,
         "oracle_features": replayed(leading(_fresh(drafts)), num_of),
-        f"top_{TOP}": replayed(leading(drafts.ranks <= TOP), num_of),
+        "top_5": replayed(leading(drafts.ranks <= TOP), num_of),
         "draft_vocabulary": replayed(reachable, num_of),
     }
 

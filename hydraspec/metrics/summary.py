@@ -276,6 +276,33 @@ class Prediction(TypedDict):
     error: float | None
 
 
+class DraftStep(TypedDict):
+    """One of the K drafts, over all places: how the drafter ranks the target's token there."""
+
+    step: int
+    top_1: float
+    top_5: float
+    median_rank: float | None
+    mean_probability: float
+
+
+class Ceilings(TypedDict):
+    """Acceptance lengths that the drafter could reach; metrics.draft_figures defines them."""
+
+    acceptance: float
+    oracle_features: float
+    top_5: float
+    draft_vocabulary: float
+
+
+class TeacherForced(TypedDict):
+    """The drafter over the target's own tokens, from every place of the outputs."""
+
+    num_places: int
+    by_step: list[DraftStep]
+    ceilings: Ceilings
+
+
 class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     """summary.json."""
 
@@ -294,6 +321,7 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     prediction: Prediction | None
     by_category: dict[str, CategoryFigures]
     acceptance_by_output_place: list[PlaceFigures]
+    teacher_forced: TeacherForced | None
     lossless: Lossless
     cudagraph: Cudagraph
     warnings: list[str]

@@ -30,9 +30,10 @@ def show(result: Json, file: Path) -> None:
         say("An estimate:", "bold yellow")
         for reason in result["why_estimate"]:
             say(f"  {reason}")
-    say(_checked(result["check"]))
+    if result["check"] is not None:
+        say(_checked(result["check"]))
     if left_out := result["num_requests_left_out"]:
-        say(f"Left out: {left_out} requests that did not finish.")
+        say(f"Left out: {left_out} requests that did not finish or were not recorded.")
     if result["figures"] is not None:
         for sentence in _drafter(result["figures"]):
             say(sentence)

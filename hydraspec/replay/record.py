@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.comparison.runs import Run, read_run, refuse
+from hydraspec.metrics.draft_figures import NEVER
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, TRACE
 
-NEVER = np.iinfo(np.int64).max  # rank of a token that the drafter cannot propose
 ALLOWED = "the folder of a run that recorded its drafts"
 REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true for an estimate"
 
@@ -58,12 +58,17 @@ class Record:
     source: Literal["positions", "trace"]
     num_drafts: int  # K
     requests: Sequence[Drafted]
-    num_left_out: int  # requests that did not finish
+    num_left_out: int  # requests that did not finish, or have no lines as memory ran out
 
     @property
     def max_model_len(self) -> int | None:
         """Tokens that a request may have; None in folders of older versions."""
         return self.run.summary.get("max_model_len")
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the run chose K per step; `num_drafts` is then the largest."""
+        return self.run.summary.get("num_speculative_tokens_used") is not None
 
 
 def read_record(folder: Path) -> Record:
@@ -86,6 +91,8 @@ def read_record(folder: Path) -> Record:
     rows = [row for row in run.rows if row["finish_reason"] != "error"]
     try:
         lines = _by_request(file)
+        if source == "positions":
+            rows = [row for row in rows if row["id"] in lines or len(row["output_token_ids"]) < 2]
         drafted = _from_positions if source == "positions" else _from_trace
         requests = [drafted(row, lines.get(row["id"], []), k) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

@@ -11,7 +11,7 @@ from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import REPLAY
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
-from hydraspec.replay.record import NEVER, Record, is_greedy, read_record
+from hydraspec.replay.record import Record, is_greedy, read_record
 from hydraspec.replay.rules import Rule, read_rules
 from hydraspec.replay.steps import Steps, replay
 
@@ -76,6 +76,10 @@ def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
             "an ordinary trace has the drafts of the steps that were taken: those of other steps "
             "are taken to be the rest of these"
         )
+        if record.is_adaptive:
+            why.append(
+                "the run chose K per step: drafts that a step did not make count as rejected"
+            )
     if not is_greedy(record):
         sampled = record.run.summary["lossless"]["num_requests_sampled"]
         why.append(f"{sampled} requests were sampled: other steps would have drawn other tokens")
@@ -86,8 +90,11 @@ def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
     return why
 
 
-def _check(record: Record, as_run: Sequence[Steps]) -> Json:
-    """The replay of the recorded run against what that run counted."""
+def _check(record: Record, as_run: Sequence[Steps]) -> Json | None:
+    """The replay of the recorded run against what that run counted; None where K was not constant,
+    as no rule is that run's."""
+    if record.is_adaptive:
+        return None
     equal = different = 0
     for request, steps in zip(record.requests, as_run, strict=True):
         row = request.row
@@ -125,10 +132,7 @@ def _figures(record: Record) -> Json | None:
         context=np.concatenate([r.num_prompt + np.arange(1, n + 1) for r, _, n in parts]),
         entropy=np.concatenate([forced.entropies[:n] for _, forced, n in parts]),
     )
-    found = figures(drafts, places, None)
-    for row in found["by_step"]:
-        row["median_rank"] = row["median_rank"] if row["median_rank"] < NEVER // 2 else None
-    return found
+    return figures(drafts, places, None)
 
 
 def _draft_share(record: Record) -> float | None:

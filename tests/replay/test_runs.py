@@ -80,9 +80,9 @@ def test_a_replay_is_the_run_that_it_stands_for(recorded: Path, tmp_path: Path) 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_every_pair_and_number_of_drafts(pair: tuple[str, str], tmp_path: Path) -> None:
-    """All of the workload. Catches drafts that depend on K: caches that a longer chain wrote,
+    """Catches drafts that depend on K: caches that a longer chain wrote,
     masks that see later ones, layers that serve other steps."""
-    check_against_runs(pair, 5, range(1, 5), tmp_path)
+    check_against_runs(pair, 5, range(1, 5), tmp_path, "workload.limit=24")
 
 
 @pytest.mark.slow
@@ -141,6 +141,19 @@ def test_ranks_say_what_a_run_accepted(recorded: Path) -> None:
             strict=True,
         )
         assert all((rank == 1) == (theirs == own) for rank, theirs, own in pairs)
+
+
+def test_the_summary_says_how_the_drafter_ranks(recorded: Path) -> None:
+    """Over the same places as the replay: acceptance over the steps of a run is the run's own."""
+    summary = json.loads((recorded / SUMMARY).read_text(encoding="utf-8"))
+    found = summary["teacher_forced"]
+    assert found["num_places"] == len(read(recorded / POSITIONS))
+    mean = summary["acceptance_length"]["mean"]
+    assert found["ceilings"]["acceptance"] == pytest.approx(mean)
+    for mine, theirs in zip(
+        found["by_step"], replayed(recorded, [])["figures"]["by_step"], strict=True
+    ):
+        assert mine == pytest.approx(theirs, rel=1e-5)  # which has six digits
 
 
 def changed_summary(folder: Path, **values: object) -> None:

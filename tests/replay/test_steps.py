@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hydraspec.replay.record import NEVER, Drafted, Forced
+from hydraspec.metrics.draft_figures import NEVER
+from hydraspec.replay.record import Drafted, Forced
 from hydraspec.replay.rules import Rule
 from hydraspec.replay.steps import replay
 
