@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml  # type: ignore[import-untyped]
 
 from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import CONFIG, ENVIRONMENT, REQUESTS, SUMMARY, read_summary
 from hydraspec.metrics.summary import Summary
@@ -18,6 +19,29 @@ from hydraspec.metrics.summary import Summary
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
 POOLED = ("seed", "tracker", "metrics", "warnings")
 Key = tuple[str, tuple[int, ...]]  # a request's id and its prompt
+
+
+class BaselineRow(TypedDict):
+    """What is read of a request's run without drafts."""
+
+    finish_reason: str
+    decode_tokens: int
+    decode_ms: float
+
+
+class Row(TypedDict):
+    """What is read of a line of requests.jsonl."""
+
+    id: str
+    category: str | None
+    prompt_token_ids: list[int]
+    finish_reason: str
+    num_drafts: int
+    accepted_per_position: list[int]
+    decode_tokens: int
+    decode_ms: float
+    correct: bool | None
+    baseline: BaselineRow | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,13 +127,15 @@ def read_run(folder: Path) -> Run:
     try:
         lines = (folder / REQUESTS).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-        settings = dotted(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {})
+        tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {}
+        settings = dotted(tree if isinstance(tree, dict) else {})
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = f"{REQUESTS} or {CONFIG} cannot be read: {str(error).splitlines()[0]}"
         raise refuse(folder, problem, allowed=allowed, remedy="run it again") from None
-    if any("decode_ms" not in row or "baseline" not in row for row in rows):
-        problem = f"{REQUESTS} has no times of requests: it was written by an older hydraspec"
-        raise refuse(folder, problem, allowed=allowed, remedy="run it again")
+    for number, row in enumerate(rows, start=1):
+        if (wrong := mismatch(row, Row, "")) is not None:
+            problem = f"{REQUESTS}, line {number}: {wrong}: damaged, or of an older hydraspec"
+            raise refuse(folder, problem, allowed=allowed, remedy="run it again")
     commit = read_environment(folder).get("git")
     return Run(folder=folder, summary=summary, rows=rows, settings=settings, commit=commit)
 

@@ -189,7 +189,7 @@ REFUSED = {
     ),
     "of an older version": (
         lambda runs: [runs / "bad", _older(runs / "good")],
-        "was written by an older hydraspec",
+        "decode_ms is missing: damaged, or of an older hydraspec",
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from checked_pages import check_page
 from fake_engine import FakeEngine
-from studied_runs import configure, edit, slow_down
+from studied_runs import configure, damage, edit, slow_down
 
 from hydraspec.cli.report import main
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
@@ -81,7 +81,8 @@ def test_what_the_verdict_says(studied: Path) -> None:
 
 def _diverged(run: Path) -> dict[str, Any]:
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    first = {"request": "task-0", "position": 3}
+    unknown = ("target_margin", "allowed_margin", "method_token", "baseline_token")
+    first = {"request": "task-0", "index": 0, "position": 3, **dict.fromkeys(unknown)}
     return dict(summary["lossless"]) | {"verdict": "diverged", "first_beyond_margin": first}
 
 
@@ -153,6 +154,10 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
         ],
         "have nothing in common: target ",
     ),
+    "a summary without a key": (
+        lambda studied: [edit(studied / "0", lossless={"verdict": "identical"})],
+        "summary.json: lossless.reason is missing: damaged, or of an older hydraspec",
+    ),
     "other prompts": (
         lambda studied: [_reprompted(studied / "0").parent],
         "other prompts: request",
@@ -176,6 +181,18 @@ def _reprompted(run: Path) -> Path:
         path.read_text(encoding="utf-8").replace('"prompt_token_ids": [', '"prompt_token_ids": [9,')
     )
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(150))
+def test_damaged_files_are_one_message_or_do_no_harm(
+    seed: int, studied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys dropped, values of other types, files cut anywhere: never a traceback."""
+    damage(studied, seed)
+    status = main([str(studied)])
+    said = capsys.readouterr().err.splitlines()
+    assert (status, len(said)) in ((0, 0), (2, 3)), said
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,3 +61,39 @@ def slow_down(run: Path, factor: float) -> None:
     for i, row in enumerate(rows):
         row["decode_ms"] = row["baseline"]["decode_ms"] * factor * (1 + 0.01 * (i % 3))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def damage(sweep: Path, seed: int) -> None:
+    """Change one file of one job: cut, replaced, or with a random key dropped or changed."""
+    rng = random.Random(seed)
+    names = ("summary.json", "requests.jsonl", "config.yaml", "env.json")
+    file = sweep / rng.choice("012") / rng.choice(names)
+    text, how = file.read_text(encoding="utf-8"), rng.random()
+    if how < 0.2:
+        changed = text[: rng.randrange(len(text) + 1)]
+    elif how < 0.3:
+        changed = rng.choice(["", "[]", "1", "null", "{}", "\x00", "- a\n"])
+    elif file.suffix == ".jsonl":
+        lines = text.splitlines()
+        place = rng.randrange(len(lines))
+        lines[place] = json.dumps(_changed(json.loads(lines[place]), rng))
+        changed = "\n".join(lines) + "\n"
+    else:  # JSON is YAML
+        changed = json.dumps(_changed(yaml.safe_load(text), rng))
+    file.write_text(changed, encoding="utf-8")
+
+
+def _changed(tree: Any, rng: random.Random) -> Any:
+    """One random place in nested values dropped or replaced."""
+    parent, key, here = None, None, tree
+    while isinstance(here, dict | list) and here and rng.random() < 0.8:
+        parent = here
+        key = rng.choice(list(here) if isinstance(here, dict) else range(len(here)))
+        here = here[key]
+    if parent is None:
+        return rng.choice([[], {}, None, 1, "x"])
+    if isinstance(parent, dict) and rng.random() < 0.3:
+        del parent[key]
+    else:
+        parent[key] = rng.choice([None, "x", -1, 0, [], {}, 1e308, True, "<b>"])
+    return tree

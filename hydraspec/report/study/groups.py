@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_type_hints
 
 from hydraspec.comparison.ranking import Ranked, Ranking, rank
 from hydraspec.comparison.runs import (
@@ -20,8 +21,17 @@ from hydraspec.comparison.runs import (
     refuse,
     short_names,
 )
-from hydraspec.metrics.run_files import read_summary
+from hydraspec.metrics.checked import mismatch
+from hydraspec.metrics.run_files import SUMMARY, read_summary
+from hydraspec.metrics.summary import Summary
 
+READ = (  # keys of summary.json
+    *("status", "target", "method", "num_speculative_tokens", "engine", "dtype", "device"),
+    *("workload", "num_requests", "num_errors", "concurrency", "request_rate", "burstiness"),
+    *("acceptance_length", "by_category", "speedup", "assessment", "lossless", "accuracy"),
+    *("time_breakdown_ms", "time_breakdown_from", "output_tokens_per_second"),
+    *("time_per_output_token_ms", "baseline"),
+)
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
 
@@ -91,6 +101,8 @@ def read(folders: Sequence[Path]) -> Runs:
             common.
     """
     found = read_runs(folders)
+    for run in found:
+        _check_summary(run)
     runs = [run for run in found if has_finished(run)]
     left_out = [f"{run.name}: no request finished" for run in found if not has_finished(run)]
     left_out += [f"{folder.name}: no result" for folder in _unfinished(folders)]
@@ -115,6 +127,20 @@ def read(folders: Sequence[Path]) -> Runs:
     for job, name in zip(found_all.jobs, names, strict=True):
         job.name = "+".join([name, *(run.name for run in job.runs[1:])])
     return found_all
+
+
+def _check_summary(run: Run) -> None:
+    """Refuse a summary without a key that a report reads."""
+    hints = get_type_hints(Summary)
+    for key in READ:
+        wrong = mismatch(run.summary.get(key), hints[key], key)
+        if wrong is not None:
+            raise refuse(
+                run.folder,
+                f"{SUMMARY}: {wrong}: damaged, or of an older hydraspec",
+                allowed="folders of finished runs",
+                remedy="leave it out, or run it again",
+            )
 
 
 def _groups(runs: Sequence[Run], family: str) -> list[Group]:
@@ -173,7 +199,7 @@ def _title(run: Run, conditions: dict[str, object], differing: Sequence[str]) ->
     parts = []
     for group in CONDITIONS:
         if f"{group}.name" in differing:
-            parts.append(f"{group} {conditions[f'{group}.name']}")
+            parts.append(f"{group} {conditions.get(f'{group}.name')}")
             continue
         for key in differing:
             if key.startswith(f"{group}."):
