@@ -85,6 +85,7 @@ def predict(
         waves: of requests that follow each other in a load; 1: they all begin together.
         check: also run what is predicted.
     """
+    from hydraspec.predict.console import show_best
     from hydraspec.predict.run import Wanted
     from hydraspec.predict.run import check as check_job
     from hydraspec.predict.run import predict as run_prediction
@@ -92,7 +93,8 @@ def predict(
     refuse_no_folder(overrides)
     torchrun.refuse_calls()
     planned = plan(with_config_dir(config_dir, overrides), multirun=multirun)
-    jobs = [job for job in planned.jobs if not (multirun and job.config.method.name == "none")]
+    # Of a sweep; method=none is what the others are compared with.
+    jobs = [job for job in planned.jobs if job.config.method.name != "none"] or planned.jobs
     wanted = []
     for job in jobs:
         most, slots = job.config.method.num_speculative_tokens, job.config.engine.max_num_seqs
@@ -118,6 +120,7 @@ def predict(
                 job.config, each, run_dir=folder, overrides=job.overrides, quiet=quiet
             )
         found.append({**result, "run_dir": str(folder)})
+    show_best(found, quiet=quiet)
     return found
 
 

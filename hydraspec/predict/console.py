@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
-from hydraspec.predict.words import cells, header, sentences, title
+from hydraspec.predict.words import best_of_all, cells, header, sentences, title
 from hydraspec.report.console import print_table, run_console, table_console
 
 WIDTH = 130
@@ -35,3 +35,10 @@ def show(result: Json, folder: Path, *, quiet: bool) -> None:
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
     files = f"{folder / PREDICTION}, {PREDICTION_REPORT}"
     console.print(f"Details: {files}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_best(results: Sequence[Json], *, quiet: bool) -> None:
+    """Print which method and K wins at each concurrency, of several predictions."""
+    console = run_console(quiet=quiet)
+    for text in best_of_all(results) if len(results) > 1 else ():
+        console.print(printable(text), style="bold", markup=False, highlight=False, soft_wrap=True)

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from hydraspec import factory
 from hydraspec.config import to_dict
 from hydraspec.config.checks import check_method
@@ -137,7 +135,7 @@ def check(config: RunConfig, wanted: Wanted) -> None:
 
 def _add(prediction: _Prediction, config: RunConfig, num_drafts: int, folder: RunFolder) -> None:
     """Measure one K; its engine ends with this call."""
-    with _engines(config, num_drafts) as (engine, plain), torch.inference_mode():
+    with _engines(config, num_drafts) as (engine, plain):
         if prediction.texts is None:
             folder.replace_older_run()
             folder.write_environment(environment.describe(engine.info))
@@ -152,9 +150,9 @@ def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:
 @contextmanager
 def _engines(config: RunConfig, num_drafts: int) -> Iterator[tuple[Engine, Engine]]:
     """The engine with K drafts, and the same target without a drafter."""
+    gc.collect()  # an engine before this one
     engine = factory.build_engine(_with_drafts(config, num_drafts))
     try:
-        gc.collect()
         gc.freeze()
         yield engine, engine.baseline()
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hydraspec.metrics.files import Json
 
@@ -79,6 +79,19 @@ def sentences(result: Json) -> Iterator[str]:
             f"whose predecessors were accepted {rates}. A smaller K is assumed to accept as much "
             "at its positions."
         )
+
+
+def best_of_all(results: Sequence[Json]) -> Iterator[str]:
+    """Of predictions of several methods or targets: what is best on each target at each
+    concurrency."""
+    found: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    for result in results:
+        for best in result["best"]:
+            k, speedup = best["num_speculative_tokens"], best["speedup"]
+            choice = f"{result['method']} with K={k}, {speedup:.2f}x" if k else "no drafts"
+            found.setdefault((result["target"], best["concurrency"]), []).append((speedup, choice))
+    for (target, concurrency), choices in found.items():
+        yield f"{target}, {concurrency} at once: {max(choices)[1]}"
 
 
 def _is_checked(result: Json) -> bool:
