@@ -152,6 +152,7 @@ class StepRecord:
     kv_usage_per_group: dict[str, float] = field(default_factory=dict)  # the same by KV group
     replica: int = 0  # that made the step: the figures above are of its requests and cache
     num_replicas: int = 1  # at work then: the step took 1 / num_replicas of the run's time
+    draft_length: int | None = None  # drafts per request of this step; None: K in every step
 
 
 # --------------------------------------------------------------------------- KV cache
@@ -219,6 +220,13 @@ class StepPlan:
     all_greedy: bool
     num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
     flags: SamplingFlags = EVERYTHING
+    draft_length: int | None = None  # chosen for this step, at most K; None: K in every step
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows of a request that verifies all drafts of this step."""
+        length = self.draft_length
+        return 1 + (self.num_speculative_tokens if length is None else length)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,6 +302,7 @@ class Batch(Rows):
     all_greedy: bool  # known on the host: every request that samples has temperature 0
     flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
+    draft_length: int | None = None  # drafts to propose after the step; None: K
 
     @property
     def num_requests(self) -> int:

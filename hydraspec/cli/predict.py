@@ -97,7 +97,7 @@ def predict(
     jobs = [job for job in planned.jobs if job.config.method.name != "none"] or planned.jobs
     wanted = []
     for job in jobs:
-        most, slots = job.config.method.num_speculative_tokens, job.config.engine.max_num_seqs
+        most, slots = job.config.method.most_drafts, job.config.engine.max_num_seqs
         wanted.append(
             Wanted(
                 drafts=drafts or range(1, most + 1),

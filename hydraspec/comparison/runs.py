@@ -213,8 +213,8 @@ def differing_keys(settings: Sequence[Mapping[str, object]]) -> list[str]:
 
 def _label(run: Run, others: Sequence[Run], differing: Sequence[str]) -> str:
     """The method and K, and settings that differ from a run with both the same."""
-    drafts = run.summary["num_speculative_tokens"]
-    parts = [run.summary["method"], *([f"K={drafts}"] if drafts else [])]
+    method, drafts = _method(run)
+    parts = [method, *([f"K={drafts}"] if drafts else [])]
     alike = [other for other in others if _method(other) == _method(run)]
     for key in differing:
         if len({str(each.settings.get(key)) for each in alike}) > 1:
@@ -222,8 +222,9 @@ def _label(run: Run, others: Sequence[Run], differing: Sequence[str]) -> str:
     return ", ".join(parts[:4])
 
 
-def _method(run: Run) -> tuple[str, int]:
-    return run.summary["method"], run.summary["num_speculative_tokens"]
+def _method(run: Run) -> tuple[str, int | str]:
+    is_chosen = run.summary.get("num_speculative_tokens_used") is not None  # for each step
+    return run.summary["method"], "auto" if is_chosen else run.summary["num_speculative_tokens"]
 
 
 # ---------------------------------------------------------------- what may be compared

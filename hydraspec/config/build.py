@@ -207,9 +207,13 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 def _convert(kind: Any, value: object, key: str) -> Any:
     declared = kind
     if isinstance(kind, types.UnionType):
-        if value is None:
+        first, *others = kind.__args__
+        if value is None and type(None) in others:
             return None
-        kind = kind.__args__[0]
+        for other in others:
+            if issubclass(other, Enum) and value in [each.value for each in other]:
+                return other(value)
+        kind = first
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, key)
     origin = typing.get_origin(kind)
@@ -253,7 +257,9 @@ def _type_remedy(kind: Any, value: object, key: str) -> str:
 
 def _describe(kind: Any) -> str:
     if isinstance(kind, types.UnionType):
-        return _describe(kind.__args__[0]) + ", or null"
+        first, *others = kind.__args__
+        words = ["null" if other is type(None) else _describe(other) for other in others]
+        return f"{_describe(first)}, or {', '.join(words)}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return listing(str(choice.value) for choice in kind)
     if typing.get_origin(kind) is list:

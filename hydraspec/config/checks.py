@@ -21,6 +21,7 @@ from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
 from hydraspec.config.schema import (
     AUTO,
     DraftSampling,
+    PerStep,
     RunConfig,
     TrackerMode,
     Verification,
@@ -156,6 +157,10 @@ def _drafts(c: RunConfig) -> bool:
     return c.method.name != "none" and (c.method.name, c.method.num_speculative_tokens) != (AUTO, 0)
 
 
+def _is_per_step(c: RunConfig) -> bool:
+    return c.method.num_speculative_tokens is PerStep.auto
+
+
 def _is_synthetic(c: RunConfig) -> bool:
     return c.method.verification is Verification.synthetic
 
@@ -166,7 +171,7 @@ def _is_native(c: RunConfig) -> bool:
 
 def _rows(c: RunConfig) -> int:
     """Rows of one request in a step that verifies drafts."""
-    return c.method.num_speculative_tokens + 1
+    return c.method.most_drafts + 1
 
 
 NAMES = (
@@ -174,11 +179,40 @@ NAMES = (
     *(_not_empty("target.checkpoint"), _not_empty("method.checkpoint")),
 )
 
+K_PER_STEP = (
+    Rule(
+        "method.num_speculative_tokens",
+        lambda k, c: _is_native(c) and c.bench.name == "none",
+        "a number, with engine={c.engine.name} and bench={c.bench.name}",
+        "is for runs (bench=none) of engine=native",
+        "write a number, or choose engine=native and bench=none",
+        when=lambda c: _is_per_step(c),
+    ),
+    Rule(
+        "method.max_speculative_tokens",
+        lambda most, c: 1 <= most <= MAX_SPECULATIVE_TOKENS,
+        f"1 to {MAX_SPECULATIVE_TOKENS}",
+        remedy="most drafters pay off at 2 to 6",
+        when=lambda c: _is_per_step(c),
+    ),
+    *(
+        Rule(
+            key,
+            lambda value, c: value is None,
+            "null",
+            "has no meaning with method.num_speculative_tokens={c.method.num_speculative_tokens}",
+            "leave the key out, or add method.num_speculative_tokens=auto",
+            when=lambda c: not _is_per_step(c),
+        )
+        for key in ("method.max_speculative_tokens", "method.costs")
+    ),
+)
+
 METHOD_AND_ENGINE = (
     Rule(
         "method.num_speculative_tokens",
-        lambda k, c: 1 <= k <= MAX_SPECULATIVE_TOKENS,
-        f"1 to {MAX_SPECULATIVE_TOKENS}",
+        lambda k, c: k is PerStep.auto or 1 <= k <= MAX_SPECULATIVE_TOKENS,
+        f"1 to {MAX_SPECULATIVE_TOKENS}, or auto (chosen for each step)",
         remedy=lambda k, c: (
             "most drafters pay off at 2 to 6"
             if k > 0
@@ -186,6 +220,7 @@ METHOD_AND_ENGINE = (
         ),
         when=_drafts,
     ),
+    *K_PER_STEP,
     Rule(
         LENGTH,
         lambda length, c: length is not None or not _is_synthetic(c),

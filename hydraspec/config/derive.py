@@ -11,6 +11,7 @@ from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     AUTO,
     MethodConfig,
+    PerStep,
     RunConfig,
     TargetConfig,
     TrackerConfig,
@@ -22,6 +23,7 @@ from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 
 # Names of drafters' shapes that may ship with a target's: method -> suffix of the target's name.
 BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
+MOST_DRAFTS = 6  # where K is chosen per step; most drafters pay off at 2 to 6
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
 
@@ -41,6 +43,9 @@ def derive(config: RunConfig) -> None:
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:
         config.method.checkpoint = _default_drafter(config, known)
+    method = config.method
+    if method.num_speculative_tokens is PerStep.auto and method.max_speculative_tokens is None:
+        method.max_speculative_tokens = MOST_DRAFTS
     _draw_drafter(config)
     _drop_baseline(config)
     if config.bench.name in UNCACHED and takes(config.engine.name, "prefix_caching"):

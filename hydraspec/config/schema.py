@@ -42,6 +42,15 @@ class DraftSampling(Enum):
     probabilistic = "probabilistic"
 
 
+class PerStep(Enum):
+    """A number that is chosen for each step while requests run."""
+
+    auto = "auto"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class Verification(Enum):
     """The rule that accepts drafts."""
 
@@ -85,7 +94,9 @@ class MethodConfig:
     """method=…: how tokens are drafted and verified."""
 
     name: str
-    num_speculative_tokens: int  # 0 with name=auto: what the drafter proposes
+    num_speculative_tokens: int | PerStep  # 0 with name=auto: what the drafter proposes
+    max_speculative_tokens: int | None = None  # num_speculative_tokens=auto only: K at most
+    costs: str | None = None  # the same: costs.json of an earlier run; null: measured in warm-up
     checkpoint: str | None = None  # null: what target.drafters names for the method
     needs_checkpoint: bool = field(default=True, metadata=OF_CHOICES)  # false: without weights
     weights: Weights = Weights.checkpoint
@@ -94,6 +105,13 @@ class MethodConfig:
     synthetic_acceptance_length: float | None = None
     # The method's own keys, an instance of the dataclass it declares; null for one without any.
     options: Any = field(default=None, metadata=OF_METHOD)
+
+    @property
+    def most_drafts(self) -> int:
+        """K; where it is chosen per step, the largest."""
+        if isinstance(self.num_speculative_tokens, PerStep):
+            return self.max_speculative_tokens or 0
+        return self.num_speculative_tokens
 
 
 @dataclass(slots=True, kw_only=True)

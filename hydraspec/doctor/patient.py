@@ -51,7 +51,7 @@ class Patient:
     @property
     def k(self) -> int:
         """Drafts a step."""
-        return self.config.method.num_speculative_tokens
+        return self.config.method.most_drafts
 
     def trial(self) -> Trial:
         """The drafter as the engine uses it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hydraspec.costs import CostTable
 from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, StepRecord
 
 
@@ -32,6 +33,7 @@ class EngineInfo:
     max_memory_bytes: dict[str, int] = field(default_factory=dict)  # of any rank, where several run
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
+    costs: CostTable | None = None  # of decode steps, where K is chosen by them
     warnings: list[str] = field(default_factory=list)
 
 

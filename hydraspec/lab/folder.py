@@ -25,6 +25,7 @@ from hydraspec.metrics.run_files import (
     BENCH,
     BENCH_REPORT,
     CONFIG,
+    COSTS,
     DOCTOR,
     ENVIRONMENT,
     OVERRIDES,
@@ -43,7 +44,7 @@ from hydraspec.metrics.run_files import (
 log = logging.getLogger(__name__)
 
 OF_A_RUN = (
-    *(PREDICTION, PREDICTION_REPORT),
+    *(COSTS, PREDICTION, PREDICTION_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
     *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
@@ -98,6 +99,10 @@ class RunFolder:
     def write_environment(self, environment: Json) -> None:
         """env.json."""
         write_whole(self.path / ENVIRONMENT, pretty_json(environment))
+
+    def write_costs(self, costs: Json) -> None:
+        """costs.json."""
+        write_whole(self.path / COSTS, pretty_json(costs))
 
     def write_requests(self, rows: Sequence[Json]) -> None:
         """requests.jsonl."""

@@ -74,6 +74,8 @@ def run(
         save = partial(_save, loaded, measurement, recorder)
         try:
             measurement.warm_up()
+            if (costs := measurement.method.engine.info.costs) is not None:
+                folder.write_costs(costs.as_json())
             measurement.run()
             measurement.profile()
             loaded.workload.warnings += positions.record(config, measurement, recorder.add_scores)

@@ -145,6 +145,7 @@ def _acceptance(meter: Meter) -> Acceptance:
         "acceptance_length_by_category": meter.acceptance_length_by_category(),
         "num_reached_per_position": meter.num_reached_per_position(),
         "num_drafts_by_category": meter.num_drafts_by_category(),
+        "num_speculative_tokens_used": meter.draft_lengths.used(meter.num_speculative_tokens),
     }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hydraspec.metrics.draft_lengths import DraftLengthCounts
 from hydraspec.metrics.paired import PairedRatio, balanced, paired_ratio
 from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
@@ -163,6 +164,7 @@ class Meter:
         self.totals = RunningTotals()
         self.num_steps = 0
         self.num_preemptions = 0
+        self.draft_lengths = DraftLengthCounts()
         self.peak_kv_usage = 0.0
         self.peak_kv_usage_per_group: dict[str, float] = {}
         self._step_ms = 0.0
@@ -183,6 +185,7 @@ class Meter:
         self._step_ms += total_ms
         self.num_preemptions += record.num_preempted
         self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
+        self.draft_lengths.add(record)
         peaks = self.peak_kv_usage_per_group
         for name, usage in record.kv_usage_per_group.items():
             peaks[name] = max(peaks.get(name, 0.0), usage)
@@ -283,10 +286,14 @@ class Meter:
         """Accepted at i / num_drafts, i in 0..K-1. They sum to acceptance_length.mean - 1.
 
         It never increases with i. Drafts shorter than i count in the denominator, so late
-        positions of trimmed drafts are understated; the conditional rate is not.
+        positions of trimmed drafts are understated; the conditional rate is not. Where the engine
+        chooses K per step, the denominator is that of the drafts that have a token at i.
         """
-        num_drafts = self.num_drafts()
-        return [ratio(n, num_drafts) for n in self._per_position("accepted_per_position")]
+        accepted = self._per_position("accepted_per_position")
+        drafts = [self.num_drafts()] * len(accepted)
+        if self.draft_lengths:
+            drafts = self._per_position("drafted_per_position")
+        return [ratio(a, n) for a, n in zip(accepted, drafts, strict=True)]
 
     def conditional_acceptance_rate_per_position(self) -> list[float | None]:
         """Accepted at i / (offered at i and accepted at i-1), i in 0..K-1."""

@@ -166,6 +166,13 @@ class Cudagraph(TypedDict):
     reason: str | None
 
 
+class DraftLengths(TypedDict):
+    """Drafts per request of decode steps, where the engine chooses them."""
+
+    mean: float
+    histogram: list[int]  # steps with 0, 1, … K
+
+
 class Acceptance(TypedDict):
     """What the verifier accepted."""
 
@@ -180,6 +187,7 @@ class Acceptance(TypedDict):
     acceptance_length_by_category: dict[str, float | None]
     num_reached_per_position: list[int]
     num_drafts_by_category: dict[str, int]
+    num_speculative_tokens_used: DraftLengths | None
 
 
 class Speed(TypedDict):

@@ -144,7 +144,10 @@ def _add(prediction: _Prediction, config: RunConfig, num_drafts: int, folder: Ru
 
 
 def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:
-    return replace(config, method=replace(config.method, num_speculative_tokens=num_drafts))
+    method = replace(
+        config.method, num_speculative_tokens=num_drafts, max_speculative_tokens=None, costs=None
+    )
+    return replace(config, method=method)
 
 
 @contextmanager

@@ -87,6 +87,13 @@ def read_record(folder: Path) -> Record:
     file = folder / (POSITIONS if source == "positions" else TRACE)
     if not file.is_file():
         raise refuse(folder, f"holds no {POSITIONS} or {TRACE}", allowed=ALLOWED, remedy=REMEDY)
+    if source == "trace" and run.summary.get("num_speculative_tokens_used"):
+        raise refuse(
+            folder,
+            "ran method.num_speculative_tokens=auto: its trace lacks what was not drafted",
+            allowed=ALLOWED,
+            remedy=REMEDY,
+        )
     k = run.summary["num_speculative_tokens"]
     rows = [row for row in run.rows if row["finish_reason"] != "error"]
     try:

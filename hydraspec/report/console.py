@@ -16,6 +16,7 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Baseline, Summary
+from hydraspec.report.draft_lengths import drafts_name, drafts_words
 from hydraspec.report.figures import (
     engine_words,
     interval,
@@ -171,8 +172,8 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 def _title(summary: Summary) -> str:
-    drafts = summary["num_speculative_tokens"]
-    method = f"{summary['method']}, K={drafts}" if drafts else summary["method"]
+    drafts = drafts_name(summary)
+    method = f"{summary['method']}, {drafts}" if drafts else summary["method"]
     engine = engine_words(summary["engine"], summary["parallelism"])
     return escape(f"{summary['target']} with {method} on {engine}")
 
@@ -188,6 +189,8 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         yield ["acceptance length", interval(length), "-"]
         yield ["  mean over requests", number(length["mean_over_requests"]), "-"]
         yield ["acceptance rate by position", rates, "-"]
+    if words := drafts_words(summary):
+        yield ["steps by drafts, 0 to K", words, "-"]
     yield [
         "decode tokens per second",
         *(number(side["output_tokens_per_second"], 0) for side in sides),

@@ -23,6 +23,7 @@ from hydraspec.report.charts import (
     horizontal_bars,
     stacked_bars,
 )
+from hydraspec.report.draft_lengths import drafts_chart
 from hydraspec.report.figures import TOO_FEW, number
 from hydraspec.report.samples import Sample
 from hydraspec.report.worst import WorstRequest
@@ -69,6 +70,7 @@ def render(
         made=made,
         verdict=HEADLINES[summary["lossless"]["verdict"]],
         by_position=_by_position(summary) if summary["num_drafts"] else None,
+        by_drafts=drafts_chart(summary),
         by_category=_by_category(summary),
         by_place=_by_place(summary),
         assessment=ASSESSMENTS[summary["assessment"]["says"]] if summary["assessment"] else None,

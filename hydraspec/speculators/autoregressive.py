@@ -56,17 +56,18 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
-        none_samples = target_step.logits.shape[0] == 0
-        if none_samples and not self.owns_kv_cache:
+        length = self.draft_length(batch)
+        none_wanted = length == 0 or target_step.logits.shape[0] == 0
+        if none_wanted and not self.owns_kv_cache:
             return None
         row = self.newest_row(verdict, batch, state)
         shared = self.begin(row, batch)
         hidden, feedback = self.first_step(row, shared, target_step, batch, state)
-        if none_samples:  # the draft's cache is filled, and no request needs drafts
+        if none_wanted:  # the draft's cache is filled, and no request needs drafts
             return None
         tokens, probs = self.sample_draft(hidden, batch, state, row.seq_lens, 0)
         first = None if probs is None else probs.unsqueeze(1)
-        if self.num_speculative_tokens == 1:
+        if length == 1:
             return Draft(tokens=tokens.unsqueeze(1), probs=first)
         start = DecodeStart(row, tokens, feedback)
         # Not part of a piecewise capture: the decode pass is a graph of its own, or eager.
@@ -118,7 +119,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def _decode_pass(
         self, start: DecodeStart, shared: Any, batch: Batch, state: RequestState
     ) -> Draft:
-        """Drafts 1 to K-1, [B, K-1], from a graph if there is one."""
+        """Drafts 1 to K-1, [B, K-1], from a graph if there is one; K is `draft_length`."""
         captured = self._captured_for(batch)
         if captured is None:
             return self._decode_steps(start, shared, batch, state)
@@ -131,7 +132,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         row, last, feedback = start.row, start.tokens, start.feedback
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
-        for index in range(1, self.num_speculative_tokens):
+        for index in range(1, self.draft_length(batch)):
             hidden, feedback = self.next_step(row, shared, last, feedback, batch, index)
             last, drawn_from = self.sample_draft(hidden, batch, state, row.seq_lens, index)
             drafts.append(last)
@@ -167,7 +168,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _captured_for(self, batch: Batch) -> Captured[DecodeInputs, Draft] | None:
         sampled = self.is_probabilistic and not batch.all_greedy
-        if self._decode_graphs is None or sampled:
+        is_shorter = self.draft_length(batch) < self.num_speculative_tokens
+        if self._decode_graphs is None or sampled or is_shorter:
             return None
         captured = self._decode_graphs.dispatch(_one_row_each(batch.num_requests))
         fits = captured is not None and captured.descriptor.num_requests == batch.num_requests

@@ -42,9 +42,14 @@ class BaseSpeculator(ABC):
     cannot_be_captured: ClassVar[str | None] = None
 
     def __init__(self, config: RunConfig) -> None:
-        self.num_speculative_tokens = config.method.num_speculative_tokens
+        self.num_speculative_tokens = config.method.most_drafts
         self.spec: DraftSpec | None = None
         self.aux_layer_ids: tuple[int, ...] = ()  # target states that propose reads
+
+    def draft_length(self, batch: Batch) -> int:
+        """How many drafts to propose after this batch's step: K, or fewer where the engine chooses
+        it per step."""
+        return self.num_speculative_tokens if batch.draft_length is None else batch.draft_length
 
     @property
     def reads_all_hidden_states(self) -> bool:
@@ -123,4 +128,8 @@ class BaseSpeculator(ABC):
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
         """Drafts [B, K] from the state after commit, -1 where there is none; None where K is 0 or
-        no request samples. Must not read the device from the host, unless `cannot_be_captured`."""
+        no request samples. Must not read the device from the host, unless `cannot_be_captured`.
+
+        Where the engine chooses K per step, the drafter's own cache is kept current at 0 drafts
+        too, and only the first `draft_length(batch)` columns are used: the others may be left out.
+        """

@@ -24,6 +24,7 @@ class MaskRow:
 
 class ParallelSpeculator(DraftModelSpeculator):
     """One pass over the step's rows and K-1 mask rows a request; each of the last K yields a draft.
+    With K=0 it is a pass over the step's rows alone.
 
     The drafts do not see each other. A mask row writes KV in the slot of its position; the next
     step's rows cover those positions again before any of them is seen.
@@ -42,9 +43,9 @@ class ParallelSpeculator(DraftModelSpeculator):
         hidden = self.head.combine_target_hidden(target_step).index_select(0, laid.source)
         hidden = torch.where(laid.is_valid.unsqueeze(1), hidden, self.mask_row().hidden)
         states, _ = self.head.forward(rows, hidden, self.draft_caches, step=0)
-        if target_step.logits.shape[0] == 0:  # no request samples, so none needs drafts
+        k = self.draft_length(batch)
+        if k == 0 or target_step.logits.shape[0] == 0:  # no request needs drafts
             return None
-        k = self.num_speculative_tokens
         # [B, K]: the newest row, then the masks. They predict positions p + 2, p + 3, ...
         places = laid.newest.unsqueeze(1) + torch.arange(k, device=laid.newest.device)
         seq_lens = state.num_computed.index_select(0, batch.slots)
@@ -64,7 +65,7 @@ class ParallelSpeculator(DraftModelSpeculator):
         """The rows of the pass, T' = T + B * (K - 1), from host-known counts and the verdict on
         the device. Which of a request's rows are masks is known there only.
         """
-        more = self.num_speculative_tokens - 1
+        more = max(0, self.draft_length(batch) - 1)
         tables = batch.block_tables[len(batch.block_tables) - len(self.draft_specs) :]
         laid = parallel_rows(
             state.token_ids,

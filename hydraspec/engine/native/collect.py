@@ -28,6 +28,7 @@ class Flight:
     kv_usage: float  # with its blocks
     kv_usage_per_group: dict[str, float]
     launch_ms: dict[str, float]  # of the host, for "schedule" and "launch"
+    draft_length: int | None = None  # of the step, where it is chosen
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,6 +84,8 @@ class Collector:
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
                 completions.append(self._finish.completion(sequence))
+        if self._scheduler.draft_lengths is not None:
+            self._scheduler.draft_lengths.observe(requests)
         record = StepRecord(
             step=self.num_steps,
             phase_ms=clock.phase_ms(),
@@ -93,6 +96,7 @@ class Collector:
             num_waiting=len(self._scheduler.waiting),
             kv_usage=flight.kv_usage,
             kv_usage_per_group=flight.kv_usage_per_group,
+            draft_length=flight.draft_length,
         )
         self.num_steps += 1
         return Collected(record, completions, error)

@@ -172,8 +172,12 @@ class DeviceRunner(Runner):
         """A batch of padding alone, in the memory that plans of this shape are written to."""
         needed = self._write(descriptor, None)
         all_greedy, flags = cast(tuple[bool, SamplingFlags], descriptor.variant)
-        segments = self._segments(descriptor)
-        return self.upload.view(descriptor, segments, all_greedy, flags, needed=needed)
+        segments, rows = self._segments(descriptor), descriptor.rows_per_request
+        is_chosen = bool(self.limits.draft_lengths) and rows is not None
+        length = rows - 1 if is_chosen and rows is not None else None
+        return self.upload.view(
+            descriptor, segments, all_greedy, flags, needed=needed, draft_length=length
+        )
 
     def _write(self, descriptor: Descriptor, plan: StepPlan | None) -> NeededRows | None:
         """Put a plan, or none at all, where graphs of this shape read it; returns its needed rows
@@ -230,7 +234,7 @@ class DeviceRunner(Runner):
         longest = max(segment.max_seq_len for segment in plan.segments)
         segments, needed = plan.segments, needed_unless_all(plan)
         if is_uniform(plan) and b == count:
-            each, split = None, self._rows
+            each, split = None, plan.decode_rows
         else:
             split = None
             each = 0 if not plan.samples.any() else None if plan.num_drafts.any() else 1
@@ -246,6 +250,8 @@ class DeviceRunner(Runner):
             rows_of_logits=each,
             has_padding=b > count,
             needed=needed,
+            # Drafting is then a graph, of K drafts.
+            draft_length=plan.draft_length if self.modes.draft == NONE else None,
         )
 
     @torch.inference_mode()

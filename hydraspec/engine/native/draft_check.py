@@ -20,10 +20,12 @@ def check_draft(
         DraftError: naming what is expected and what was given.
     """
     requests, k = batch.num_requests, speculator.num_speculative_tokens
+    if batch.draft_length is not None:  # columns after so many may be left out
+        k = _width(draft) if batch.draft_length <= _width(draft) <= k else batch.draft_length
     device = batch.slots.device
     wanted = [("tokens", (requests, k), torch.int64)]
     if state.draft_probs is not None and not batch.all_greedy:
-        wanted.append(("probs", (requests, *state.draft_probs.shape[1:]), torch.float32))
+        wanted.append(("probs", (requests, k, *state.draft_probs.shape[2:]), torch.float32))
     if not isinstance(draft, Draft) or not all(
         _fits(getattr(draft, name), shape, dtype, device) for name, shape, dtype in wanted
     ):
@@ -56,6 +58,12 @@ def _error(speculator: BaseSpeculator, expected: str, given: str) -> DraftError:
         f"{name}.propose returned a draft that cannot be verified\n  expected: {expected}\n"
         f"  given: {given}\n  to do: mend the class; docs/adding_a_speculator.md describes a draft"
     )
+
+
+def _width(draft: object) -> int:
+    """Columns of the tokens; -1: it has none."""
+    tokens = draft.tokens if isinstance(draft, Draft) else None
+    return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else -1
 
 
 def _fits(found: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:

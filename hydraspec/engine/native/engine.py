@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 from hydraspec_kernels.runtime.ahead import num_compiled
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.costs import from_json
 from hydraspec.distributed.ranks import current
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.finish import FinishCheck
@@ -31,6 +33,7 @@ from hydraspec.engine.native.profiling import profile_phases, profile_step
 from hydraspec.engine.native.results import LaunchedStep
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.engine.native.state import write_request
+from hydraspec.engine.native.step_costs import NOT_MEASURED, measure_costs
 from hydraspec.engine.native.timing import Clock, StepClock
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.turns import History
@@ -44,6 +47,8 @@ from hydraspec.types import (
     StepPlan,
     StepRecord,
 )
+
+log = logging.getLogger(__name__)
 
 
 class NativeEngine(Engine):
@@ -77,6 +82,8 @@ class NativeEngine(Engine):
     def info(self) -> EngineInfo:  # type: ignore[override]
         """Facts as they are now: what is captured while requests run is counted."""
         info, graphs = self.parts.info, self.parts.runner.graphs
+        if self._scheduler.draft_lengths is not None:
+            info = replace(info, costs=self._scheduler.draft_lengths.costs)
         if graphs is None:
             return info
         memory_bytes = {**info.memory_bytes, "graphs": graphs.num_bytes}
@@ -108,6 +115,8 @@ class NativeEngine(Engine):
     ) -> Generator[StepRecord | Completion]:
         """As `run`, of those of the requests that `admission` lets join."""
         num_unfinished, history = 0, History(requests)
+        if self._scheduler.draft_lengths is not None:
+            self._scheduler.draft_lengths.start_over()
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
@@ -187,6 +196,7 @@ class NativeEngine(Engine):
             kv_usage=scheduler.kv.usage,
             kv_usage_per_group=scheduler.kv.usage_per_group,
             launch_ms=self.clock.launch_ms(),
+            draft_length=scheduler.draft_length,
         )
 
     @contextmanager
@@ -205,11 +215,25 @@ class NativeEngine(Engine):
         tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
 
     def prepare(self, requests: Seq[Request]) -> None:
-        """Capture graphs of the way in which these requests, together, are sampled."""
-        graphs = self.parts.runner.graphs
+        """Capture graphs of the way in which these requests, together, are sampled; where K is
+        chosen by costs that are not known, measure them. All ranks take rank 0's."""
+        graphs, lengths = self.parts.runner.graphs, self._scheduler.draft_lengths
         all_greedy, flags = flags_of(request.sampling for request in requests)
         if graphs is not None and not all_greedy:
             graphs.capture_variant(flags)
+        if lengths is None or lengths.costs is not None:
+            return
+        found = measure_costs(
+            *(self, requests, lengths),
+            max_num_seqs=self._scheduler.max_num_seqs,
+            num_micro_batches=self._scheduler.num_micro_batches,
+        )
+        control = self.parts.control
+        message = None if found is None else found.as_json()
+        agreed = control.gather(message, control.all_ranks, "costs")[0]
+        lengths.costs = None if agreed is None else from_json(agreed, "rank 0")
+        if agreed is None:
+            log.warning(NOT_MEASURED)
 
     def has_eager_steps(self) -> bool:
         graphs = self.parts.runner.graphs

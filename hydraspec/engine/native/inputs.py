@@ -49,6 +49,7 @@ class PlanTensors:
     num_speculative_tokens: int
     has_padding: bool = False
     needed: NeededRows | None = None  # None: all rows, and in graphs
+    draft_length: int | None = None  # see StepPlan
 
 
 class PlanPlacer:
@@ -71,6 +72,7 @@ class PlanPlacer:
             flags=plan.flags,
             num_speculative_tokens=plan.num_speculative_tokens,
             needed=needed_unless_all(plan),
+            draft_length=plan.draft_length,
         )
 
     def _layout(self, plan: StepPlan) -> Layout:
@@ -156,4 +158,5 @@ def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]
         all_greedy=plan.all_greedy,
         flags=plan.flags,
         needed=plan.needed,
+        draft_length=plan.draft_length,
     )

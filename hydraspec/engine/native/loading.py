@@ -21,6 +21,7 @@ from hydraspec.distributed.stages import StageLink
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.draft_lengths import build_draft_lengths
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.rank_check import RankCheck
 from hydraspec.engine.native.runner import Runner
@@ -207,6 +208,7 @@ def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
         num_lookahead_tokens=speculator.num_lookahead_tokens,
         num_micro_batches=_num_micro_batches(config, models.target),
         graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
+        draft_lengths=build_draft_lengths(config, _num_micro_batches(config, models.target)),
     )
 
 

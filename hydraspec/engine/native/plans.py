@@ -20,23 +20,26 @@ DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
 
 
 class PlanBuilder:
-    """Builds plans. The arrays of steady decoding, which depend on the batch size alone, are kept
-    and shared by plans, and never written to again."""
+    """Builds plans. The arrays of steady decoding, which depend on the number of requests and of
+    drafts alone, are kept and shared by plans, and never written to again."""
 
     def __init__(self, kv: KVCache, num_speculative_tokens: int, num_lookahead_tokens: int) -> None:
         self._kv = kv
         self._num_speculative_tokens = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
-        self._steady: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._steady: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def build(self, scheduled: Sequence[Scheduled]) -> StepPlan:
-        """The plan of these rows; decodes with equally many rows are adjacent in `scheduled`."""
+    def build(self, scheduled: Sequence[Scheduled], draft_length: int | None = None) -> StepPlan:
+        """The plan of these rows; decodes with equally many rows are adjacent in `scheduled`.
+        draft_length: see StepPlan.
+        """
         slots = np.array([item.sequence.slot for item in scheduled], dtype=np.int64)
         seq_lens = [item.num_computed + item.num_rows for item in scheduled]
         longest = max(seq_lens)
-        full = self._num_speculative_tokens + 1
+        drafts = self._num_speculative_tokens if draft_length is None else draft_length
+        full = drafts + 1
         if all(item.num_rows == full and not item.is_prefill for item in scheduled):
-            num_rows, num_drafts, samples = self._steady_arrays(len(scheduled))
+            num_rows, num_drafts, samples = self._steady_arrays(len(scheduled), drafts)
             segments: tuple[RowSegment, ...] = (RowSegment(0, 0, len(scheduled), full, longest),)
         else:
             num_rows = np.array([item.num_rows for item in scheduled], dtype=np.int64)
@@ -57,15 +60,18 @@ class PlanBuilder:
             all_greedy=all_greedy,
             num_speculative_tokens=self._num_speculative_tokens,
             flags=flags,
+            draft_length=draft_length,
         )
 
-    def _steady_arrays(self, num_requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, drafts and samples of `num_requests` requests that verify K drafts each."""
-        arrays = self._steady.get(num_requests)
+    def _steady_arrays(
+        self, num_requests: int, num_drafts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, drafts and samples of requests that verify `num_drafts` drafts each."""
+        arrays = self._steady.get((num_requests, num_drafts))
         if arrays is None:
-            drafts = np.full(num_requests, self._num_speculative_tokens, dtype=np.int64)
+            drafts = np.full(num_requests, num_drafts, dtype=np.int64)
             arrays = drafts + 1, drafts, np.ones(num_requests, dtype=bool)
-            self._steady[num_requests] = arrays
+            self._steady[num_requests, num_drafts] = arrays
         return arrays
 
 
@@ -91,14 +97,14 @@ def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowS
 
 
 def full_decodes(plan: StepPlan) -> np.ndarray:
-    """[B] bool: requests that sample and verify all K drafts."""
-    k = plan.num_speculative_tokens
-    found: np.ndarray = (plan.num_rows == k + 1) & (plan.num_drafts == k) & plan.samples
+    """[B] bool: requests that sample and verify all drafts of the step."""
+    rows = plan.decode_rows
+    found: np.ndarray = (plan.num_rows == rows) & (plan.num_drafts == rows - 1) & plan.samples
     return found
 
 
 def is_uniform(plan: StepPlan) -> bool:
-    """Whether every request verifies all K drafts."""
+    """Whether every request verifies all drafts of the step."""
     return bool(full_decodes(plan).all())
 
 

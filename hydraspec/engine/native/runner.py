@@ -17,7 +17,7 @@ from hydraspec.engine.native.inputs import PlanPlacer, PlanTensors, prepare
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.results import DeviceStep, LaunchedStep, launched_on_cpu
 from hydraspec.engine.native.stage_io import StageIO
-from hydraspec.engine.native.state import commit, store_draft
+from hydraspec.engine.native.state import commit, of_full_width, store_draft
 from hydraspec.engine.native.step_graphs import StepGraphs
 from hydraspec.engine.native.timing import Clock, no_clock
 from hydraspec.models.base import TargetModel
@@ -98,6 +98,9 @@ class Runner:
         draft = self.speculator.propose(target_step, verdict, batch, self.state)
         if draft is not None:
             check_draft(draft, batch, self.state, self.speculator)
+        if batch.draft_length is not None:
+            draft = of_full_width(draft, batch, self.speculator.num_speculative_tokens)
+        if draft is not None:
             store_draft(self.state, batch, draft)
         return draft
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hydraspec.distributed.control import ALONE, Control
 from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.native.draft_lengths import offered_lengths
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.runner import Runner
 from hydraspec.engine.native.sizing import Models
@@ -54,6 +55,7 @@ def build_runner(
         max_seq_len=models.cache_size().max_tokens,
         capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
         launch_bound_rows=launch_bound_rows(target.hidden_size),
+        draft_lengths=offered_lengths(config.method),
     )
     kind = DeviceRunner
     if models.link is not None:

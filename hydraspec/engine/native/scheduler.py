@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import islice
 
+from hydraspec.engine.native.draft_lengths import DraftLengths
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.plans import PlanBuilder
 from hydraspec.engine.native.prompt_rows import PromptRows
@@ -40,10 +41,11 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         num_micro_batches: int = 1,
         graph_rows: Seq[int] = (),
+        draft_lengths: DraftLengths | None = None,
     ) -> None:
         """num_micro_batches: steps in flight of disjoint requests, over which requests are spread
         evenly; 1: one step, or two as in docs/adr/0010. graph_rows: of mixed steps that are graphs,
-        rising."""
+        rising. draft_lengths: chooses the drafts of each step, at most num_speculative_tokens."""
         self.kv = kv
         self.num_micro_batches = num_micro_batches
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -51,6 +53,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
+        self.draft_lengths = draft_lengths
+        self.draft_length: int | None = None  # of the step scheduled last, where it is chosen
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.admitted: list[
@@ -109,6 +113,9 @@ class Scheduler:
         self._is_short = self._is_limited = False
         chosen: dict[Sequence, Scheduled] = {}
         most = self._share()
+        if self.draft_lengths is not None:
+            together = len(self.running) or min(len(self.waiting), self.max_num_seqs)
+            self.draft_length = self.draft_lengths.choose(-(-together // self.num_micro_batches))
         for sequence in self._in_turn():
             if len(chosen) == most:
                 break
@@ -198,8 +205,9 @@ class Scheduler:
             return None
         # Emitting every draft and one more token must not pass max_model_len.
         room = self.max_model_len - fewest - undecided - 1
-        num_drafts = min(self.num_speculative_tokens, room)
-        if undecided and num_drafts < self.num_speculative_tokens:
+        wanted = self.num_speculative_tokens if self.draft_length is None else self.draft_length
+        num_drafts = min(wanted, room)
+        if undecided and num_drafts < wanted:
             return None  # what is in flight decides how many drafts fit
         rows = 1 + num_drafts
         if rows > self._budget:
@@ -355,4 +363,4 @@ class Scheduler:
 
     def plan(self, scheduled: list[Scheduled]) -> StepPlan:
         """The chosen rows as plain arrays."""
-        return self._plans.build(scheduled)
+        return self._plans.build(scheduled, self.draft_length)

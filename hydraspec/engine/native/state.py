@@ -8,7 +8,7 @@ import torch
 from hydraspec_kernels.sampling.records import CommittedBatch
 from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts
 
-from hydraspec.types import Draft, RequestState, SamplingParams, Verdict
+from hydraspec.types import Batch, Draft, RequestState, SamplingParams, Verdict
 
 
 def new_request_state(
@@ -81,4 +81,19 @@ def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> Non
     them."""
     store_drafts(state, batch, draft.tokens)
     if draft.probs is not None and state.draft_probs is not None:
-        state.draft_probs.index_copy_(0, batch.slots, draft.probs)
+        # Fewer columns where fewer than K drafts were proposed: the others are read for no draft.
+        state.draft_probs[:, : draft.probs.shape[1]].index_copy_(0, batch.slots, draft.probs)
+
+
+def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int) -> Draft:
+    """A draft of the step's own length as one of K: [B, K], -1 after its own; None: no drafts.
+
+    A slot always gets K columns: what an earlier step proposed must not pass for this one's.
+    """
+    assert batch.draft_length is not None
+    k, shape = batch.draft_length, (batch.num_requests, num_speculative_tokens)
+    tokens = torch.full(shape, -1, dtype=torch.int64, device=batch.slots.device)
+    if draft is None:
+        return Draft(tokens=tokens)
+    tokens[:, :k] = draft.tokens[:, :k]
+    return Draft(tokens=tokens, probs=None if draft.probs is None else draft.probs[:, :k])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -49,6 +50,8 @@ class RunnerLimits:
     max_seq_len: int  # positions a block table can name
     capture_sizes: tuple[int, ...]
     launch_bound_rows: int = 0  # with up to so many, launching a step takes longer than its rows
+    # Drafts per request that a step may have, where that is chosen; else it is K.
+    draft_lengths: tuple[int, ...] = ()
 
     @property
     def rows_per_decode(self) -> int:
@@ -57,7 +60,7 @@ class RunnerLimits:
 
 
 def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
-    """The greedy steps to capture: decodes by batch size, mixed ones by rows."""
+    """The greedy steps to capture: decodes by drafts and batch size, mixed ones by rows."""
     rows, sizes = limits.rows_per_decode, limits.capture_sizes
     most_rows = min(limits.max_num_seqs * rows, limits.max_num_batched_tokens)
     found = []
@@ -65,12 +68,13 @@ def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
         found = [
             Descriptor(
                 num_requests=size,
-                num_rows=size * rows,
-                rows_per_request=rows,
+                num_rows=size * each,
+                rows_per_request=each,
                 variant=GREEDY_VARIANT,
             )
-            for size in sizes
-            if size * rows <= most_rows
+            for each, of_length in _decodes(limits)
+            for size in of_length
+            if size * each <= most_rows
         ]
     if modes.mixed != NONE:
         found += [
@@ -86,6 +90,15 @@ def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
             )
         ]
     return found
+
+
+def _decodes(limits: RunnerLimits) -> list[tuple[int, Sequence[int]]]:
+    """Rows of a request, and the batch sizes: of fewer drafts than K powers of two and the largest,
+    so that graphs are few."""
+    rows, sizes = limits.rows_per_decode, limits.capture_sizes
+    few = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+    shorter = [length + 1 for length in limits.draft_lengths if length + 1 < rows]
+    return [*((each, few) for each in shorter), (rows, sizes)]
 
 
 def is_large(descriptor: Descriptor) -> bool:
@@ -111,7 +124,10 @@ class StepGraphs:
         self.num_bytes = 0  # device memory of the captures of this runner, its drafter's included
         self.warnings: list[str] = []  # why steps run eagerly that could have graphs
         self._greedy = descriptors(modes, limits)
-        self._rows, self._launch_bound_rows = limits.rows_per_decode, limits.launch_bound_rows
+        self._decodes = defaultdict[int | None, list[Descriptor]](list)  # by rows, smallest first
+        for each in sorted(self._greedy, key=lambda each: each.num_rows):
+            self._decodes[each.rows_per_request].append(each)
+        self._launch_bound_rows = limits.launch_bound_rows
         self._variants = SamplingVariants()
         self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
 
@@ -169,9 +185,11 @@ class StepGraphs:
         wanted = Descriptor(
             num_requests=len(plan.slots),
             num_rows=int(plan.num_rows.sum()),
-            rows_per_request=self._rows if is_uniform(plan) else None,
+            rows_per_request=plan.decode_rows if is_uniform(plan) else None,
             variant=GREEDY_VARIANT,
         )
+        if plan.draft_length is not None and wanted.rows_per_request is not None:
+            wanted = self._of_same_length(wanted)
         found = self.manager.dispatch(wanted)
         if found is None or self._wastes(found.descriptor, wanted.num_rows):
             return None
@@ -181,6 +199,12 @@ class StepGraphs:
         if exact in self._uncaptured:
             return None
         return self.manager.dispatch(exact) or self._capture_late(exact)
+
+    def _of_same_length(self, wanted: Descriptor) -> Descriptor:
+        """The smallest graph of decodes with as many drafts: a mixed one with fewer rows would
+        draft K. The shape itself where there is none."""
+        fitting = [each for each in self._decodes[wanted.rows_per_request] if each.covers(wanted)]
+        return fitting[0] if fitting else wanted
 
     def _wastes(self, graph: Descriptor, num_rows: int) -> bool:
         """Whether eager launches, which the device does not wait for, beat padding to this graph:

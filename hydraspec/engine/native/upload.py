@@ -87,6 +87,7 @@ class PlanUpload:
         every = torch.arange(max(b, shape.max_num_rows, b * (k + 1)) + 1, device=device)
         self._every = every
         self._uniform: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._fewer: dict[tuple[int, int], Tensor] = {}
         self._first_of = every[:b].unsqueeze(1).repeat(1, k + 1)  # one row of logits a request
 
     @property
@@ -104,10 +105,12 @@ class PlanUpload:
         rows_of_logits: int | None = None,
         has_padding: bool = True,
         needed: NeededRows | None = None,
+        draft_length: int | None = None,
     ) -> PlanTensors:
         """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
         plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row, and so has a mixed
         one with no more rows than that. needed: the needed rows that were written with the plan.
+        draft_length: how many drafts its steps propose; None: K.
         """
         b, t, k = descriptor.num_requests, descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
@@ -116,7 +119,7 @@ class PlanUpload:
         )
         samples = self._words[self._samples : self._header].view(torch.bool)[:b]
         logits_rows: Tensor | None = None
-        verify_rows = self._every[: b * (k + 1)].view(b, k + 1) if each > k else self._first_of[:b]
+        verify_rows = self._verify_rows(descriptor, each)
         if descriptor.rows_per_request is not None:
             row_request, row_offset, starts = self._uniform_rows(b, descriptor.rows_per_request)
         else:
@@ -148,6 +151,7 @@ class PlanUpload:
             num_speculative_tokens=k,
             has_padding=has_padding,
             needed=needed and self._sent(needed, self._end_of_rows(descriptor, each)),
+            draft_length=draft_length,
         )
 
     def _sent(self, needed: NeededRows, first: int) -> NeededRows:
@@ -180,6 +184,20 @@ class PlanUpload:
                 every[: b * rows].remainder(rows),
                 every[: b + 1] * rows,
             )
+        return found
+
+    def _verify_rows(self, descriptor: Descriptor, rows_of_logits: int) -> Tensor:
+        """[b, K+1] rows of a plan with logits of every row, or of one row a request. Requests with
+        fewer rows than that repeat the last one."""
+        b, rows = descriptor.num_requests, descriptor.rows_per_request
+        k = self.shape.num_speculative_tokens
+        if rows is None or rows > k:
+            whole = self._every[: b * (k + 1)].view(b, k + 1)
+            return whole if rows_of_logits > k else self._first_of[:b]
+        found = self._fewer.get((b, rows))
+        if found is None:
+            each = self._every[: k + 1].clamp(max=rows - 1)
+            found = self._fewer[b, rows] = (self._every[:b] * rows).unsqueeze(1) + each
         return found
 
     def write(

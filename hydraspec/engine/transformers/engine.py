@@ -175,7 +175,7 @@ def _info(parts: TransformersParts) -> EngineInfo:
             log.warning(ONE_AT_A_TIME)
         spec = {
             "drafter": type(parts.assistant).__name__,
-            "num_assistant_tokens": config.method.num_speculative_tokens,
+            "num_assistant_tokens": config.method.most_drafts,
             "schedule": "constant",
             "confidence_threshold": 0.0,
         }
@@ -186,7 +186,7 @@ def _info(parts: TransformersParts) -> EngineInfo:
         engine="transformers",
         target=config.target.name,
         method=config.method.name,
-        num_speculative_tokens=config.method.num_speculative_tokens,
+        num_speculative_tokens=config.method.most_drafts,
         device=str(parts.device),
         dtype=config.target.dtype.value,
         vocab_size=parts.vocab_size,

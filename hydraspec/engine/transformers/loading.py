@@ -104,7 +104,7 @@ def _load_assistant(config: RunConfig, target: Checkpoint, text: Any, device: to
         )
     assistant = _load_model(opened, config.method.weights, config, device)
     assistant.generation_config = GenerationConfig(
-        num_assistant_tokens=config.method.num_speculative_tokens,
+        num_assistant_tokens=config.method.most_drafts,
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )

@@ -265,7 +265,7 @@ def _info(parts: VllmParts) -> EngineInfo:
         engine="vllm",
         target=config.target.name,
         method=config.method.name,
-        num_speculative_tokens=config.method.num_speculative_tokens,
+        num_speculative_tokens=config.method.most_drafts,
         device="cuda",
         dtype=config.target.dtype.value,
         vocab_size=parts.vocab_size,

@@ -262,7 +262,7 @@ def _compilation(config: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"cudagraph_mode": config.cudagraph.name.upper()}
     sizes, method = config.cudagraph.capture_sizes, config.method
     if sizes is not None and config.cudagraph.name != "none":
-        rows = 1 if method.name == "none" else method.num_speculative_tokens + 1
+        rows = 1 if method.name == "none" else method.most_drafts + 1
         options["cudagraph_capture_sizes"] = [size * rows for size in sizes]
     return options
 
@@ -273,7 +273,7 @@ def _speculation(config: RunConfig, drafter: Path | None) -> dict[str, Any] | No
         return None
     options: dict[str, Any] = {
         "method": METHODS[method.name],
-        "num_speculative_tokens": method.num_speculative_tokens,
+        "num_speculative_tokens": method.most_drafts,
         "rejection_sample_method": method.verification.value,
         "draft_sample_method": method.draft_sampling.value,
     }
