@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -72,6 +73,8 @@ class Request:
     arrival_s: float | None = None  # seconds after the start of a run; None: offered at once
     after: int | None = None  # index of the turn before it, whose answer is waited for
     turn: int = 1  # its number in its conversation, from 1
+    thinking: bool | None = None  # the chat template's switch; None: as the template has it
+    scoring: Literal["text", "number"] = "text"  # how an output is compared with `answer`
 
 
 @dataclass(slots=True, kw_only=True)

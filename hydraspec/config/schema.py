@@ -236,6 +236,11 @@ class WorkloadConfig:
     num_conversations: int = 8  # workload=multi_turn only
     num_turns: int = 4  # workload=multi_turn only
     turn_tokens: int = 200  # workload=multi_turn without a path
+    # Of workloads of text, as config/workloads.py says.
+    thinking: bool | None = None  # the chat template's switch; null: as the template has it
+    chat: bool = True  # false: as plain text, for targets that know no chat
+    num_shots: int = 0  # solved examples before each question
+    shots_path: str | None = None  # a file of them; null: the first lines of path, then not asked
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from hydraspec.config.benches import is_bench
 from hydraspec.config.build import to_dict
 from hydraspec.config.engines import VLLM, takes
 from hydraspec.config.schema import RunConfig
-from hydraspec.config.workloads import KEYS, keys_with_meaning
+from hydraspec.config.workloads import KEYS, TEXT_KEYS, keys_with_meaning
 
 ONLY_SAMPLED = ("top_k", "top_p", "min_p")  # no effect at temperature 0
 
@@ -46,7 +46,7 @@ def _engine(config: RunConfig, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _workload(config: RunConfig, workload: dict[str, Any]) -> dict[str, Any]:
-    unread = set(KEYS) - set(keys_with_meaning(config.workload))
+    unread = {*KEYS, *TEXT_KEYS} - set(keys_with_meaning(config.workload))
     if config.workload.request_rate is None:
         unread.add("burstiness")
     if not any(workload["goodput"].values()):

@@ -18,9 +18,18 @@ SIZES = {  # of a workload whose prompts are random token ids
     ),
     "multi_turn": ("num_conversations", "num_turns", "turn_tokens", "output_tokens"),
 }
+OF_TEXTS = {  # keys of workloads that are read from files, besides OF_ALL
+    "jsonl": ("thinking",),
+    "gsm8k": ("thinking", "chat", "num_shots", "shots_path"),
+}
+SOURCES = {  # where the file of a published workload is had, and its name
+    "gsm8k": "test.jsonl in https://github.com/openai/grade-school-math "
+    "(grade_school_math/data; 1,319 lines, MIT), or the data set openai/gsm8k as JSON lines",
+}
 OF_FILES_TOO = ("num_conversations", "num_turns")  # workload=multi_turn with a path
 OF_ALL = ("burstiness", "concurrency", "goodput", "limit", "path", "request_rate")
 KEYS = tuple(dict.fromkeys(key for keys in SIZES.values() for key in keys))
+TEXT_KEYS = tuple(dict.fromkeys(key for keys in OF_TEXTS.values() for key in keys))
 
 
 def is_random(workload: WorkloadConfig) -> bool:
@@ -32,6 +41,8 @@ def keys_with_meaning(workload: WorkloadConfig) -> tuple[str, ...]:
     """Those of KEYS that say something about it."""
     if is_random(workload):
         return SIZES[workload.name]
+    if workload.name in OF_TEXTS:
+        return OF_TEXTS[workload.name]
     return OF_FILES_TOO if workload.name == "multi_turn" else ()
 
 
@@ -73,7 +84,8 @@ def _has_meaning(key: str) -> Rule:
     def remedy(value: object, c: RunConfig) -> str:
         if c.workload.name == "multi_turn":
             return "leave it out, or set workload.path=null for random token ids"
-        having = listing(f"workload={name}" for name, keys in SIZES.items() if key in keys)
+        tables = (*SIZES.items(), *OF_TEXTS.items())
+        having = listing(f"workload={name}" for name, keys in tables if key in keys)
         return f"choose {having}, or leave the key out"
 
     return Rule(
@@ -89,6 +101,15 @@ def _has_meaning(key: str) -> Rule:
         ),
         remedy,
     )
+
+
+def _where_it_is_had(path: object, c: RunConfig) -> str:
+    source = SOURCES.get(c.workload.name)
+    return "add workload.path=<file.jsonl>" + (f"; the file: {source}" if source else "")
+
+
+def _is_named(path: object, c: RunConfig) -> object:
+    return path or is_random(c.workload) or added_workload(c.workload.name)
 
 
 WORKLOAD_RULES = (
@@ -111,10 +132,25 @@ WORKLOAD_RULES = (
     ),
     Rule(
         "workload.path",
-        lambda path, c: path or is_random(c.workload) or added_workload(c.workload.name),
+        _is_named,
         "a file of JSON lines, or zoo:tiny",
         "names no file",
-        "add workload.path=<file.jsonl>",
+        _where_it_is_had,
     ),
-    *map(_has_meaning, KEYS),
+    *map(_has_meaning, (*KEYS, *TEXT_KEYS)),
+    at_least("workload.num_shots", 0),
+    Rule(
+        "workload.shots_path",
+        lambda path, c: path is None or c.workload.num_shots,
+        "null, or workload.num_shots=1 or more",
+        "has no effect with workload.num_shots=0",
+        "say how many examples come before each question",
+    ),
+    Rule(
+        "workload.thinking",
+        lambda thinking, c: thinking is None or c.workload.chat,
+        "null with workload.chat=false",
+        "has no effect with workload.chat=false: plain text has no chat template",
+        "leave one of the two out",
+    ),
 )

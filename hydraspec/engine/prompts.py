@@ -77,6 +77,7 @@ class _Chat:
 
     messages: list[Mapping[str, str]]
     after: str | None
+    thinking: bool | None
 
 
 def _chats(requests: Sequence[Request]) -> dict[int, _Chat]:
@@ -87,11 +88,12 @@ def _chats(requests: Sequence[Request]) -> dict[int, _Chat]:
             continue
         before = None if request.after is None else found[request.after]
         if before is None:
-            found[request.index] = _Chat(list(request.messages), None)
+            found[request.index] = _Chat(list(request.messages), None, request.thinking)
         else:
             answer = ANSWER.format(len(before.messages))
             said = [*before.messages, {"role": "assistant", "content": answer}]
-            found[request.index] = _Chat([*said, *request.messages], answer)
+            messages = [*said, *request.messages]
+            found[request.index] = _Chat(messages, answer, request.thinking)
     return found
 
 
@@ -99,7 +101,7 @@ def _token_ids(tokenizer: Tokenizer, text: str | _Chat) -> list[int] | str:
     """The prompt's ids, or why there are none."""
     try:
         if isinstance(text, _Chat):
-            return tokenizer.encode_chat(text.messages, after=text.after)
+            return tokenizer.encode_chat(text.messages, after=text.after, thinking=text.thinking)
         return tokenizer.encode(text)
     except WorkloadError as error:
         return str(error)

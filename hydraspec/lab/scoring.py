@@ -1,14 +1,19 @@
-"""Exact match of an output's text with the answer of its workload line."""
+"""Exact match of an output's text, or of its final number, with the answer of its workload line."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Completion, Request
 
 MARKER = "answer is"
+
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def score(text: str | None, answer: str | None) -> bool | None:
@@ -22,11 +27,35 @@ def score(text: str | None, answer: str | None) -> bool | None:
     return text.rpartition(MARKER)[2].strip() == answer.strip()
 
 
+def score_number(text: str | None, answer: str | None) -> bool | None:
+    """Whether the final number in `text` is that of `answer`; null where either is missing.
+
+    The final number is the first one after the last "####", or else after the last "answer is", or
+    else the last one of the text. 1,000 and 1000.0 are equal; signs of currency and units are no
+    part of a number.
+    """
+    if text is None or answer is None:
+        return None
+    return final_number(text) == final_number(answer) is not None
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that `score_number` compares; None where there is none."""
+    for marker in ("####", MARKER):
+        _, found, after = text.rpartition(marker)
+        if found and (first := NUMBER.search(after)) is not None:
+            return Decimal(first[0].replace(",", ""))
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
 def score_completion(request: Request, completion: Completion) -> bool | None:
-    """`score` of a request's output; null for one that ended with an error."""
+    """Whether a request's output is right, as its `scoring` says; null for one that ended with an
+    error."""
     if completion.finish_reason == "error":
         return None
-    return score(completion.text, request.answer)
+    judge = score_number if request.scoring == "number" else score
+    return judge(completion.text, request.answer)
 
 
 def accuracy(requests: Sequence[Request], scores: Sequence[bool | None]) -> Json:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -23,7 +23,8 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
-from hydraspec.config.workloads import is_random
+from hydraspec.config.workloads import SOURCES, is_random
+from hydraspec.lab import published
 from hydraspec.lab.conversations import conversations_of_lines, num_turns_in_all
 from hydraspec.lab.lines import parse_line
 from hydraspec.shipped import ZOO_PREFIX
@@ -109,28 +110,50 @@ def read(config: RunConfig) -> Workload | None:
     """
     if is_random(config.workload):
         return None
-    added = added_workload(config.workload.name)
-    if added is None:
-        name, text = _read_text(config.workload)
-        lines: Iterable[bytes] = text.split(b"\n")
-    else:
-        name, lines = f"workload={added.name}", _lines_of(added, config)
     workload = Workload(requests=[], places={})
     makes_turns = config.workload.name == "multi_turn"
     limit = num_turns_in_all(config) if makes_turns else config.workload.limit
-    for number, line in enumerate(lines, start=1):
+    name, lines = _lines(config)
+    for place, line in lines:
         if workload.num_lines == limit:
             break
         if line.strip():
-            _add(workload, f"{name}:{number}", line, config)
+            _add(workload, place, line, config)
     if not workload.requests:
         raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
     workload.warnings = _overridden(config.sampling, workload.requests)
+    workload.warnings += _set_thinking(config.workload, workload.requests)
     if makes_turns:
         workload.requests, workload.places = conversations_of_lines(
             workload.requests, workload.places, config
         )
     return workload
+
+
+def _lines(config: RunConfig) -> tuple[str, Iterator[tuple[str, bytes]]]:
+    """The workload's name for messages; places and lines."""
+    size = config.workload
+    added = added_workload(size.name)
+    if added is not None:
+        name, lines = f"workload={added.name}", _lines_of(added, config)
+    else:
+        name, content = _read_text(size)
+        if size.name in published.FORMATS:
+            made = published.lines_of(size, published.records(name, content), _read_shots)
+            return name, ((place, json.dumps(line).encode()) for place, line in made)
+        lines = iter(content.split(b"\n"))
+    return name, ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1))
+
+
+def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:
+    """Give requests with messages the configured switch; a warning where there is none."""
+    chats = [request for request in requests if request.messages is not None]
+    for request in chats:
+        request.thinking = config.thinking
+    if config.thinking is None or chats:
+        return []
+    value = show(config.thinking)
+    return [f"workload.thinking={value} has no effect: no line has messages or turns of text"]
 
 
 def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
@@ -191,6 +214,7 @@ def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
                 "ids must differ (a line without one is called by its place, from 0)"
             )
         workload.places[request.id] = place
+        published.finish(config.workload, request)
     workload.requests += found
     workload.num_lines += 1
 
@@ -248,20 +272,30 @@ def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
         )
     if config.path.startswith(ZOO_PREFIX):
         return config.path, _read_zoo(config.path)
-    path = Path(config.path).expanduser()
+    return _read_file("workload.path", config.path, SOURCES.get(config.name))
+
+
+def _read_shots(path: str) -> tuple[str, bytes]:
+    return _read_file("workload.shots_path", path, None)
+
+
+def _read_file(key: str, given: str, source: str | None) -> tuple[str, bytes]:
+    """The name for messages, and the bytes, of a file; `source` is where it is had."""
+    path = Path(given).expanduser()
+    had = "" if source is None else f"; the file: {source}"
     try:
         kind = FILE_TYPES.get(stat.S_IFMT(path.stat().st_mode))
         content = path.read_bytes() if kind is None else b""
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
         raise WorkloadError(
-            f"workload.path={config.path} cannot be read: {reason} (seen from {Path.cwd()}); "
-            "give the path of a file of JSON lines"
+            f"{key}={given} cannot be read: {reason} (seen from {Path.cwd()}); "
+            f"give the path of a file of JSON lines{had}"
         ) from error
     if kind is not None:  # reading it could block, or never end
         raise WorkloadError(
-            f"workload.path={config.path} is a {kind}; give the path of a file of JSON lines that "
-            "is written whole"
+            f"{key}={given} is a {kind}; give the path of a file of JSON lines that "
+            f"is written whole{had}"
         )
     return str(path), content
 

@@ -16,6 +16,7 @@ from typing import Any
 from hydraspec.errors import CheckpointError, WorkloadError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+THINKING = ("enable_thinking", "thinking")  # names of that switch in released templates
 MAX_CHARACTERS = 1 << 24  # of a prompt rendered by a chat template
 MAX_FILE_BYTES = 1 << 28  # of each file of a tokenizer: the largest released have 40 MB
 
@@ -37,22 +38,32 @@ class Tokenizer:
         return list(self._inner.encode(prompt))
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, after: str | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        after: str | None = None,
+        thinking: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; with `after` only those
-        after this text of an earlier message, which is unlike any other.
+        after this text of an earlier message, which is unlike any other. `thinking` is given to
+        the template under the name in THINKING that it knows.
 
         Raises WorkloadError if the checkpoint has no chat template, or it refuses the messages, has
-        no place for a role or for the text `after`, or makes a text beyond MAX_CHARACTERS of them.
+        no place for a role, for the text `after` or for `thinking`, or makes a text beyond
+        MAX_CHARACTERS of them.
         """
         if not getattr(self._inner, "chat_template", None):
             raise WorkloadError(
                 "messages need a chat template, and this checkpoint has none: give prompt instead"
             )
         self._check_roles(messages)
+        switch = self._switch(thinking)
         try:
             text = self._inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **switch,
             )
         except MemoryError:
             raise
@@ -101,6 +112,19 @@ class Tokenizer:
         """
         with _panics_as_errors():
             return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+
+    def _switch(self, thinking: bool | None) -> dict[str, bool]:
+        """The template's variable for thinking on or off."""
+        if thinking is None:
+            return {}
+        template = json.dumps(self._inner.chat_template)
+        known = [name for name in THINKING if re.search(rf"\b{name}\b", template)]
+        if not known:
+            raise WorkloadError(
+                f"workload.thinking={str(thinking).lower()}: the chat template has no switch "
+                f"({' or '.join(THINKING)}): leave the key out"
+            )
+        return {known[0]: thinking}
 
     def _check_roles(self, messages: Sequence[Mapping[str, str]]) -> None:
         """Refuse unknown roles, which templates write into the prompt as they are, or drop."""

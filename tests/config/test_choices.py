@@ -14,7 +14,7 @@ from hydraspec.config.build import schema_keys
 from hydraspec.config.checks import ALIASES
 from hydraspec.config.choices import choices_of, packaged
 from hydraspec.config.schema import AUTO, RunConfig
-from hydraspec.config.workloads import KEYS, SIZES
+from hydraspec.config.workloads import KEYS, OF_TEXTS, SIZES, SOURCES, TEXT_KEYS
 
 GROUPS = (
     "target",
@@ -36,6 +36,7 @@ OF_TURNS = ("num_conversations", "num_turns", "turn_tokens", "cold_turns")
 NEEDED = {  # what a choice asks its user for
     "target=custom": ["target.checkpoint=/models/some"],
     "workload=jsonl": ["workload.path=prompts.jsonl"],
+    **{f"workload={name}": ["workload.path=released.jsonl"] for name in SOURCES},
     "bench=decode": ["engine.max_num_seqs=32"],
     "target=deepseek_v3": ["target.weights=random"],  # released in fp8
     "target=mistral_medium_3_5": ["target.weights=random"],
@@ -113,12 +114,16 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
     """A key that only the dataclass knows could not be set without `+`."""
     # Of drafters without weights (docs/adding_a_speculator.md), and of releases in fp8.
     others = {"method.needs_checkpoint", "target.quantised"}
-    sizes = {f"workload.{key}" for key in KEYS}
+    sizes = {f"workload.{key}" for key in (*KEYS, *TEXT_KEYS)}
     of_choices = {
         "workload=tiny": sizes,
         **{
             f"workload={name}": {"workload.path", *(sizes - {f"workload.{key}" for key in keys})}
             for name, keys in SIZES.items()
+        },
+        **{
+            f"workload={name}": {"workload.path", *(sizes - {f"workload.{key}" for key in keys})}
+            for name, keys in OF_TEXTS.items()
         },
         "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
         "bench=decode": {f"bench.{key}" for key in (*OF_LOAD, *OF_SERVE, *OF_TURNS)},

@@ -16,7 +16,12 @@ REFUSED = {
     # misspelt
     "method=gema4_mtp": ["method=gema4_mtp", METHODS, "method=gemma4_mtp?"],
     "target=tiny_gema4": ["target=tiny_gema4", "tiny_gemma4_moe", "target=tiny_gemma4?"],
-    "workload=gsm8k": ["workload=gsm8k", "jsonl, multi_turn, random, shared_prefix, tiny"],
+    "workload=gms8k": ["workload=gms8k", "gsm8k, jsonl, multi_turn", "workload=gsm8k?"],
+    "workload=gsm8k": ["workload.path", "names no file", "grade-school-math"],
+    "workload=gsm8k workload.path=x workload.shots_path=y": ["no effect with workload.num_shots=0"],
+    "workload=gsm8k workload.path=x workload.num_shots=-1": ["0 or more"],
+    "workload=gsm8k workload.path=x workload.thinking=true workload.chat=false": ["no chat templ"],
+    "+workload.num_shots=3": ["workload.num_shots=3", "choose workload=gsm8k"],
     "experiment=ksweep": ["did you mean experiment=k_sweep?"],
     "method=Gemma4_MTP": ["did you mean method=gemma4_mtp?"],
     "method.num_speculative_token=2": ["did you mean method.num_speculative_tokens=2?"],

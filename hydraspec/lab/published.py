@@ -1,0 +1,153 @@
+"""Published benchmarks as workload lines: a file in the format in which it is released becomes
+lines as `workload=jsonl` has them. No code of a benchmark, and none that a model writes, is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydraspec.config.messages import refusal
+from hydraspec.config.schema import WorkloadConfig
+from hydraspec.types import Request, WorkloadError
+
+Line = dict[str, Any]
+SOLVE = "Solve this step by step. Write the final number on the last line, after ####."
+CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """One entry of a file."""
+
+    place: str  # "file:line", or "file, entry n" of a JSON array
+    values: Mapping[str, Any]
+
+    def text(self, key: str) -> str:
+        """A text that has to be there.
+
+        Raises:
+            WorkloadError: with the place.
+        """
+        value = self.values.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"{key}: {_shown(value)} is not allowed; it must be a text")
+        return value
+
+    def error(self, problem: str) -> WorkloadError:
+        """The error of this record."""
+        return WorkloadError(f"{self.place}: {problem}")
+
+
+def _shown(value: object) -> str:
+    shown = json.dumps(value, ensure_ascii=False)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def records(name: str, content: bytes) -> list[Record]:
+    """The objects of a file of JSON lines, or of one JSON array.
+
+    Raises:
+        WorkloadError: with the place of what is no object.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{name}: not UTF-8 text (byte {error.start})") from None
+    if text.lstrip().startswith("["):
+        entries = _parsed(name, text)
+        found = [Record(f"{name}, entry {i}", each) for i, each in enumerate(entries, start=1)]
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        numbered = [(f"{name}:{i}", line) for i, line in lines if line.strip()]
+        found = [Record(place, _parsed(place, line)) for place, line in numbered]
+    for record in found:
+        if not isinstance(record.values, dict):
+            raise record.error("must be a JSON object")
+    if not found:
+        raise WorkloadError(f"{name}: there is nothing in it")
+    return found
+
+
+def _parsed(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WorkloadError(f"{place}: not JSON: {error}") from None
+
+
+# ---------------------------------------------------------------- formats
+
+
+Read = Callable[[str], tuple[str, bytes]]  # path → name for messages, content
+
+
+def lines_of(
+    config: WorkloadConfig, found: Sequence[Record], read: Read
+) -> Iterator[tuple[str, Line]]:
+    """Places, and lines as `workload=jsonl` has them.
+
+    Raises:
+        WorkloadError: with the place of a record that is in another format.
+    """
+    return FORMATS[config.name](config, found, read)
+
+
+def finish(config: WorkloadConfig, request: Request) -> None:
+    """What a line cannot say of its request."""
+    request.scoring = "number" if config.name == "gsm8k" else "text"
+
+
+def _gsm8k(
+    config: WorkloadConfig, found: Sequence[Record], read: Read
+) -> Iterator[tuple[str, Line]]:
+    """{"question", "answer": "… #### 42"}: the answer's text is kept for examples only."""
+    count, own = config.num_shots, config.shots_path is None
+    shots = found if config.shots_path is None else records(*read(config.shots_path))
+    asked = found[count:] if own else found
+    if len(shots) < count or not asked:
+        raise refusal(
+            "workload.num_shots",
+            count,
+            f"is more than {config.shots_path or config.path} has to give: {len(shots)} lines",
+            allowed=f"0 to {len(shots) - own}",
+            remedy="lower it, or give more examples with workload.shots_path",
+        )
+    examples = [(shot.text("question").strip(), _solution(shot)) for shot in shots[:count]]
+    for record in asked:
+        question = record.text("question").strip()
+        answer = _solution(record).rpartition("####")[2].strip()
+        line = _chat(question, examples) if config.chat else _plain(question, examples)
+        yield record.place, {**line, "answer": answer, "category": "math"}
+
+
+def _solution(record: Record) -> str:
+    answer = CALCULATIONS.sub("", record.text("answer")).strip()
+    if not re.search(r"####\s*[-$]?[\d.]", answer):
+        raise record.error(
+            f"answer: {_shown(answer)} is not allowed; it must end with #### <number>"
+        )
+    return answer
+
+
+def _chat(question: str, examples: Sequence[tuple[str, str]]) -> Line:
+    messages = []
+    for asked, solved in examples:
+        messages.append({"role": "user", "content": f"{asked}\n\n{SOLVE}"})
+        messages.append({"role": "assistant", "content": solved})
+    return {"messages": [*messages, {"role": "user", "content": f"{question}\n\n{SOLVE}"}]}
+
+
+def _plain(question: str, examples: Sequence[tuple[str, str]]) -> Line:
+    """Plain text, which ends where the target would ask the next question itself."""
+    before = "".join(f"Question: {asked}\nAnswer: {solved}\n\n" for asked, solved in examples)
+    return {
+        "prompt": f"{before}Question: {question}\nAnswer:",
+        "sampling": {"stop": ["\nQuestion:"]},
+    }
+
+
+FORMATS = {"gsm8k": _gsm8k}
