@@ -71,9 +71,9 @@ def _expected(row: Json) -> Expected:
     return Expected(
         figures,
         [
-            f"this run is predicted to be slower than no drafts: {row['speedup']:.2f}x; it needs "
-            f"an acceptance length of {row['break_even_acceptance_length']:.2f} and is expected to "
-            f"have {row['acceptance_length']:.2f}"
+            f"this run is predicted to be slower than no drafts: {row['speedup']:.2f}x at "
+            f"acceptance length {row['acceptance_length']:.2f}, since a step takes as long as "
+            f"{row['break_even_acceptance_length']:.2f} without drafts"
         ],
     )
 

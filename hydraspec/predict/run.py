@@ -371,8 +371,9 @@ def _best(rows: Sequence[Json], concurrency: int) -> Json:
 def _losing(rows: Sequence[Json]) -> list[str]:
     return [
         f"K={row['num_speculative_tokens']} at concurrency {row['concurrency']} is predicted to be "
-        f"slower than no drafts: {row['speedup']:.2f}x; it needs an acceptance length of "
-        f"{row['break_even_acceptance_length']:.2f} and has {row['acceptance_length']:.2f}"
+        f"slower than no drafts: {row['speedup']:.2f}x at acceptance length "
+        f"{row['acceptance_length']:.2f}, since a step takes as long as "
+        f"{row['break_even_acceptance_length']:.2f} without drafts"
         for row in rows
         if row["speedup"] < 1
     ]

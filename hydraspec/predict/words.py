@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import range_words
 
 MAX_WARNINGS = 6
 
@@ -46,7 +47,7 @@ def cells(result: Json) -> Callable[[Json], list[str]]:
         if run is None:
             return [*found, "-", "-", "-"]
         ci95 = run["speedup"]["ci95"]
-        interval = "-" if ci95 is None else f"{ci95[0]:.2f} to {ci95[1]:.2f}"
+        interval = range_words(ci95) if ci95 else "-"
         return [*found, f"{run['speedup']['mean']:.2f}x", interval, f"{row['error']:+.1%}"]
 
     return of
