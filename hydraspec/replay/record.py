@@ -34,10 +34,7 @@ class Forced:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Drafted:
     """The drafts of a request from each of its N places, K of each; places count from its first
-    output token to the last but one.
-
-    Rows of a trace stand for all places between two of its steps: a place within a step takes that
-    step's further drafts, as if they had been drafted from there.
+    output token to the last but one. Of a trace only the places are known where steps started.
     """
 
     id: str
@@ -47,6 +44,7 @@ class Drafted:
     ranks: NDArray[np.int64]  # [N, K] of the target's token; NEVER beyond what is recorded
     num_known: NDArray[np.int64]  # [N] of K
     forced: Forced | None  # None from a trace
+    starts: Sequence[int] | None  # places of a trace's steps; None: any may start a step
     row: Json  # of requests.jsonl
 
 
@@ -174,20 +172,17 @@ def _from_positions(row: Json, lines: Sequence[Json], k: int) -> Drafted:
 
 
 def _from_trace(row: Json, lines: Sequence[Json], k: int) -> Drafted:
-    num_prompt, num_places, ranks, known = _empty(row, k)
-    steps = {line["num_computed_tokens"] - num_prompt: line for line in lines}
-    for place, step in steps.items():
-        found = _trace_ranks(step)
-        for j, at in enumerate(range(place, min(num_places, place + len(found) + 1))):
-            if j and at in steps:
-                break
-            rest = found[j:]
-            ranks[at, : len(rest)] = rest
-            known[at] = k  # an estimate: what was not drafted counts as rejected
-    return _drafted(row, ranks, known, None)
+    num_prompt, _, ranks, known = _empty(row, k)
+    starts = sorted(line["num_computed_tokens"] - num_prompt for line in lines)
+    for line in lines:
+        place, found = line["num_computed_tokens"] - num_prompt, _trace_ranks(line)
+        ranks[place, : len(found)] = found
+        known[place] = len(found)
+    return _drafted(row, ranks, known, None, starts)
 
 
 def _trace_ranks(step: Json) -> list[int]:
+    """Of the drafts of a step. What was accepted decides; ranks of equal logits may differ."""
     drafts, accepted = step["draft_token_ids"], step["num_accepted"]
     ranks = [rank or NEVER for rank in step.get("target_ranks") or ()]
     ranks += [NEVER] * (len(drafts) - len(ranks))
@@ -202,7 +197,8 @@ def _drafted(
     row: Json,
     ranks: NDArray[np.int64],
     known: NDArray[np.int64],
-    forced: Forced | None,
+    forced: Forced | None = None,
+    starts: Sequence[int] | None = None,
 ) -> Drafted:
     return Drafted(
         id=row["id"],
@@ -212,6 +208,7 @@ def _drafted(
         ranks=ranks,
         num_known=known,
         forced=forced,
+        starts=starts,
         row=row,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
@@ -40,7 +41,7 @@ def replayed(folder: Path, typed: Sequence[str]) -> Json:
     for rule in rules:
         steps = [replay(request, rule, model_len) for request in record.requests]
         cut |= {each.id for each in steps if each.is_cut}
-        results.append(_result(rule, steps))
+        results.append(_result(rule, steps, is_estimate=record.source == "trace"))
     summary = record.run.summary
     why = _why_estimated(record, num_cut=len(cut))
     return {
@@ -73,8 +74,8 @@ def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
     why = []
     if record.source == "trace":
         why.append(
-            "an ordinary trace has the drafts of the steps that were taken: those of other steps "
-            "are taken to be the rest of these"
+            "an ordinary trace has the drafts of the steps that were taken: other steps are taken "
+            "to be accepted as these are"
         )
         if record.is_adaptive:
             why.append(
@@ -142,17 +143,17 @@ def _draft_share(record: Record) -> float | None:
     return ratio(phases.get("propose") or 0.0, sum(known)) if known else None
 
 
-def _result(rule: Rule, steps: Sequence[Steps]) -> Json:
+def _result(rule: Rule, steps: Sequence[Steps], *, is_estimate: bool) -> Json:
     k = rule.num_speculative_tokens
     drafted = None if rule.min_probability else _columns(steps, "drafted_per_position", k)
     accepted = _columns(steps, "accepted_per_position", k)
-    num_drafts = sum(each.num_drafts for each in steps)
+    num_drafts = _total(steps, [each.num_drafts for each in steps])
     num_draft_tokens = None
     if drafted is not None:  # at depth i a tree has candidates ** (i + 1) nodes
         num_draft_tokens = sum(
             count * rule.candidates ** (i + 1) for i, count in enumerate(drafted)
         )
-    num_steps = sum(each.num_steps for each in steps)
+    num_steps = _total(steps, [each.num_steps for each in steps])
     return {
         "rule": {
             "num_speculative_tokens": k,
@@ -176,7 +177,9 @@ def _result(rule: Rule, steps: Sequence[Steps]) -> Json:
             for category in dict.fromkeys(each.category for each in steps)
             if category is not None
         },
-        "requests": [
+        "requests": None
+        if is_estimate
+        else [
             {
                 "id": each.id,
                 "num_steps": each.num_steps,
@@ -191,13 +194,17 @@ def _result(rule: Rule, steps: Sequence[Steps]) -> Json:
 
 def _columns(steps: Sequence[Steps], name: str, k: int) -> list[int]:
     table = np.array([getattr(each, name) for each in steps]).reshape(-1, k)
-    sums: list[int] = table.sum(axis=0).tolist()
-    return sums
+    return [_total(steps, column) for column in table.T]
+
+
+def _total(steps: Sequence[Steps], counts: Sequence[int] | NDArray[np.int64]) -> int:
+    """Of counts of each request's steps, scaled to those that a run takes."""
+    return round(sum(each.scale * int(n) for each, n in zip(steps, counts, strict=True)))
 
 
 def _acceptance(steps: Sequence[Steps]) -> Estimate:
-    accepted = [each.num_accepted for each in steps]
-    return ratio_of_sums(accepted, [each.num_drafts for each in steps], offset=1.0)
+    accepted = [each.scale * each.num_accepted for each in steps]
+    return ratio_of_sums(accepted, [each.scale * each.num_drafts for each in steps], offset=1.0)
 
 
 def _estimate(found: Estimate) -> Json:

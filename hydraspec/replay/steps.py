@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,9 @@ class Steps:
     accepted_per_step: list[int] = field(default_factory=list)
     num_tokens: int = 0  # of its output after the first
     is_cut: bool = False  # tokens that decide a step are not known
+    # Steps that a run takes for each of these: 1, or where they start at places of a trace, in
+    # inverse proportion to the tokens that they emit.
+    scale: float = 1.0
 
     @property
     def num_accepted(self) -> int:
@@ -44,10 +48,9 @@ def replay(request: Drafted, rule: Rule, max_model_len: int | None) -> Steps:
     num_output = min(request.num_output, rule.max_tokens or request.num_output)
     accepted = leading(request.ranks[:, :k] <= rule.candidates)
     offered = _offered(request, rule, max_model_len)
-    place = 0
-    while place < num_output - 1:
-        most = int(offered[place])
-        count = min(int(accepted[place]), most)
+    counts = np.minimum(accepted, offered)
+    for place in _places(request, counts, num_output - 1):
+        most, count = int(offered[place]), int(counts[place])
         found.is_cut |= count == request.num_known[place] < most
         found.num_steps += 1
         found.num_drafts += most > 0
@@ -55,12 +58,27 @@ def replay(request: Drafted, rule: Rule, max_model_len: int | None) -> Steps:
             found.drafted_per_position[i] += 1
             found.accepted_per_position[i] += i < count
         found.accepted_per_step.append(count)
-        place += count + 1
     found.num_tokens = max(0, num_output - 1)
+    if request.starts is not None and found.num_steps:
+        recorded = leading(request.ranks == 1)
+        places = list(_places(request, counts, num_output - 1))
+        found.scale = float((1 + recorded[places]).sum() / (1 + counts[places]).sum())
     if rule.min_probability:
         # How many drafts follow a rejected one depends on what the drafter makes of that one.
         found.drafted_per_position = []
     return found
+
+
+def _places(request: Drafted, accepted: NDArray[np.int64], end: int) -> Iterator[int]:
+    """Where steps start, before place `end`: after the tokens of the one before, or where those of
+    a trace did."""
+    if request.starts is not None:
+        yield from (place for place in request.starts if place < end)
+        return
+    place = 0
+    while place < end:
+        yield place
+        place += int(accepted[place]) + 1
 
 
 def _offered(request: Drafted, rule: Rule, max_model_len: int | None) -> NDArray[np.int64]:
@@ -70,6 +88,8 @@ def _offered(request: Drafted, rule: Rule, max_model_len: int | None) -> NDArray
     if rule.min_probability:
         assert request.forced is not None, "read_rules refuses it for a trace"
         offered = leading(request.forced.draft_probs[:, :k] >= rule.min_probability)
+    if request.starts is not None:
+        offered = np.minimum(offered, request.num_known)
     if max_model_len is not None:
         # The newest token is number num_prompt + place. Every draft and one more token must fit.
         room = max_model_len - 2 - (request.num_prompt + np.arange(num_places))

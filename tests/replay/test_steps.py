@@ -22,6 +22,7 @@ REQUEST = Drafted(
     ranks=RANKS,
     num_known=np.array([3, 3, 3, 3, 2]),
     forced=Forced(PROBS, PROBS, np.zeros(5)),
+    starts=None,
     row={},
 )
 
@@ -66,3 +67,12 @@ def test_the_model_length_leaves_room_for_every_draft_and_one_more() -> None:
     shorter = replay(replace(REQUEST, num_prompt=11), Rule(num_speculative_tokens=3), 16)
     assert shorter.drafted_per_position == [1, 1, 1]  # the last step has none
     assert (shorter.num_steps, shorter.num_drafts) == (3, 1)
+
+
+def test_a_trace_has_its_own_steps_only() -> None:
+    """Two steps that accepted 2 and 3 emitted 7 tokens; with one draft they emit 4."""
+    traced = replace(REQUEST, starts=[0, 3], forced=None)
+    found = replay(traced, Rule(num_speculative_tokens=3), None)
+    assert (found.accepted_per_step, found.scale) == ([2, 3], 1.0)
+    shorter = replay(traced, Rule(num_speculative_tokens=1), None)
+    assert (shorter.accepted_per_step, shorter.scale) == ([1, 1], 7 / 4)
