@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ STOPPED = 130  # exit status after an interrupt
 # Keys that the command of a process sets itself; what was typed for them is dropped.
 OWN_KEYS = {"engine", "method", "tracker", "baseline"}
 OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
+EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")  # the last line of a traceback
 STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
 SECONDS_TO_STOP = 20
 WIDE = 140  # columns of a table that goes to a file
@@ -246,9 +248,11 @@ def _part_of(
 
 
 def _last_words(log_file: Path) -> str:
-    """The message that a process ended with, on one line, quoted from its log."""
+    """The message that a process ended with, on one line, quoted from its log: ours, else that of the
+    last exception, which libraries may follow with warnings, else the last line."""
     lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]
-    words = lines[said[-1] :] if said else lines[-1:]
+    raised = [line for line in lines if EXCEPTION.match(line)]
+    words = lines[said[-1] :] if said else raised[-1:] or lines[-1:]
     text = "; ".join(line.strip() for line in words if line.strip())
     return text.removeprefix("hydraspec: ")[:500] or "it said nothing"

@@ -227,6 +227,20 @@ def test_what_is_missing_has_its_reason(
     assert bench_table.page_of(result)
 
 
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("hydraspec: no device\n  to do: take one\nbye\n", "no device; to do: take one; bye"),
+        ("Traceback\nacme.LoadError: no file\n[rank0] Warning: Error\n", "acme.LoadError: no file"),
+        ("one\ntwo\n", "two"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_last_words_of_a_log_are_the_error(tmp_path: Path, log: str, words: str) -> None:
+    (tmp_path / "log.txt").write_text(log)
+    assert bench._last_words(tmp_path / "log.txt") == words
+
+
 def test_a_process_and_its_children_end_at_the_time_limit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     program = "import os, sys; print(os.environ['A']); sys.exit(3)"
