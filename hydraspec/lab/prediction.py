@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydraspec.config.messages import listing, refusal
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import PerStep, RunConfig
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import PREDICTION
 from hydraspec.metrics.summary import Interval, Prediction
@@ -56,7 +56,8 @@ def read(config: RunConfig) -> Expected:
     for row in match[-1]["predictions"]:
         if (row["num_speculative_tokens"], row["concurrency"]) == (k, at_once):
             return _expected(row)
-    return Expected(None, [f"{KEY}={given} says nothing of K={k} at concurrency {at_once}"])
+    drafts = k.value if isinstance(k, PerStep) else k
+    return Expected(None, [f"{KEY}={given} says nothing of K={drafts} at concurrency {at_once}"])
 
 
 def _expected(row: Json) -> Expected:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
-from hydraspec.predict.words import best_of_all, cells, header, sentences, title
+from hydraspec.predict.words import best_of_all, best_rows, cells, header, sentences, title
 from hydraspec.report.console import print_table, run_console, table_console
 
 WIDTH = 130
@@ -23,14 +23,8 @@ def progress(*, quiet: bool) -> Callable[[str], None]:
 def show(result: Json, folder: Path, *, quiet: bool) -> None:
     """Print the content of predict.json."""
     console = table_console(WIDTH, quiet=quiet)
-    rows = result["predictions"]
-    best = {(b["concurrency"], b["num_speculative_tokens"]) for b in result["best"]}
-    marked = [
-        i
-        for i, row in enumerate(rows)
-        if (row["concurrency"], row["num_speculative_tokens"]) in best
-    ]
-    print_table(console, title(result), header(result), [*map(cells(result), rows)], best=marked)
+    lines = [*map(cells(result), result["predictions"])]
+    print_table(console, title(result), header(result), lines, best=best_rows(result))
     for text in sentences(result):
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
     files = f"{folder / PREDICTION}, {PREDICTION_REPORT}"

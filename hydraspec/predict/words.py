@@ -53,6 +53,16 @@ def cells(result: Json) -> Callable[[Json], list[str]]:
     return of
 
 
+def best_rows(result: Json) -> list[int]:
+    """The places of the predictions that are the best of their concurrency, where any wins."""
+    best = {(each["concurrency"], each["num_speculative_tokens"]) for each in result["best"]}
+    return [
+        i
+        for i, row in enumerate(result["predictions"])
+        if (row["concurrency"], row["num_speculative_tokens"]) in best
+    ]
+
+
 def sentences(result: Json) -> Iterator[str]:
     """Which K wins, what loses, the error beside a measurement, and what is assumed."""
     for best in result["best"]:

@@ -82,3 +82,6 @@ def test_the_page_escapes_names() -> None:
     page = page_of(WINNING)
     assert "&lt;t&gt;" in page
     assert "<t>" not in page
+    assert 'class="best"' in page
+    assert 'class="best"' not in page_of(LOSING)
+    assert "var(--bad)" in page_of(LOSING)
