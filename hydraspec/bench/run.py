@@ -248,8 +248,8 @@ def _part_of(
 
 
 def _last_words(log_file: Path) -> str:
-    """The message that a process ended with, on one line, quoted from its log: ours, else that of the
-    last exception, which libraries may follow with warnings, else the last line."""
+    """The message that a process ended with, on one line, quoted from its log: ours, else that of
+    the last exception, which libraries may follow with warnings, else the last line."""
     lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]
     raised = [line for line in lines if EXCEPTION.match(line)]
