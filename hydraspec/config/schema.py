@@ -240,6 +240,7 @@ class WorkloadConfig:
     thinking: bool | None = None  # the chat template's switch; null: as the template has it
     chat: bool = True  # false: as plain text, for targets that know no chat
     num_shots: int = 0  # solved examples before each question
+    max_turns: int | None = None  # of each conversation, the first ones; null: all
     shots_path: str | None = None  # a file of them; null: the first lines of path, then not asked
 
 

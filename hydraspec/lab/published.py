@@ -16,6 +16,13 @@ from hydraspec.types import Request, WorkloadError
 
 Line = dict[str, Any]
 SOLVE = "Solve this step by step. Write the final number on the last line, after ####."
+COMPLETE = "Complete this Python function. Answer with the whole function."
+# Stops of HumanEval's paper (Chen et al., 2021, 2.1): what follows is no part of the function.
+ENDS_OF_A_FUNCTION = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+SPEAKERS = {  # "from" of ShareGPT's messages → role
+    **{"human": "user", "user": "user", "system": "system"},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
+}
 CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
 
 
@@ -96,6 +103,23 @@ def lines_of(
     return FORMATS[config.name](config, found, read)
 
 
+def left_out(config: WorkloadConfig, found: Sequence[Record]) -> list[str]:
+    """Warnings of what has no place in a workload."""
+    if config.name != "sharegpt":
+        return []
+    parts = [_users_part(record) for record in found]
+    empty = sum(not turns for _, turns, _ in parts)
+    headless = sum(is_headless and bool(turns) for _, turns, is_headless in parts)
+    warnings = []
+    if empty:
+        what = "have no message of a user, and are left out"
+        warnings.append(f"{empty} of {len(found)} conversations {what}")
+    if headless:
+        what = "begin with an answer, which is left out"
+        warnings.append(f"{headless} of {len(found)} conversations {what}")
+    return warnings
+
+
 def finish(config: WorkloadConfig, request: Request) -> None:
     """What a line cannot say of its request."""
     request.scoring = "number" if config.name == "gsm8k" else "text"
@@ -150,4 +174,80 @@ def _plain(question: str, examples: Sequence[tuple[str, str]]) -> Line:
     }
 
 
-FORMATS = {"gsm8k": _gsm8k}
+def _humaneval(
+    config: WorkloadConfig, found: Sequence[Record], read: Read
+) -> Iterator[tuple[str, Line]]:
+    """{"task_id", "prompt", "entry_point", …}: the beginning of a function, to be completed."""
+    for record in found:
+        prompt = record.text("prompt")
+        line: Line = {
+            "id": record.text("task_id"),
+            "category": "code",
+            "meta": {"entry_point": record.text("entry_point")},
+        }
+        if config.chat:
+            content = f"{COMPLETE}\n\n```python\n{prompt.rstrip()}\n```"
+            line["messages"] = [{"role": "user", "content": content}]
+        else:
+            line |= {"prompt": prompt, "sampling": {"stop": list(ENDS_OF_A_FUNCTION)}}
+        yield record.place, line
+
+
+def _questions(
+    config: WorkloadConfig, found: Sequence[Record], read: Read
+) -> Iterator[tuple[str, Line]]:
+    """{"question_id", "category", "turns"} of MT-bench and Spec-Bench: conversations."""
+    for record in found:
+        values = record.values
+        if not values.get("turns"):
+            raise record.error("turns: must be a non-empty list of user messages")
+        line = {"category": record.text("category"), "turns": values["turns"]}
+        yield record.place, {**line, "id": values.get("question_id")}
+
+
+def _sharegpt(
+    config: WorkloadConfig, found: Sequence[Record], read: Read
+) -> Iterator[tuple[str, Line]]:
+    """{"id", "conversations": [{"from", "value"}, …]}: ids may repeat, so that they are kept in
+    `meta`."""
+    for record in found:
+        system, turns, _ = _users_part(record)
+        if turns:
+            line = {"turns": turns[: config.max_turns], "meta": {"id": record.values.get("id")}}
+            yield record.place, {**line, "system": system}
+
+
+def _users_part(record: Record) -> tuple[str | None, list[str], bool]:
+    """A system message, the users' messages up to an empty one, and whether an answer comes before
+    all of them."""
+    given = record.values.get("conversations")
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise record.error('conversations: must be a list of {"from", "value"}')
+    system: str | None = None
+    turns: list[str] = []
+    is_headless = False
+    for i, message in enumerate(given):
+        speaker, value = SPEAKERS.get(str(message.get("from"))), message.get("value")
+        if speaker is None or not isinstance(value, str):
+            raise record.error(
+                f"conversations[{i}]: {_shown(message)} is not allowed; from is one of "
+                f"{', '.join(SPEAKERS)}, and value is a text"
+            )
+        if speaker == "system" and value.strip() and not turns:
+            system = value
+        elif speaker == "user" and not value.strip():
+            break
+        elif speaker == "user":
+            turns.append(value)
+        elif speaker == "assistant" and not turns:
+            is_headless = True
+    return system, turns, is_headless
+
+
+FORMATS = {
+    "gsm8k": _gsm8k,
+    "humaneval": _humaneval,
+    "mt_bench": _questions,
+    "spec_bench": _questions,
+    "sharegpt": _sharegpt,
+}

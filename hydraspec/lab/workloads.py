@@ -5,13 +5,10 @@ Every line is checked before a run starts.
 
 from __future__ import annotations
 
-import importlib.resources
 import json
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
@@ -23,20 +20,12 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
-from hydraspec.config.workloads import SOURCES, is_random
-from hydraspec.lab import published
+from hydraspec.config.workloads import is_random
+from hydraspec.lab import published, workload_files
 from hydraspec.lab.conversations import conversations_of_lines, num_turns_in_all
 from hydraspec.lab.lines import parse_line
-from hydraspec.shipped import ZOO_PREFIX
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
-FILE_TYPES = {
-    stat.S_IFIFO: "FIFO",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-    stat.S_IFSOCK: "socket",
-    stat.S_IFDIR: "folder",
-}
 MASK_64 = (1 << 64) - 1
 
 
@@ -113,15 +102,15 @@ def read(config: RunConfig) -> Workload | None:
     workload = Workload(requests=[], places={})
     makes_turns = config.workload.name == "multi_turn"
     limit = num_turns_in_all(config) if makes_turns else config.workload.limit
-    name, lines = _lines(config)
-    for place, line in lines:
+    found = _lines(config)
+    for place, line in found.lines:
         if workload.num_lines == limit:
             break
         if line.strip():
             _add(workload, place, line, config)
     if not workload.requests:
-        raise WorkloadError(f"{name}: there is no request in it; write a JSON object a line")
-    workload.warnings = _overridden(config.sampling, workload.requests)
+        raise WorkloadError(f"{found.name}: there is no request in it; write a JSON object a line")
+    workload.warnings = found.warnings + _overridden(config.sampling, workload.requests)
     workload.warnings += _set_thinking(config.workload, workload.requests)
     if makes_turns:
         workload.requests, workload.places = conversations_of_lines(
@@ -130,19 +119,29 @@ def read(config: RunConfig) -> Workload | None:
     return workload
 
 
-def _lines(config: RunConfig) -> tuple[str, Iterator[tuple[str, bytes]]]:
-    """The workload's name for messages; places and lines."""
+@dataclass(slots=True, frozen=True)
+class _Lines:
+    """A workload's name for messages, places and lines, and what to warn of."""
+
+    name: str
+    lines: Iterator[tuple[str, bytes]]
+    warnings: list[str] = field(default_factory=list)
+
+
+def _lines(config: RunConfig) -> _Lines:
     size = config.workload
     added = added_workload(size.name)
     if added is not None:
         name, lines = f"workload={added.name}", _lines_of(added, config)
     else:
-        name, content = _read_text(size)
+        name, content = workload_files.of_workload(size)
         if size.name in published.FORMATS:
-            made = published.lines_of(size, published.records(name, content), _read_shots)
-            return name, ((place, json.dumps(line).encode()) for place, line in made)
+            found = published.records(name, content)
+            made = published.lines_of(size, found, workload_files.of_shots)
+            encoded = ((place, json.dumps(line).encode()) for place, line in made)
+            return _Lines(name, encoded, published.left_out(size, found))
         lines = iter(content.split(b"\n"))
-    return name, ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1))
+    return _Lines(name, ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1)))
 
 
 def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:
@@ -261,53 +260,3 @@ def _splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
     return x ^ (x >> 31)
-
-
-def _read_text(config: WorkloadConfig) -> tuple[str, bytes]:
-    """The name for messages, and the bytes, of a workload file."""
-    if config.path is None:
-        raise WorkloadError(
-            f"workload.path is null; workload={config.name} needs a file of JSON lines: "
-            "workload.path=/path/to/file.jsonl"
-        )
-    if config.path.startswith(ZOO_PREFIX):
-        return config.path, _read_zoo(config.path)
-    return _read_file("workload.path", config.path, SOURCES.get(config.name))
-
-
-def _read_shots(path: str) -> tuple[str, bytes]:
-    return _read_file("workload.shots_path", path, None)
-
-
-def _read_file(key: str, given: str, source: str | None) -> tuple[str, bytes]:
-    """The name for messages, and the bytes, of a file; `source` is where it is had."""
-    path = Path(given).expanduser()
-    had = "" if source is None else f"; the file: {source}"
-    try:
-        kind = FILE_TYPES.get(stat.S_IFMT(path.stat().st_mode))
-        content = path.read_bytes() if kind is None else b""
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        reason = getattr(error, "strerror", None) or str(error)
-        raise WorkloadError(
-            f"{key}={given} cannot be read: {reason} (seen from {Path.cwd()}); "
-            f"give the path of a file of JSON lines{had}"
-        ) from error
-    if kind is not None:  # reading it could block, or never end
-        raise WorkloadError(
-            f"{key}={given} is a {kind}; give the path of a file of JSON lines that "
-            f"is written whole{had}"
-        )
-    return str(path), content
-
-
-def _read_zoo(path: str) -> bytes:
-    files = {
-        entry.name.removesuffix(".jsonl"): entry
-        for entry in (importlib.resources.files("hydraspec.zoo") / "data").iterdir()
-        if entry.name.endswith(".jsonl")
-    }
-    name = path.removeprefix(ZOO_PREFIX)
-    if name not in files:
-        known = ", ".join(f"{ZOO_PREFIX}{n}" for n in sorted(files)) or "nothing"
-        raise WorkloadError(f"workload.path={path}: the package ships {known}; choose one of them")
-    return files[name].read_bytes()

@@ -3,13 +3,16 @@ each release."""
 
 from __future__ import annotations
 
+import gzip
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hydraspec.config.schema import RunConfig, WorkloadConfig
+from hydraspec.config.workloads import PACKAGES
 from hydraspec.lab import workloads
 from hydraspec.lab.scoring import final_number, score_completion, score_number
 from hydraspec.models.tokenizer import Tokenizer
@@ -23,8 +26,8 @@ for number, entry in enumerate(GSM8K, start=1):
     entry["answer"] += f"\n#### {2 * number * 1000:,}"
 
 
-def written(path: Path, entries: list[Any], *, as_array: bool = False) -> str:
-    lines = [json.dumps(entry) for entry in entries]
+def written(path: Path, entries: Any, *, as_array: bool = False) -> str:
+    lines = [json.dumps(entry) for entry in entries] if isinstance(entries, list) else [entries]
     text = f"[{','.join(lines)}]" if as_array else "\n".join(lines)
     path.write_text(text, encoding="utf-8")
     return str(path)
@@ -120,13 +123,127 @@ def test_numbers_are_scored_where_the_workload_says() -> None:
     assert score_completion(request, completion) is None
 
 
+# ---------------------------------------------------------------- humaneval, mt_bench, spec_bench
+
+TASK = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def double(x):\n    """Twice x."""\n',
+    "entry_point": "double",
+    "canonical_solution": "    return 2 * x\n",
+    "test": "raise SystemExit",
+}
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+    {"question_id": 82, "category": "math", "turns": ["2 + 2?"], "reference": ["4"]},
+]
+
+
+def install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, place: str, content: bytes
+) -> None:
+    """A package with this file, whose code must not be imported."""
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).write_bytes(content)
+    (folder / place.split("/")[0] / "__init__.py").write_text("raise SystemExit('imported')")
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_humaneval_of_the_package(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = gzip.compress(json.dumps(TASK).encode())
+    install(tmp_path, monkeypatch, *PACKAGES["humaneval"], content)
+    (request,) = read(config, "humaneval", None)
+    assert (request.id, request.category, request.answer) == ("HumanEval/0", "code", None)
+    assert request.meta == {"entry_point": "double"}
+    ((_, content_said),) = said(request)
+    assert content_said.endswith('```python\ndef double(x):\n    """Twice x."""\n```')
+    (plain,) = read(config, "humaneval", None, chat=False)
+    assert plain.prompt == TASK["prompt"]
+    assert "\ndef" in plain.sampling.stop
+
+
+def test_mt_bench_has_turns_that_wait(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "\n".join(map(json.dumps, QUESTIONS)).encode()
+    install(tmp_path, monkeypatch, *PACKAGES["mt_bench"], content)
+    requests = read(config, "mt_bench", None, thinking=False)
+    assert [(r.id, r.turn, r.after) for r in requests] == [
+        ("81/1", 1, None),
+        ("81/2", 2, 0),
+        ("82/1", 1, None),
+    ]
+    assert [r.category for r in requests] == ["writing", "writing", "math"]
+    assert {(r.answer, r.thinking) for r in requests} == {(None, False)}
+    assert said(requests[1]) == [("user", "Again.")]
+
+
+def test_spec_bench_and_a_limit(config: RunConfig, tmp_path: Path) -> None:
+    requests = read(config, "spec_bench", written(tmp_path / "f", QUESTIONS), limit=1)
+    assert [r.id for r in requests] == ["81/1", "81/2"]
+
+
+# ---------------------------------------------------------------- sharegpt
+
+
+def spoken(*messages: tuple[str, str], **beside: object) -> dict[str, object]:
+    return {"conversations": [{"from": who, "value": what} for who, what in messages], **beside}
+
+
+CONVERSATIONS = [
+    spoken(("system", "Be kind."), ("human", "a"), ("gpt", "b"), ("human", "c"), id="x"),
+    spoken(("gpt", "goes on"), ("user", "d"), ("gpt", "e"), id="x"),
+    spoken(("human", " ")),
+    spoken(("human", "f"), ("chatgpt", "g"), ("human", ""), ("gpt", "h"), ("human", "i")),
+]
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_sharegpt_turns_are_answered_by_the_target(
+    config: RunConfig, tmp_path: Path, as_array: bool
+) -> None:
+    path = written(tmp_path / "f", CONVERSATIONS, as_array=as_array)
+    requests = read(config, "sharegpt", path)
+    assert [r.id for r in requests] == ["0/1", "0/2", "1/1", "2/1"]
+    assert said(requests[0]) == [("system", "Be kind."), ("user", "a")]
+    assert [said(r)[-1][1] for r in requests] == ["a", "c", "d", "f"]
+    assert requests[2].meta == {"id": "x"}
+    assert len(read(config, "sharegpt", path, max_turns=1)) == 3
+    found = workloads.read(config)
+    assert found is not None
+    assert found.warnings == [
+        "1 of 4 conversations have no message of a user, and are left out",
+        "1 of 4 conversations begin with an answer, which is left out",
+    ]
+
+
 # ---------------------------------------------------------------- what is refused
 
 
-REFUSED: dict[str, tuple[str, list[Any], str]] = {
+REFUSED: dict[str, tuple[str, Any, str]] = {
     "gsm8k without a number": ("gsm8k", [{"question": "a", "answer": "b"}], "must end with ####"),
     "gsm8k without a question": ("gsm8k", [*GSM8K, {"answer": "#### 1"}], "f:5: question: null is"),
     "gsm8k as workload lines": ("gsm8k", [{"prompt": "a"}], "f:1: question: null is not allowed"),
+    "humaneval without a task": ("humaneval", [{**TASK, "task_id": 3}], "f:1: task_id: 3 is not"),
+    "mt_bench without turns": ("mt_bench", [{"category": "a"}], "f:1: turns: must be a non-empty"),
+    "mt_bench with turns of no text": (
+        "mt_bench",
+        [{"category": "a", "turns": [3]}],
+        "f:1: turns[0]: 3 is not allowed",
+    ),
+    "spec_bench twice": ("spec_bench", [QUESTIONS[0]] * 2, "f:2: id: '81/1' is the id of"),
+    "sharegpt without conversations": ("sharegpt", [{"turns": ["a"]}], "f:1: conversations: must"),
+    "sharegpt of another kind": (
+        "sharegpt",
+        [spoken(("alien", "a"))],
+        "f:1: conversations[0]: {",
+    ),
+    "sharegpt with no user": ("sharegpt", [spoken(("gpt", "a"))], "there is no request in it"),
+    "broken JSON": ("sharegpt", "[{", "f: not JSON"),
     "no objects": ("gsm8k", [1], "f:1: must be a JSON object"),
     "nothing": ("gsm8k", [], "there is nothing in it"),
 }
@@ -145,11 +262,25 @@ def test_more_examples_than_there_are(config: RunConfig, tmp_path: Path) -> None
         read(config, "gsm8k", written(tmp_path / "f", GSM8K), num_shots=4)
 
 
-def test_a_missing_file_says_where_it_is_had(config: RunConfig, tmp_path: Path) -> None:
+def not_installed(package: str) -> None:
+    raise PackageNotFoundError(package)
+
+
+def test_a_missing_file_says_where_it_is_had(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(WorkloadError, match=r"github\.com/openai/grade-school-math"):
         read(config, "gsm8k", "/nowhere")
+    monkeypatch.setattr("hydraspec.lab.workload_files.distribution", not_installed)
+    for name in ("humaneval", "mt_bench"):
+        with pytest.raises(WorkloadError, match=f"{PACKAGES[name][0]} is not installed"):
+            read(config, name, None)
+    damaged = tmp_path / "damaged.gz"
+    damaged.write_bytes(gzip.compress(b"x" * 999)[:20])
+    with pytest.raises(WorkloadError, match="cannot be unpacked"):
+        read(config, "humaneval", str(damaged))
+    path = written(tmp_path / "f", GSM8K)
     with pytest.raises(WorkloadError, match=r"workload\.shots_path=/nowhere cannot be read"):
-        path = written(tmp_path / "f", GSM8K)
         read(config, "gsm8k", path, num_shots=1, shots_path="/nowhere")
 
 
