@@ -77,10 +77,6 @@ def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
             "an ordinary trace has the drafts of the steps that were taken: other steps are taken "
             "to be accepted as these are"
         )
-        if record.is_adaptive:
-            why.append(
-                "the run chose K per step: drafts that a step did not make count as rejected"
-            )
     if not is_greedy(record):
         sampled = record.run.summary["lossless"]["num_requests_sampled"]
         why.append(f"{sampled} requests were sampled: other steps would have drawn other tokens")

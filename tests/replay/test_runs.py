@@ -201,7 +201,10 @@ def test_folders_without_a_record(
     says(folder, POSITIONS, "cannot be read")
     (folder / POSITIONS).unlink()
     says(folder, "needs the drafter's own probabilities", typed="min_probability=0.5")
+    changed_summary(folder, num_speculative_tokens_used={"mean": 1.0, "histogram": [0, 1]})
+    says(folder, "=auto: its trace lacks", "metrics.all_positions=true")
     (folder / TRACE).unlink()
+    changed_summary(folder, num_speculative_tokens_used=None)
     says(folder, "holds no positions.jsonl or trace.jsonl", "metrics.all_positions=true")
     lossless = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["lossless"]
     sampled = {**lossless, "num_requests_sampled": 2}
@@ -211,6 +214,15 @@ def test_folders_without_a_record(
     says(folder, "method.verification=synthetic")
     changed_summary(folder, num_speculative_tokens=0, method="none")
     says(folder, "method=none, which drafts nothing")
+
+
+def test_a_run_that_chose_k_has_no_constant_k_to_be_checked_with(
+    recorded: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(recorded, tmp_path / "run")
+    changed_summary(folder, num_speculative_tokens_used={"mean": 1.0, "histogram": [0, 1]})
+    found = replayed(folder, ["K=1"])
+    assert (found["kind"], found["check"]) == ("exact", None)
 
 
 def test_the_command_prints_and_writes(
