@@ -1,0 +1,90 @@
+"""CUDA graphs of every number of drafts: bit for bit what the same padded steps compute eagerly, in
+any order of lengths; costs are measured over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from graph_runs import (
+    Run,
+    count_launches,
+    graph_config,
+    make_graph_engine,
+    run_requests,
+    zoo_requests,
+)
+from recorded_graphs import CalledAgain
+
+from hydraspec.config.schema import Device, Dtype, PerStep, RunConfig
+from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.graphs import GraphBackend
+
+pytestmark = pytest.mark.gpu
+
+MOST = 4
+GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
+
+
+def gpu_config(method: str, mode: str) -> RunConfig:
+    return graph_config(
+        method,
+        mode,
+        device=Device.cuda,
+        dtype=Dtype.bfloat16,
+        sizes=(1, 2, 3, 8, 16),
+        k=PerStep.auto,
+        max_speculative_tokens=MOST,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        max_model_len=256,
+    )
+
+
+def at_random() -> Iterator[int]:
+    draw = random.Random(0)
+    while True:
+        yield from [draw.choice([0, 0, 1, 2, 3, MOST])] * draw.choice([1, 2, 5])
+
+
+def follow(engine: NativeEngine, script: Iterator[int] | None) -> None:
+    lengths = engine.parts.scheduler.draft_lengths
+    assert lengths is not None
+    lengths.follow(script)
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3", "peagle", "mtp"])
+def test_graphs_of_every_length_replay_what_eager_steps_compute(method: str, mode: str) -> None:
+    runs: list[Run] = []
+    backends: list[GraphBackend | None] = [CalledAgain(), None]
+    for backend in backends:
+        engine = make_graph_engine(gpu_config(method, mode), backend)
+        follow(engine, at_random())
+        with pytest.MonkeyPatch.context() as patch:
+            counts = count_launches(engine, patch)
+            runs.append(run_requests(engine, zoo_requests(20), concurrency=16))
+        assert counts["decode"] > 10
+        del engine
+        torch.cuda.empty_cache()
+    called, replayed = runs
+    assert replayed.outputs == called.outputs
+    assert replayed.drafts == called.drafts
+    assert replayed.num_accepted > 0
+
+
+def test_costs_are_those_of_graphs() -> None:
+    """More drafts take longer; a run over them finishes, and captures nothing further."""
+    engine = make_graph_engine(gpu_config("eagle3", "full_and_piecewise"), None)
+    requests = zoo_requests(16)
+    engine.tokenize(requests)
+    engine.prepare(requests)
+    table = engine.info.costs
+    assert table is not None
+    assert table.batches == (1, 2, 4, 8, 16)
+    assert all(row[0] < row[MOST] for row in table.step_ms)
+    built = engine.num_built().graphs
+    assert len(run_requests(engine, requests, concurrency=16).outputs) == len(requests)
+    assert engine.num_built().graphs == built
