@@ -86,7 +86,7 @@ def predict(
         check: also run what is predicted.
     """
     from hydraspec.predict.console import show_best
-    from hydraspec.predict.run import Wanted
+    from hydraspec.predict.prediction import Wanted
     from hydraspec.predict.run import check as check_job
     from hydraspec.predict.run import predict as run_prediction
 
