@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -116,7 +117,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
         return
     page = sweep_dir / COMPARISON_REPORT
     write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(comparison)))
-    write_whole(page, _as_page(comparison, sweep_dir.name))
+    write_whole(page, _as_page(comparison, sweep_dir))
     write_tables(sweep_dir, [ranking for _, ranking in comparison.rankings])
     _print(comparison, console)
     console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
@@ -313,17 +314,18 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
     }
 
 
-def _as_page(comparison: Comparison, name: str) -> str:
+def _as_page(comparison: Comparison, folder: Path) -> str:
     rows, arrivals = comparison.rows, _have_arrivals(comparison.rows)
     return html.render(
         "compare.html",
-        title=f"Comparison {name}",
+        title=f"Comparison {folder.name}",
         common=_common(comparison),
         header=_header(comparison.columns, arrivals=arrivals),
         lines=[(row, _cells(row, comparison.columns, arrivals=arrivals)[1:]) for row in rows],
         notes=_notes(comparison),
         report=REPORT,
         rankings=[blocks(made, _ranking_title(title)) for title, made in comparison.rankings],
+        href=partial(html.link_to_page, folder=folder),
     )
 
 

@@ -5,11 +5,15 @@ What a page says is computed by the modules that call `render`; the templates ho
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from pathlib import Path
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hydraspec.errors import printable
+from hydraspec.metrics.run_files import REPORT
 from hydraspec.report.figures import (
     engine_words,
     interval,
@@ -27,6 +31,13 @@ def render(template: str, **view: object) -> str:
     characters become visible escapes.
     """
     return printable(environment().get_template(template).render(view))
+
+
+def link_to_page(run: Path, folder: Path) -> str | None:
+    """The address of a run's page from a page in `folder`; None where the run has none."""
+    if not (run / REPORT).is_file():
+        return None
+    return quote(os.path.relpath(run / REPORT, folder).replace(os.sep, "/"))
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.ranking import Ranked, Ranking
@@ -31,6 +32,7 @@ class Blocks:
     title: str
     header: Sequence[str]
     lines: Sequence[tuple[Sequence[str], bool]]  # cells, and whether it is the best or equal to it
+    folders: Sequence[Path]  # of each line's first run
     matrix_header: Sequence[str]
     matrix: Sequence[Sequence[str]]
     curves: Chart | None
@@ -49,6 +51,7 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
         title=title,
         header=[*HEADER, *MORE],
         lines=[(cells(each, ranking), bool(mark(each, ranking))) for each in ranking.ranked],
+        folders=[each.job.runs[0].folder for each in ranking.ranked],
         matrix_header=["job", *(scope or "all" for scope in ranking.scopes())],
         matrix=[_matrix_row(each, ranking) for each in ranking.ranked],
         curves=_curves(ranking),

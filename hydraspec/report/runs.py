@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -66,7 +67,12 @@ def write(ranking: Ranking, folder: Path, *, say: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / COMPARISON, pretty_json(words.as_json(ranking)))
     write_tables(folder, [ranking])
-    page = html.render("runs.html", title="Comparison", rankings=[blocks(ranking, "Jobs")])
+    page = html.render(
+        "runs.html",
+        title="Comparison",
+        rankings=[blocks(ranking, "Jobs")],
+        href=partial(html.link_to_page, folder=folder),
+    )
     write_whole(folder / COMPARISON_REPORT, page)
     if say:
         where = folder / COMPARISON_REPORT

@@ -151,6 +151,7 @@ def test_a_folder_of_runs_stands_for_all_and_files_are_written(
     assert "Speedup / acceptance length by category" in printed
     page = check_page((runs / "out" / "compare.html").read_text(encoding="utf-8"))
     assert "<i>odd</i>|" in page.text
+    assert sorted(page.links) == [f"../{name}/report.html" for name in ("bad", "good", "none")]
     names = {path.name for path in (runs / "out").iterdir()}
     assert names == {"compare.json", "compare.csv", "compare.md", "compare.html"}
     table = (runs / "out" / "compare.md").read_text(encoding="utf-8")

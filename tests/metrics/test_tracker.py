@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from wandb_reader import inspected
 
 from hydraspec.metrics import tracker as tracker_module
 from hydraspec.metrics.media import PlainTable
@@ -333,18 +332,6 @@ def test_the_real_wandb_writes_into_the_run_folder_and_no_secret(
     assert found["summary"]["requests"]["nrows"] == 1
     assert found["summary"]["histograms/step_ms"]["_type"] == "histogram"
     assert "steps/method/step_ms" in found["summary"]
-
-
-def inspected(folder: Path) -> dict[str, Any]:
-    """What W&B's own reader finds in a folder with an offline run."""
-    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json"]
-    done = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=60, check=False
-    )
-    if "No such command" in done.stderr:
-        pytest.skip("this wandb has no reader of offline runs")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def test_what_is_logged_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

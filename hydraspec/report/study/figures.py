@@ -11,7 +11,6 @@ from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.ranking import acceptance_by_position
 from hydraspec.comparison.runs import Job
 from hydraspec.metrics.assessment import as_interval
-from hydraspec.metrics.run_files import REPORT
 from hydraspec.metrics.summary import Baseline, Interval, Length, Lossless, Summary
 from hydraspec.report.study.groups import Group
 
@@ -33,7 +32,7 @@ class JobFigures:
     Attributes:
         name: "3 (eagle3, K=5)": its folder and label.
         breakdown_ms: mean milliseconds per step by phase, of the first run.
-        folder: of its first run where that has a page.
+        folder: of its first run.
     """
 
     job: Job
@@ -45,7 +44,7 @@ class JobFigures:
     speeds: Speeds
     lossless: Lossless
     breakdown_ms: Mapping[str, float]
-    folder: Path | None
+    folder: Path
 
     @property
     def summary(self) -> Summary:
@@ -68,7 +67,6 @@ def figures_of(job: Job, group: Group) -> JobFigures:
         lengths = {name: of["acceptance_length"] for name, of in categories}
         pooled = first["acceptance_length"]
         lengths[ALL] = {"mean": pooled["mean"], "ci95": pooled["ci95"]}
-    folder = job.runs[0].folder
     return JobFigures(
         job=job,
         name=f"{job.name} ({job.label})",
@@ -82,7 +80,7 @@ def figures_of(job: Job, group: Group) -> JobFigures:
             key=lambda lossless: WORST_FIRST.index(lossless["verdict"]),
         ),
         breakdown_ms={k: ms for k, ms in first["time_breakdown_ms"].items() if ms is not None},
-        folder=folder if (folder / REPORT).is_file() else None,
+        folder=job.runs[0].folder,
     )
 
 

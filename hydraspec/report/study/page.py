@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import quote
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import write_whole
-from hydraspec.metrics.run_files import REPORT, STUDY
+from hydraspec.metrics.run_files import STUDY
 from hydraspec.report import html
 from hydraspec.report.console import table_console
 from hydraspec.report.study import groups, wandb_report
@@ -59,8 +57,8 @@ def tell(made: Study, paths: Sequence[Path]) -> None:
 def render(made: Study, folder: Path) -> str:
     """The page, with links that are right in `folder`."""
 
-    def href(run: Path) -> str:
-        return quote(os.path.relpath(run / REPORT, folder).replace(os.sep, "/"))
+    def href(run: Path) -> str | None:
+        return html.link_to_page(run, folder)
 
     when = f"made {time.strftime('%Y-%m-%d %H:%M')}"
     return html.render("study.html", study=made, href=href, made=when)
