@@ -277,3 +277,41 @@ def test_an_online_report_that_cannot_be_published_is_a_warning(
     tracking.close_run(config, studied / "1", quiet=True)
     assert (studied / "1" / "study.html").is_file()
     assert "wandb-workspaces is not installed" in caplog.text
+
+
+def test_a_drifting_machine_does_not_move_the_points(studied: Path) -> None:
+    """Equal jobs, one on a machine that was twice as fast for a while: one place, and no job
+    beats the other."""
+
+    def chart() -> tuple[set[str], str]:
+        made = page.read([studied])
+        blocks = [block for section in made.sections for block in section.blocks]
+        (block,) = (each for each in blocks if each.title == "Throughput of one user and of all")
+        assert block.chart
+        circles = [mark for mark in block.chart.marks if mark.tag == "circle"]
+        return {mark.title.partition(": ")[2] for mark in circles}, block.note
+
+    for job, factor in (("0", 1.0), ("1", 2.0)):
+        speeds = {"output_tokens_per_second": 300.0, "time_per_output_token_ms": 5.0}
+        own = json.loads((studied / job / "summary.json").read_text(encoding="utf-8"))["baseline"]
+        scaled = {
+            "output_tokens_per_second": 300 * factor,
+            "time_per_output_token_ms": 5 / factor,
+        }
+        edit(studied / job, **scaled, baseline={**own, **_halved(speeds, factor)})
+    edit(studied / "2", output_tokens_per_second=225.0, time_per_output_token_ms=1000 / 150)
+    found, note = chart()
+    assert len(found) == 2, found
+    assert "its own baseline" in note
+    edit(studied / "0", baseline=None)
+    found, note = chart()
+    assert {"200 and 300 tokens/s", "400 and 600 tokens/s"} <= found
+    assert "not every job has a baseline" in note
+
+
+def _halved(speeds: dict[str, float], factor: float) -> dict[str, float]:
+    """A baseline at half the speed, on a machine that is `factor` times as fast."""
+    return {
+        "output_tokens_per_second": speeds["output_tokens_per_second"] * factor / 2,
+        "time_per_output_token_ms": speeds["time_per_output_token_ms"] * 2 / factor,
+    }

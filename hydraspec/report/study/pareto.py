@@ -1,9 +1,14 @@
-"""Tokens per second of one user against those of all together."""
+"""Tokens per second of one user against those of all together.
+
+A machine that changes between jobs moves all points of a job; so where every job of a group has a
+baseline, its speeds are those over its own baseline, times the mean baseline of the group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from hydraspec.report.charts import Points, scatter
 from hydraspec.report.figures import number
@@ -15,6 +20,12 @@ from hydraspec.report.study.groups import Family, Group
 PER_USER, TOTAL = "tokens_per_second_per_user", "output_tokens_per_second"
 MAX_LABEL = 8  # characters of a job's name beside its point
 BASELINE = "none"
+TOTAL_OF = "tokens_per_second"  # as Speeds calls the total
+CORRECTED = (
+    "Each job's speeds are those over its own baseline, times the mean baseline of all jobs: a "
+    "machine that changes between jobs cancels."
+)
+AS_MEASURED = "Each as the machine ran it at that time: not every job has a baseline."
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -41,6 +52,7 @@ def pareto(family: Family) -> Block | None:
     for point in points:
         lines.setdefault(point.settings, []).append(point)
     front = front_of(points)
+    corrected = all(_own_baselines(group) for group in family.groups)
     chart = scatter(
         [
             Points(
@@ -57,9 +69,8 @@ def pareto(family: Family) -> Block | None:
     )
     note = (
         "Up and to the right is better. Dashed: jobs that no other one beats at both"
-        f" ({', '.join(point.name for point in front)}). Each is as the machine ran it at "
-        "that time: where baselines differ between jobs, compare speedups instead."
-    )
+        f" ({', '.join(point.name for point in front)}). "
+    ) + (CORRECTED if corrected else AS_MEASURED)
     panel = Panel(kind="scatter", title="Tokens/s: one user, all users", metrics=(PER_USER, TOTAL))
     return Block(title="Throughput of one user and of all", note=note, chart=chart, panels=(panel,))
 
@@ -76,20 +87,45 @@ def front_of(points: Sequence[Point]) -> list[Point]:
 def _points(family: Family) -> list[Point]:
     points = []
     for group in family.groups:
+        own = _own_baselines(group)
+        common = _mean(list(own.values()))
         for job in group.jobs:
             of = figures_of(job, group)
-            points += _point(of.name, job.name, job.summary["method"], job.label, of.speeds)
-        points += _baseline(group)
+            speeds = _scaled(of.speeds, own[job.name], common) if own else of.speeds
+            points += _point(of.name, job.name, job.summary["method"], job.label, speeds)
+        if own and not any(job.summary["method"] == BASELINE for job in group.jobs):
+            points += _point("without drafts", BASELINE, BASELINE, BASELINE, common)
     return points
 
 
-def _baseline(group: Group) -> list[Point]:
-    """What the jobs measured without drafts, where no job of the group is of method=none."""
-    if any(job.summary["method"] == BASELINE for job in group.jobs):
-        return []
-    sides = [run.summary["baseline"] for job in group.jobs for run in job.runs]
-    speeds = speeds_of([side for side in sides if side])
-    return _point("without drafts", BASELINE, BASELINE, BASELINE, speeds)
+def _own_baselines(group: Group) -> dict[str, Speeds]:
+    """What each job measured without drafts; empty where one did not."""
+    found: dict[str, Speeds] = {}
+    for job in group.jobs:
+        is_plain = job.summary["method"] == BASELINE
+        sides = [run.summary if is_plain else run.summary["baseline"] for run in job.runs]
+        speeds = speeds_of([side for side in sides if side])
+        if None in (speeds.tokens_per_second, speeds.tokens_per_second_per_user):
+            return {}
+        found[job.name] = speeds
+    return found
+
+
+def _mean(found: Sequence[Speeds]) -> Speeds:
+    totals = [each.tokens_per_second or 0.0 for each in found]
+    per_user = [each.tokens_per_second_per_user or 0.0 for each in found]
+    return Speeds(
+        tokens_per_second=fmean(totals) if totals else None,
+        tokens_per_second_per_user=fmean(per_user) if per_user else None,
+    )
+
+
+def _scaled(speeds: Speeds, own: Speeds, common: Speeds) -> Speeds:
+    def scaled(name: str) -> float | None:
+        mine, base, mean = (getattr(each, name) for each in (speeds, own, common))
+        return None if mine is None else mine / base * mean
+
+    return Speeds(tokens_per_second=scaled(TOTAL_OF), tokens_per_second_per_user=scaled(PER_USER))
 
 
 def _point(name: str, short: str, method: str, settings: str, speeds: Speeds) -> list[Point]:
