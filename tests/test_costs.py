@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hydraspec.costs import CostTable, from_json, read
+from hydraspec.costs import CostTable, averaged, from_json, merged, read
 from hydraspec.errors import ConfigurationError
 
 TABLE = CostTable(
@@ -39,6 +39,28 @@ def test_outside_the_range_it_says_so(batch, num_drafts, step_ms):
     cost = TABLE.at(batch, num_drafts)
     assert cost.outside
     assert cost.step_ms == step_ms
+
+
+def of_one_k(num_drafts, first, last, *, drafting=None):
+    return CostTable(
+        batches=(1, 4),
+        drafts=(num_drafts,),
+        step_ms=((first,), (last,)),
+        draft_ms=None if drafting is None else ((drafting,), (drafting,)),
+    )
+
+
+def test_tables_of_several_k_become_one():
+    found = merged([of_one_k(1, 2.0, 3.0, drafting=0.5), of_one_k(3, 4.0, 7.0, drafting=1.5)])
+    assert found.drafts == (1, 3)
+    assert found.step_ms == ((2.0, 4.0), (3.0, 7.0))
+    assert found.draft_ms == ((0.5, 1.5), (0.5, 1.5))
+    assert merged([of_one_k(1, 2.0, 3.0, drafting=0.5), of_one_k(3, 4.0, 7.0)]).draft_ms is None
+
+
+def test_repeated_measurements_are_averaged():
+    found = averaged([of_one_k(0, 2.0, 3.0), of_one_k(0, 4.0, 7.0)])
+    assert found == of_one_k(0, 3.0, 5.0)
 
 
 def test_a_table_survives_its_file(tmp_path):

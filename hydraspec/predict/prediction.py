@@ -91,9 +91,14 @@ class Prediction:
         self.texts = read_texts(engine, requests, concurrency=most)
         if not self.texts.requests:
             raise WorkloadError("workload: no request could be answered; see their errors in a run")
+        if (count := len(self.texts.requests)) < most:
+            self._notes.append(
+                f"the workload has fewer requests ({count}) than run at once: predictions for a "
+                f"higher concurrency are of at most {count} at once"
+            )
         self._acceptance = self.texts.acceptance
         if self._wanted.rates is not None:
-            count, drafts = len(self.texts.requests), max(self._wanted.drafts)
+            drafts = max(self._wanted.drafts)
             self._acceptance = assumed_acceptance(self._wanted.rates, drafts, count)
         self._facts = {
             "target": engine.info.target,

@@ -61,7 +61,7 @@ def test_a_losing_setting_is_warned_of_before_it_runs(
 ) -> None:
     """Drafts that are never accepted lose whatever a step costs."""
     argv = [*ZOO, f"hydra.run.dir={tmp_path}", "--drafts", "2", "--concurrency", "2"]
-    assert main([*argv, "--acceptance", "0"]) == 0
+    assert main([*argv, "workload.limit=1", "--acceptance", "0"]) == 0
     found = json.loads((tmp_path / "predict.json").read_text())
     (row,) = found["predictions"]
     assert row["speedup"] < 1
@@ -69,7 +69,8 @@ def test_a_losing_setting_is_warned_of_before_it_runs(
     assert row["break_even_acceptance_length"] > 1
     assert row["verify_ms"] + row["draft_ms"] == pytest.approx(row["step_ms"])
     assert found["best"] == [{"concurrency": 2, "num_speculative_tokens": 0, "speedup": 1.0}]
-    assert "K=2 at concurrency 2 is predicted to be slower" in found["warnings"][0]
+    assert "the workload has fewer requests (1)" in found["warnings"][0]
+    assert "K=2 at concurrency 2 is predicted to be slower" in found["warnings"][1]
     assert "no K is faster" in capsys.readouterr().out
     assert "predicted to be slower" in (tmp_path / "predict.html").read_text()
     assert from_json(found["costs"]["method"], "a").batches == (1, 2)
