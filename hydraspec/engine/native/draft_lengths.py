@@ -25,7 +25,7 @@ KEPT_PER_STEP = 0.99
 ASSUMED_RATE, ASSUMED_WEIGHT = 0.8, 1.0
 # Another length has to promise so much more: the step in which it changes pays for rows or drafts
 # that are of no use.
-LEAST_GAIN = 1.02
+LEAST_GAIN = 1.01
 # Of the time goes to steps that try a longer draft than the best: what was rejected before may be
 # accepted now.
 TRIAL_SHARE = 0.01
