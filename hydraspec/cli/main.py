@@ -168,7 +168,7 @@ def _run_jobs(planned: Plan) -> int:
                         outcomes.append(Outcome(status=status, job=name))
         finally:
             if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
-                _compare(planned)
+                _compare(planned, whole=sys.exception() is None)
     except KeyboardInterrupt:
         if results(planned.folder) == before:
             raise
@@ -221,10 +221,12 @@ def _end(outcomes: Sequence[Outcome]) -> int:
     return status if said is None else complain(said, status)
 
 
-def _compare(planned: Plan) -> None:
+def _compare(planned: Plan, *, whole: bool) -> None:
+    """Compare a sweep's jobs; one that was cut short is resumed later, and only then closed."""
     from hydraspec.lab.tracking import close_sweep
     from hydraspec.report.compare import compare
 
     compare(planned.folder)
-    configs = [job.config for job in planned.jobs]
-    close_sweep(configs, planned.folder, group=sweep.group_name(planned.folder))
+    if whole:
+        configs = [job.config for job in planned.jobs]
+        close_sweep(configs, planned.folder, group=sweep.group_name(planned.folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from checked_pages import check_page
 from fake_engine import FakeEngine
 from studied_runs import configure, damage, edit, slow_down
 
+from hydraspec.cli import main as command_line
+from hydraspec.cli.compose import plan
 from hydraspec.cli.report import main
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import run as run_module
@@ -315,3 +318,23 @@ def _halved(speeds: dict[str, float], factor: float) -> dict[str, float]:
         "output_tokens_per_second": speeds["output_tokens_per_second"] * factor / 2,
         "time_per_output_token_ms": speeds["time_per_output_token_ms"] * 2 / factor,
     }
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_sweep_that_is_cut_short_is_not_closed(
+    interrupted: bool, studied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is resumed later: Ctrl-C waits for no tracker, and W&B gets one summary run."""
+    planned = plan(["seed=1", f"hydra.sweep.dir={studied}"], multirun=True)
+    closed: list[bool] = []
+
+    def run_job(job: Any) -> dict[str, Any]:
+        if interrupted:
+            raise KeyboardInterrupt
+        return dict(json.loads((studied / "1" / "summary.json").read_text(encoding="utf-8")))
+
+    monkeypatch.setattr(command_line, "run_job", run_job)
+    monkeypatch.setattr(tracking, "close_sweep", lambda *args, **kwargs: closed.append(True))
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        command_line._run_jobs(planned)
+    assert closed == ([] if interrupted else [True])
