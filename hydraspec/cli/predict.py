@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.cli import torchrun
 from hydraspec.cli.complain import complain
-from hydraspec.cli.compose import CONFIG_NAME, plan
+from hydraspec.cli.compose import CONFIG_NAME, Job, plan
 from hydraspec.cli.flags import read_flags
 from hydraspec.cli.folders import (
     RUN_DIR,
@@ -44,6 +44,7 @@ It writes predict.json and predict.html to the run folder (hydra.run.dir=<folder
 exit status: 0 predicted, whatever was found; 2 wrong configuration; 3 unusable checkpoint or
 workload; 130 interrupted; 1 anything else"""
 CONCURRENCIES = (1, 4, 16)
+CONCURRENCY = "workload.concurrency"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +81,8 @@ def predict(
 
     Args:
         drafts: the K to predict; None: 1 to method.num_speculative_tokens.
-        concurrencies: requests at once; None: 1, 4 and 16, as far as engine.max_num_seqs goes.
+        concurrencies: requests at once; None: workload.concurrency where it is typed, else 1, 4
+            and 16, as far as engine.max_num_seqs goes.
         acceptance: assumed conditional rates by position; None: measured.
         waves: of requests that follow each other in a load; 1: they all begin together.
         check: also run what is predicted.
@@ -97,11 +99,11 @@ def predict(
     jobs = [job for job in planned.jobs if job.config.method.name != "none"] or planned.jobs
     wanted = []
     for job in jobs:
-        most, slots = job.config.method.most_drafts, job.config.engine.max_num_seqs
+        most = job.config.method.most_drafts
         wanted.append(
             Wanted(
                 drafts=drafts or range(1, most + 1),
-                concurrencies=concurrencies or [c for c in CONCURRENCIES if c <= slots],
+                concurrencies=concurrencies or concurrencies_of(job),
                 rates=acceptance,
                 waves=waves,
                 check=check,
@@ -122,6 +124,14 @@ def predict(
         found.append({**result, "run_dir": str(folder)})
     show_best(found, quiet=quiet)
     return found
+
+
+def concurrencies_of(job: Job) -> list[int]:
+    """workload.concurrency where it is typed, else those that are usual."""
+    slots = job.config.engine.max_num_seqs
+    if is_typed(CONCURRENCY, job.overrides):
+        return [min(job.config.workload.concurrency or slots, slots)]
+    return [each for each in CONCURRENCIES if each <= slots]
 
 
 def _predict(flags: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -159,7 +169,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--drafts", metavar="K,…", help="K to predict (all up to the method's)")
     parser.add_argument(
-        "--concurrency", metavar="N,…", help="requests at once (1,4,16, up to engine.max_num_seqs)"
+        "--concurrency",
+        metavar="N,…",
+        help="requests at once (1,4,16, up to engine.max_num_seqs, or workload.concurrency)",
     )
     parser.add_argument(
         "--acceptance",

@@ -78,6 +78,14 @@ def check(config: RunConfig, wanted: Wanted) -> None:
             allowed="single",
             remedy="leave parallelism out",
         )
+    if config.workload.request_rate is not None:
+        raise refusal(
+            "workload.request_rate",
+            config.workload.request_rate,
+            "is not predicted: requests follow each other, so many at once",
+            allowed="null",
+            remedy="leave it out, and give --concurrency",
+        )
     for num_drafts in wanted.drafts:
         check_method(_with_drafts(config, num_drafts))
     if (most := max(wanted.concurrencies)) > config.engine.max_num_seqs:

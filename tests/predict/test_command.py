@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hydraspec.cli.predict import main, predict
+from hydraspec.cli.compose import plan
+from hydraspec.cli.predict import concurrencies_of, main, predict
 from hydraspec.costs import from_json
 
 ZOO = [
@@ -30,6 +31,7 @@ def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
         (["method=none"], 2, "method.name=none"),
         (["engine=transformers"], 2, "engine.name=transformers"),
         (["--concurrency", "32"], 2, "add engine.max_num_seqs=32"),
+        (["workload.request_rate=2"], 2, "workload.request_rate=2"),
         (["--drafts", "0,2"], 2, "--drafts 0,2"),
         (
             [
@@ -92,3 +94,19 @@ def test_predictions_are_near_what_is_measured(
         assert row["acceptance_length"] == pytest.approx(
             row["measured"]["acceptance_length"], rel=0.1
         )
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ((), [1, 4, 16]),
+        (("engine.max_num_seqs=8",), [1, 4]),
+        (("workload.concurrency=6",), [6]),
+        (("workload.concurrency=null",), [16]),
+    ],
+)
+def test_the_concurrency_is_the_runs_where_it_is_typed(
+    typed: tuple[str, ...], found: list[int]
+) -> None:
+    (job,) = plan([*ZOO, *typed]).jobs
+    assert concurrencies_of(job) == found
