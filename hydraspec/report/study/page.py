@@ -11,22 +11,11 @@ from hydraspec.metrics.files import write_whole
 from hydraspec.metrics.run_files import STUDY
 from hydraspec.report import html
 from hydraspec.report.console import table_console
-from hydraspec.report.study import groups, wandb_report
+from hydraspec.report.study import wandb_report
 from hydraspec.report.study.blocks import Study
-from hydraspec.report.study.contents import study
 from hydraspec.report.study.groups import Runs
 
 WIDE = 400  # columns where no terminal sets a limit
-
-
-def read(folders: Sequence[Path], *, asked: str | None = None) -> Study:
-    """The report of the runs in these folders; `asked` is its question, if given.
-
-    Raises:
-        ConfigurationError: one message that names the folder: it is none, holds no run with
-            figures, or runs have nothing in common.
-    """
-    return study(groups.read(folders), asked=asked)
 
 
 def write(made: Study, runs: Runs, folder: Path) -> list[Path]:
