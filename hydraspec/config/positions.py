@@ -1,8 +1,9 @@
-"""Where a run can record drafts from every output position (metrics.all_positions)."""
+"""Where a run can record drafts from every output position (metrics.all_positions), and compare the
+distributions of sampled outputs (metrics.distribution)."""
 
 from __future__ import annotations
 
-from hydraspec.config.rules import Rule
+from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig, Verification
 
 KEY = "metrics.all_positions"
@@ -36,5 +37,27 @@ POSITION_RULES = (
         f"gives outputs that are not the target's, so {KEY}=true has nothing to compare with",
         f"leave {KEY} out, or choose another verification",
         when=_wanted,
+    ),
+)
+
+DISTRIBUTION = "metrics.distribution"
+DISTRIBUTION_RULES = (
+    at_least(DISTRIBUTION, 50, "50 or more samples of each prompt, or null"),
+    at_least("metrics.distribution_prompts", 1),
+    Rule(
+        "baseline",
+        lambda baseline, c: baseline,
+        "true",
+        f"leaves no outputs to compare with ({DISTRIBUTION})",
+        f"leave {DISTRIBUTION} out, or choose baseline=true",
+        when=lambda c: c.metrics.distribution is not None and c.method.name != "none",
+    ),
+    Rule(
+        "method.verification",
+        lambda verification, c: verification is not Verification.synthetic,
+        "standard, block",
+        f"gives outputs that are not the target's, so {DISTRIBUTION} has nothing to compare",
+        f"leave {DISTRIBUTION} out, or choose another verification",
+        when=lambda c: c.metrics.distribution is not None,
     ),
 )

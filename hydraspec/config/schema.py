@@ -271,6 +271,8 @@ class MetricsConfig:
     steps: bool = False
     trace: bool = False
     all_positions: bool = False  # drafts from every output position too
+    distribution: int | None = None  # samples of each prompt and side, to compare distributions
+    distribution_prompts: int = 4  # so many
     prediction: str | None = None  # a predict.json, or a folder of them, to compare with
 
 

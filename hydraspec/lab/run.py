@@ -21,6 +21,7 @@ from hydraspec.lab import (
     generated,
     positions,
     prediction,
+    sampled,
     summary,
     tracking,
     verdict,
@@ -79,7 +80,10 @@ def run(
             measurement.run()
             measurement.profile()
             loaded.workload.warnings += positions.record(config, measurement, recorder.add_scores)
+            distribution, warnings = sampled.check(config, measurement)
+            loaded.workload.warnings += warnings
             lossless = _judge(loaded, measurement)
+            lossless["distribution"] = distribution
         except KeyboardInterrupt:
             save("interrupted", _judge_if_possible(loaded, measurement))
             raise

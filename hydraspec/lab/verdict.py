@@ -39,6 +39,7 @@ def not_checked(
         "first_beyond_margin": None,
         "num_failed_with_method_only": 0,
         "num_failed_with_baseline_only": 0,
+        "distribution": None,
         "not_finite_in": None,
     }
 

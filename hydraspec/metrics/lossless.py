@@ -50,7 +50,25 @@ def verdict_words(lossless: Lossless) -> str:
         "diverged": f"DIVERGED: {diverged}",
         "not_checked": f"not checked ({lossless['reason']})",
     }[lossless["verdict"]]
-    return words + _unchecked_words(lossless)
+    return words + _unchecked_words(lossless) + distribution_words(lossless)
+
+
+def distribution_words(lossless: Lossless) -> str:
+    """ "; sampled outputs: the baseline's distribution (…)", or nothing where it is not tested."""
+    if (found := lossless.get("distribution")) is None:
+        return ""
+    told = found["detectable"]
+    power = (
+        "outputs hardly vary, so that no shift could be told"
+        if told is None
+        else f"a shift of {told:.1%} at each of the first {found['num_tokens']} tokens is told "
+        f"with {found['power']:.0%} power"
+    )
+    says = "the baseline's distribution" if found["says"] == "same" else "ANOTHER DISTRIBUTION"
+    return (
+        f"; sampled outputs have {says} ({found['num_prompts']} prompts x {found['num_samples']} "
+        f"samples, p = {found['p']:.2g}; {power})"
+    )
 
 
 def _unchecked_words(lossless: Lossless) -> str:

@@ -141,6 +141,21 @@ class Divergence(TypedDict):
     baseline_token: int | None
 
 
+class Distribution(TypedDict):
+    """Whether sampled outputs have the baseline's distribution; metrics/distribution.py."""
+
+    says: Literal["same", "different"]
+    p: float
+    chi2: float
+    degrees_of_freedom: int
+    level: float
+    detectable: float | None  # total variation distance that is told with `power`
+    power: float
+    num_prompts: int
+    num_samples: int  # of each prompt, on each side
+    num_tokens: int  # the first ones of an output
+
+
 class Lossless(TypedDict):
     """The verdict on the outputs, and what it rests on."""
 
@@ -154,6 +169,7 @@ class Lossless(TypedDict):
     first_beyond_margin: Divergence | None  # the one that decided "diverged"
     num_failed_with_method_only: int  # requests, greedy or not, that the baseline finished
     num_failed_with_baseline_only: int
+    distribution: Distribution | None  # with metrics.distribution
     not_finite_in: str | None  # id of a request in which the target's logits are NaN
 
 
