@@ -15,7 +15,7 @@ from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.kv_cache import KV_CACHE_RULES
 from hydraspec.config.messages import listing, refusal
-from hydraspec.config.positions import DISTRIBUTION_RULES, POSITION_RULES
+from hydraspec.config.positions import POSITION_RULES, without_drafts
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
 from hydraspec.config.schema import (
@@ -373,7 +373,6 @@ RULES = (
     ),
     *VLLM_RULES,
     *POSITION_RULES,
-    *DISTRIBUTION_RULES,
     *BENCH,
 )
 
@@ -390,13 +389,9 @@ def _without_effect(config: RunConfig) -> list[str]:
                 )
         if method.draft_sampling is DraftSampling.probabilistic:
             notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
-    if config.metrics.all_positions and config.method.name == "none":
-        notes.append("metrics.all_positions=true has no effect with method=none")
-    if config.metrics.distribution is not None and config.method.name == "none":
-        notes.append("metrics.distribution has no effect with method=none")
     if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
         notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
     if is_random(config.workload) and (sampling.stop or sampling.stop_token_ids):
         name = config.workload.name
         notes.append(f"sampling.stop and stop_token_ids have no effect with workload={name}")
-    return notes + without_arrivals(config)
+    return notes + without_drafts(config) + without_arrivals(config)

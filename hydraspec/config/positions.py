@@ -3,6 +3,7 @@ distributions of sampled outputs (metrics.distribution)."""
 
 from __future__ import annotations
 
+from hydraspec.config.messages import show
 from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig, Verification
 
@@ -13,6 +14,27 @@ def _wanted(c: RunConfig) -> bool:
     return c.metrics.all_positions
 
 
+DISTRIBUTION = "metrics.distribution"
+DISTRIBUTION_RULES = (
+    at_least(DISTRIBUTION, 50, "50 or more samples of each prompt, or null"),
+    at_least("metrics.distribution_prompts", 1),
+    Rule(
+        "baseline",
+        lambda baseline, c: baseline,
+        "true",
+        f"leaves no outputs to compare with ({DISTRIBUTION})",
+        f"leave {DISTRIBUTION} out, or choose baseline=true",
+        when=lambda c: c.metrics.distribution is not None and c.method.name != "none",
+    ),
+    Rule(
+        "method.verification",
+        lambda verification, c: verification is not Verification.synthetic,
+        "standard, block",
+        f"gives outputs that are not the target's, so {DISTRIBUTION} has nothing to compare",
+        f"leave {DISTRIBUTION} out, or choose another verification",
+        when=lambda c: c.metrics.distribution is not None,
+    ),
+)
 POSITION_RULES = (
     Rule(
         "engine.name",
@@ -38,26 +60,17 @@ POSITION_RULES = (
         f"leave {KEY} out, or choose another verification",
         when=_wanted,
     ),
+    *DISTRIBUTION_RULES,
 )
 
-DISTRIBUTION = "metrics.distribution"
-DISTRIBUTION_RULES = (
-    at_least(DISTRIBUTION, 50, "50 or more samples of each prompt, or null"),
-    at_least("metrics.distribution_prompts", 1),
-    Rule(
-        "baseline",
-        lambda baseline, c: baseline,
-        "true",
-        f"leaves no outputs to compare with ({DISTRIBUTION})",
-        f"leave {DISTRIBUTION} out, or choose baseline=true",
-        when=lambda c: c.metrics.distribution is not None and c.method.name != "none",
-    ),
-    Rule(
-        "method.verification",
-        lambda verification, c: verification is not Verification.synthetic,
-        "standard, block",
-        f"gives outputs that are not the target's, so {DISTRIBUTION} has nothing to compare",
-        f"leave {DISTRIBUTION} out, or choose another verification",
-        when=lambda c: c.metrics.distribution is not None,
-    ),
-)
+
+def without_drafts(config: RunConfig) -> list[str]:
+    """What is recorded of drafts, was asked for, and method=none does not have."""
+    if config.method.name != "none":
+        return []
+    asked = {KEY: config.metrics.all_positions, DISTRIBUTION: config.metrics.distribution}
+    return [
+        f"{key}={show(value)} has no effect with method=none"
+        for key, value in asked.items()
+        if value
+    ]
