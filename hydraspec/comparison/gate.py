@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import log, sqrt
+from statistics import NormalDist
 
 import numpy as np
 
@@ -19,12 +21,14 @@ from hydraspec.metrics.paired import (
     holm,
     paired_ratio,
     sign_flip_test,
+    student_tail,
 )
 from hydraspec.metrics.statistics import ratio
 
 LOOKS = 10  # comparisons with one baseline that share LEVEL
 ACCEPTANCE_MARGIN = 0.01  # of a rate: losing drafts at i alone may move the rate at i+1 so far
 SPEED_MARGIN = 0.05  # share of the speedup that may be lost: what noise of whole runs may take
+RUN_NOISE = 0.1  # standard deviation of a run's log speedup, where repeats do not show less
 SAME_MACHINE = ("device", "cpu", "gpus", "num_threads")  # where speedups can be compared
 JOB_KEYS = ("target", "engine", "method", "num_speculative_tokens", "parallelism", "verification")
 MEASURES = {"speedup": "speedup", "accuracy": "exact match"}
@@ -266,7 +270,9 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
         if figure.scope != ALL and not several:
             continue
         told = granted[figure_key(figure)].ratio if is_speed else figure.ratio
-        p = _one_sided(told) if is_speed else _of_accuracy(figure)
+        p = _of_accuracy(figure)
+        if is_speed and (within := _one_sided(told)) is not None:
+            p = max(within, _between_runs(job, reference, speed_margin))
         yield Check(
             what=MEASURES[figure.measure],
             scope=figure.scope,
@@ -302,6 +308,34 @@ def _of_accuracy(figure: Figure) -> float | None:
         return None
     half = figure.ratio.p / 2
     return half if (figure.job or 0) < (figure.reference or 0) else 1 - half
+
+
+def _between_runs(job: Job, reference: Job, margin: float) -> float:
+    """One-sided p of a speedup that is no lower, by the noise of whole runs: RUN_NOISE, or less
+    where repeats show less (Student's t; either may tell, at half of the level each)."""
+    sides = [np.array([_log_speedup(run) for run in each.runs]) for each in (job, reference)]
+    loss = float(sides[1].mean() - sides[0].mean()) + log(1 - margin)
+    if loss <= 0:
+        return 1.0
+    width = sqrt(sum(1 / len(side) for side in sides))
+    p = NormalDist().cdf(-loss / (RUN_NOISE * width))
+    if (freedom := sum(len(side) - 1 for side in sides)) == 0:
+        return p
+    spread = sqrt(sum(((side - side.mean()) ** 2).sum() for side in sides) / freedom)
+    t = loss / (spread * width) if spread else float("inf")
+    return min(1.0, 2 * min(p, student_tail(t, freedom)))
+
+
+def _log_speedup(run: Run) -> float:
+    """Of one run, over the requests that both of its sides finished."""
+    rows = [row for row in run.rows if row["finish_reason"] != "error" and row["baseline"]]
+    rows = [row for row in rows if row["baseline"]["finish_reason"] != "error"]
+    sums = [
+        sum(side[key] for side in sides)
+        for sides in (rows, [row["baseline"] for row in rows])
+        for key in ("decode_tokens", "decode_ms")
+    ]
+    return log(sums[0] * sums[3] / (sums[1] * sums[2])) if min(sums) > 0 else 0.0
 
 
 def _one_sided(found: PairedRatio) -> float | None:

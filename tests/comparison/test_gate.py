@@ -190,6 +190,29 @@ def test_slow_drafts_wrong_answers_errors_and_a_verdict_are_named(
         assert says in worse[0]
 
 
+def test_repeats_tell_a_loss_of_speed_that_single_runs_do_not(
+    make: Callable[..., Path], stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's noise is taken as 10 % until repeats show less: 25 % slower is noise of two runs."""
+
+    def runs(name: str, slower: float, count: int) -> list[Path]:
+        found = []
+        for i in range(count):
+            rows = some_rows()
+            for row in rows:
+                row["decode_ms"] *= slower * (1 + 0.005 * i)
+            found.append(make(f"{name}{i}", rows))
+        return found
+
+    assert gated(stored, runs("one", 1.25, 1), capsys) == (0, [])
+    several = tmp_path / "several.json"
+    assert main(["--write", str(several), *map(str, runs("old", 1.0, 4))]) == 0
+    status, worse = gated(several, runs("new", 1.25, 4), capsys)
+    assert status == 4
+    assert [line.split(":")[1] for line in worse] == [" speedup"]
+    assert gated(several, runs("same", 1.01, 4), capsys) == (0, [])
+
+
 def test_speed_is_not_compared_across_machines(
     make: Callable[..., Path], stored: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
