@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean, median
 
 from hydraspec.costs import CostTable
 from hydraspec.engine.base import Engine
@@ -18,6 +18,7 @@ from hydraspec.types import Completion, Request, StepRecord
 STEPS = 12  # timed decode steps of a round
 UNSETTLED = 2  # steps before them, which are not timed
 BESIDE_PROMPTS = 32  # steps in which the first requests decode while others are read, at most
+OUTLIERS = 0.05  # share of the timed steps left out at either end
 MIN_PROMPT_ROWS = 8  # fewer say nothing about the time of a row
 
 
@@ -141,28 +142,36 @@ class Costs:
             self.draft_ms[batch] = [share * each for each in self.step_ms[batch]]
 
     def table(self) -> CostTable:
-        """Medians of the batches measured."""
+        """Of the batches measured, `typical` times."""
         batches = tuple(sorted(self.step_ms))
         draft_ms = None
         if self.num_drafts and all(self.draft_ms.get(batch) for batch in batches):
-            draft_ms = tuple((median(self.draft_ms[batch]),) for batch in batches)
+            draft_ms = tuple((typical(self.draft_ms[batch]),) for batch in batches)
         return CostTable(
             batches=batches,
             drafts=(self.num_drafts,),
-            step_ms=tuple((median(self.step_ms[batch]),) for batch in batches),
+            step_ms=tuple((typical(self.step_ms[batch]),) for batch in batches),
             draft_ms=draft_ms,
         )
 
     def ms_per_prompt_row(self) -> float:
         """What a prompt's token adds to a step: the time of steps that only read prompts, less
         that of the smallest decode step, by rows."""
-        least = median(self.step_ms[min(self.step_ms)])
+        least = typical(self.step_ms[min(self.step_ms)])
         rows = [
             max(0.0, milliseconds - least) / count
             for count, milliseconds in self.prompt_ms
             if count >= MIN_PROMPT_ROWS
         ]
         return median(rows) if rows else 0.0
+
+
+def typical(times: Sequence[float]) -> float:
+    """The mean without the OUTLIERS largest and smallest. On a shared machine a step is whole or
+    interrupted: a mean has both in proportion, as a run has, and a median one of the two."""
+    ordered = sorted(times)
+    count = int(OUTLIERS * len(ordered))
+    return mean(ordered[count : len(ordered) - count])
 
 
 def interleaved(costs: Sequence[Costs], texts: Texts, batches: Sequence[int], rounds: int) -> None:
