@@ -221,10 +221,19 @@ def _job_number(folder: Path) -> tuple[int, str]:
 # ---------------------------------------------------------------- as text, JSON and HTML
 
 
+def _verdict(summary: Summary) -> str:
+    """Of greedy requests, and of sampled ones where their distribution was tested."""
+    greedy = summary["lossless"]["verdict"].replace("not_checked", "-")
+    if (sampled := summary["lossless"].get("distribution")) is None:
+        return greedy
+    says = "same distribution" if sampled["says"] == "same" else "ANOTHER DISTRIBUTION"
+    return says if greedy == "-" else f"{greedy}, {says}"
+
+
 def _cells(row: Row, columns: Sequence[str], *, arrivals: bool) -> list[str]:
     summary = row.summary
     accuracy = summary["accuracy"]
-    verdict = summary["lossless"]["verdict"].replace("not_checked", "-")
+    verdict = _verdict(summary)
     return [
         row.job,
         *(_shown(row.settings.get(column)) for column in columns),

@@ -20,15 +20,11 @@ def drawn(
     return np.asarray(np.repeat(tokens[:, :, : 3 // repeats], repeats, axis=2), np.int64)
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_equal_distributions_are_told_apart_as_seldom_as_the_level_says(repeats: int) -> None:
-    """Catches the chi-squared distribution as null: with repeats=3 a p of 0.01 then comes in 12 of
-    100 pairs. 30 pairs at 1 %: more than 3 have a probability of 0.0002."""
+def test_equal_distributions_are_told_apart_as_seldom_as_the_level_says() -> None:
+    """Catches the chi-squared distribution as null: where tokens repeat, a p of 0.01 then comes in
+    12 of 100 pairs. 30 pairs at 1 %: more than 3 have a probability of 0.0002."""
     rng = np.random.default_rng(5)
-    found = [
-        same_distribution(drawn(rng, repeats=repeats), drawn(rng, repeats=repeats)).p
-        for _ in range(30)
-    ]
+    found = [same_distribution(drawn(rng, repeats=3), drawn(rng, repeats=3)).p for _ in range(30)]
     assert sum(p <= 0.01 for p in found) <= 3
     assert 0.3 < float(np.mean(found)) < 0.7
 
@@ -49,10 +45,10 @@ def test_more_samples_tell_smaller_shifts() -> None:
     rng = np.random.default_rng(7)
     few, many = (
         same_distribution(drawn(rng, num_samples=n), drawn(rng, num_samples=n)).detectable
-        for n in (100, 900)
+        for n in (100, 400)
     )
     assert few is not None
-    assert many == pytest.approx(few / 3, rel=0.2)
+    assert many == pytest.approx(few / 2, rel=0.2)
 
 
 def test_outputs_that_do_not_vary_tell_nothing() -> None:

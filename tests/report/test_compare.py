@@ -60,6 +60,20 @@ def test_a_comparison_that_goes_to_a_file_is_not_cut(
     assert line.split()[-2:] == ["identical", "0.667"]
 
 
+def test_the_distribution_of_sampled_outputs_stands_in_the_verdicts_column(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job, (verdict, says) in enumerate((("not_checked", "same"), ("identical", "different"))):
+        path = sweep / str(job) / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary["lossless"] |= {"verdict": verdict, "distribution": {"says": says}}
+        path.write_text(json.dumps(summary), encoding="utf-8")
+    compare(sweep)
+    printed = capsys.readouterr().out
+    assert "same distribution" in printed
+    assert "identical, ANOTHER DISTRIBUTION" in printed
+
+
 def test_a_sweep_over_request_rates_has_columns_of_latencies(
     config: RunConfig, use_engine: Use, tmp_path: Path
 ) -> None:
