@@ -147,8 +147,10 @@ def _lines(outcome: Outcome) -> Iterator[str]:
             values = f"{check.was:.3f} -> {check.now:.3f}{in_words(check.ratio)}"
             yield f"  no worse: {check.name}: {values}"
     rates = [check for check in rest if check.what == "acceptance"]
-    unknown = [check for check in rates if check.ratio.ci95 is None]
-    yield f"  no worse: {len(rates) - len(unknown)} rates of acceptance, by position and category"
+    unknown = [check for check in rates if check.ratio.ci95 is None and check.p is not None]
+    if rates:
+        number = len(rates) - len(unknown)
+        yield f"  no worse: {number} of {len(rates)} rates of acceptance, by position and category"
     for check in unknown:
         yield f"  cannot tell: {check.name}: {check.ratio.num_requests} requests are too few"
     for note in outcome.notes:

@@ -144,14 +144,14 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
             remedy="give the folders of one commit only",
         )
     for here, there, side, remedy in (
-        (mine, theirs, "baseline", "leave the run out, or write a baseline with it"),
-        (theirs, mine, "folders", "run it too, or write a baseline without it"),
+        (mine, theirs, "the baseline has", "leave the run out, or write a baseline with it"),
+        (theirs, mine, "the folders have", "run it too, or write a baseline without it"),
     ):
         for name, (job, _) in here.items():
             if name not in there:
                 raise refuse(
                     job.runs[0].folder,
-                    f"the {side} has no job {label(job)}",
+                    f"{side} no job {label(job)}",
                     allowed="the same jobs on both sides: "
                     + "; ".join(sorted(label(each) for each, _ in there.values())),
                     remedy=remedy,

@@ -302,7 +302,7 @@ def test_what_cannot_be_gated_is_one_message(
         ([stored, make("older", old_rows)], "an older hydraspec"),
         ([stored, make("prompts", other_prompts)], "other prompts: request 'code-0'"),
         ([stored, make("k5", num_speculative_tokens=5)], "has no job tiny_fake, gemma4_mtp, K=5"),
-        ([stored, make("target", target="other")], "has no job other"),
+        ([stored, make("target", target="other")], "the baseline has no job other"),
     ]
     for arguments, says in cases:
         assert main([str(each) for each in arguments]) == 2
