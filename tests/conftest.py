@@ -13,6 +13,7 @@ if devices := os.environ.get("TEST_DEVICES"):
     turn = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[turn % len(devices.split(","))]
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -45,6 +46,16 @@ def _logging_as_it_was() -> Iterator[None]:
         root.removeHandler(handler)
         handler.close()
     root.level, ours.level = levels
+
+
+@pytest.fixture(autouse=True)
+def _device_memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share devices: engines that a test has left in cycles, and what torch's allocator
+    keeps, would be missing in the tests of other workers."""
+    yield
+    if any(map(request.node.get_closest_marker, ("gpu", "multi_gpu"))) and torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

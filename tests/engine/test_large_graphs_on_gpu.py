@@ -8,6 +8,7 @@ ones (heads of 32) the paged one.
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -87,7 +88,9 @@ def run_counted(
 
         patch.setattr(runner, "_launch_part", noted)
         run = run_requests(engine, requests, concurrency=None)
-    del engine
+    engine.close()
+    del engine, runner, launch, noted
+    gc.collect()  # engines hold cycles, and two of a released shape fill a device
     torch.cuda.empty_cache()
     return run, counts, sizes
 

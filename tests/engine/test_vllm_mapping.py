@@ -174,6 +174,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         "method": {
             *("name", "num_speculative_tokens", "checkpoint", "needs_checkpoint", "weights"),
             *("draft_sampling", "verification", "synthetic_acceptance_length"),
+            *("max_speculative_tokens", "costs"),  # of lengths chosen per step: refused
             "options",  # of methods from other packages, which engine=vllm refuses
         },
         "engine": {

@@ -59,7 +59,6 @@ CASES = {
     "decode, first token of a request": Case((1, 1), (1, 17)),
     "decode on a block border": Case((1, 1, 1), (4, 8, 5)),
     "decode, every split has keys": Case((1,), (300,)),
-    "decode, sequences that take more splits than 16": Case((1, 1), (2100, 70)),
     "decode, new key alone in the last split": Case((1,), (65,)),
     "verify rows": Case((4, 4), (12, 70)),
     "verify rows over a border of splits": Case((4,), (34,)),
@@ -101,6 +100,12 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: 1e3 if how == "none, transposed" else 1e-3})
     monkeypatch.setattr(tiling, "MOST_ADDED", 0 if how.endswith("second kernel") else 1 << 20)
     monkeypatch.setattr(tiling, "MOST_ADDED_SPLITS", tiling.MAX_SPLITS)
+
+
+@pytest.mark.parametrize("programs", ["many, second kernel"], indirect=True)
+@pytest.mark.usefixtures("programs")
+def test_a_long_sequence_takes_more_splits_than_16() -> None:
+    check(build(Case((1,), (2040,), block_size=16, heads=2, kv_heads=1)))
 
 
 @pytest.mark.parametrize("name", CASES)
