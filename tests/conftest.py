@@ -53,7 +53,10 @@ def _device_memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """Workers share devices: engines that a test has left in cycles, and what torch's allocator
     keeps, would be missing in the tests of other workers."""
     yield
-    if any(map(request.node.get_closest_marker, ("gpu", "multi_gpu"))) and torch.cuda.is_available():
+    if (
+        any(map(request.node.get_closest_marker, ("gpu", "multi_gpu")))
+        and torch.cuda.is_available()
+    ):
         gc.collect()
         torch.cuda.empty_cache()
 

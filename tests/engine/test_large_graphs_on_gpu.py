@@ -72,7 +72,17 @@ def config_of(method: str, mode: str, *, dtype: Dtype = Dtype.bfloat16) -> RunCo
 def run_counted(
     config: RunConfig, backend: GraphBackend | None, requests: list[Request]
 ) -> tuple[Run, dict[str, int], set[int]]:
-    """The run, how its steps were launched, and the rows of the mixed graphs among them."""
+    """The run, how its steps were launched, and the rows of the mixed graphs among them. Its engine
+    is gone then: two of a released shape fill a device."""
+    found = _run_counted(config, backend, requests)
+    gc.collect()  # engines hold cycles
+    torch.cuda.empty_cache()
+    return found
+
+
+def _run_counted(
+    config: RunConfig, backend: GraphBackend | None, requests: list[Request]
+) -> tuple[Run, dict[str, int], set[int]]:
     engine = make_graph_engine(config, backend)
     sizes: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
@@ -87,12 +97,7 @@ def run_counted(
             return launch(plan, captured)
 
         patch.setattr(runner, "_launch_part", noted)
-        run = run_requests(engine, requests, concurrency=None)
-    engine.close()
-    del engine, runner, launch, noted
-    gc.collect()  # engines hold cycles, and two of a released shape fill a device
-    torch.cuda.empty_cache()
-    return run, counts, sizes
+        return run_requests(engine, requests, concurrency=None), counts, sizes
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -105,7 +105,11 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("programs", ["many, second kernel"], indirect=True)
 @pytest.mark.usefixtures("programs")
 def test_a_long_sequence_takes_more_splits_than_16() -> None:
-    check(build(Case((1,), (2040,), block_size=16, heads=2, kv_heads=1)))
+    inputs = build(Case((1,), (2040,), block_size=16, heads=2, kv_heads=1))
+    shape, keys = inputs.plan.shape, 16 * inputs.plan.block_table.shape[1]
+    cut = tiling.decode_tiling(shape, 1, 1, torch.float32, max_keys=keys)
+    assert cut.splits == 32
+    check(inputs)
 
 
 @pytest.mark.parametrize("name", CASES)
