@@ -6,6 +6,7 @@ two speedups, so that one bootstrap of its logarithm serves all.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def paired_ratio(
 
     A symmetric studentised bootstrap of the logarithm (Hall, The Bootstrap and Edgeworth Expansion,
     1992, 3.6) over blocks of requests that follow each other, since requests `at_once` in the
-    engine share the noise of their steps. The standard error is at least that of the mean of
+    engine share the noise of their steps. Fewer than NUM_BLOCKS blocks have too few resamples:
+    Student's t, with a degree of freedom less for slow noise that they share. The standard error is at least that of the mean of
     `num_rounds` equal parts: noise that lasts as long as a round is not seen within one. Counts,
     which no clock disturbs, have `at_once` None: every request is a block.
     """
@@ -97,15 +99,27 @@ def paired_ratio(
         return PairedRatio(
             ratio=exp(found), ci95=same, p=p, log_error=0.0, num_requests=num_requests
         )
-    t = np.abs(_studentised(blocks, shares, powers, found))
-    reach = min(float(np.percentile(t, 95)) * error, LARGEST)
+    if num_blocks < NUM_BLOCKS:
+        freedom = max(1, num_blocks - 2)
+        p = 2 * student_tail(abs(found) / error, freedom)
+        reach = _student_reach(freedom) * error
+    else:
+        t = np.abs(_studentised(blocks, shares, powers, found))
+        p = float(((t >= abs(found) / error).sum() + 1) / (len(t) + 1))
+        reach = min(float(np.percentile(t, 95)) * error, LARGEST)
     return PairedRatio(
         ratio=exp(found),
         ci95=(exp(found - reach), exp(found + reach)),
-        p=float(((t >= abs(found) / error).sum() + 1) / (len(t) + 1)),
+        p=p,
         log_error=error,
         num_requests=num_requests,
     )
+
+
+@lru_cache(maxsize=8)
+def _student_reach(freedom: int) -> float:
+    """Standard errors to each side of which 95 % of Student's t lie."""
+    return bisect_left(range(20_000), -0.025, key=lambda t: -student_tail(t / 1000, freedom)) / 1000
 
 
 def balanced(categories: Sequence[str | None]) -> list[int]:
