@@ -73,9 +73,10 @@ def paired_ratio(
     A symmetric studentised bootstrap of the logarithm (Hall, The Bootstrap and Edgeworth Expansion,
     1992, 3.6) over blocks of requests that follow each other, since requests `at_once` in the
     engine share the noise of their steps. Fewer than NUM_BLOCKS blocks have too few resamples:
-    Student's t, with a degree of freedom less for slow noise that they share. The standard error is at least that of the mean of
-    `num_rounds` equal parts: noise that lasts as long as a round is not seen within one. Counts,
-    which no clock disturbs, have `at_once` None: every request is a block.
+    Student's t, with a degree of freedom less for slow noise that they share. The standard error is
+    at least that of the mean of `num_rounds` equal parts: noise that lasts as long as a round is
+    not seen within one. Counts, which no clock disturbs, have `at_once` None: every request is a
+    block.
     """
     columns = columns[:, columns.any(axis=0)]
     num_requests, totals = columns.shape[1], columns.sum(axis=1)
