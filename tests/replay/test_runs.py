@@ -156,6 +156,14 @@ def test_the_summary_says_how_the_drafter_ranks(recorded: Path) -> None:
         assert mine == pytest.approx(theirs, rel=1e-5)  # which has six digits
 
 
+def test_the_page_says_so_too(recorded: Path) -> None:
+    page = (recorded / "report.html").read_text(encoding="utf-8")
+    found = json.loads((recorded / SUMMARY).read_text(encoding="utf-8"))["teacher_forced"]
+    assert "Drafts over the target&#39;s own tokens" in page
+    assert page.count("<td>draft ") >= len(found["by_step"])
+    assert f"{found['ceilings']['oracle_features']:.2f}" in page
+
+
 def changed_summary(folder: Path, **values: object) -> None:
     summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     (folder / SUMMARY).write_text(json.dumps({**summary, **values}), encoding="utf-8")
