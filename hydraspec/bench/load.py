@@ -31,16 +31,7 @@ class Load(Benchmark):
     unit, units = "pass", "passes"
 
     def settings(self, config: RunConfig) -> Json:
-        bench = config.bench
-        return {
-            "num_requests": bench.num_requests,
-            "max_num_seqs": config.engine.max_num_seqs,
-            "prompt_tokens": bench.prompt_tokens,
-            "output_tokens": bench.output_tokens,
-            "max_prompt_tokens": bench.max_prompt_tokens,
-            "max_output_tokens": bench.max_output_tokens,
-            "repeats": bench.repeats,
-        }
+        return {**settings_of_requests(config), "repeats": config.bench.repeats}
 
     def num_rows(self, config: RunConfig) -> int:
         return config.bench.repeats
@@ -104,6 +95,19 @@ def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json
         "tokens_per_second": rate,
         "num_steps": meter.num_steps or None,  # an engine may report completions only
         "acceptance_length": meter.acceptance_length().mean,
+    }
+
+
+def settings_of_requests(config: RunConfig) -> Json:
+    """The keys of bench.json that say what `requests_of` gives."""
+    bench = config.bench
+    return {
+        "num_requests": bench.num_requests,
+        "max_num_seqs": config.engine.max_num_seqs,
+        "prompt_tokens": bench.prompt_tokens,
+        "output_tokens": bench.output_tokens,
+        "max_prompt_tokens": bench.max_prompt_tokens,
+        "max_output_tokens": bench.max_output_tokens,
     }
 
 

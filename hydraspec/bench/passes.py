@@ -25,6 +25,7 @@ class Passes:
         meter: the counts of all passes together.
         steps: the records of the last pass; none from an engine that reports completions only.
         completions: those of the last pass, in the order in which they ended.
+        num_built: kernels compiled and graphs captured in the last pass.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
@@ -32,6 +33,7 @@ class Passes:
         self.seconds: list[float] = []
         self.steps: list[StepRecord] = []
         self.completions: list[Completion] = []
+        self.num_built = 0
         self.meter = Meter(
             requests,
             num_speculative_tokens=engine.info.num_speculative_tokens,
@@ -45,11 +47,14 @@ class Passes:
             RuntimeError: a request ended otherwise than after all its tokens.
         """
         events: list[StepRecord | Completion] = []
+        built_before = self._engine.num_built()
         seconds, started = 0.0, time.perf_counter()
         for event in self._engine.run(self._requests, concurrency=None):
             events.append(event)
             if isinstance(event, Completion):
                 seconds = time.perf_counter() - started
+        built = self._engine.num_built() - built_before
+        self.num_built = built.kernels + built.graphs
         self.steps = [event for event in events if isinstance(event, StepRecord)]
         self.completions = [event for event in events if isinstance(event, Completion)]
         self._check(self.completions)

@@ -37,12 +37,7 @@ class Serve(Benchmark):
     def settings(self, config: RunConfig) -> Json:
         bench = config.bench
         return {
-            "num_requests": bench.num_requests,
-            "max_num_seqs": config.engine.max_num_seqs,
-            "prompt_tokens": bench.prompt_tokens,
-            "output_tokens": bench.output_tokens,
-            "max_prompt_tokens": bench.max_prompt_tokens,
-            "max_output_tokens": bench.max_output_tokens,
+            **load.settings_of_requests(config),
             "rates": bench.rates,
             "peak_rate": bench.peak_rate,
             "limits": {
@@ -129,10 +124,9 @@ def _row(
 ) -> Json:
     """One pass; None: all requests at once. Arrivals at other rates are the same, stretched."""
     process = ArrivalProcess(rate=rate, burstiness=1.0, seed=config.seed)
-    built_before = engine.num_built()
     passes = Passes(engine, process.offered(requests, 1))
     passes.run()
-    (seconds,), meter, built = passes.seconds, passes.meter, engine.num_built() - built_before
+    (seconds,), meter = passes.seconds, passes.meter
     limits = config.bench.goodput
     row = {
         "request_rate": rate,
@@ -149,7 +143,7 @@ def _row(
         ),
         "acceptance_length": meter.acceptance_length().mean,
         "num_steps": meter.num_steps or None,
-        "num_built": built.kernels + built.graphs,
+        "num_built": passes.num_built,
     }
     offered = "all at once" if rate is None else f"{rate:.2f} requests per second"
     log.info("%s: %.2f s, %.0f tokens per second", offered, seconds, row["tokens_per_second"])

@@ -115,10 +115,9 @@ def requests_of(config: RunConfig, engine: Engine) -> list[Request]:
 
 
 def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json:
-    built_before = engine.num_built()
     passes = Passes(engine, requests)
     passes.run()
-    (seconds,), meter, built = passes.seconds, passes.meter, engine.num_built() - built_before
+    (seconds,), meter = passes.seconds, passes.meter
     places = {request.index: request.turn for request in requests}
     turns = [
         _turn(turn, [done for done in passes.completions if places[done.index] == turn])
@@ -137,7 +136,7 @@ def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json
         "eligible_hit_rate": None if hits is None else hits.eligible_hit_rate(),
         "acceptance_length": meter.acceptance_length().mean,
         "num_steps": meter.num_steps or None,
-        "num_built": built.kernels + built.graphs,
+        "num_built": passes.num_built,
         "turns": turns,
     }
 
