@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hydraspec.comparison.runs import Job, Run, grouped, read_environment, read_runs, refuse
+from hydraspec.comparison.runs import (
+    Job,
+    Run,
+    check_baseline,
+    grouped,
+    read_environment,
+    read_runs,
+    refuse,
+)
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.files import Json, json_line, plain, pretty_json, write_whole
 from hydraspec.metrics.summary import Summary
@@ -73,13 +81,7 @@ def _check_run(run: Run) -> None:
     if status != "ok":
         remedy = "run it again, to its end"
         raise refuse(run.folder, f"its status is {status}", allowed="finished runs", remedy=remedy)
-    if run.summary["baseline"] is None and run.summary["method"] != "none":
-        raise refuse(
-            run.folder,
-            "has no baseline, so that its speed cannot be told from the machine's",
-            allowed="runs with baseline=true, and of method=none",
-            remedy="run it again with baseline=true",
-        )
+    check_baseline(run)
     if any(COUNTS[0] not in row for row in run.rows):
         problem = f"requests.jsonl has no {COUNTS[0]}: it was written by an older hydraspec"
         remedy = "run it again"

@@ -84,6 +84,17 @@ def refuse(what: object, problem: str, *, allowed: str, remedy: str) -> Configur
     return ConfigurationError(f"{what}: {problem}\n  allowed: {allowed}\n  to do: {remedy}")
 
 
+def check_baseline(run: Run) -> None:
+    """Refuse a run whose speed has nothing beside it."""
+    if run.summary["baseline"] is None and run.summary["method"] != "none":
+        raise refuse(
+            run.folder,
+            "has no baseline, so that its speed cannot be told from the machine's",
+            allowed="runs with baseline=true, and of method=none",
+            remedy="run it again with baseline=true",
+        )
+
+
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in these folders; a sweep's folder stands for its jobs.
 
@@ -245,13 +256,7 @@ def check_alike(jobs: Sequence[Job]) -> None:
             remedy="add the folder of another run over the same prompts",
         )
     for _, run in runs:
-        if run.summary["baseline"] is None and run.summary["method"] != "none":
-            raise refuse(
-                run.folder,
-                "has no baseline, so that its speed cannot be told from the machine's",
-                allowed="runs with baseline=true, and of method=none",
-                remedy="run it again with baseline=true",
-            )
+        check_baseline(run)
         if not has_finished(run):
             raise refuse(
                 run.folder,
