@@ -8,9 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hydraspec.cli.complain import complain
-from hydraspec.errors import ConfigurationError, UserError
-from hydraspec.signals import output_may_be_cut
+from hydraspec.cli.complain import status_over_folders
+from hydraspec.errors import ConfigurationError
 
 COMMAND = "hydraspec.compare"
 DESCRIPTION = """\
@@ -52,18 +51,13 @@ def main(arguments: Sequence[str]) -> int:
         help="write compare.json, compare.csv, compare.md and compare.html there",
     )
     given = parser.parse_args(arguments)
+    return status_over_folders(lambda: _compare(given), command=COMMAND, writes=given.write)
+
+
+def _compare(given: argparse.Namespace) -> None:
     from hydraspec.report import runs
 
-    with output_may_be_cut():
-        try:
-            ranking = runs.compared([Path(folder) for folder in given.folders])
-            runs.show(ranking)
-            if given.write is not None:
-                runs.write(ranking, Path(given.write), say=True)
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except OSError as error:
-            return complain(
-                f"cannot write {given.write}: {error.strerror or error}", 1, command=COMMAND
-            )
-    return 0
+    ranking = runs.compared([Path(folder) for folder in given.folders])
+    runs.show(ranking)
+    if given.write is not None:
+        runs.write(ranking, Path(given.write), say=True)

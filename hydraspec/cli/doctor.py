@@ -7,27 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from hydraspec.cli import torchrun
-from hydraspec.cli.complain import complain
+from hydraspec.cli.beside_runs import prepared, status_of
 from hydraspec.cli.compose import CONFIG_NAME, plan
 from hydraspec.cli.flags import read_flags
-from hydraspec.cli.folders import (
-    RUN_DIR,
-    claimed,
-    folder_message,
-    fresh,
-    is_typed,
-    refuse_no_folder,
-)
-from hydraspec.cli.jobs import bind_threads, hydra_settings
+from hydraspec.cli.folders import RUN_DIR, fresh, is_typed, refuse_no_folder
 from hydraspec.cli.overrides import with_config_dir
-from hydraspec.cli.translate import translate
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
-from hydraspec.lab.outcome import INTERRUPTED
-from hydraspec.lab.resolution import resolve
+from hydraspec.errors import ConfigurationError
 from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
 COMMAND = "hydraspec.doctor"
@@ -54,17 +40,7 @@ def main(argv: Sequence[str]) -> int:
         if {"--help", "-h"} & {*argv}:
             sys.stdout.write(HELP)
             return 0
-        try:
-            _examine(argv)
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except (HydraException, OmegaConfBaseException) as error:
-            return complain(translate(error), ConfigurationError.exit_code, command=COMMAND)
-        except KeyboardInterrupt:
-            return complain("interrupted: nothing is saved", INTERRUPTED, command=COMMAND)
-        except CannotWriteError as error:
-            return complain(folder_message(error), 1, command=COMMAND)
-    return 0
+        return status_of(lambda: _examine(argv), command=COMMAND)
 
 
 def doctor(
@@ -79,13 +55,9 @@ def doctor(
     check(job.config)
     if not is_typed(RUN_DIR, overrides):
         job.folder = fresh(job.folder)
-    with claimed(job.folder, RUN_DIR), hydra_settings(job):
-        bind_threads(job.config)
-        resolve(job.config)
-        found = examine(
-            job.config, run_dir=job.folder.absolute(), overrides=job.overrides, quiet=quiet
-        )
-    return {**found, "run_dir": str(job.folder.absolute())}
+    with prepared(job) as folder:
+        found = examine(job.config, run_dir=folder, overrides=job.overrides, quiet=quiet)
+    return {**found, "run_dir": str(folder)}
 
 
 def _examine(argv: Sequence[str]) -> None:

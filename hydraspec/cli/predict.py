@@ -7,27 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from hydraspec.cli import torchrun
-from hydraspec.cli.complain import complain
+from hydraspec.cli.beside_runs import prepared, status_of
 from hydraspec.cli.compose import CONFIG_NAME, Job, plan
 from hydraspec.cli.flags import read_flags
-from hydraspec.cli.folders import (
-    RUN_DIR,
-    claimed,
-    folder_message,
-    fresh,
-    is_typed,
-    refuse_no_folder,
-)
-from hydraspec.cli.jobs import bind_threads, hydra_settings
+from hydraspec.cli.folders import RUN_DIR, fresh, is_typed, refuse_no_folder
 from hydraspec.cli.overrides import with_config_dir
-from hydraspec.cli.translate import translate
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
-from hydraspec.lab.outcome import INTERRUPTED
-from hydraspec.lab.resolution import resolve
+from hydraspec.errors import ConfigurationError
 from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
 COMMAND = "hydraspec.predict"
@@ -52,17 +38,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     flags, rest = _parser().parse_known_args(list(argv))
     with output_may_be_cut(), terminations_as_interrupts():
-        try:
-            _predict(flags, rest)
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except (HydraException, OmegaConfBaseException) as error:
-            return complain(translate(error), ConfigurationError.exit_code, command=COMMAND)
-        except KeyboardInterrupt:
-            return complain("interrupted: nothing is saved", INTERRUPTED, command=COMMAND)
-        except CannotWriteError as error:
-            return complain(folder_message(error), 1, command=COMMAND)
-    return 0
+        return status_of(lambda: _predict(flags, rest), command=COMMAND)
 
 
 def predict(
@@ -114,10 +90,7 @@ def predict(
     for job, each in zip(jobs, wanted, strict=True):
         if not is_typed(RUN_DIR, overrides) and not multirun:
             job.folder = fresh(job.folder)
-        with claimed(job.folder, RUN_DIR), hydra_settings(job):
-            bind_threads(job.config)
-            resolve(job.config)
-            folder = job.folder.absolute()
+        with prepared(job) as folder:
             result = run_prediction(
                 job.config, each, run_dir=folder, overrides=job.overrides, quiet=quiet
             )

@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydraspec.cli.complain import complain
-from hydraspec.errors import UserError
-from hydraspec.signals import output_may_be_cut
+from hydraspec.cli.complain import status_over_folders
 
 COMMAND = "hydraspec.replay"
 DESCRIPTION = """\
@@ -40,16 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", help="of a run")
     parser.add_argument("rules", nargs="*", metavar="KEY=VALUE", help="what is replayed")
     given = parser.parse_args(arguments)
+    folder = Path(given.folder)
+    return status_over_folders(lambda: _replay(folder, given.rules), command=COMMAND, writes=folder)
+
+
+def _replay(folder: Path, rules: Sequence[str]) -> None:
     from hydraspec.replay import console, run
 
-    folder = Path(given.folder)
-    with output_may_be_cut():
-        try:
-            result = run.replayed(folder, given.rules)
-            console.show(result, run.write(result, folder))
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except OSError as error:
-            reason = error.strerror or error
-            return complain(f"cannot write {folder}: {reason}", 1, command=COMMAND)
-    return 0
+    result = run.replayed(folder, rules)
+    console.show(result, run.write(result, folder))

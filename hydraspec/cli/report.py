@@ -8,10 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydraspec.cli.complain import complain, tell
-from hydraspec.errors import UserError
+from hydraspec.cli.complain import status_over_folders, tell
 from hydraspec.metrics.run_files import STUDY_SPEC
-from hydraspec.signals import output_may_be_cut
 
 COMMAND = "hydraspec.report"
 DESCRIPTION = """\
@@ -46,14 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     folders = [Path(folder) for folder in given.folders]
     target = _target(given.write, folders)
-    with output_may_be_cut():
-        try:
-            _make(given, folders, target)
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except OSError as error:
-            return complain(f"cannot write {target}: {error.strerror or error}", 1, command=COMMAND)
-    return 0
+    return status_over_folders(
+        lambda: _make(given, folders, target), command=COMMAND, writes=target
+    )
 
 
 def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from hydraspec.config import to_dict
 from hydraspec.config.messages import refusal
+from hydraspec.config.own_drafter import check_own_drafter
 from hydraspec.config.schema import RunConfig
 from hydraspec.doctor import console, words
 from hydraspec.doctor.diagnosis import Diagnosis, Ranked, diagnose
@@ -112,31 +113,14 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigurationError: naming the key.
     """
-    if config.method.name == "none":
-        raise refusal(
-            "method.name",
-            "none",
-            "has no drafter to examine",
-            allowed="a method with a drafter",
-            remedy="give method=… and method.checkpoint=…",
-        )
-    if config.engine.name != "native":
-        raise refusal(
-            "engine.name",
-            config.engine.name,
-            "is not examined: variants are tried in our own draft heads",
-            allowed="native",
-            remedy="leave engine out",
-        )
-    if config.parallelism.num_ranks > 1:
-        raise refusal(
-            "parallelism",
-            config.parallelism.name,
-            "is not examined",
-            allowed="single",
-            remedy="leave parallelism out, and take a smaller target of the same family if it "
-            "does not fit one device",
-        )
+    check_own_drafter(
+        config,
+        verb="examined",
+        none=("has no drafter to examine", "give method=… and method.checkpoint=…"),
+        engine="variants are tried in our own draft heads",
+        ranks="leave parallelism out, and take a smaller target of the same family if it does not "
+        "fit one device",
+    )
 
 
 def _examined(

@@ -15,6 +15,7 @@ from hydraspec import factory
 from hydraspec.config import to_dict
 from hydraspec.config.checks import check_method
 from hydraspec.config.messages import refusal
+from hydraspec.config.own_drafter import check_own_drafter
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment, workloads
@@ -54,30 +55,13 @@ def check(config: RunConfig, wanted: Wanted) -> None:
     Raises:
         ConfigurationError: naming the key.
     """
-    if config.method.name == "none":
-        raise refusal(
-            "method.name",
-            "none",
-            "is what the others are compared with",
-            allowed="a method with a drafter",
-            remedy="give method=…",
-        )
-    if config.engine.name != "native":
-        raise refusal(
-            "engine.name",
-            config.engine.name,
-            "is not predicted: step costs are those of our own engine",
-            allowed="native",
-            remedy="leave engine out",
-        )
-    if config.parallelism.num_ranks > 1:
-        raise refusal(
-            "parallelism",
-            config.parallelism.name,
-            "is not predicted",
-            allowed="single",
-            remedy="leave parallelism out",
-        )
+    check_own_drafter(
+        config,
+        verb="predicted",
+        none=("is what the others are compared with", "give method=…"),
+        engine="step costs are those of our own engine",
+        ranks="leave parallelism out",
+    )
     if config.workload.request_rate is not None:
         raise refusal(
             "workload.request_rate",
