@@ -15,7 +15,7 @@ from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.kv_cache import KV_CACHE_RULES
 from hydraspec.config.messages import listing, refusal
-from hydraspec.config.positions import POSITION_RULES, without_drafts
+from hydraspec.config.metrics import METRICS_RULES, without_drafts
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
 from hydraspec.config.schema import (
@@ -372,7 +372,7 @@ RULES = (
         "holds a tag that W&B refuses",
     ),
     *VLLM_RULES,
-    *POSITION_RULES,
+    *METRICS_RULES,
     *BENCH,
 )
 

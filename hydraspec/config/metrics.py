@@ -7,35 +7,14 @@ from hydraspec.config.messages import show
 from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig, Verification
 
-KEY = "metrics.all_positions"
+KEY, DISTRIBUTION = "metrics.all_positions", "metrics.distribution"
 
 
 def _wanted(c: RunConfig) -> bool:
     return c.metrics.all_positions
 
 
-DISTRIBUTION = "metrics.distribution"
-DISTRIBUTION_RULES = (
-    at_least(DISTRIBUTION, 50, "50 or more samples of each prompt, or null"),
-    at_least("metrics.distribution_prompts", 1),
-    Rule(
-        "baseline",
-        lambda baseline, c: baseline,
-        "true",
-        f"leaves no outputs to compare with ({DISTRIBUTION})",
-        f"leave {DISTRIBUTION} out, or choose baseline=true",
-        when=lambda c: c.metrics.distribution is not None and c.method.name != "none",
-    ),
-    Rule(
-        "method.verification",
-        lambda verification, c: verification is not Verification.synthetic,
-        "standard, block",
-        f"gives outputs that are not the target's, so {DISTRIBUTION} has nothing to compare",
-        f"leave {DISTRIBUTION} out, or choose another verification",
-        when=lambda c: c.metrics.distribution is not None,
-    ),
-)
-POSITION_RULES = (
+METRICS_RULES = (
     Rule(
         "engine.name",
         lambda name, c: name == "native",
@@ -60,7 +39,24 @@ POSITION_RULES = (
         f"leave {KEY} out, or choose another verification",
         when=_wanted,
     ),
-    *DISTRIBUTION_RULES,
+    at_least(DISTRIBUTION, 50, "50 or more samples of each prompt, or null"),
+    at_least("metrics.distribution_prompts", 1),
+    Rule(
+        "baseline",
+        lambda baseline, c: baseline,
+        "true",
+        f"leaves no outputs to compare with ({DISTRIBUTION})",
+        f"leave {DISTRIBUTION} out, or choose baseline=true",
+        when=lambda c: c.metrics.distribution is not None and c.method.name != "none",
+    ),
+    Rule(
+        "method.verification",
+        lambda verification, c: verification is not Verification.synthetic,
+        "standard, block",
+        f"gives outputs that are not the target's, so {DISTRIBUTION} has nothing to compare",
+        f"leave {DISTRIBUTION} out, or choose another verification",
+        when=lambda c: c.metrics.distribution is not None,
+    ),
 )
 
 
