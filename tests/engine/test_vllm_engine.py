@@ -245,14 +245,17 @@ def test_the_environment_stands_while_the_engine_lives(
     start: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     engine = start()
     running = engine.parts.engine
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "CUDA may be in use here"
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG", "the user's own"
     engine.close()
     assert running.is_shut_down
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     engine.close()
 

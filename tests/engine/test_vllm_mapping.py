@@ -10,6 +10,7 @@ import pytest
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, VllmConfig
 from hydraspec.engine.vllm.loading import check_version, engine_arguments
+from hydraspec.engine.vllm.weights import LOAD_FORMAT
 from hydraspec.types import ConfigurationError
 
 TARGET, DRAFTER = Path("/models/target"), Path("/models/drafter")
@@ -147,7 +148,7 @@ DRAFTED = {
             ["method.verification=synthetic", "method.synthetic_acceptance_length=2.5"],
             {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5},
         ),
-        (["method.weights=random"], {"draft_load_config": {"load_format": "dummy"}}),
+        (["method.weights=random"], {"draft_load_config": {"load_format": LOAD_FORMAT}}),
         (["target.weights=random"], {"draft_load_config": {"load_format": "auto"}}),
         (["target.weights=random", "method.weights=random"], {}),
     ],
@@ -155,6 +156,11 @@ DRAFTED = {
 )
 def test_the_speculative_configuration(overrides: list[str], changed: dict[str, Any]) -> None:
     assert arguments(*overrides)["speculative_config"] == DRAFTED | changed
+
+
+def test_a_random_drafter_brings_our_loader_to_every_worker() -> None:
+    assert arguments("method=gemma4_mtp", "method.weights=random")["worker_extension_cls"]
+    assert "worker_extension_cls" not in arguments("method=gemma4_mtp")
 
 
 def test_a_target_that_drafts_itself_names_no_drafter() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hydraspec.config.schema import Weights
 from hydraspec.engine.vllm.engine import VllmEngine
-from hydraspec.engine.vllm.weights import DUMMY_WEIGHTS, fill, random_weights
+from hydraspec.engine.vllm.weights import DUMMY_WEIGHTS, fill, order_tokens, random_weights
 from hydraspec.models.layers import Place
 from hydraspec.models.registry import load_target
 from hydraspec.models.weights import EMPTY, randomise
@@ -172,3 +172,13 @@ def test_a_checkpoint_is_left_as_it_is(start: Callable[..., VllmEngine]) -> None
     (worker,) = start(weights=Weights.checkpoint).parts.engine.workers
     assert worker.model.norm.abs().max() <= 1e-3
     assert worker.model.layer_scalar.abs().max() <= 1e-3
+
+
+def test_a_dummy_assistant_names_tokens_of_its_vocabulary() -> None:
+    """vLLM's buffer holds what its memory held before: a gather outside of the table."""
+    embedder = nn.Module()
+    embedder.register_buffer("token_ordering", torch.full((12,), 1 << 40))
+    embedder.register_buffer("scale", torch.ones(2))
+    order_tokens(nn.ModuleDict({"masked_embedding": embedder}))
+    assert sorted(embedder.get_buffer("token_ordering").tolist()) == list(range(12))
+    assert embedder.get_buffer("scale").tolist() == [1.0, 1.0]

@@ -36,7 +36,7 @@ FOR_MEMORY = (
 )
 MAX_SEED = 2**32  # vLLM seeds numpy with it
 MAX_REASON = 600  # characters of vLLM's own words in a message
-DRAFTER_FORMATS = {Weights.checkpoint: "auto", Weights.random: "dummy"}
+LOAD_FORMATS = {Weights.checkpoint: "auto", Weights.random: LOAD_FORMAT}
 _LINK = "For further information visit"
 _CHECKED_VALUES = re.compile(r" \[type=.*")
 METHODS = {  # vLLM finds out by itself whether an mtp folder is Gemma 4's assistant
@@ -74,6 +74,8 @@ class Environment:
     def __init__(self, *, one_process: bool) -> None:
         wanted = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
+            # Ranks: torch has asked the driver for devices, after which a fork cannot use them.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # results own stdout
@@ -145,7 +147,7 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
     arguments = engine_arguments(config, opened.folder, drafter)
     if config.target.weights is Weights.random and not is_known(opened):
         arguments["load_format"] = "dummy"
-        del arguments["model_loader_extra_config"], arguments["worker_extension_cls"]
+        del arguments["model_loader_extra_config"]
     return opened, arguments
 
 
@@ -234,13 +236,12 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
 
 
 def _weights(config: RunConfig) -> dict[str, Any]:
-    if config.target.weights is Weights.checkpoint:
-        return {"load_format": "auto"}
-    return {
-        "load_format": LOAD_FORMAT,
-        "model_loader_extra_config": {"seed": config.seed},
-        "worker_extension_cls": EXTENSION,
-    }
+    found: dict[str, Any] = {"load_format": LOAD_FORMATS[config.target.weights]}
+    if config.target.weights is Weights.random:
+        found["model_loader_extra_config"] = {"seed": config.seed}
+    if Weights.random in (config.target.weights, config.method.weights):
+        found["worker_extension_cls"] = EXTENSION
+    return found
 
 
 def _executor(config: RunConfig) -> dict[str, Any]:
@@ -284,7 +285,7 @@ def _speculation(config: RunConfig, drafter: Path | None) -> dict[str, Any] | No
     if method.synthetic_acceptance_length is not None:
         options["synthetic_acceptance_length"] = method.synthetic_acceptance_length
     if method.weights is not config.target.weights and drafter is not None:
-        options["draft_load_config"] = {"load_format": DRAFTER_FORMATS[method.weights]}
+        options["draft_load_config"] = {"load_format": LOAD_FORMATS[method.weights]}
     return options
 
 

@@ -92,6 +92,15 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     return missed
 
 
+def order_tokens(model: nn.Module) -> None:
+    """Give the centroids of a Gemma 4 assistant their tokens in order. vLLM's dummy weights leave
+    out these ids, and what its memory held before may lie outside the vocabulary.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("token_ordering"):
+            buffer.copy_(torch.arange(buffer.numel(), device=buffer.device).view_as(buffer))
+
+
 def unequal_weights(engine: Any, opened: Checkpoint) -> list[str]:
     """Warnings of a running vLLM engine about random weights that differ from the native
     engine's.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hydraspec.engine.vllm.weights import LOAD_FORMAT, fill, random_weights
+from hydraspec.engine.vllm.weights import LOAD_FORMAT, fill, order_tokens, random_weights
 
 _unfilled: list[str] = []  # of this process
 
@@ -42,6 +42,7 @@ def register_loader() -> None:
             """Fill this rank's part of the model, on the model's own device."""
             if model_config.runner_type == "draft":
                 initialize_dummy_weights(model, model_config)
+                order_tokens(model)
                 return
             weights = random_weights(
                 Path(model_config.model),
