@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,11 @@ def _run_side(
     covered = [cell for cell in cells if not cell.is_typed]
     shares = [covered[first::num_processes] for first in range(min(num_processes, len(covered)))]
     tasks: list[Callable[[], dict[str, Side]]] = [
-        *(lambda cell=cell: {cell.name: _typed(setting, cell, device, side)} for cell in typed),
-        *(lambda share=share: _Worker(setting, device, side).run(share) for share in shares),
+        *(partial(_typed, setting.on(i), cell, device, side) for i, cell in enumerate(typed)),
+        *(
+            partial(_Worker(setting.on(i), device, side).run, share)
+            for i, share in enumerate(shares)
+        ),
     ]
     done: dict[str, Side] = {}
     with ThreadPoolExecutor(num_processes) as pool:
@@ -87,12 +91,12 @@ def _overrides(setting: Setting, cell: Cell, device: str, folder: Path) -> list[
     return [*kept, *own, *limit, *(["engine.device=cpu"] if device == "cpu" else [])]
 
 
-def _typed(setting: Setting, cell: Cell, device: str, side: str) -> Side:
+def _typed(setting: Setting, cell: Cell, device: str, side: str) -> dict[str, Side]:
     folder = setting.work / cell.name / side
     log = folder.with_name(f"{side}.txt")
     limit_s = setting.limit_s(TYPED_LIMIT_S)
     if not limit_s:
-        return Side(folder=folder, problem=CUT_SHORT, seconds=0.0, log=log)
+        return {cell.name: Side(folder=folder, problem=CUT_SHORT, seconds=0.0, log=log)}
     ended = processes.run(
         [setting.python, "-m", "hydraspec", *_overrides(setting, cell, device, folder)],
         log=log,
@@ -100,7 +104,8 @@ def _typed(setting: Setting, cell: Cell, device: str, side: str) -> Side:
         env=setting.environment(device),
         cwd=setting.work,
     )
-    return Side(folder=folder, problem=ended.problem, seconds=ended.seconds, log=log)
+    side_of = Side(folder=folder, problem=ended.problem, seconds=ended.seconds, log=log)
+    return {cell.name: side_of}
 
 
 class _Worker:

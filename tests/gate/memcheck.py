@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import processes
@@ -18,7 +19,7 @@ PIECE_LIMIT_S = 300.0
 ERROR_STATUS = 9
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
-PIECES_AT_ONCE = 4
+PIECES_AT_ONCE = 4  # on a GPU
 LAUNCH_LIMIT_S = 120
 KERNEL_PROCESSES = 3
 PROBE = "import torch; print(float(torch.ones(3, device='cuda').sum()))"
@@ -126,16 +127,18 @@ def _run_pieces(setting: Setting, checked: list[str]) -> list[Result]:
         return result
 
     pieces: dict[str, Callable[[], Piece]] = {
-        name: lambda name=name: _run_piece(setting, name) for name in setting.chosen(RUNS)
+        name: partial(_run_piece, setting.on(i), name)
+        for i, name in enumerate(setting.chosen(RUNS))
     }
     names = [f"kernels-{number}" for number in range(1, KERNEL_PROCESSES + 1)]
     if kernels := setting.chosen(names):
         tests = first_of_each_file(_kernel_tests(setting))
         shares = dict(zip(names, (tests[i::KERNEL_PROCESSES] for i in range(9)), strict=False))
         pieces |= {
-            name: lambda name=name: _test_piece(setting, name, shares[name]) for name in kernels
+            name: partial(_test_piece, setting.on(i), name, shares[name])
+            for i, name in enumerate(kernels)
         }
-    with ThreadPoolExecutor(PIECES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(PIECES_AT_ONCE * max(1, len(setting.gpus))) as pool:
         return list(pool.map(lambda item: one(*item), pieces.items()))
 
 

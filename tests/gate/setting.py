@@ -76,6 +76,8 @@ class Setting:
         site: a folder that goes before PYTHONPATH, so that they do; None for the installed tree.
         work: where runs and logs go.
         device: "cuda", or "cpu" for a dry run of the gate itself.
+        gpus: over which processes are spread; empty: they see what this process sees.
+        gpu: the one that processes see, see `on`.
         only: CELLS, names or patterns; empty: everything.
         say: prints a line of progress.
     """
@@ -84,6 +86,8 @@ class Setting:
     work: Path
     site: Path | None = None
     device: str = "cuda"
+    gpus: tuple[str, ...] = ()
+    gpu: str | None = None
     only: tuple[str, ...] = ()
     device_processes: int = 6
     cpu_processes: int = 8
@@ -98,6 +102,10 @@ class Setting:
         work.mkdir(parents=True)
         return replace(self, work=work, deadline=time.monotonic() + PART_LIMIT_S)
 
+    def on(self, number: int) -> Setting:
+        """For the process of that number: GPUs take turns."""
+        return replace(self, gpu=self.gpus[number % len(self.gpus)]) if self.gpus else self
+
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that CELLS lets through."""
         return [name for name in names if not self.only or self._is_named(name)]
@@ -111,7 +119,7 @@ class Setting:
         return left if left >= min(own, LEAST_LIMIT_S) else 0.0
 
     def environment(self, device: str) -> dict[str, str]:
-        """A child's. On the CPU: one thread, no device in sight."""
+        """A child's. On the CPU: one thread, no device in sight. Else one GPU after `on`."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if self.site is not None:
             paths = [str(self.site), environment.get("PYTHONPATH", "")]
@@ -119,6 +127,8 @@ class Setting:
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         if device == "cpu":
             environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        elif self.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpu
         return environment
 
     @property

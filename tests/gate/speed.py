@@ -1,4 +1,5 @@
-"""Part `speed`: the default command five times, then E4B and 31B. One process at a time."""
+"""Part `speed`: the default command five times, one process at a time; then E4B and 31B, one
+process on each GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +26,18 @@ CUT_SHORT = "the part's time was up"
 
 
 def run(setting: Setting) -> PartResult:
-    """The part; nothing runs beside it."""
+    """The part; nothing runs beside it but what `_bench` starts on another GPU."""
     started = time.monotonic()
     results: list[Result] = []
     if setting.chosen(["default"]):
         runs = [_default(setting, number) for number in range(1, REPEATS + 1)]
         results += [*runs, spread(runs)]
-    for name in setting.chosen(TARGETS):
-        results += _bench(setting, name)
+    with ThreadPoolExecutor(max(1, len(setting.gpus))) as pool:
+        found = [
+            pool.submit(_bench, setting.on(i), name)
+            for i, name in enumerate(setting.chosen(TARGETS))
+        ]
+        results += [result for bench in found for result in bench.result()]
     seconds = time.monotonic() - started
     return PartResult(results=results, seconds=seconds, is_partial=bool(setting.only))
 

@@ -252,3 +252,10 @@ def test_another_checkout_is_laid_out_as_its_wheel(tmp_path: Path):
     )
     places = processes.last_line(found.log).split()
     assert all(Path(place).is_relative_to(site) for place in places), places
+
+
+def test_processes_are_spread_over_gpus(tmp_path: Path):
+    setting = setting_in(tmp_path, gpus=("0", "3"))
+    seen = [setting.on(i).environment("cuda")["CUDA_VISIBLE_DEVICES"] for i in range(3)]
+    assert seen == ["0", "3", "0"]
+    assert setting.on(1).environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""

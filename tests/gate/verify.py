@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         site=site_of(tree, work / "site") if args.checkout else None,
         work=work,
         device=args.device,
+        gpus=tuple(devices()) if args.device == "cuda" else (),
         only=tuple(word for word in os.environ.get("CELLS", "").split(",") if word),
         requests=args.requests,
         device_processes=args.processes,
@@ -118,8 +119,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
     parser.add_argument("--requests", type=int, help="of each cell, in a dry run")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "gate", help="is emptied")
-    parser.add_argument("--processes", type=int, default=6, help="on the device, in cells")
-    parser.add_argument("--cpu-processes", type=int, default=8, help="beside them")
+    num_gpus = max(1, len(devices()))
+    parser.add_argument("--processes", type=int, default=6 * num_gpus, help="on GPUs, in cells")
+    parser.add_argument("--cpu-processes", type=int, default=8 * num_gpus, help="beside them")
     parser.add_argument("--test-workers", type=int, default=_test_workers(), help="of pytest-xdist")
     args = parser.parse_args(argv)
     part = os.environ.get("PART") or ",".join(PARTS)
