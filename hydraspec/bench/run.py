@@ -43,6 +43,8 @@ STOPPED = 130  # exit status after an interrupt
 OWN_KEYS = {"engine", "method", "tracker", "baseline"}
 OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")  # the last line of a traceback
+RANK = re.compile(r"\[rank\d+\]: ?")  # torch writes it before every line of a traceback
+WORKER = re.compile(r"\(Worker\S* pid=\d+\) ERROR [^\[]*\[\S+\] ")  # vLLM, of its processes
 STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
 SECONDS_TO_STOP = 20
 WIDE = 140  # columns of a table that goes to a file
@@ -249,10 +251,14 @@ def _part_of(
 
 def _last_words(log_file: Path) -> str:
     """The message that a process ended with, on one line, quoted from its log: ours, else that of
-    the last exception, which libraries may follow with warnings, else the last line."""
-    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+    the last exception, which libraries may follow with warnings, else the last line. An exception
+    of a worker process is the cause of its engine's."""
+    text = log_file.read_text(encoding="utf-8", errors="replace")
+    lines = [RANK.sub("", line, count=1) for line in text.splitlines()]
     said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]
+    inside = [WORKER.sub("", line) for line in lines if WORKER.match(line)]
     raised = [line for line in lines if EXCEPTION.match(line)]
+    raised += [line for line in inside if EXCEPTION.match(line)]
     words = lines[said[-1] :] if said else raised[-1:] or lines[-1:]
     text = "; ".join(line.strip() for line in words if line.strip())
     return text.removeprefix("hydraspec: ")[:500] or "it said nothing"

@@ -232,6 +232,8 @@ def test_what_is_missing_has_its_reason(
     [
         ("hydraspec: no device\n  to do: take one\nbye\n", "no device; to do: take one; bye"),
         ("Traceback\nacme.LoadError: no file\n[rank0] Warning: Error\n", "acme.LoadError: no file"),
+        ("[rank0]: LoadError: no file\n[rank0]:[W1] Warning: no\n", "LoadError: no file"),
+        ("(Worker_TP0 pid=4) ERROR 11-23 [a.py:9] LoadError: x\nException: y\n", "LoadError: x"),
         ("one\ntwo\n", "two"),
         ("", "it said nothing"),
     ],
