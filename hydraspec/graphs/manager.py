@@ -59,24 +59,22 @@ class Captured(Generic[I, O]):
 class GraphManager(Generic[I, O]):
     """Captures one callable over descriptors. Managers of the same name share graph memory.
 
-    `make_inputs` is called anew for the warm-up and for the capture: what a first use initialises
-    must happen in the capture too. Outputs stay valid until the next replay of any graph of the
-    manager.
+    The callable is given with each capture and not kept: it is a method of an object that keeps
+    this manager, whose memory would then be freed by a garbage collection only. Outputs stay valid
+    until the next replay of any graph of the manager.
     """
 
     def __init__(
         self,
         name: str,
         backend: GraphBackend,
-        make_inputs: Callable[[Descriptor], I],
-        run: Callable[[I], O],
         *,
         in_pieces: Callable[[Descriptor], bool] = lambda descriptor: False,
     ) -> None:
         self.name, self.backend = name, backend
         self.is_paused = False  # nothing is served: everything runs eagerly
         self.num_captured = 0  # over all time, graphs that were replaced included
-        self._make_inputs, self._run, self._in_pieces = make_inputs, run, in_pieces
+        self._in_pieces = in_pieces
         self._graphs: dict[Descriptor, Captured[I, O]] = {}
         self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
 
@@ -92,13 +90,11 @@ class GraphManager(Generic[I, O]):
     def capture_all(
         self,
         descriptors: list[Descriptor],
-        capture: Callable[[Descriptor], object] | None = None,
+        capture: Callable[[Descriptor], object],
     ) -> None:
-        """Capture large to small, so that small graphs reuse the memory of large ones; each is
-        logged with its place in the count, above a bar on a terminal. `capture` goes in the place
-        of the method.
+        """Call `capture` from large to small, so that small graphs reuse the memory of large ones;
+        each is logged with its place in the count, above a bar on a terminal.
         """
-        capture = capture or self.capture
         ordered = sorted(descriptors, key=_size, reverse=True)
         with progress_bar(f"capturing {self.name} graphs", len(ordered)) as advance:
             for number, descriptor in enumerate(ordered, 1):
@@ -111,15 +107,24 @@ class GraphManager(Generic[I, O]):
                 )
                 advance()
 
-    def capture(self, descriptor: Descriptor) -> Captured[I, O]:
-        """Warm up, then capture; the graph replaces an older one of the same descriptor."""
+    def capture(
+        self,
+        descriptor: Descriptor,
+        make_inputs: Callable[[Descriptor], I],
+        run: Callable[[I], O],
+    ) -> Captured[I, O]:
+        """Warm up, then capture `run`; the graph replaces an older one of the same descriptor.
+
+        `make_inputs` is called anew for the warm-up and for the capture: what a first use
+        initialises must happen in the capture too.
+        """
         backend, in_pieces = self.backend, self._in_pieces(descriptor)
-        warm = self._make_inputs(descriptor)
+        warm = make_inputs(descriptor)
         try:
-            backend.warm_up(lambda: self._run(warm))
-            inputs = self._make_inputs(descriptor)
+            backend.warm_up(lambda: run(warm))
+            inputs = make_inputs(descriptor)
             outputs, graph = backend.capture(
-                lambda: self._run(inputs), in_pieces=in_pieces, pool=self.name
+                lambda: run(inputs), in_pieces=in_pieces, pool=self.name
             )
         except Exception as error:
             error.add_note(

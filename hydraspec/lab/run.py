@@ -120,7 +120,7 @@ class _Loaded:
 
 @contextmanager
 def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
-    """Read the workload, load the engine and tokenise; closes engine and tracker at the end."""
+    """Read the workload, load the engine and tokenise; closes engines and tracker at the end."""
     workload, expected = workloads.read(config), prediction.read(config)
     with ExitStack() as open_parts:
         replaces = folder.holds_older_run
@@ -142,6 +142,7 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
         engines = {Side.method: engine}
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
+            open_parts.callback(engines[Side.baseline].close)
         num_arriving = sum(request.after is None for request in workload.requests)
         arrivals = _arrivals(config).warnings(num_arriving, len(engines))
         for warning in (*arrivals, *expected.warnings):

@@ -102,9 +102,9 @@ def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:
 @contextmanager
 def _engines(config: RunConfig, num_drafts: int) -> Iterator[tuple[Engine, Engine]]:
     """The engine with K drafts, and the same target without a drafter."""
-    gc.collect()  # an engine before this one
     engine = factory.build_engine(_with_drafts(config, num_drafts))
     try:
+        gc.collect()
         gc.freeze()
         yield engine, engine.baseline()
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +13,7 @@ from hydraspec_kernels.step_inputs import NewestRows
 from torch import Tensor
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.graphs import Captured, Descriptor, GraphManager
+from hydraspec.graphs import Captured, Descriptor, GraphBackend, GraphManager
 from hydraspec.graphs.capture import copy_into
 from hydraspec.speculators.base import DraftGraphs
 from hydraspec.speculators.draft_model import DraftModelSpeculator
@@ -50,7 +52,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self._graphs: DraftGraphs | None = None
         self._decode_graphs: GraphManager[DecodeInputs, Draft] | None = None
 
     def propose(
@@ -142,19 +143,21 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     # ------------------------------------------------------------------ graphs
 
-    def init_cudagraph_manager(self, graphs: DraftGraphs) -> None:
-        if self.num_speculative_tokens == 1:
-            return
-        self._graphs = graphs
-        self._decode_graphs = GraphManager(
-            "draft", graphs.backend, self._static_inputs, self._captured_decode_pass
-        )
+    def init_cudagraph_manager(self, backend: GraphBackend) -> None:
+        if self.num_speculative_tokens > 1:
+            self._decode_graphs = GraphManager("draft", backend)
 
-    def capture(self) -> None:
+    def capture(self, graphs: DraftGraphs) -> None:
         """The decode pass of greedy drafts; sampled ones run eagerly outside a step's graph."""
-        if self._graphs is None or self._decode_graphs is None:
+        manager = self._decode_graphs
+        if manager is None:
             return
-        self._decode_graphs.capture_all([_one_row_each(size) for size in self._graphs.sizes])
+        inputs = partial(self._static_inputs, graphs.make_batch)
+        decode_pass = partial(self._captured_decode_pass, graphs.state)
+        manager.capture_all(
+            [_one_row_each(size) for size in graphs.sizes],
+            lambda each: manager.capture(each, inputs, decode_pass),
+        )
 
     def pause_graphs(self, paused: bool) -> None:
         if self._decode_graphs is not None:
@@ -175,9 +178,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         fits = captured is not None and captured.descriptor.num_requests == batch.num_requests
         return captured if fits else None
 
-    def _static_inputs(self, descriptor: Descriptor) -> DecodeInputs:
-        assert self._graphs is not None
-        batch = self._graphs.make_batch(descriptor.num_requests)
+    def _static_inputs(
+        self, make_batch: Callable[[int], Batch], descriptor: Descriptor
+    ) -> DecodeInputs:
+        batch = make_batch(descriptor.num_requests)
         none = torch.zeros_like(batch.slots)
         row = NewestRows(none.clone(), none.clone(), none.clone(), none.clone())
         width = self.head.spec.hidden_width
@@ -186,10 +190,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
         return DecodeInputs(DecodeStart(row, none, feedback), batch)
 
-    def _captured_decode_pass(self, inputs: DecodeInputs) -> Draft:
-        assert self._graphs is not None
+    def _captured_decode_pass(self, state: RequestState, inputs: DecodeInputs) -> Draft:
         start, batch = inputs.start, inputs.batch
-        return self._decode_steps(start, self.begin(start.row, batch), batch, self._graphs.state)
+        return self._decode_steps(start, self.begin(start.row, batch), batch, state)
 
 
 def _one_row_each(num_requests: int) -> Descriptor:

@@ -22,7 +22,6 @@ from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep,
 class DraftGraphs:
     """What a drafter captures its decode pass with."""
 
-    backend: GraphBackend
     sizes: tuple[int, ...]  # batch sizes worth a graph
     make_batch: Callable[[int], Batch]  # padding alone, in the memory of every batch of that size
     state: RequestState
@@ -95,7 +94,7 @@ class BaseSpeculator(ABC):
         """Bytes of weights the drafter holds beside the target's."""
         return 0
 
-    def init_cudagraph_manager(self, graphs: DraftGraphs) -> None:
+    def init_cudagraph_manager(self, backend: GraphBackend) -> None:
         """Prepare to capture the decode pass: drafts 2 to K, after the pass over the step's rows.
 
         The pass over the step's rows is captured with the step, and so is all of `propose` where
@@ -103,8 +102,9 @@ class BaseSpeculator(ABC):
         """
         return None
 
-    def capture(self) -> None:
-        """Capture the decode pass, after `init_cudagraph_manager` and `bind_kv_caches`."""
+    def capture(self, graphs: DraftGraphs) -> None:
+        """Capture the decode pass, after `init_cudagraph_manager` and `bind_kv_caches`. `graphs`
+        is not kept: `make_batch` is a method of the runner, which keeps this speculator."""
         return None
 
     def pause_graphs(self, paused: bool) -> None:

@@ -184,7 +184,7 @@ def test_sampled_steps_replay_and_never_wait(verification: Verification) -> None
 @pytest.mark.parametrize("method", ["none", "gemma4_mtp"])
 def test_memory_is_what_the_summary_lists(method: str) -> None:
     """E2B with random weights: the peak of loading and running is within 5 % of the parts' sum."""
-    gc.collect()  # engines of earlier tests, which are circles of objects
+    gc.collect()  # what earlier tests left
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     config = run_config(

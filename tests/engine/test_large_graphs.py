@@ -200,12 +200,12 @@ def test_padding_that_takes_longer_than_launches_is_not_used(
     assert graphs is not None
     assert graphs.mixed_rows == [8, 16, 24, 40, MOST_ROWS]
     plan = plan_of([1, 1, 26], [0, 0, 0], [True] * 3)
-    found = graphs.serving(plan)
+    found = graphs.serving(runner, plan)
     assert found is not None
     assert found.descriptor.num_rows == 40
     monkeypatch.setattr(graphs, "_launch_bound_rows", 27)
-    assert graphs.serving(plan) is None
-    exact = graphs.serving(plan_of([1, 1, 36], [0, 0, 0], [True] * 3))
+    assert graphs.serving(runner, plan) is None
+    exact = graphs.serving(runner, plan_of([1, 1, 36], [0, 0, 0], [True] * 3))
     assert exact is not None
     monkeypatch.setattr(runner, "limits", replace(runner.limits, launch_bound_rows=25))
     assert [len(part.slots) for part, _ in runner._split(plan)] == [3]
@@ -228,11 +228,13 @@ def test_large_graphs_without_memory_are_left_out() -> None:
     """Loading goes on, the scheduler knows, and the engine's facts say so."""
     config = graph_config("none", "full", max_num_seqs=NUM_SLOTS, sizes=(2, 3), **ROWS)
     engine = make_graph_engine(config, NoRoomForTheLargest())
-    graphs = engine.parts.runner.graphs
+    runner = engine.parts.runner
+    assert isinstance(runner, DeviceRunner)
+    graphs = runner.graphs
     assert graphs is not None
     assert graphs.mixed_rows == [8, 16, 24]
     assert engine.parts.scheduler._prompt_rows.graph_rows == (8, 16, 24)
-    assert graphs.serving(plan_of([1, 1, 36], [0, 0, 0], [True] * 3)) is None
+    assert graphs.serving(runner, plan_of([1, 1, 36], [0, 0, 0], [True] * 3)) is None
     (warning,) = engine.info.warnings
     assert "steps that read prompts run without CUDA graphs" in warning
     assert "engine.kv_cache.memory_gib" in warning

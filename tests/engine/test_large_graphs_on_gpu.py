@@ -75,7 +75,7 @@ def run_counted(
     """The run, how its steps were launched, and the rows of the mixed graphs among them. Its engine
     is gone then: two of a released shape fill a device."""
     found = _run_counted(config, backend, requests)
-    gc.collect()  # engines hold cycles
+    gc.collect()  # `CalledAgain` keeps what it calls: a cycle
     torch.cuda.empty_cache()
     return found
 

@@ -81,11 +81,13 @@ def shape(requests: int, rows: int, each: int | None, variant: str = "") -> Desc
 
 
 def manager_of(*descriptors: Descriptor) -> GraphManager[Any, Any]:
-    manager: GraphManager[Any, Any] = GraphManager(
-        "test", CalledAgain(), lambda descriptor: descriptor, lambda inputs: None
-    )
-    manager.capture_all(list(descriptors))
+    manager: GraphManager[Any, Any] = GraphManager("test", CalledAgain())
+    manager.capture_all(list(descriptors), lambda each: captured_empty(manager, each))
     return manager
+
+
+def captured_empty(manager: GraphManager[Any, Any], descriptor: Descriptor) -> None:
+    manager.capture(descriptor, lambda descriptor: descriptor, lambda inputs: None)
 
 
 def served(manager: GraphManager[Any, Any], wanted: Descriptor) -> Descriptor | None:
@@ -110,7 +112,7 @@ def test_dispatch_falls_through_to_larger_sizes() -> None:
 def test_a_new_graph_serves_what_none_did_before() -> None:
     manager = manager_of(shape(1, 4, 4))
     assert served(manager, shape(2, 8, 4)) is None
-    manager.capture(shape(4, 16, 4))
+    captured_empty(manager, shape(4, 16, 4))
     assert served(manager, shape(2, 8, 4)) == shape(4, 16, 4)
 
 
@@ -123,8 +125,9 @@ def test_captures_go_from_large_to_small_with_fresh_inputs_each() -> None:
         made.append((descriptor.num_requests, object()))
         return made[-1][1]
 
-    manager = GraphManager("test", CalledAgain(), make, ran.append)
-    manager.capture_all([shape(n, n, 1) for n in (1, 4, 2)])
+    manager: GraphManager[Any, Any] = GraphManager("test", CalledAgain())
+    sizes = [shape(n, n, 1) for n in (1, 4, 2)]
+    manager.capture_all(sizes, lambda each: manager.capture(each, make, ran.append))
     assert [size for size, _ in made] == [4, 4, 2, 2, 1, 1]
     assert ran == [inputs for _, inputs in made]
     assert len(set(map(id, ran))) == 6
@@ -133,10 +136,8 @@ def test_captures_go_from_large_to_small_with_fresh_inputs_each() -> None:
 def test_nothing_is_dispatched_inside_a_capture() -> None:
     backend = CalledAgain()
     found: list[object] = []
-    manager: GraphManager[Any, Any] = GraphManager(
-        "test", backend, lambda d: d, lambda d: found.append(manager.dispatch(d))
-    )
-    manager.capture(shape(1, 1, 1))
+    manager: GraphManager[Any, Any] = GraphManager("test", backend)
+    manager.capture(shape(1, 1, 1), lambda d: d, lambda d: found.append(manager.dispatch(d)))
     assert found == [None, None]
     assert manager.dispatch(shape(1, 1, 1)) is not None
 
@@ -145,9 +146,9 @@ def test_a_failing_capture_says_which_one_and_what_to_do() -> None:
     def fail(inputs: object) -> None:
         raise RuntimeError("no")
 
-    manager: GraphManager[Any, Any] = GraphManager("step", RecordedOps(), lambda d: d, fail)
+    manager: GraphManager[Any, Any] = GraphManager("step", RecordedOps())
     with pytest.raises(RuntimeError) as raised:
-        manager.capture(shape(2, 8, 4))
+        manager.capture(shape(2, 8, 4), lambda d: d, fail)
     (note,) = raised.value.__notes__
     assert "step graph of 2 requests, 8 rows (4 each)" in note
     assert "cudagraph=none" in note

@@ -127,7 +127,8 @@ class _Counted:
 
 
 class CalledAgain:
-    """A GraphBackend that replays by calling: eager steps at the shapes of graphs."""
+    """A GraphBackend that replays by calling: eager steps at the shapes of graphs. It keeps what it
+    calls, and so its engine in a cycle of references, which graphs do not."""
 
     def __init__(self) -> None:
         self.is_capturing = False

@@ -88,9 +88,7 @@ class DeviceRunner(Runner):
         )
         self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
         if backend is not None and modes.enabled:
-            self.graphs = StepGraphs(
-                *(backend, modes, limits, self._static_inputs, self._captured_step), control=control
-            )
+            self.graphs = StepGraphs(backend, modes, limits, control)
 
     # ------------------------------------------------------------------ capture
 
@@ -103,13 +101,15 @@ class DeviceRunner(Runner):
             return 0
         with graphs.counting_memory():
             if self.modes.draft != NONE:
+                self.speculator.init_cudagraph_manager(graphs.backend)
                 sizes = self.limits.capture_sizes
-                self.speculator.init_cudagraph_manager(
-                    DraftGraphs(graphs.backend, sizes, self._draft_batch, self.state)
-                )
-                self.speculator.capture()
-            graphs.capture_greedy()
+                self.speculator.capture(DraftGraphs(sizes, self._draft_batch, self.state))
+            graphs.capture_greedy(self)
         return graphs.num_bytes
+
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        if self.graphs is not None:
+            self.graphs.capture_variant(self, flags)
 
     @torch.inference_mode()
     def run_padding(self) -> None:
@@ -129,9 +129,9 @@ class DeviceRunner(Runner):
             mixed=self.modes.mixed == NONE,
         )
         with self.eagerly():
-            self._captured_step(self._largest())
+            self.captured_step(self._largest())
             for descriptor in self._rehearsed():
-                self._captured_step(self._static_inputs(descriptor))
+                self.captured_step(self.static_inputs(descriptor))
             for plan in plans:
                 self.state.num_computed.zero_()  # steps would run past the end of the tables
                 self._launch_part(plan, None)
@@ -168,7 +168,7 @@ class DeviceRunner(Runner):
             self.graphs.manager.is_paused = paused
         self.speculator.pause_graphs(paused)
 
-    def _static_inputs(self, descriptor: Descriptor) -> PlanTensors:
+    def static_inputs(self, descriptor: Descriptor) -> PlanTensors:
         """A batch of padding alone, in the memory that plans of this shape are written to."""
         needed = self._write(descriptor, None)
         all_greedy, flags = cast(tuple[bool, SamplingFlags], descriptor.variant)
@@ -202,7 +202,7 @@ class DeviceRunner(Runner):
         whole = RowSegment(0, 0, 1, t, longest)  # one request may have all the rows
         return (whole, RowSegment(t, 1, b - 1, 0, longest)) if b > 1 else (whole,)
 
-    def _captured_step(self, inputs: PlanTensors) -> StepOutputs:
+    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
         step = self.run(inputs, proposes=False)
         packed = packed_results(step)
         if not self.modes.holds_propose:
@@ -222,7 +222,7 @@ class DeviceRunner(Runner):
             rows_per_request=self._rows,
             variant=GREEDY_VARIANT,
         )
-        return self.prepare(self._static_inputs(descriptor))
+        return self.prepare(self.static_inputs(descriptor))
 
     # ------------------------------------------------------------------ launch
 
@@ -276,7 +276,7 @@ class DeviceRunner(Runner):
     def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:
         """The parts in which a plan is launched, each with its graph, or None to run eagerly."""
         graphs = self.graphs
-        whole = plan, None if graphs is None else graphs.serving(plan)
+        whole = plan, None if graphs is None else graphs.serving(self, plan)
         if graphs is None or self.modes.decode == NONE or whole[1] is not None:
             return [whole]
         decodes = full_decodes(plan)
@@ -286,7 +286,7 @@ class DeviceRunner(Runner):
         if not 0 < count < len(decodes) or num_rows_after > most:
             return [whole]
         first, rest = split_plan(plan, count)
-        captured = graphs.serving(first)
+        captured = graphs.serving(self, first)
         if captured is None:
             return [whole]
-        return [(first, captured), (rest, graphs.serving(rest))]
+        return [(first, captured), (rest, graphs.serving(self, rest))]

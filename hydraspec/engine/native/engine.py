@@ -203,12 +203,13 @@ class NativeEngine(Engine):
     def _dropping(self) -> Iterator[None]:
         """At its end, forget unfinished requests, and wait until the device has done the steps in
         flight: the cache may serve another engine next (`baseline`)."""
+        scheduler, flights = self._scheduler, self._in_flight  # an engine may be closed meanwhile
         try:
             yield
         finally:
-            self._scheduler.clear()
-            while self._in_flight:
-                self._in_flight.popleft().step.result()
+            scheduler.clear()
+            while flights:
+                flights.popleft().step.result()
 
     def tokenize(self, requests: Seq[Request]) -> None:
         checkpoint = self.parts.config.target.checkpoint
@@ -217,10 +218,10 @@ class NativeEngine(Engine):
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs of the way in which these requests, together, are sampled; where K is
         chosen by costs that are not known, measure them. All ranks take rank 0's."""
-        graphs, lengths = self.parts.runner.graphs, self._scheduler.draft_lengths
+        lengths = self._scheduler.draft_lengths
         all_greedy, flags = flags_of(request.sampling for request in requests)
-        if graphs is not None and not all_greedy:
-            graphs.capture_variant(flags)
+        if not all_greedy:
+            self.parts.runner.capture_variant(flags)
         if lengths is None or lengths.costs is not None:
             return
         found = measure_costs(
@@ -285,6 +286,11 @@ class NativeEngine(Engine):
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
+
+    def close(self) -> None:
+        """Free weights, cache and graphs at once, also while this object is referenced. Its
+        baseline keeps what the two share."""
+        vars(self).clear()
 
     def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
         request = Request(

@@ -27,6 +27,7 @@ from hydraspec.types import (
     Batch,
     Draft,
     RequestState,
+    SamplingFlags,
     StepPlan,
     TargetStep,
     Verdict,
@@ -103,6 +104,10 @@ class Runner:
         if draft is not None:
             store_draft(self.state, batch, draft)
         return draft
+
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        """Capture graphs of steps that are sampled so; without graphs nothing."""
+        return None
 
     def eagerly(self) -> AbstractContextManager[None]:
         """While it lasts, no graph is replayed."""

@@ -78,16 +78,16 @@ class EarlierStageRunner(DeviceRunner):
     @torch.inference_mode()
     def run_padding(self) -> None:
         """Run the largest possible step, of padding alone."""
-        self._captured_step(self._largest())
+        self.captured_step(self._largest())
 
-    def _captured_step(self, inputs: PlanTensors) -> StepOutputs:
+    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
         """What this stage computes of a step, in place of packed results."""
         return StepOutputs(stack(*self.hidden_states(self.prepare(inputs))))
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """[1 + aux states, T, D] for the next stage."""
         if captured is None:
-            return self._captured_step(self.place(plan)).packed
+            return self.captured_step(self.place(plan)).packed
         self._write(captured.descriptor, plan)
         return captured.replay().packed.clone()  # which the next replay writes over
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -106,6 +107,18 @@ def is_large(descriptor: Descriptor) -> bool:
     return descriptor.rows_per_request is None and descriptor.num_rows > PROMPT_ROWS[-1]
 
 
+class Steps(Protocol):
+    """What is captured: the runner that keeps the graphs, which keep no reference to it."""
+
+    def static_inputs(self, descriptor: Descriptor) -> PlanTensors:
+        """A batch of padding alone, in the memory that plans of this shape are written to."""
+        ...
+
+    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
+        """The step that a graph holds."""
+        ...
+
+
 class StepGraphs:
     """Graphs of whole steps. Greedy ones are captured while loading, those of other ways of
     sampling when they are first needed."""
@@ -115,12 +128,12 @@ class StepGraphs:
         backend: GraphBackend,
         modes: GraphModes,
         limits: RunnerLimits,
-        make_inputs: Callable[[Descriptor], PlanTensors],
-        run: Callable[[PlanTensors], StepOutputs],
         control: Control = ALONE,
     ) -> None:
         self.backend, self.modes, self._control = backend, modes, control
-        self.manager = GraphManager("step", backend, make_inputs, run, in_pieces=self._in_pieces)
+        self.manager = GraphManager[PlanTensors, StepOutputs](
+            "step", backend, in_pieces=partial(_in_pieces, modes)
+        )
         self.num_bytes = 0  # device memory of the captures of this runner, its drafter's included
         self.warnings: list[str] = []  # why steps run eagerly that could have graphs
         self._greedy = descriptors(modes, limits)
@@ -142,19 +155,19 @@ class StepGraphs:
         captured = [each for each in self._greedy if each not in self._uncaptured]
         return sorted(each.num_rows for each in captured if each.rows_per_request is None)
 
-    def _in_pieces(self, descriptor: Descriptor) -> bool:
-        return self.modes.in_pieces(mixed=descriptor.rows_per_request is None)
-
-    def capture_greedy(self) -> None:
+    def capture_greedy(self, steps: Steps) -> None:
         """Capture the greedy steps of every size that the mode asks for; those of many rows as far
         as memory allows."""
-        self.manager.capture_all(self._greedy, self._capture_greedy)
+        self.manager.capture_all(self._greedy, partial(self._capture_greedy, steps))
 
-    def _capture_greedy(self, descriptor: Descriptor) -> None:
+    def _capture_greedy(self, steps: Steps, descriptor: Descriptor) -> None:
         if is_large(descriptor):
-            self._capture_if_it_fits(descriptor, "read prompts")
+            self._capture_if_it_fits(steps, descriptor, "read prompts")
         else:
-            self.manager.capture(descriptor)
+            self._capture(steps, descriptor)
+
+    def _capture(self, steps: Steps, descriptor: Descriptor) -> CapturedStep:
+        return self.manager.capture(descriptor, steps.static_inputs, steps.captured_step)
 
     @contextmanager
     def counting_memory(self) -> Iterator[None]:
@@ -166,7 +179,7 @@ class StepGraphs:
             self.num_bytes += self.backend.num_bytes() - before
 
     @torch.inference_mode()
-    def capture_variant(self, flags: SamplingFlags) -> None:
+    def capture_variant(self, steps: Steps, flags: SamplingFlags) -> None:
         """Capture a way of sampling in every shape that greedy steps have, as far as memory
         allows, so that none of its steps is captured while requests run."""
         variant = self._variants.serving(flags)
@@ -175,9 +188,9 @@ class StepGraphs:
             if greedy.variant == GREEDY_VARIANT and not (
                 wanted in self._uncaptured or self.manager.has(wanted)
             ):
-                self._capture_late(wanted)
+                self._capture_late(steps, wanted)
 
-    def serving(self, plan: StepPlan) -> CapturedStep | None:
+    def serving(self, steps: Steps, plan: StepPlan) -> CapturedStep | None:
         """The graph that serves a plan. One for its way of sampling is captured where only a greedy
         one of its shape exists; where memory does not allow that, such plans run eagerly. So do
         those whose padding would take longer than launching them.
@@ -198,7 +211,7 @@ class StepGraphs:
         exact = replace(found.descriptor, variant=self._variants.serving(plan.flags))
         if exact in self._uncaptured:
             return None
-        return self.manager.dispatch(exact) or self._capture_late(exact)
+        return self.manager.dispatch(exact) or self._capture_late(steps, exact)
 
     def _of_same_length(self, wanted: Descriptor) -> Descriptor:
         """The smallest graph of decodes with as many drafts: a mixed one with fewer rows would
@@ -212,15 +225,17 @@ class StepGraphs:
         padding = graph.num_rows - num_rows
         return is_large(graph) and 8 * padding > num_rows > self._launch_bound_rows
 
-    def _capture_late(self, descriptor: Descriptor) -> CapturedStep | None:
+    def _capture_late(self, steps: Steps, descriptor: Descriptor) -> CapturedStep | None:
         log.info("capturing a step of a way of sampling that is met for the first time")
         with self.counting_memory():
-            return self._capture_if_it_fits(descriptor, "sample")
+            return self._capture_if_it_fits(steps, descriptor, "sample")
 
-    def _capture_if_it_fits(self, descriptor: Descriptor, which: str) -> CapturedStep | None:
+    def _capture_if_it_fits(
+        self, steps: Steps, descriptor: Descriptor, which: str
+    ) -> CapturedStep | None:
         captured, reason = None, "that of another rank"
         try:
-            captured = self.manager.capture(descriptor)
+            captured = self._capture(steps, descriptor)
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
         if self._control.agree_all(captured is not None):
@@ -233,6 +248,10 @@ class StepGraphs:
         if warning not in self.warnings:
             self.warnings.append(warning)
         return None
+
+
+def _in_pieces(modes: GraphModes, descriptor: Descriptor) -> bool:
+    return modes.in_pieces(mixed=descriptor.rows_per_request is None)
 
 
 class SamplingVariants:
