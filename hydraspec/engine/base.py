@@ -140,5 +140,6 @@ class Engine(ABC):
         return None
 
     def close(self) -> None:
-        """Free what the engine holds; further calls are undefined."""
-        return None
+        """Free what the engine holds at once, also while this object is referenced; further calls
+        are undefined. A baseline keeps what the two share, until it is closed too."""
+        vars(self).clear()

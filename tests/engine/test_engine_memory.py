@@ -25,6 +25,7 @@ from recorded_graphs import RecordedOps
 from rehearsed import living_tensors
 
 import hydraspec
+from hydraspec import factory
 from hydraspec.config.schema import PerStep
 from hydraspec.engine.native.engine import NativeEngine
 from hydraspec.graphs import MODES
@@ -96,6 +97,21 @@ def test_a_closed_engine_leaves_its_baseline_what_they_share(
 
 
 @pytest.mark.slow
+def test_a_closed_engine_of_transformers_leaves_nothing(
+    left: Callable[[], list[torch.Size]],
+) -> None:
+    config = graph_config("gemma4_mtp", "none")
+    config.engine.name = "transformers"
+    engine = factory.build_engine(config)
+    requests = zoo_requests(1, longest=8)
+    engine.tokenize(requests)
+    for _ in engine.run(requests, concurrency=None):
+        pass
+    engine.close()
+    assert not left()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
 def test_an_engine_closed_in_the_middle_of_a_run_leaves_nothing(
     ahead: bool, left: Callable[[], list[torch.Size]]
@@ -155,7 +171,8 @@ def test_a_run_leaves_nothing_to_the_next_one(
         hydraspec.run(
             [
                 *("method=eagle3", "target.checkpoint=zoo:tiny_qwen3", "target.dtype=float64"),
-                *("engine.device=cpu", "workload.limit=2", "sampling.max_tokens=8"),
+                *("engine.device=cpu", "method.checkpoint=zoo:tiny_qwen3-eagle3"),
+                *("workload.limit=2", "sampling.max_tokens=8"),
                 *("metrics.trace=true", "metrics.all_positions=true"),
                 f"hydra.run.dir={tmp_path / str(number)}",
             ],

@@ -287,11 +287,6 @@ class NativeEngine(Engine):
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
 
-    def close(self) -> None:
-        """Free weights, cache and graphs at once, also while this object is referenced. Its
-        baseline keeps what the two share."""
-        vars(self).clear()
-
     def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
         request = Request(
             index=0,
