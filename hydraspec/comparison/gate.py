@@ -13,6 +13,7 @@ import numpy as np
 
 from hydraspec.comparison.pairs import ALL, Figure, figures, paired
 from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, refuse
+from hydraspec.metrics.distribution import LEVEL as LEVEL_OF_DISTRIBUTION
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import (
     LEVEL,
@@ -111,6 +112,7 @@ def compare(
         checks = [*_acceptance(job, reference, acceptance_margin)]
         checks += _others(job, reference, speed_margin, with_speed=differing is None)
         broken = [*_errors(job, reference), *_verdict(job, reference)]
+        broken += _distribution(job, reference)
         made.append(Outcome(job=job, checks=checks, broken=broken, notes=notes))
     adjusted = iter(holm([check.p for outcome in made for check in outcome.checks]))
     for outcome in made:
@@ -377,3 +379,22 @@ def _verdict(job: Job, reference: Job) -> Iterator[str]:
 
 def _verdicts(job: Job) -> set[str]:
     return {run.summary["lossless"]["verdict"] for run in job.runs}
+
+
+def _distribution(job: Job, reference: Job) -> Iterator[str]:
+    """Sampled outputs that have another distribution now, or are no longer tested; at the tests'
+    own level, divided among the runs of a job."""
+    was, now = _lowest_p(reference), _lowest_p(job)
+    if now is None:
+        if was is not None:
+            yield f"distribution of sampled outputs: not tested any more, had p = {was:.2g}"
+    elif now <= LEVEL_OF_DISTRIBUTION and (was is None or was > LEVEL_OF_DISTRIBUTION):
+        before = "was not tested" if was is None else f"had p = {was:.2g}"
+        yield f"distribution of sampled outputs: not the target's, p = {now:.2g}, {before}"
+
+
+def _lowest_p(job: Job) -> float | None:
+    """The lowest p of a job's runs times their number; None where none was tested."""
+    tests = [run.summary["lossless"].get("distribution") for run in job.runs]
+    found = [test["p"] for test in tests if test]
+    return min(1.0, min(found) * len(found)) if found else None

@@ -190,6 +190,33 @@ def test_slow_drafts_wrong_answers_errors_and_a_verdict_are_named(
         assert says in worse[0]
 
 
+def test_another_distribution_of_sampled_outputs_is_named(
+    make: Callable[..., Path], stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The test's own level of 1 %, shared by the runs of a job: catches one that each run has."""
+
+    def sampled(name: str, p: float | None) -> Path:
+        test = None if p is None else {"says": "different" if p <= 0.01 else "same", "p": p}
+        return make(name, lossless={"verdict": "not_checked", "distribution": test})
+
+    file = tmp_path / "sampled.json"
+    assert main(["--write", str(file), str(sampled("old", 0.4))]) == 0
+    assert gated(file, [sampled("again", 0.02)], capsys) == (0, [])
+    assert gated(file, [sampled("one", 0.008), sampled("two", 0.6)], capsys) == (0, [])
+    status, worse = gated(file, [sampled("other", 0.0005)], capsys)
+    says = "worse: distribution of sampled outputs: not the target's, p = 0.0005, had p = 0.4"
+    assert (status, worse) == (4, [says])
+    status, worse = gated(file, [sampled("off", None)], capsys)
+    assert (status, worse) == (4, [worse[0]])
+    assert "not tested any more" in worse[0]
+    assert main(["--write", str(file), str(tmp_path / "other")]) == 0
+    assert gated(file, [sampled("as before", 0.0005)], capsys) == (0, [])
+    damaged = {"says": "same", "p": "low"}
+    edited(file, lambda f: summary_of(f)["lossless"].update(distribution=damaged))
+    assert main([str(file), str(tmp_path / "other")]) == 2
+    assert_one_message(capsys.readouterr().err, 'lossless.distribution.p: is "low"')
+
+
 def test_repeats_tell_a_loss_of_speed_that_single_runs_do_not(
     make: Callable[..., Path], stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +269,11 @@ def edited(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     found = json.loads(file.read_text(encoding="utf-8"))
     change(found)
     file.write_text(json.dumps(found), encoding="utf-8")
+
+
+def summary_of(found: dict[str, Any]) -> dict[str, Any]:
+    summary: dict[str, Any] = found["jobs"][0]["runs"][0]["summary"]
+    return summary
 
 
 def requests_of(found: dict[str, Any]) -> Rows:
