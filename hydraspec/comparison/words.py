@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from hydraspec.comparison.pairs import ALL, Figure
 from hydraspec.comparison.ranking import Ranked, Ranking
+from hydraspec.comparison.runs import Job
 from hydraspec.errors import printable
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
@@ -20,16 +21,17 @@ COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95
 VERSUS = ("reference", "ratio", "ratio_ci95_low", "ratio_ci95_high", "p_adjusted", "says")
 
 
-def name_of(ranked: Ranked) -> str:
-    """ "job 3 (eagle3, K=5)"."""
-    label = ranked.job.label
-    return ranked.job.name if label == ranked.job.name else f"{ranked.job.name} ({label})"
+def name_of(job: Job) -> str:
+    """ "eagle3, K=5 (job 3)"."""
+    return job.name if job.label == job.name else f"{job.label} (job {job.name})"
 
 
 def sentence(figure: Figure, ranked: Ranked, reference: Ranked) -> str:
     """What is told of one measure of two jobs, in words."""
     where = "" if figure.scope == ALL else f" in {figure.scope}"
-    about = f"{name_of(ranked)} against {name_of(reference)}, {TITLES[figure.measure]}{where}"
+    about = (
+        f"{name_of(ranked.job)} against {name_of(reference.job)}, {TITLES[figure.measure]}{where}"
+    )
     values = f"{figure.job:.3g} and {figure.reference:.3g}"
     of = in_words(figure.ratio)
     if figure.job == figure.reference:
@@ -54,10 +56,13 @@ def _what_is_needed(figure: Figure) -> str:
     least = figure.ratio.detectable(figure.level)
     if figure.ratio.ratio is None or least is None:
         return ""
-    told = f"; these {figure.ratio.num_requests} tell differences of {least - 1:.1%}"
+    size = f"differences of {least - 1:.1%}" if least < 2 else f"a factor of {least:.1f}"
+    told = f"; these {figure.ratio.num_requests} tell {size}"
     prompts = "prompt" if more == 1 else "prompts"
     if more is None or more > 1_000_000:
         return f"{told}, and no number of prompts one so small"
+    if more == 0:
+        return f"{told} in four of five repeats: repeat both runs"
     return f"{told}; about {more:,} more {prompts} needed for this one"
 
 

@@ -33,11 +33,13 @@ class Chart:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Series:
-    """One colour of a grouped bar chart; null values leave a gap."""
+    """One colour of a grouped bar chart, or a line; null values leave a gap. `title` is shown on
+    hovering, the name where it is empty."""
 
     name: str
     color: str
     values: Sequence[float | None]
+    title: str = ""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -98,17 +100,21 @@ def curves(labels: Sequence[str], series: Sequence[Series], *, description: str)
         marks.append(_text(left + 12 + step * i, height - 8, label, "middle", "axis"))
     for one in series:
         points = [
-            (left + 12 + step * i, top + plot * (1 - value), f"{one.name}: {value:.1%}")
+            (
+                left + 12 + step * i,
+                top + plot * (1 - value),
+                f"{one.title or one.name}: {value:.1%}",
+            )
             for i, value in enumerate(one.values)
             if value is not None
         ]
         path = _path([(x, y) for x, y, _ in points]) if points else ""
         drawn = {"d": path, "fill": "none", "stroke": one.color, "stroke-width": 2}
-        marks.append(Mark("path", drawn, title=one.name))
+        marks.append(Mark("path", drawn, title=one.title or one.name))
         for x, y, title in points:
             at = {"cx": _place(x), "cy": _place(y), "r": 3.5, "fill": one.color}
             marks.append(Mark("circle", at, title=title))
-    legend = [(one.name, one.color) for one in series]
+    legend = list(dict.fromkeys((one.name, one.color) for one in series))
     return Chart(height=height, description=description, marks=marks, legend=legend)
 
 
@@ -134,7 +140,8 @@ def horizontal_bars(bars: Sequence[Bar], *, description: str, mark: float | None
         marks.append(_text(end + 9, y + 16, bar.text))
     if mark is not None:
         x = left + mark * scale
-        marks.append(_line(x, x, 0, height, dashes="4 3"))
+        at = {"class": "front", "x1": _place(x), "x2": _place(x), "y1": 0, "y2": height}
+        marks.append(Mark("line", at))
     return Chart(height=height, description=description, marks=marks)
 
 
@@ -258,9 +265,9 @@ def _bar(
     return Mark("rect", {**at, "rx": radius, "fill": color}, title=title)
 
 
-def _line(x1: float, x2: float, y1: float, y2: float, *, dashes: str | None = None) -> Mark:
+def _line(x1: float, x2: float, y1: float, y2: float) -> Mark:
     ends = {"x1": _place(x1), "x2": _place(x2), "y1": _place(y1), "y2": _place(y2)}
-    return Mark("line", {"class": "grid", "stroke-dasharray": dashes, **ends})
+    return Mark("line", {"class": "grid", **ends})
 
 
 def _whisker(low: float, high: float, y: float) -> Mark:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.ranking import Ranked, Ranking
+from hydraspec.comparison.runs import Job
 from hydraspec.comparison.words import drift_words, name_of, verdicts
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
@@ -15,7 +17,6 @@ from hydraspec.report.charts import Bar, Chart, Series, curves, horizontal_bars
 from hydraspec.report.figures import number
 
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
-MAX_CURVES = len(COLORS)
 BEST, EQUAL = "*", "="
 NOTE = (
     f"{BEST}: the highest speedup, each job against its own baseline; {EQUAL}: cannot be told from "
@@ -54,7 +55,7 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
         folders=[each.job.runs[0].folder for each in ranking.ranked],
         matrix_header=["job", *(scope or "all" for scope in ranking.scopes())],
         matrix=[_matrix_row(each, ranking) for each in ranking.ranked],
-        curves=_curves(ranking),
+        curves=position_curves([(each.job, each.by_position) for each in ranking.ranked]),
         speedups=_bars(ranking, "speedup"),
         lengths=_bars(ranking, "acceptance length"),
         sentences=list(verdicts(ranking)),
@@ -97,7 +98,7 @@ def estimate(found: PairedRatio, unit: str = "") -> str:
 
 def _matrix_row(each: Ranked, ranking: Ranking) -> list[str]:
     """Speedup and acceptance length of each category."""
-    row = [name_of(each)]
+    row = [name_of(each.job)]
     for scope in ranking.scopes():
         speedup, length = each.speedups.get(scope), each.lengths.get(scope)
         figures = [f"{speedup.ratio:.2f}x"] if speedup and speedup.ratio is not None else []
@@ -117,27 +118,45 @@ def _slowest(ranking: Ranking) -> list[list[str]]:
     ]
 
 
-def _curves(ranking: Ranking) -> Chart | None:
-    """Of the jobs with the highest speedups, as many as there are colours."""
-    shown = [each for each in ranking.ranked if each.by_position][:MAX_CURVES]
-    width = max((len(each.by_position) for each in shown), default=0)
+def position_curves(found: Sequence[tuple[Job, Sequence[float | None]]]) -> Chart | None:
+    """A line for each job with its rates by position; jobs that differ in K only share a colour."""
+    width = max((len(rates) for _, rates in found), default=0)
     if width == 0:
         return None
+    drafters = list(dict.fromkeys(_without_k(job.label) for job, rates in found if rates))
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(drafters)}
     series = [
         Series(
-            name=name_of(each),
-            color=color,
-            values=[*each.by_position, *[None] * (width - len(each.by_position))],
+            name=_without_k(job.label),
+            color=colors[_without_k(job.label)],
+            values=[*rates, *[None] * (width - len(rates))],
+            title=name_of(job),
         )
-        for each, color in zip(shown, COLORS, strict=False)
+        for job, rates in found
+        if rates
     ]
     labels = [str(i + 1) for i in range(width)]
     return curves(labels, series, description="Acceptance rate by draft position, a line per job")
 
 
+def _without_k(label: str) -> str:
+    """A label without its number of drafts, "K=3" or "K 3"."""
+    return ", ".join(part for part in label.split(", ") if not re.match("K[= ]", part)) or label
+
+
+def bar_labels(jobs: Sequence[Job]) -> list[str]:
+    """What stands beside the bars of jobs: their labels where these tell them apart."""
+    labels = [job.label for job in jobs]
+    distinct = len(set(labels)) == len(labels)
+    return [
+        (label if distinct else name_of(job))[:28] for label, job in zip(labels, jobs, strict=True)
+    ]
+
+
 def _bars(ranking: Ranking, what: str) -> Chart | None:
     bars = []
-    for each in ranking.ranked:
+    names = bar_labels([each.job for each in ranking.ranked])
+    for each, name in zip(ranking.ranked, names, strict=True):
         is_speedup = what == "speedup"
         found = (each.speedups if is_speedup else each.lengths)[ALL]
         if found.ratio is None:
@@ -146,7 +165,7 @@ def _bars(ranking: Ranking, what: str) -> Chart | None:
         plain = "var(--method)" if is_speedup else "var(--second)"
         bars.append(
             Bar(
-                label=name_of(each)[:28],
+                label=name,
                 value=found.ratio,
                 text=number(found.ratio),
                 color="var(--good)" if marked else plain,

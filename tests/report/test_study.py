@@ -42,7 +42,7 @@ def test_the_page_of_a_sweep(studied: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([str(studied)]) == 0
     printed = capsys.readouterr().out
     assert "Which drafter for tiny_fake on workload jsonl?" in printed
-    assert "1 (gemma4_mtp, K=3) is worth it: " in printed
+    assert "gemma4_mtp, K=3 (job 1) is worth it: " in printed
     assert f"Report: {studied}/study.html" in printed
     found = check_page((studied / "study.html").read_text(encoding="utf-8"))
     assert found.links == ["1/report.html", "2/report.html", "0/report.html"], "best first"
@@ -70,15 +70,17 @@ def test_what_the_verdict_says(studied: Path) -> None:
     slow_down(studied / "1", 0.5)
     slow_down(studied / "0", 0.5)
     kind, sentence = says(studied)
-    assert (kind, "Cannot be told from it: 1 (gemma4_mtp, K=3)." in sentence) == ("good", True)
+    assert (kind, "Cannot be told from it: gemma4_mtp, K=3 (job 1)." in sentence) == ("good", True)
     slow_down(studied / "1", 1.5)
     slow_down(studied / "0", 2.0)
-    assert says(studied)[1].startswith("No job is worth it: the fastest, 1 (gemma4_mtp, K=3), is")
+    assert says(studied)[1].startswith(
+        "No job is worth it: the fastest, gemma4_mtp, K=3 (job 1), is"
+    )
     slow_down(studied / "0", 0.4)
     edit(studied / "0", lossless=_diverged(studied / "0"))
     kind, sentence = says(studied)
     assert kind == "bad"
-    assert "Outputs of 0 (eagle3, K=3) differ from the target's" in sentence
+    assert "Outputs of eagle3, K=3 (job 0) differ from the target's" in sentence
     assessed = {"says": "slower", "sentence": "slower: 0.66x; slower in math 0.66x"}
     edit(studied / "0", assessment=assessed)
     assert says(studied / "0") == ("bad", "Slower: 0.66x; slower in math 0.66x.")
@@ -274,7 +276,7 @@ def test_a_sweep_ends_with_a_summary_run_and_a_report(
     assert (options.name, options.tags) == ("summary of today/sweep", ("night",))
     assert [row[0] for row in logged["jobs"].rows] == ["1", "2", "0"]
     assert all(len(row) == len(logged["jobs"].columns) for row in logged["jobs"].rows)
-    assert logged["figures"]["best/all/job"] == "1 (gemma4_mtp, K=3)"
+    assert logged["figures"]["best/all/job"] == "gemma4_mtp, K=3 (job 1)"
     assert (studied / "study.html").is_file()
 
 

@@ -140,12 +140,12 @@ def _names(found: Sequence[JobFigures]) -> str:
     names = [one.name for one in found[:MAX_NAMED]]
     if more := len(found) - MAX_NAMED:
         names += [f"{more} more"] if more > 0 else []
-    return _listed(names)
+    return _listed(names, "; ")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str], separator: str = ", ") -> str:
     *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    return f"{separator.join(others)} and {last}" if others else last
 
 
 def _capital(text: str) -> str:

@@ -10,6 +10,7 @@ from statistics import fmean
 from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.ranking import acceptance_by_position
 from hydraspec.comparison.runs import Job
+from hydraspec.comparison.words import name_of
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.summary import Baseline, Interval, Length, Lossless, Summary
 from hydraspec.report.study.groups import Group
@@ -30,7 +31,7 @@ class JobFigures:
     """Figures of one job; speedups and lengths by category have ALL for all requests.
 
     Attributes:
-        name: "3 (eagle3, K=5)": its folder and label.
+        name: "eagle3, K=5 (job 3)": its label and folder.
         breakdown_ms: mean milliseconds per step by phase, of the first run.
         folder: of its first run.
     """
@@ -69,7 +70,7 @@ def figures_of(job: Job, group: Group) -> JobFigures:
         lengths[ALL] = {"mean": pooled["mean"], "ci95": pooled["ci95"]}
     return JobFigures(
         job=job,
-        name=f"{job.name} ({job.label})",
+        name=name_of(job),
         is_plain=first["method"] == "none",
         speedups=speedups,
         lengths=lengths,

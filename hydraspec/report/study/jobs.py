@@ -9,7 +9,7 @@ from hydraspec.comparison.words import drift_words, verdicts
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.summary import Interval, Length
 from hydraspec.report import ranking as rankings
-from hydraspec.report.charts import Bar, Series, Stack, curves, horizontal_bars, stacked_bars
+from hydraspec.report.charts import Bar, Stack, horizontal_bars, stacked_bars
 from hydraspec.report.figures import ci_words, number
 from hydraspec.report.study.blocks import Block, Line, Panel, Table
 from hydraspec.report.study.figures import JobFigures, figures_of
@@ -17,7 +17,6 @@ from hydraspec.report.study.groups import Group
 
 HEADER = ("job", "speedup", "against the best", "acceptance length")
 SPEEDS = ("tokens/s of one user", "tokens/s of all", "lossless", "exact match")
-MAX_LABEL = 28  # characters beside a bar
 MAX_BARS = 24
 
 
@@ -55,15 +54,16 @@ def jobs(group: Group) -> Block:
 def speedups(group: Group) -> Block | None:
     """The speedup of each job over decoding without drafts, as bars with intervals."""
     found = [(one, one.speedups[ALL]) for one in _figures(group)]
+    labels = rankings.bar_labels(group.jobs)
     bars = [
         Bar(
-            label=one.name[:MAX_LABEL],
+            label=label,
             value=speed["mean"],
             text=f"{number(speed['mean'])}x",
             color="var(--good)" if _mark(one, group) else "var(--method)",
             ci95=speed["ci95"],
         )
-        for one, speed in found[:MAX_BARS]
+        for (one, speed), label in list(zip(found, labels, strict=True))[:MAX_BARS]
         if speed
     ]
     if not bars:
@@ -90,15 +90,11 @@ def told(group: Group) -> Block | None:
 
 
 def acceptance_by_position(group: Group) -> Block | None:
-    """A curve per job, of as many as there are colours, and all in a table."""
+    """A curve per job, and a table."""
     found = [one for one in _figures(group) if one.by_position]
     width = max((len(one.by_position) for one in found), default=0)
     if not width:
         return None
-    series = [
-        Series(name=one.name, color=color, values=_padded(one.by_position, width))
-        for one, color in zip(found, rankings.COLORS, strict=False)
-    ]
     labels = [str(i + 1) for i in range(width)]
     lines = [
         Line(cells=[one.name, *map(_percent, _padded(one.by_position, width))]) for one in found
@@ -106,8 +102,9 @@ def acceptance_by_position(group: Group) -> Block | None:
     metrics = [f"acceptance_rate_per_position/{i}" for i in range(width)]
     return Block(
         title="Accepted drafts by position",
-        note="Accepted at a position / verifications; positions of draft tokens from 1.",
-        chart=curves(labels, series, description="Acceptance rate by draft position"),
+        note="Accepted at a position / verifications; positions of draft tokens from 1. A line for "
+        "each job, in the colour of its drafter.",
+        chart=rankings.position_curves([(one.job, one.by_position) for one in found]),
         table=Table(header=["job", *labels], lines=lines),
         panels=(Panel(kind="bar", title="Acceptance rate by position", metrics=metrics),),
     )
@@ -132,7 +129,13 @@ def acceptance_by_category(group: Group) -> Block | None:
 
 
 def lossless(group: Group) -> Block:
-    """Whether outputs are the target's own."""
+    """Whether outputs are the target's own: a sentence where it is the same of all jobs."""
+    found = _figures(group)
+    drafting = [verdict_words(one.lossless) for one in found if not one.is_plain]
+    note = "Outputs of greedy requests against those of the same run without drafts."
+    if len(drafting) > 1 and len(set(drafting)) == 1:
+        said = f"All {len(drafting)} jobs with drafts: {drafting[0]}."
+        return Block(title="Lossless", note=note, sentences=[said])
     lines = [
         Line(
             cells=[
@@ -142,14 +145,10 @@ def lossless(group: Group) -> Block:
                 str(one.lossless["num_requests_diverged"]),
             ]
         )
-        for one in _figures(group)
+        for one in found
     ]
     header = ("job", "verdict", "requests checked", "with another output")
-    return Block(
-        title="Lossless",
-        note="Outputs of greedy requests against those of the same run without drafts.",
-        table=Table(header=header, lines=lines),
-    )
+    return Block(title="Lossless", note=note, table=Table(header=header, lines=lines))
 
 
 def time_breakdown(group: Group) -> Block | None:
@@ -161,11 +160,11 @@ def time_breakdown(group: Group) -> Block | None:
     colors = {name: f"var(--p{min(i, 5)})" for i, name in enumerate(phases)}
     stacks = [
         Stack(
-            label=one.name[:MAX_LABEL],
+            label=label,
             parts=[(name, one.breakdown_ms.get(name, 0.0), colors[name]) for name in phases],
             text=f"{number(sum(one.breakdown_ms.values()))} ms",
         )
-        for one in found
+        for one, label in zip(found, rankings.bar_labels([one.job for one in found]), strict=True)
     ]
     lines = [
         Line(cells=[one.name, *(number(one.breakdown_ms.get(name), 3) for name in phases)])

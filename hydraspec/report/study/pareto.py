@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from hydraspec.comparison.runs import Job
 from hydraspec.report.charts import Points, scatter
 from hydraspec.report.figures import number
 from hydraspec.report.ranking import COLORS
@@ -67,10 +68,12 @@ def pareto(family: Family) -> Block | None:
         y_name="tokens/s of all users",
         description="Decode throughput of one user against that of all users",
     )
-    note = (
-        "Up and to the right is better. Dashed: jobs that no other one beats at both"
-        f" ({', '.join(point.name for point in front)}). "
-    ) + (CORRECTED if corrected else AS_MEASURED)
+    names = "; ".join(point.name for point in front)
+    ahead = (
+        f"Ahead in both: {names}." if len(front) == 1 else f"Dashed, not beaten in both: {names}."
+    )
+    basis = CORRECTED if corrected else AS_MEASURED
+    note = f"Up and to the right is better; colours are drafters, numbers K. {ahead} {basis}"
     panel = Panel(kind="scatter", title="Tokens/s: one user, all users", metrics=(PER_USER, TOTAL))
     return Block(title="Throughput of one user and of all", note=note, chart=chart, panels=(panel,))
 
@@ -89,13 +92,22 @@ def _points(family: Family) -> list[Point]:
     for group in family.groups:
         own = _own_baselines(group)
         common = _mean(list(own.values()))
-        for job in group.jobs:
+        labels = _labels(group.jobs)
+        for job, label in zip(group.jobs, labels, strict=True):
             of = figures_of(job, group)
             speeds = _scaled(of.speeds, own[job.name], common) if own else of.speeds
-            points += _point(of.name, job.name, job.summary["method"], job.label, speeds)
+            points += _point(of.name, label, job.summary["method"], job.label, speeds)
         if own and not any(job.summary["method"] == BASELINE for job in group.jobs):
             points += _point("without drafts", BASELINE, BASELINE, BASELINE, common)
     return points
+
+
+def _labels(jobs: Sequence[Job]) -> list[str]:
+    """K beside points where it and the drafter tell all jobs apart, else the jobs' names."""
+    keys = [tuple(job.label.split(", ")) for job in jobs]
+    if len(set(keys)) < len(keys) or any(len(key) > 2 for key in keys):
+        return [job.name for job in jobs]
+    return [key[-1].removeprefix("K=") for key in keys]
 
 
 def _own_baselines(group: Group) -> dict[str, Speeds]:
