@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
@@ -11,9 +12,22 @@ from hydraspec.metrics.files import Json
 from hydraspec.types import Request
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A figure of each part against rates, turns, batches or passes: a chart of a report."""
+
+    title: str
+    note: str
+    x_name: str
+    y_name: str
+    points: Callable[[Json], Sequence[tuple[float | None, float | None]]]  # of a part
+
+
 class Benchmark(ABC):
     """One choice of the group `bench`. A part is an engine with a method, and has several rows."""
 
+    question: str  # the title of a report over it, {} is the target
+    curves: Sequence[Curve]
     heading: str  # of the table in bench.html
     unit: str  # what a row is of
     units: str
@@ -42,6 +56,14 @@ class Benchmark(ABC):
     def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
         """What the earlier parts set for the next one's process, as overrides."""
         return []
+
+    @abstractmethod
+    def said(self, part: Json) -> str:
+        """The main figures of a part that has rows, in words."""
+
+    @abstractmethod
+    def told(self, ours: Json, theirs: Json) -> str:
+        """One part beside that of another engine with the same method, in words."""
 
     # ------------------------------------------------------------------ the table
 

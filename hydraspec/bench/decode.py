@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.benchmark import Benchmark, Curve, figure
 from hydraspec.bench.passes import Passes, make_requests, random_prompts
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
@@ -23,6 +23,16 @@ CLOCK_TOKENS = 64
 class Decode(Benchmark):
     """Batches of equal requests, each decoded whole and for one token alone."""
 
+    question = "What is the time per output token with {}?"
+    curves = (
+        Curve(
+            title="Milliseconds per output token",
+            note="Of one user, by batch size.",
+            x_name="batch",
+            y_name="ms",
+            points=lambda part: [(row["batch"], row["tpot_ms"]) for row in part["rows"]],
+        ),
+    )
     heading = "Milliseconds per output token"
     unit, units = "batch size", "batch sizes"
 
@@ -45,6 +55,19 @@ class Decode(Benchmark):
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         num_tokens = min(CLOCK_TOKENS, config.bench.output_tokens)
         return requests_of(config, engine, config.bench.batches[-1], num_tokens)
+
+    def said(self, part: Json) -> str:
+        ends = [part["rows"][0], part["rows"][-1]][: len(part["rows"])]
+        words = [f"{figure(row['tpot_ms'], 2)} ms at batch {row['batch']}" for row in ends]
+        return f"time per output token {' and '.join(words)}"
+
+    def told(self, ours: Json, theirs: Json) -> str:
+        found = self.ratios(ours, theirs)["tpot"]
+        ratios = [value for value in found.values() if value is not None]
+        if not ratios:
+            return "no batch was measured on both"
+        words = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        return f"ratio of times per output token {words} (below 1: the first is faster)"
 
     def title(self, result: Json) -> str:
         return (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.benchmark import Benchmark, Curve, figure
 from hydraspec.bench.bound import bound_of
 from hydraspec.bench.passes import Passes, make_requests
 from hydraspec.config.schema import RunConfig
@@ -27,6 +27,16 @@ SHORTEST = 16  # tokens, or the median where that is less
 class Load(Benchmark):
     """Passes over the same requests, through as many slots as engine.max_num_seqs."""
 
+    question = "How long does a mixed load take with {}?"
+    curves = (
+        Curve(
+            title="Seconds for all requests",
+            note="By pass; the first compiles kernels and captures graphs.",
+            x_name="pass",
+            y_name="s",
+            points=lambda part: [(row["pass"], row["seconds"]) for row in part["rows"]],
+        ),
+    )
     heading = "Seconds for all requests"
     unit, units = "pass", "passes"
 
@@ -46,6 +56,15 @@ class Load(Benchmark):
 
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         return requests_of(config, engine)[: config.engine.max_num_seqs]
+
+    def said(self, part: Json) -> str:
+        last = part["rows"][-1]
+        seconds, rate = figure(last["seconds"], 2), figure(last["tokens_per_second"], 0)
+        return f"all requests in {seconds} s, {rate} tokens/s"
+
+    def told(self, ours: Json, theirs: Json) -> str:
+        a, b = (part["rows"][-1]["seconds"] for part in (ours, theirs))
+        return f"{figure(a, 2)} s and {figure(b, 2)} s for all requests"
 
     def title(self, result: Json) -> str:
         return (

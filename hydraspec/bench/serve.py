@@ -4,10 +4,10 @@ every engine and method."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hydraspec.bench import load
-from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.benchmark import Benchmark, Curve, figure
 from hydraspec.bench.passes import Passes
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
@@ -25,11 +25,44 @@ WAITS = {  # by key of a row: its heading, the figures of a cell, digits
     "queue": ("queue {}, ms", PLACES, 0),
     "inter_token": ("ITL {}, ms", ("mean", "p99"), 2),
 }
+MOST = 0.9  # of the requests: a rate that is kept
+
+
+def _by_rate(key: str, figure_name: str) -> Callable[[Json], list[tuple[float, float | None]]]:
+    """A figure of a part's rows against their rates."""
+
+    def points(part: Json) -> list[tuple[float, float | None]]:
+        rows = [row for row in part["rows"] if row["request_rate"] is not None]
+        return [(row["request_rate"], (row[key] or {}).get(figure_name)) for row in rows]
+
+    return points
 
 
 class Serve(Benchmark):
     """The requests of bench=load, first all at once and then at each rate."""
 
+    question = "Up to what request rates are limits kept with {}?"
+    curves = tuple(
+        Curve(title=title, note=note, x_name="requests/s offered", y_name=unit, points=points)
+        for title, note, unit, points in (
+            *(
+                (f"Time to first token, {place}", "By request rate.", "ms", _by_rate("ttft", place))
+                for place in PLACES
+            ),
+            (
+                "Time between tokens, p99",
+                "By request rate.",
+                "ms",
+                _by_rate("inter_token", "p99"),
+            ),
+            (
+                "Goodput",
+                "Requests in limits per second, by request rate.",
+                "requests/s in limits",
+                _by_rate("goodput", "requests_per_second"),
+            ),
+        )
+    )
     heading = "Latencies at several request rates"
     unit, units = "line", "lines"
     needs_times = True
@@ -67,6 +100,29 @@ class Serve(Benchmark):
             return []
         found = [part["rows"][0]["requests_per_second"] for part in parts if part["rows"]]
         return [f"bench.peak_rate={rate:.6f}" for rate in found[:1]]
+
+    def said(self, part: Json) -> str:
+        kept, limits = [], None
+        for row in part["rows"]:
+            if row["request_rate"] is None or (found := row["goodput"]) is None:
+                continue
+            limits = Limits(ttft_ms=found["ttft_ms"], inter_token_ms=found["inter_token_ms"])
+            kept += [row["request_rate"]] if (found["share"] or 0) >= MOST else []
+        if limits is None:
+            return "no limits were set"
+        if not kept:
+            return f"at no rate {MOST:.0%} of requests in limits"
+        return f"{MOST:.0%} of requests or more in limits up to {max(kept):.3g} requests/s"
+
+    def told(self, ours: Json, theirs: Json) -> str:
+        a, b = list(zip(ours["rows"], theirs["rows"], strict=False))[-1]
+        rate = "all at once" if a["request_rate"] is None else f"at {a['request_rate']:.3g}/s"
+        known = [
+            f"{what} {figure(a[key]['p99'], digits)} ms and {figure(b[key]['p99'], digits)} ms"
+            for key, what, digits in (("ttft", "first token", 0), ("inter_token", "next tokens", 1))
+            if None not in (a[key]["p99"], b[key]["p99"])
+        ]
+        return f"p99 {rate}: {', '.join(known) or 'no times of tokens'}"
 
     def title(self, result: Json) -> str:
         return (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hydraspec.bench.benchmark import Benchmark, figure
+from hydraspec.bench.benchmark import Benchmark, Curve, figure
 from hydraspec.bench.passes import Passes, make_requests
 from hydraspec.bench.serve import summary_of
 from hydraspec.config.schema import RunConfig
@@ -27,6 +27,27 @@ class Turns(Benchmark):
     """Passes over the same conversations, each from an empty cache; then prompts as long as those
     of the turns, cold."""
 
+    question = "How soon does each turn of a conversation begin with {}?"
+    curves = (
+        Curve(
+            title="Time to first token by turn",
+            note="Means of the last pass, with the turns before in the prefix cache.",
+            x_name="turn",
+            y_name="ms",
+            points=lambda part: [
+                (each["turn"], each["ttft"]["mean"]) for each in part["rows"][-1]["turns"]
+            ],
+        ),
+        Curve(
+            title="Time to first token, cold",
+            note="Prompts as long as those of the turn, with an empty cache.",
+            x_name="turn",
+            y_name="ms",
+            points=lambda part: [
+                (each["turn"], each["ttft"]["mean"]) for each in part.get("cold") or []
+            ],
+        ),
+    )
     heading = "Time to first token by turn"
     unit, units = "pass", "passes"
     needs_times = True
@@ -57,6 +78,20 @@ class Turns(Benchmark):
 
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         return [request for request in requests_of(config, engine) if request.after is None]
+
+    def said(self, part: Json) -> str:
+        row = part["rows"][-1]
+        last = row["turns"][-1]
+        cold = [each for each in part.get("cold") or [] if each["turn"] == last["turn"]]
+        beside = f", {figure(cold[0]['ttft']['mean'], 0)} ms cold" if cold else ""
+        first = figure(last["ttft"]["mean"], 0)
+        hits = _percent(row["hit_rate"])
+        return f"first token of turn {last['turn']} after {first} ms{beside}; prefix hits {hits} %"
+
+    def told(self, ours: Json, theirs: Json) -> str:
+        a, b = (part["rows"][-1]["turns"][-1] for part in (ours, theirs))
+        first, other = (figure(each["ttft"]["mean"], 0) for each in (a, b))
+        return f"first token of turn {a['turn']} after {first} ms and {other} ms"
 
     def title(self, result: Json) -> str:
         cached = "" if result["prefix_caching"] else ", no prefix cache"

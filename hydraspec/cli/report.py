@@ -15,7 +15,8 @@ COMMAND = "hydraspec.report"
 DESCRIPTION = """\
 Make a report over runs: the question and its answer in a sentence, throughput of one user against
 that of all, speedup with intervals, acceptance by position and category, lossless verdicts, where
-time goes, and the settings that differ. Runs of several targets, workloads or loads are told apart;
+time goes, and the settings that differ; of benchmarks (bench=…) their figures by rate, turn, pass
+or batch. Runs of several targets, workloads or loads are told apart;
 those of the same are ranked."""
 STATUSES = "Exit status: 0; 2 if the folders make no report; 1 if a file cannot be written, or W&B "
 "does not take the report."
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hydraspec.report", description=DESCRIPTION, epilog=STATUSES
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, or of a sweep")
+    parser.add_argument(
+        "folders", nargs="+", metavar="FOLDER", help="of a run, a sweep or a benchmark"
+    )
     parser.add_argument(
         "--write",
         metavar="FOLDER",
@@ -50,13 +53,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> None:
+    from hydraspec.bench import study as bench_study
     from hydraspec.report.study import groups, page, wandb_report
     from hydraspec.report.study.contents import study
 
     if given.publish:
         wandb_report.check_installed()
-    runs = groups.read(folders)
-    made = study(runs, asked=given.question)
+    benchmarks = {folder: bench_study.read(folder) for folder in folders}
+    of_runs = [folder for folder in folders if not benchmarks[folder]]
+    runs = groups.read(of_runs) if of_runs else None
+    made = study(runs, asked=given.question) if runs else None
+    if results := [result for found in benchmarks.values() for result in found]:
+        made = bench_study.extended(made, results, asked=given.question)
+    assert made is not None, "there is a folder"
     page.tell(made, page.write(made, runs, target))
     if given.publish:
         address = wandb_report.publish(target / STUDY_SPEC, given.entity, given.project)

@@ -382,8 +382,7 @@ def _verdicts(job: Job) -> set[str]:
 
 
 def _distribution(job: Job, reference: Job) -> Iterator[str]:
-    """Sampled outputs that have another distribution now, or are no longer tested; at the tests'
-    own level, divided among the runs of a job."""
+    """Another distribution of sampled outputs, at its test's own level, or a missing test."""
     was, now = _lowest_p(reference), _lowest_p(job)
     if now is None:
         if was is not None:
@@ -395,6 +394,6 @@ def _distribution(job: Job, reference: Job) -> Iterator[str]:
 
 def _lowest_p(job: Job) -> float | None:
     """The lowest p of a job's runs times their number; None where none was tested."""
-    tests = [run.summary["lossless"].get("distribution") for run in job.runs]
-    found = [test["p"] for test in tests if test]
+    lossless = [run.summary["lossless"] for run in job.runs]
+    found = [test["p"] for each in lossless if (test := each.get("distribution"))]
     return min(1.0, min(found) * len(found)) if found else None

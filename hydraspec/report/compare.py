@@ -357,4 +357,6 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 def _label(column: str, value: object) -> str:
     if column == "method":
         return _shown(value)
+    if column == "num_speculative_tokens":
+        return f"K={_shown(value)}"
     return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(value)}"

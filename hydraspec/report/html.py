@@ -13,7 +13,7 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hydraspec.errors import printable
-from hydraspec.metrics.run_files import REPORT
+from hydraspec.metrics.run_files import BENCH_REPORT, REPORT
 from hydraspec.report.figures import (
     engine_words,
     interval,
@@ -34,10 +34,9 @@ def render(template: str, **view: object) -> str:
 
 
 def link_to_page(run: Path, folder: Path) -> str | None:
-    """The address of a run's page from a page in `folder`; None where the run has none."""
-    if not (run / REPORT).is_file():
-        return None
-    return quote(os.path.relpath(run / REPORT, folder).replace(os.sep, "/"))
+    """The address of a run's or benchmark's page from one in `folder`; None where it has none."""
+    pages = [run / name for name in (REPORT, BENCH_REPORT) if (run / name).is_file()]
+    return quote(os.path.relpath(pages[0], folder).replace(os.sep, "/")) if pages else None
 
 
 @cache
@@ -57,7 +56,7 @@ def environment() -> Environment:
         "load_words": load_words,
         "percentile_words": percentile_words,
         "limit_words": limit_words,
-        "interval": interval,
+        "interval": lambda *found: interval(*found).replace(" to ", "\u00a0to\u00a0"),
         "interval_note": interval_note,
         "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",
         "margin": lambda margin: "-" if margin is None else f"{margin:.3g}",

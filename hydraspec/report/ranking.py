@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +139,8 @@ def position_curves(found: Sequence[tuple[Job, Sequence[float | None]]]) -> Char
 
 
 def _without_k(label: str) -> str:
-    """A label without its number of drafts, "K=3" or "K 3"."""
-    return ", ".join(part for part in label.split(", ") if not re.match("K[= ]", part)) or label
+    """A label without its number of drafts, "K=3"."""
+    return ", ".join(part for part in label.split(", ") if not part.startswith("K=")) or label
 
 
 def bar_labels(jobs: Sequence[Job]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_runs import in_process
+from bench_runs import in_process, reported
 from fake_engine import FakeEngine
 
 import hydraspec
@@ -157,6 +157,13 @@ def test_engines_stand_side_by_side(
     printed = capsys.readouterr().out
     for text in ("6 requests through", "pass 2, s", "bound, s", "tokens/s", "native / vllm"):
         assert text in printed
+    said, page, lines = reported(tmp_path)
+    assert said.startswith("With gemma4_mtp, native and vllm: ")
+    assert "vllm, none refused: " in page
+    assert lines == {
+        "without drafts on native",
+        *(f"with gemma4_mtp on {each}" for each in ("native", "vllm")),
+    }
     page = (tmp_path / "bench.html").read_text(encoding="utf-8")
     assert "Seconds for all requests" in page
     assert "native / vllm" in page

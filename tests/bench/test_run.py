@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench_runs import SMALL, in_process, planned, run_bench
+from bench_runs import SMALL, in_process, planned, reported, run_bench
 from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
@@ -194,6 +194,10 @@ def test_engines_stand_side_by_side(
     assert f"{ours[0]['tpot_ms']:.2f}" in printed
     assert "memory in GiB" in printed
     assert "native / vllm" in (tmp_path / "run" / "bench.html").read_text()
+    said, page, lines = reported(tmp_path / "run")
+    assert "Without drafts, native and vllm: ratio of times per output token " in said
+    assert "Milliseconds per output token" in page
+    assert len(lines) == 4
 
 
 @pytest.mark.parametrize(

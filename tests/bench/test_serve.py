@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import in_process
+from bench_runs import in_process, reported
 from fake_engine import FakeEngine
 
 from hydraspec.bench import load
@@ -145,6 +145,12 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
     (added,) = dict(bench_table.notes_of(result)).items() - noted.items()
     assert added == ("native, none, kernels and graphs built while measured", "3 in line 3")
     assert "Latencies at several request rates" in (tmp_path / "bench.html").read_text()
+    said, page, lines = reported(tmp_path)
+    assert said.startswith("Without drafts, native and vllm: p99 at ")
+    assert said.endswith("/s: first token 5 ms and 5 ms.")
+    assert "Time to first token, p90" in page
+    assert "without drafts on vllm: 90% of requests or more in limits up to" in page
+    assert lines == {"without drafts on native", "without drafts on vllm"}
 
 
 def test_a_given_peak_rate_is_typed_for_all(tmp_path: Path) -> None:

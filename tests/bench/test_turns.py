@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import in_process
+from bench_runs import in_process, reported
 from fake_engine import FakeEngine
 
 import hydraspec
@@ -126,6 +126,10 @@ def test_engines_stand_side_by_side(
     ]
     assert "2 conversations of 3 turns, each of 6 new" in bench_table.title_of(result)
     assert "Time to first token by turn" in (tmp_path / "bench.html").read_text()
+    said, page, lines = reported(tmp_path)
+    assert said.endswith("first token of turn 3 after 5 ms and 5 ms.")
+    assert "first token of turn 3 after 5 ms, 5 ms cold; prefix hits" in page
+    assert lines == {"without drafts on native", "without drafts on vllm"}
 
 
 def test_a_part_that_was_cut_short_has_no_cold_line(build: list[FakeEngine]) -> None:

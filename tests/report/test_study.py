@@ -114,9 +114,38 @@ def test_groups_by_target_and_load(studied: Path) -> None:
         "target tiny_other",
     ]
     made = made_of([studied])
-    assert made.question == "Which target and drafter on workload jsonl?"
+    assert made.question == "Which drafter for tiny_fake and tiny_other on workload jsonl?"
     assert len(made.verdicts) == 3
     check_page(page.render(made, studied))
+
+
+def test_jobs_of_two_folders_are_told_apart(studied: Path) -> None:
+    """Two targets in two sweeps, with the same numbers of jobs: each row says whose it is."""
+    other = Path(shutil.copytree(studied, studied.parent / "other"))
+    for job in ("0", "1", "2"):
+        configure(edit(other / job, target="tiny_other"), target__name="tiny_other")
+    made = made_of([studied, other])
+    blocks = {block.title: block for section in made.sections for block in section.blocks}
+    table = blocks["Settings that differ"].table
+    assert table
+    names = [line.cells[0] for line in table.lines]
+    assert sorted(names) == [f"{folder}/{job}" for folder in ("other", "sweep") for job in "012"]
+    assert not [key for key in table.header if "drafters" in key]
+
+
+def test_curves_of_all_jobs_in_the_colours_of_their_drafters(studied: Path) -> None:
+    """More jobs than colours: catches curves that are left out, and K that takes a colour."""
+    for number in range(4, 14):
+        job = Path(shutil.copytree(studied / "1", studied / str(number)))
+        edit(configure(job, method__num_speculative_tokens=number), num_speculative_tokens=number)
+    blocks = {b.title: b for section in made_of([studied]).sections for b in section.blocks}
+    chart = blocks["Accepted drafts by position"].chart
+    assert chart
+    paths = [mark.attributes["stroke"] for mark in chart.marks if mark.tag == "path"]
+    assert len(paths) == 12
+    assert dict(chart.legend).keys() == {"gemma4_mtp", "eagle3"}
+    assert set(paths) == {color for _, color in chart.legend}
+    assert blocks["Lossless"].sentences[0].startswith("All 12 jobs with drafts: identical: ")
 
 
 def test_text_from_files_is_escaped(studied: Path) -> None:

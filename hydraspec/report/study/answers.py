@@ -14,7 +14,6 @@ from hydraspec.report.study.groups import Group, Runs
 
 # A key of summaries → what the question calls it.
 ASKED = {
-    "target": "target",
     "method": "drafter",
     "num_speculative_tokens": "number of draft tokens",
     "engine": "engine",
@@ -36,10 +35,11 @@ def question(runs: Runs) -> str:
             f"{one['target']} on workload {one['workload']}?"
         )
     named = [name for key, name in ASKED.items() if len(_values(key, drafting or summaries)) > 1]
-    which = _listed(named) if named else "settings"
     targets, workloads = _values("target", summaries), _values("workload", summaries)
-    about = f" for {_listed(targets)}" if "target" not in named else ""
-    return f"Which {which}{about} on workload {_listed(workloads)}?"
+    about = f"for {_listed(targets)} on workload {_listed(workloads)}"
+    if not named and drafting and len(targets) > 1:
+        return f"Is {_listed(_values('method', drafting))} worth it {about}?"
+    return f"Which {_listed(named) if named else 'settings'} {about}?"
 
 
 def facts(runs: Runs) -> str:

@@ -18,7 +18,7 @@ from hydraspec.report.study.groups import Runs
 WIDE = 400  # columns where no terminal sets a limit
 
 
-def write(made: Study, runs: Runs, folder: Path) -> list[Path]:
+def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
     """Write the page into `folder`, which is made, and the W&B Report where its package is
     installed; returns where they are.
 

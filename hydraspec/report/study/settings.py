@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hydraspec.comparison.runs import Run, differing_keys, dotted
+from hydraspec.comparison.runs import Run, differing_keys, dotted, short_names
 from hydraspec.metrics.run_files import ENVIRONMENT
 from hydraspec.report.study.blocks import Block, Line, Table
 from hydraspec.report.study.groups import Runs
 
+CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
 
 
@@ -19,6 +20,7 @@ def settings(runs: Runs) -> Block | None:
     """A line per run: the keys of config.yaml in which runs differ."""
     found = _all_runs(runs)
     keys = differing_keys([run.settings for _, run in found])
+    keys = [key for key in keys if not key.startswith(CHOSEN_FROM)]
     seeds = {str(run.settings.get("seed")) for _, run in found}
     keys += ["seed"] if len(seeds) > 1 else []
     if not keys:
@@ -56,8 +58,9 @@ def environments(runs: Runs) -> Block:
 
 
 def _all_runs(runs: Runs) -> list[tuple[str, Run]]:
-    """Names and runs of all jobs, each run once."""
-    return [(run.name, run) for job in runs.jobs for run in job.runs]
+    """Names and runs of all jobs, each run once; names are the ends of their paths that differ."""
+    found = [run for job in runs.jobs for run in job.runs]
+    return list(zip(short_names([run.folder for run in found]), found, strict=True))
 
 
 def _environment(folder: Path) -> Mapping[str, object]:

@@ -172,14 +172,15 @@ def _markdown(table: Table) -> str:
 # ---------------------------------------------------------------- file and server
 
 
-def write(study: Study, runs: Runs, folder: Path) -> Path:
+def write(study: Study, runs: Runs | None, folder: Path) -> Path:
     """Write the spec into `folder`; one that was published before keeps its id there.
 
     Raises:
         OSError: with the path, if it cannot be written.
     """
     path = folder / STUDY_SPEC
-    made = spec(study, place_of(runs)) | {"id": _published_id(path)}
+    place = place_of(runs) if runs else Place(project="", entity="", run_ids=())
+    made = spec(study, place) | {"id": _published_id(path)}
     write_whole(path, pretty_json(made))
     return path
 

@@ -1,0 +1,141 @@
+"""Benchmarks as parts of a report: an answer, charts and the table of each bench.json. Measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hydraspec.bench import table as bench_table
+from hydraspec.bench.benchmark import Curve
+from hydraspec.bench.choices import BENCHMARKS
+from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import BENCH, SUMMARY
+from hydraspec.report.charts import Points, scatter
+from hydraspec.report.ranking import COLORS
+from hydraspec.report.study.blocks import Block, Line, Section, Study, Table, Verdict
+
+Result = tuple[Path, Json]  # a folder and its bench.json
+SEVERAL = "What do benchmarks say of {}?"  # of benchmarks of several kinds
+
+
+def read(folder: Path) -> list[Result]:
+    """The benchmarks of a folder: its own, or those of a sweep's jobs; empty where there is none.
+
+    Raises:
+        ConfigurationError: a bench.json that is damaged.
+    """
+    if not folder.is_dir() or (folder / SUMMARY).is_file():
+        return []
+    inside = (each for each in folder.iterdir() if each.name.isdigit())
+    jobs = sorted(inside, key=lambda each: int(each.name))
+    own = [folder] if (folder / BENCH).is_file() else jobs
+    return [(each, _read(each / BENCH)) for each in own if (each / BENCH).is_file()]
+
+
+def _read(file: Path) -> Json:
+    """A checked bench.json: its section can be made."""
+    try:
+        result: Json = json.loads(file.read_text(encoding="utf-8"))
+        _section((file.parent, result))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        raise ConfigurationError(
+            f"{file}: damaged, or of an older hydraspec\n  allowed: what bench=… writes\n"
+            "  to do: leave the folder out, or measure again"
+        ) from None
+    return result
+
+
+def extended(made: Study | None, results: Sequence[Result], *, asked: str | None = None) -> Study:
+    """A report over runs with these benchmarks added, or one over these alone."""
+    count = "1 benchmark" if len(results) == 1 else f"{len(results)} benchmarks"
+    verdicts = [_verdict(result) for _, result in results]
+    sections = [_section(result) for result in results]
+    if made is None:
+        question = asked or _question([result for _, result in results])
+        return Study(question=question, facts=count, verdicts=verdicts, notes=(), sections=sections)
+    return replace(
+        made,
+        facts=f"{made.facts}; {count}",
+        verdicts=[*made.verdicts, *verdicts],
+        sections=[*made.sections, *sections],
+    )
+
+
+def _question(results: Sequence[Json]) -> str:
+    targets = " and ".join(dict.fromkeys(result["target"] for result in results))
+    kinds = {BENCHMARKS[result["bench"]].question for result in results}
+    return (kinds.pop() if len(kinds) == 1 else SEVERAL).format(targets)
+
+
+def _verdict(result: Json) -> Verdict:
+    found = list(_told(result)) or list(_said(result)) or ["Nothing was measured"]
+    said = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in found)
+    return Verdict(kind="", about=bench_table.title_of(result), sentence=said)
+
+
+def _said(result: Json) -> Iterator[str]:
+    """Each part by itself."""
+    for part in result["parts"]:
+        if part["rows"]:
+            yield f"{_name(part)}: {BENCHMARKS[result['bench']].said(part)}"
+
+
+def _told(result: Json) -> Iterator[str]:
+    """Both engines beside each other, by method."""
+    measured = {(part["method"], part["engine"]): part for part in result["parts"] if part["rows"]}
+    for method in dict.fromkeys(method for method, _ in measured):
+        names = (bench_table.OURS, bench_table.THEIRS)
+        ours, theirs = (measured.get((method, name)) for name in names)
+        if ours and theirs:
+            told = BENCHMARKS[result["bench"]].told(ours, theirs)
+            yield f"{_drafts(method)}, {' and '.join(names)}: {told}"
+
+
+def _name(part: Json) -> str:
+    return f"{_drafts(part['method'])} on {part['engine']}"
+
+
+def _drafts(method: str) -> str:
+    return "without drafts" if method == "none" else f"with {method}"
+
+
+def _section(of: Result) -> Section:
+    folder, result = of
+    benchmark = BENCHMARKS[result["bench"]]
+    lines = [Line(cells=cells, link=folder) for cells in bench_table.cells_of(result)]
+    table = Block(
+        title=benchmark.heading,
+        note=f"Times; {bench_table.OURS} / {bench_table.THEIRS}: below 1, "
+        f"{bench_table.OURS} is faster."
+        if result["ratios"]
+        else "",
+        sentences=list(_said(result)),
+        table=Table(header=bench_table.header_of(result), lines=lines),
+    )
+    charts = [block for curve in benchmark.curves for block in _chart(curve, result)]
+    measured = Block(
+        title="Measured on",
+        sentences=[f"{name}: {text}" for name, text in bench_table.notes_of(result)],
+    )
+    return Section(title=bench_table.title_of(result), blocks=[table, *charts, measured])
+
+
+def _chart(curve: Curve, result: Json) -> Iterator[Block]:
+    """A line for each part that has such figures; no block where none has."""
+    found = []
+    for part, color in zip(result["parts"], COLORS, strict=False):
+        name = _name(part)
+        known = [(x, y) for x, y in curve.points(part) if x is not None and y is not None]
+        if part["rows"] and known:
+            values = [(x, y, f"{name}: {y:,.4g} {curve.y_name} at {x:.3g}", "") for x, y in known]
+            found.append(Points(name=name, color=color, values=values))
+    if found:
+        drawn = scatter(
+            found, (), x_name=curve.x_name, y_name=curve.y_name, description=curve.title
+        )
+        yield Block(title=curve.title, note=curve.note, chart=drawn)

@@ -1,0 +1,85 @@
+"""`python -m hydraspec.report` over benchmarks: what is said of rates, sweeps and damaged files.
+Pages of whole benchmarks are in their own tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_pages import check_page
+
+from hydraspec.bench.choices import BENCHMARKS
+from hydraspec.cli.report import main
+
+
+def part_of(*rows: dict[str, Any]) -> dict[str, Any]:
+    """What native measured without drafts."""
+    environment = {"versions": dict.fromkeys(("hydraspec", "torch", "triton"), "1"), "git": None}
+    environment["versions"] |= {"transformers": None, "vllm": None}
+    return {
+        **{"engine": "native", "method": "none", "num_speculative_tokens": 0, "status": "ok"},
+        **{"first_step_s": 1.0, "memory_bytes": {}, "peak_memory_bytes": {}, "cudagraph": {}},
+        **{"environment": environment, "gpu_clocks": None, "rows": rows},
+    }
+
+
+def load_of(folder: Path, target: str) -> dict[str, Any]:
+    """A benchmark's file, with a page beside it."""
+    row = {"pass": 1, "seconds": 2.0, "tokens_per_second": 50.0, "num_steps": 9}
+    result = {
+        **{"bench": "load", "target": target, "dtype": "float32", "num_requests": 4},
+        **{"max_num_seqs": 2, "prompt_tokens": 5, "output_tokens": 4, "repeats": 1},
+        **{"ratios": {}, "parts": [part_of({**row, "acceptance_length": None})]},
+    }
+    folder.mkdir(parents=True)
+    (folder / "bench.json").write_text(json.dumps(result), encoding="utf-8")
+    (folder / "bench.html").write_text("", encoding="utf-8")
+    return result
+
+
+def test_rates_that_keep_the_limits() -> None:
+    """Nine of ten requests in limits is kept; all at once is no rate."""
+
+    def row(rate: float | None, share: float) -> dict[str, Any]:
+        found = {"ttft_ms": 5.0, "inter_token_ms": None, "share": share}
+        return {"request_rate": rate, "goodput": found}
+
+    said, rows = BENCHMARKS["serve"].said, [row(None, 1.0), row(2.5, 0.9), row(5.0, 0.89)]
+    assert said(part_of(*rows)) == "90% of requests or more in limits up to 2.5 requests/s"
+    assert said(part_of(rows[0], rows[2])) == "at no rate 90% of requests in limits"
+    assert said(part_of({"request_rate": 2.5, "goodput": None})) == "no limits were set"
+
+
+def test_a_sweep_of_benchmarks_and_damaged_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = [load_of(tmp_path / "sweep" / str(job), f"tiny{job}") for job in range(2)][1]
+    assert main([str(tmp_path / "sweep")]) == 0
+    printed = capsys.readouterr().out
+    assert "How long does a mixed load take with tiny0 and tiny1?" in printed
+    assert "Without drafts on native: all requests in 2.00 s, 50 tokens/s." in printed
+    page = (tmp_path / "sweep" / "study.html").read_text(encoding="utf-8")
+    assert set(check_page(page).links) == {"0/bench.html", "1/bench.html"}
+    file = tmp_path / "sweep" / "1" / "bench.json"
+    for damaged in ({**whole, "parts": 3}, {**whole, "bench": "other"}, [], whole["parts"][0]):
+        file.write_text(json.dumps(damaged), encoding="utf-8")
+        assert main([str(tmp_path / "sweep")]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert said[0].endswith("1/bench.json: damaged, or of an older hydraspec")
+        assert [line.split(":")[0] for line in said[1:]] == ["  allowed", "  to do"]
+
+
+def test_runs_and_benchmarks_in_one_report(
+    studied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_of(tmp_path / "load", "tiny_fake")
+    folders = [str(studied), str(tmp_path / "load")]
+    assert main([*folders, "--write", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "Which drafter for tiny_fake on workload jsonl?" in printed
+    assert "all requests in 2.00 s" in printed
+    page = check_page((tmp_path / "out" / "study.html").read_text(encoding="utf-8"))
+    assert "../load/bench.html" in page.links
+    assert "; 1 benchmark" in page.text
