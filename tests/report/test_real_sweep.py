@@ -48,10 +48,22 @@ def test_the_report_is_over_the_runs_that_were_recorded(sweep: Path) -> None:
     made = json.loads((sweep / "study.json").read_text(encoding="utf-8"))
     report = wr.Report._from_model(wr.internal.ReportViewspec.model_validate(made))
     assert report.project == "hydraspec"
-    ids = {inspected(folder)["run_id"] for folder in sweep.glob("[0-9]*/wandb")}
-    assert len(ids) == 10
-    for grid in (block for block in report.blocks if isinstance(block, wr.PanelGrid)):
-        assert all(run_id in str(grid.runsets[0].filters) for run_id in ids)
+    ids: dict[str, set[str]] = {}
+    for folder in sweep.glob("[0-9]*/wandb"):
+        target = json.loads((folder.parent / "summary.json").read_text(encoding="utf-8"))["target"]
+        ids.setdefault(target, set()).add(inspected(folder)["run_id"])
+    assert [len(of) for of in ids.values()] == [5, 5]
+    sections: dict[str, list[str]] = {}
+    title = ""
+    for block in report.blocks:
+        title = block.text if isinstance(block, wr.H1) else title
+        if isinstance(block, wr.PanelGrid):
+            sections.setdefault(title, []).append(str(block.runsets[0].filters))
+    assert set(sections) == {*(f"target {name}" for name in ids), "All runs"}
+    for section, filters in sections.items():
+        for target, of in ids.items():
+            belongs = section in (f"target {target}", "All runs")
+            assert all((run_id in each) == belongs for run_id in of for each in filters)
 
 
 @pytest.mark.slow

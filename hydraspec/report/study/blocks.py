@@ -57,10 +57,12 @@ class Block:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Section:
-    """Blocks of runs with the same target and load; no title where there is one section."""
+    """Blocks of runs with the same target and load; no title where there is one section. `folders`
+    are of its runs, empty where it is about all."""
 
     title: str
     blocks: Sequence[Block]
+    folders: Sequence[Path] = ()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from hydraspec.comparison.runs import Job
 from hydraspec.report.study.answers import facts, question, verdict
 from hydraspec.report.study.blocks import Block, Section, Study
 from hydraspec.report.study.groups import Family, Group, Runs
@@ -43,11 +44,11 @@ def study(runs: Runs, *, asked: str | None = None) -> Study:
     for family in runs.families:
         shared = [make(family) for make in BY_FAMILY]
         if len(family.groups) > 1:
-            sections.append(_section(family.title, shared))
+            sections.append(_section(family.title, shared, [job for _, job in family.jobs()]))
             shared = []
         for group in family.groups:
             first, *others = (make(group) for make in BY_GROUP)
-            sections.append(_section(group.title, [first, *shared, *others]))
+            sections.append(_section(group.title, [first, *shared, *others], group.jobs))
     several = len(runs.jobs) > 1
     sections.append(_section("All runs" if several else "", [make(runs) for make in BY_ALL]))
     return Study(
@@ -59,8 +60,9 @@ def study(runs: Runs, *, asked: str | None = None) -> Study:
     )
 
 
-def _section(title: str, blocks: Sequence[Block | None]) -> Section:
-    return Section(title=title, blocks=[block for block in blocks if block])
+def _section(title: str, blocks: Sequence[Block | None], jobs: Sequence[Job] = ()) -> Section:
+    folders = [run.folder for job in jobs for run in job.runs]
+    return Section(title=title, blocks=[block for block in blocks if block], folders=folders)
 
 
 def _notes(runs: Runs) -> list[str]:

@@ -7,8 +7,8 @@ package: pip install "hydraspec[reports]".
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hydraspec.errors import ConfigurationError, UserError, printable
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import STUDY_SPEC, TRACKER
 from hydraspec.metrics.tracker import described, require_key
-from hydraspec.report.study.blocks import Block, Panel, Study, Table
+from hydraspec.report.study.blocks import Block, Panel, Section, Study, Table
 from hydraspec.report.study.groups import Runs
 
 MAX_TITLE = 128
@@ -41,11 +41,23 @@ class PublishError(UserError):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Place:
-    """Where the runs are in W&B; `run_ids` is empty where none was recorded."""
+    """Where the runs are in W&B; `recorded` has the ids of those in a run's folder."""
 
     project: str
     entity: str
-    run_ids: Sequence[str]
+    recorded: Mapping[Path, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def run_ids(self) -> list[str]:
+        """All ids; empty where none was recorded."""
+        return [name for ids in self.recorded.values() for name in ids]
+
+    def of(self, section: Section) -> Place:
+        """The same with the runs of a section alone."""
+        if not section.folders:
+            return self
+        kept = {path: ids for path, ids in self.recorded.items() if path in section.folders}
+        return replace(self, recorded=kept)
 
 
 INSTALL = 'install the package with: pip install "hydraspec[reports]"'
@@ -78,10 +90,9 @@ def place_of(runs: Runs) -> Place:
     recorded = [run for run in found if _run_ids(run.folder)]
     first = recorded[0] if recorded else found[0]
     place = _place(first.settings)
-    ids = [
-        name for run in recorded if _place(run.settings) == place for name in _run_ids(run.folder)
-    ]
-    return Place(project=place[0], entity=place[1], run_ids=ids)
+    here = [run.folder for run in recorded if _place(run.settings) == place]
+    ids = {folder: _run_ids(folder) for folder in here}
+    return Place(project=place[0], entity=place[1], recorded=ids)
 
 
 def _place(settings: Any) -> tuple[str, str]:
@@ -123,7 +134,7 @@ def _blocks(study: Study, place: Place, wr: Any) -> Iterator[Any]:
         if section.title:
             yield wr.H1(printable(section.title))
         for block in section.blocks:
-            yield from _block(block, place, wr)
+            yield from _block(block, place.of(section), wr)
     if place.run_ids:
         yield wr.H2("Over steps")
         yield _grid(OVER_STEPS, place, wr)
@@ -179,7 +190,7 @@ def write(study: Study, runs: Runs | None, folder: Path) -> Path:
         OSError: with the path, if it cannot be written.
     """
     path = folder / STUDY_SPEC
-    place = place_of(runs) if runs else Place(project="", entity="", run_ids=())
+    place = place_of(runs) if runs else Place(project="", entity="")
     made = spec(study, place) | {"id": _published_id(path)}
     write_whole(path, pretty_json(made))
     return path
