@@ -41,14 +41,16 @@ class CostTable:
     table of an engine without a drafter it is the cost of the baseline's step.
 
     Raises:
-        ValueError: not ascending, other shapes, times that are not positive and finite, or drafting
-            that takes longer than its step.
+        ValueError: not ascending, other shapes, times that are not positive and finite, drafting
+            that takes longer than its step, or rates that are not from 0 to 1.
     """
 
     batches: tuple[int, ...]  # requests in a step, ascending
     drafts: tuple[int, ...]  # drafts per request (K), ascending
     step_ms: Grid
     draft_ms: Grid | None = None  # of step_ms; None: not measured
+    # Of draft i, that it was accepted after i accepted ones, in the measured steps; empty: unknown.
+    rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, values, least in (("batches", self.batches, 1), ("drafts", self.drafts, 0)):
@@ -67,6 +69,10 @@ class CostTable:
         for steps, parts in zip(self.step_ms, self.draft_ms or (), strict=False):
             if any(part > step for step, part in zip(steps, parts, strict=True)):
                 raise ValueError("draft_ms is more than the step's whole time")
+        if self.rates and len(self.rates) < self.drafts[-1]:
+            raise ValueError(f"rates is not of {self.drafts[-1]} drafts")
+        if not all(0 <= rate <= 1 for rate in self.rates):
+            raise ValueError("rates has one that is not from 0 to 1")
 
     def at(self, batch: float, num_drafts: int) -> StepCost:
         """The cost of a step of `batch` requests with `num_drafts` each: linear between measured
@@ -82,7 +88,10 @@ class CostTable:
 
     def as_json(self) -> dict[str, Any]:
         """The content of a file that `from_json` takes."""
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        content = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        if not self.rates:
+            del content["rates"]
+        return content
 
 
 def merged(tables: Sequence[CostTable]) -> CostTable:
@@ -128,6 +137,7 @@ def from_json(found: object, source: str) -> CostTable:
             drafts=tuple(_whole(each) for each in found["drafts"]),
             step_ms=_grid(found["step_ms"]),
             draft_ms=None if draft_ms is None else _grid(draft_ms),
+            rates=tuple(float(each) for each in found.get("rates", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,6 +1,7 @@
 """The table of step costs: interpolation, its edges, and the format of its file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ TABLE = CostTable(
     step_ms=((1.0, 2.0, 3.0), (4.0, 6.0, 8.0), (10.0, 20.0, 30.0)),
     draft_ms=((0.0, 0.5, 1.0), (0.0, 1.0, 2.0), (0.0, 3.0, 4.0)),
 )
+RATES = (0.9, 0.75, 0.5)
 
 
 def test_measured_entries_come_back_exactly():
@@ -71,6 +73,9 @@ def test_a_table_survives_its_file(tmp_path):
     path.write_text(json.dumps(without.as_json()), encoding="utf-8")
     assert read(path) == without
     assert read(path).at(2, 0).verify_ms is None
+    assert "rates" not in without.as_json()
+    path.write_text(json.dumps(replace(TABLE, rates=RATES).as_json()), encoding="utf-8")
+    assert read(path).rates == RATES
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,9 @@ def test_a_table_survives_its_file(tmp_path):
         ({"step_ms": [[0, 2, 3], [4, 6, 8], [10, 20, 30]]}, "positive"),
         ({"draft_ms": [[2, 0, 0], [0, 0, 0], [0, 0, 0]]}, "more than"),
         ({"draft_ms": [["x", 0, 0], [0, 0, 0], [0, 0, 0]]}, "x"),
+        ({"rates": [0.8]}, "rates is not of"),
+        ({"rates": [1.2] * 8}, "from 0 to 1"),
+        ({"rates": 0.8}, "not iterable"),
     ],
 )
 def test_a_file_that_is_no_table_is_one_message(changed, says):

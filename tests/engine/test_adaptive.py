@@ -228,6 +228,7 @@ def test_costs_are_measured_once() -> None:
     assert table.drafts == tuple(range(MOST + 1))
     assert table.draft_ms is not None
     assert table.draft_ms[0][0] < table.draft_ms[0][MOST]
+    assert all(0.5 < rate < 1.0 for rate in table.rates[: MOST - 1])
     engine.prepare(requests)
     assert engine.info.costs is table
     assert run_requests(engine, zoo_requests(NUM_REQUESTS)).tokens == plain_tokens("gemma4_mtp")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,32 @@ def test_a_good_and_a_bad_drafter() -> None:
     assert chosen[40:].count(3) > 60
     _, chosen = decode(lengths, always(*[0.02] * MOST), 120, 2)
     assert chosen[40:].count(0) > 75
+
+
+def test_a_run_begins_with_the_rates_of_the_measured_steps() -> None:
+    """A good drafter's and a bad one's; without any, with high ones."""
+    for rate, wanted in ((0.95, MOST), (0.02, 0)):
+        lengths = DraftLengths(range(MOST + 1), replace(table(LINEAR), rates=(rate,) * MOST))
+        assert lengths.choose(4) == wanted
+    assert DraftLengths(range(MOST + 1), table(LINEAR)).choose(4) > 1
+
+
+def test_one_step_does_not_decide() -> None:
+    """Four requests whose first drafts are all rejected: no rest at 0 until a trial."""
+    lengths = DraftLengths(range(MOST + 1), replace(table(LINEAR), rates=(0.85,) * MOST))
+    _, chosen = decode(lengths, lambda step: [0.0 if step < 2 else 0.85] * MOST, 60, 4)
+    assert chosen[10:].count(0) == 0
+
+
+def test_a_step_with_fewer_requests_keeps_the_length() -> None:
+    """One ends and the next joins a step later: a rise for that step alone would never pay."""
+    rows = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6), (1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8)
+    costs = CostTable(batches=(3, 4), drafts=tuple(range(MOST + 1)), step_ms=rows, rates=(0.7,) * 6)
+    lengths = DraftLengths(range(MOST + 1), costs)
+    usual = [lengths.choose(4) for _ in range(20)][-1]
+    assert 0 < usual < MOST
+    assert [lengths.choose(n) for n in (3, 4, 4, 4, 3, 4, 4)] == [usual] * 7
+    assert [lengths.choose(3) for _ in range(20)][-1] > usual
 
 
 def test_no_drafts_do_not_stay_for_ever() -> None:

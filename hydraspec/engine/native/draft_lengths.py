@@ -23,13 +23,20 @@ KEPT_PER_STEP = 0.99
 # What is assumed of a draft that was never verified, and the weight of that in verifications. After
 # the first position the rate of the one before is assumed.
 ASSUMED_RATE, ASSUMED_WEIGHT = 0.8, 1.0
-# Another length has to promise so much more: the step in which it changes pays for rows or drafts
-# that are of no use.
-LEAST_GAIN = 1.01
-# Of the time goes to steps that try a longer draft than the best: what was rejected before may be
-# accepted now.
+# A run begins as if it had seen so many verifications of each draft with the rates of the steps
+# whose costs were measured; with assumed ones where those are not known.
+MEASURED_WEIGHT, UNKNOWN_WEIGHT = 16.0, 4.0
+# Speeds are means over so many steps with a length, or a share of the steps that the present one
+# has lasted. In the first one a request has no more drafts to verify than the step before proposed,
+# so a rise has to make up for it in the others.
+STEPS_OF_LENGTH, SHARE_OF_LAST = 7.0, 0.25
+# Of a step's costs in those that choices follow, which are means over recent steps: where a request
+# ends and the next one joins, one step has fewer requests.
+COSTS_OF_STEP = 0.25
+# Of the time may go to steps that try a longer draft than the best, where such a draft was not
+# verified for so many steps: what was rejected before may be accepted now.
 TRIAL_SHARE = 0.01
-FEWEST_STEPS_BETWEEN = 20
+STEPS_UNTIL_TRIAL = 100
 
 
 def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
@@ -67,6 +74,44 @@ def build_draft_lengths(config: RunConfig, num_micro_batches: int) -> DraftLengt
     return DraftLengths(offered, table, num_micro_batches)
 
 
+class AcceptanceCounts:
+    """Verifications of each draft after accepted ones, over all requests."""
+
+    def __init__(self, most: int, rates: Sequence[float] = (), weight: float = 0.0) -> None:
+        """As if `weight` verifications of each of `most` drafts had had these rates."""
+        self._reached = [weight] * most  # verifications of draft i after i accepted ones
+        self._accepted = [weight * rate for rate in rates or [ASSUMED_RATE] * most]
+        self.unseen = [0] * most  # steps since draft i was offered
+
+    def add(self, requests: Iterable[RequestStep], kept: float = 1.0) -> None:
+        """Count what a step verified; earlier counts keep a share `kept` of their weight. Drafts
+        that were not proposed are not in it."""
+        most = len(self._reached)
+        num_reached, num_accepted = [0] * (most + 1), [0] * (most + 1)  # requests, by drafts
+        longest = 0
+        for step in requests:
+            offered = len(step.draft_token_ids)
+            accepted = min(step.num_accepted, offered)
+            num_reached[min(accepted + 1, offered)] += 1
+            num_accepted[accepted] += 1
+            longest = max(longest, offered)
+        more_reached = more_accepted = 0
+        for i in reversed(range(most)):
+            more_reached += num_reached[i + 1]
+            more_accepted += num_accepted[i + 1]
+            self._reached[i] = self._reached[i] * kept + more_reached
+            self._accepted[i] = self._accepted[i] * kept + more_accepted
+            self.unseen[i] = 0 if i < longest else self.unseen[i] + 1
+
+    def rates(self) -> list[float]:
+        """Of draft i after i accepted ones, that it is accepted."""
+        rates, before = [], ASSUMED_RATE
+        for accepted, reached in zip(self._accepted, self._reached, strict=True):
+            before = (accepted + ASSUMED_WEIGHT * before) / (reached + ASSUMED_WEIGHT)
+            rates.append(before)
+        return rates
+
+
 class DraftLengths:
     """Chooses the length that promises the most tokens per millisecond.
 
@@ -86,11 +131,15 @@ class DraftLengths:
         self.start_over()
 
     def start_over(self) -> None:
-        """A run begins: nothing is known of its requests."""
+        """A run begins: of its requests only what the steps with measured costs showed is known."""
         most = self.offered[-1]
-        self._reached = [0.0] * most  # verifications of draft i after i accepted ones
-        self._accepted = [0.0] * most
+        measured = self.costs.rates if self.costs is not None else ()
+        weight = MEASURED_WEIGHT if measured else UNKNOWN_WEIGHT
+        self._counts = AcceptanceCounts(most, measured[:most], weight)
         self._last: int | None = None  # index of the last choice that was no trial
+        self._num_same = 0  # choices of it in a row
+        self._known_ms: dict[int, list[float]] = {}  # by requests in the step, then by length
+        self._recent_ms: list[float] = []  # of a step by length: costs in recent steps
         self._saved_ms = 0.0  # for trials
         self._trial: list[int] = []  # its further steps
 
@@ -106,48 +155,46 @@ class DraftLengths:
             return self.offered[-1]
         if self._trial:
             return self._trial.pop()
-        costs = [self.costs.at(num_requests, length).step_ms for length in self.offered]
-        best = self._best(costs)
+        costs = self._known_ms.get(num_requests)
+        if costs is None:
+            costs = [self.costs.at(num_requests, length).step_ms for length in self.offered]
+            self._known_ms[num_requests] = costs
+        self._recent_ms = [
+            before + COSTS_OF_STEP * (now - before)
+            for before, now in zip(self._recent_ms or costs, costs, strict=True)
+        ]
+        best = self._best(self._recent_ms)
+        self._num_same = self._num_same + 1 if best == self._last else 1
         self._last = best
-        return self.offered[best + self._tries_more(costs, best)]
+        return self.offered[best + self._tries_more(self._recent_ms, best)]
 
     def observe(self, requests: Iterable[RequestStep]) -> None:
-        """Count what a step verified. Drafts that were not proposed are not in it."""
-        reached, accepted = self._reached, self._accepted
-        for counts in (reached, accepted):
-            counts[:] = [count * KEPT_PER_STEP for count in counts]
-        for step in requests:
-            num_accepted = step.num_accepted
-            for i in range(min(num_accepted + 1, len(step.draft_token_ids))):
-                reached[i] += 1
-                accepted[i] += num_accepted > i
-
-    def _rates(self) -> Sequence[float]:
-        """Of draft i after i accepted ones, that it is accepted."""
-        rates, before = [], ASSUMED_RATE
-        for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            before = (accepted + ASSUMED_WEIGHT * before) / (reached + ASSUMED_WEIGHT)
-            rates.append(before)
-        return rates
+        """Count what a step verified."""
+        self._counts.add(requests, KEPT_PER_STEP)
 
     def _best(self, costs: Sequence[float]) -> int:
-        """The index of the best length, or of the last one where none is clearly better."""
-        tokens = list(accumulate(accumulate(self._rates(), mul), initial=1.0))  # by length
-        speeds = [tokens[n] / ms for n, ms in zip(self.offered, costs, strict=True)]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        last = self._last
-        return best if last is None or speeds[best] > LEAST_GAIN * speeds[last] else last
+        """The index of the length with the most tokens per millisecond."""
+        tokens = list(accumulate(accumulate(self._counts.rates(), mul), initial=1.0))  # by length
+        proposed = self.offered[-1 if self._last is None else self._last]
+        further = max(STEPS_OF_LENGTH, SHARE_OF_LAST * self._num_same) - 1
+        speeds = [
+            (further * tokens[n] + tokens[min(n, proposed)]) / (1 + further) / ms
+            for n, ms in zip(self.offered, costs, strict=True)
+        ]
+        return max(range(len(speeds)), key=speeds.__getitem__)
 
     def _tries_more(self, costs: Sequence[float], best: int) -> bool:
-        """Whether this step and a few after it try the length after the best. Every step saves a
-        share of its time, which pays for what a trial takes longer."""
+        """Whether this step and a few after it try the length after the best, where that was not
+        verified for long. Every step saves a share of its time, which pays for what a trial takes
+        longer."""
         self._saved_ms += TRIAL_SHARE * costs[best]
         if best + 1 == len(costs):
             self._saved_ms = 0.0
             return False
         longer = self._steps_of_trial * (costs[best + 1] - costs[best])
-        if self._saved_ms < max(longer, FEWEST_STEPS_BETWEEN * TRIAL_SHARE * costs[best]):
+        length = self.offered[best + 1]
+        if self._counts.unseen[length - 1] < STEPS_UNTIL_TRIAL or self._saved_ms < longer:
             return False
         self._saved_ms = 0.0
-        self._trial = [self.offered[best + 1]] * (self._steps_of_trial - 1)
+        self._trial = [length] * (self._steps_of_trial - 1)
         return True

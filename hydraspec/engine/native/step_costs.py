@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Protocol
 
 from hydraspec.costs import CostTable
-from hydraspec.engine.native.draft_lengths import DraftLengths
+from hydraspec.engine.native.draft_lengths import AcceptanceCounts, DraftLengths
 from hydraspec.types import Completion, Request, StepRecord
 
 NUM_STEPS = 12  # of each batch and length, at least; the faster half counts
@@ -54,27 +54,28 @@ def measure_costs(
     """Costs of steps of 1, 2, 4, … requests, up to as many as there are and run at once; None where
     too few steps of a size ran.
 
-    Lengths take turns from step to step, so that a machine that gets slower does so for all. Which
-    steps run depends on the requests alone: ranks that run the same steps stay together.
+    Lengths take turns from step to step and batches from run to run, so that a machine that gets
+    slower does so for all. Which steps run depends on the requests alone: ranks that run the same
+    steps stay together. The same steps tell how often drafts are accepted.
     """
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
     found: dict[int, Times] = defaultdict(Times)
+    counts = AcceptanceCounts(lengths.offered[-1])
     lengths.follow(cycle(lengths.offered))
     try:
-        for batch in batches:
-            wanted = -(-batch // num_micro_batches)
-            for _ in range(MAX_RUNS):
-                if found[wanted].has_all(lengths.offered):
-                    break
-                for event in engine.run(_copies(firsts, batch), concurrency=None):
-                    if isinstance(event, StepRecord):
-                        _note(event, found)
+        for batch in batches * MAX_RUNS:
+            if found[-(-batch // num_micro_batches)].has_all(lengths.offered):
+                continue
+            for event in engine.run(_copies(firsts, batch), concurrency=None):
+                if isinstance(event, StepRecord):
+                    _note(event, found)
+                    counts.add(event.requests)
     finally:
         lengths.follow(None)
     measured = {-(-batch // num_micro_batches) for batch in batches}
-    return _table({size: found[size] for size in sorted(measured)}, lengths.offered)
+    return _table({size: found[size] for size in sorted(measured)}, lengths.offered, counts.rates())
 
 
 def _copies(requests: Sequence[Request], count: int) -> list[Request]:
@@ -108,7 +109,9 @@ def _note(record: StepRecord, found: dict[int, Times]) -> None:
         times.draft_ms[length].append(drafting)
 
 
-def _table(found: dict[int, Times], offered: Sequence[int]) -> CostTable | None:
+def _table(
+    found: dict[int, Times], offered: Sequence[int], rates: Sequence[float]
+) -> CostTable | None:
     whole = {size: times for size, times in found.items() if times.has_all(offered)}
     if not whole:
         return None
@@ -124,6 +127,7 @@ def _table(found: dict[int, Times], offered: Sequence[int]) -> CostTable | None:
             for drafting, steps in zip(draft_ms, step_ms, strict=False)
         )
         or None,
+        rates=tuple(rates),
     )
 
 
