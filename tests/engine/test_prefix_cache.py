@@ -17,13 +17,16 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from prefix_model import VOCAB_SIZE, Model, Setting
+from prefix_model import Model
+from prefix_prompts import DRAFT, FULL, PROMPT, SLIDING, hit, served
+from prefix_setting import VOCAB_SIZE, Setting
 
 from hydraspec.engine.native.block_pool import BlockPool
 from hydraspec.engine.native.kv_budget import ceil_div
 from hydraspec.engine.native.kv_cache import KVCache
 from hydraspec.engine.native.kv_group import KVGroup
 from hydraspec.engine.native.prefix import PrefixKeys, root_key
+from hydraspec.engine.native.sequence import Scheduled
 
 SIZES = st.sampled_from([16, 16, 32])
 # No window is a multiple of a block; 18 and 34 see one token further than 17 and 33.
@@ -59,7 +62,7 @@ PROMPTS: st.SearchStrategy[Prompt] = st.tuples(
     st.integers(0, 20),
     st.integers(0, 5),
     st.sampled_from([0, 0, 0, 1, 5, -1]),
-    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30),
     st.integers(1, 60),
 )
 RIGHT = st.lists(st.integers(0, 4), min_size=1, max_size=4)  # drafts, per request in turn
@@ -131,6 +134,7 @@ def test_random_requests_read_what_their_tokens_wrote() -> None:
     assert happened["hits"] >= 30
     assert happened["evicted"] >= 30
     assert happened["preempted"] >= 5
+    assert happened["read in the step that wrote it"] >= 5
 
 
 @pytest.mark.slow
@@ -141,6 +145,7 @@ def test_20_000_steps_read_what_their_tokens_wrote() -> None:
     assert happened["hits"] >= 500
     assert happened["evicted"] >= 500
     assert happened["preempted"] >= 100
+    assert happened["read in the step that wrote it"] >= 100
 
 
 def stale_draft_kv(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,17 +186,23 @@ def window_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVGroup, "num_window_blocks", property(shorter))
 
 
+def all_rows_of_a_step_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests take blocks that end with a newest row or a decoding request's in the same step."""
+    monkeypatch.setattr(Scheduled, "num_shared", Scheduled.seq_len)
+
+
 def unaligned_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hit ends within a block of 32 tokens."""
-    monkeypatch.setattr(KVCache, "_alignment", 16)
+    monkeypatch.setattr(KVCache, "alignment", 16)
 
 
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
         (stale_draft_kv, "was written by other tokens"),
-        (early_publication, "is written, and has a key"),
+        (early_publication, "has a key"),
         (window_one_short, "have no block"),
+        (all_rows_of_a_step_are_shared, "is read in the pass that writes it"),
         (unaligned_hit, "was written by other tokens"),
         (drop_per_group, "a hit of"),
     ],
@@ -252,37 +263,6 @@ def test_a_copy_in_use_takes_the_place_of_one_that_is_only_kept() -> None:
 
 # ------------------------------------------------------------------ hits
 
-FULL, SLIDING, DRAFT = (16, None, 0), (16, 40, 0), (16, None, 1)
-
-
-def served(
-    groups: tuple[tuple[int, int | None, int], ...], *prompts: list[int], runs_ahead: bool = False
-) -> Model:
-    """An engine that has answered the prompts one after another, two tokens each."""
-    model = Model(
-        Setting(
-            groups=groups,
-            num_blocks=(40,) * len(groups),
-            num_drafts=1,
-            max_num_seqs=4,
-            max_rows=64,
-            max_len=300,
-            runs_ahead=runs_ahead,
-        )
-    )
-    for prompt in prompts:
-        model.add(prompt, 2)
-        while model.alive:
-            model.step([0])
-    return model
-
-
-def hit(model: Model, tokens: list[int]) -> int:
-    return model.kv.find_prefix(model.kv.keys_of(tokens), len(tokens) - 1)
-
-
-PROMPT = [(place * place // 7 + place // 5) % VOCAB_SIZE for place in range(100)]
-
 
 @pytest.mark.parametrize("groups", [(FULL,), (SLIDING,), (SLIDING, FULL), (SLIDING, FULL, DRAFT)])
 def test_a_hit_leaves_one_row_to_compute_and_loses_no_block_for_a_drafter(
@@ -319,7 +299,7 @@ def test_rows_in_flight_that_are_certain_are_shared() -> None:
     model.add(list(PROMPT), 2)
     model.step([0])
     assert model.alive[0].num_computed == 0  # its first 64 rows are in flight
-    model.add(list(PROMPT), 2)
+    model.add([*PROMPT[:70], *PROMPT], 2)
     model.step([0])
     assert [start for _, start in model.admissions] == [0, 64]
 

@@ -103,7 +103,8 @@ class Rows:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Tensor] = {}  # by request and layer: [L, ...], or NaN
         self._tokens: dict[int, list[int]] = {}
-        self._seen: dict[int, int] = {}  # computed tokens of a request when it was last compared
+        self._seen: dict[int, int] = {}  # computed tokens of a request at the last step
+        self._due: dict[int, int] = {}  # tokens of a request that are still to be compared
 
     def keep(self, engine: NativeEngine) -> None:
         """What is final of the requests that run."""
@@ -120,17 +121,21 @@ class Rows:
                 known[first:end] = rows
 
     def compare(self, engine: NativeEngine) -> None:
-        """The KV of requests that were just admitted is what it was without a hit."""
+        """The KV of requests that were just admitted is what it was without a hit. With a step in
+        flight, which may write it, once they have computed rows themselves."""
         for sequence in engine.parts.scheduler.running:
-            index, end = sequence.request.index, sequence.num_computed
-            is_new = end and end < self._seen.get(index, end + 1)
-            self._seen[index] = end
-            # A draft row reads the token after it. Sampled requests may part after a preemption.
-            same = self._tokens.get(index, [])[: end + 1] == sequence.token_ids[: end + 1]
-            if not is_new or not same:
+            index, computed = sequence.request.index, sequence.num_computed
+            if computed and computed < self._seen.get(index, computed + 1):
+                self._due[index] = computed
+            self._seen[index] = computed
+            if engine._in_flight and computed == self._due.get(index):
                 continue
-            for layer, first, rows in _rows(engine, sequence):
-                known = self._known[index, layer][first:end]
+            end = self._due.pop(index, 0)
+            # A draft row reads the token after it. Sampled requests may part after a preemption.
+            if not end or self._tokens.get(index, [])[: end + 1] != sequence.token_ids[: end + 1]:
+                continue
+            for layer, first, found in _rows(engine, sequence):
+                known, rows = self._known[index, layer][first:end], found[: max(0, end - first)]
                 is_known = known.isfinite()
                 where = f"request {index}, layer {layer}, rows from {first}"
                 assert rows[is_known].isfinite().all(), where

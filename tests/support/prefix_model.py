@@ -7,7 +7,7 @@ tokens wrote, or a block that others may read is written.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from prefix_setting import VOCAB_SIZE, Histories, Setting
 
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.native.kv_cache import KVCache
@@ -25,42 +26,8 @@ from hydraspec.engine.native.scheduler import Scheduler
 from hydraspec.engine.native.sequence import Scheduled, Sequence
 from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 
-VOCAB_SIZE = 3
 GARBAGE = -1  # of drafts, and of rows that were rejected
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Setting:
-    """What one engine is built with."""
-
-    groups: tuple[tuple[int, int | None, int], ...]  # block size, window, following tokens
-    num_blocks: tuple[int, ...]
-    num_drafts: int  # K
-    max_num_seqs: int
-    max_rows: int  # of a step
-    max_len: int
-    num_stages: int = 1
-    runs_ahead: bool = False
-
-    @property
-    def num_lookahead(self) -> int:
-        owns_kv = any(following for _, _, following in self.groups)
-        return max(0, self.num_drafts - 1) if owns_kv else 0
-
-
-class Histories:
-    """Numbers for sequences of tokens: equal only for equal ones, for all practical purposes."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-
-    def of(self, tokens: Seq[int]) -> np.ndarray:
-        """[len + 1]: entry n stands for the first n tokens."""
-        found = [0]
-        for token in tokens:
-            key = found[-1], token
-            found.append(self._numbers.setdefault(key, len(self._numbers) + 1))
-        return np.array(found)
+FEW_ROWS = 16  # of a request: a device may write and read them in one pass over all requests
 
 
 class WatchedCache(KVCache):
@@ -77,8 +44,19 @@ class WatchedCache(KVCache):
         self.model.num_hits += found > 0
         return found
 
+    def allocate(self, slot: int, num_tokens: int) -> bool:
+        before = [group.num_allocated[slot] for group in self.model.groups]
+        found = super().allocate(slot, num_tokens)
+        for g, group in enumerate(self.model.groups):
+            new = group.rows[slot][before[g] : group.num_allocated[slot]]
+            size = group.spec.block_size
+            self.model.content[g].reshape(-1, size)[new] = GARBAGE
+        return found
+
     def publish(self, slot: int, keys: PrefixKeys, num_final: int) -> None:
+        before = [set(group.pool._key_of) for group in self.model.groups]
         super().publish(slot, keys, num_final)
+        self.model.note_promises(slot, keys.token_ids, before)
         if self.model.compares_hits:
             self.model.check_published(slot, keys.token_ids, num_final)
 
@@ -95,7 +73,6 @@ class Slot:
 
     tokens: list[int]
     num_computed: int
-    num_checked: list[int]  # per group, blocks known to be published
 
 
 class Model:
@@ -159,6 +136,12 @@ class Model:
             np.full(count * size, GARBAGE)
             for count, (size, _, _) in zip(setting.num_blocks, setting.groups, strict=True)
         ]
+        # The same of blocks whose keys are there before the step that fills them is launched.
+        self.promised: dict[tuple[int, int], int] = {}
+        # Per group and cache row, who writes it in this step: its place from 1 on, negative where
+        # no other request may read the row in the same step.
+        self.writers = [np.zeros_like(content) for content in self.content]
+        self.num_checked: defaultdict[int, int] = defaultdict(int)  # published blocks, by owner
         self.slots: dict[int, Slot] = {}
         self.flights: deque[Flight] = deque()
         self.alive: list[Sequence] = []
@@ -197,16 +180,18 @@ class Model:
         )
         for sequence in self.scheduler.admitted:
             if sequence.slot >= 0:
-                nothing = [0] * len(self.groups)
                 tokens = list(sequence.token_ids)
                 self.admissions.append((sequence, sequence.num_computed))
-                self.slots[sequence.slot] = Slot(tokens, sequence.num_computed, nothing)
+                self.slots[sequence.slot] = Slot(tokens, sequence.num_computed)
+        for writers in self.writers:
+            writers[:] = 0
         if scheduled:
             tables = [table.dense() for table in self.scheduler.plan(scheduled).block_tables]
             sampled = [
-                self._run(item, [table[i] for table in tables], num_right[i % len(num_right)])
+                self._run(i, item, [table[i] for table in tables], num_right[i % len(num_right)])
                 for i, item in enumerate(scheduled)
             ]
+            self._check_promises()
             self.flights.append(Flight(scheduled, sampled))
             if self.num_ahead:
                 self.scheduler.launched(scheduled)
@@ -221,13 +206,17 @@ class Model:
         """The run ends; the next one finds nothing cached."""
         self.scheduler.clear()
         self.flights.clear()
+        self.promised.clear()
         self.alive.clear()
         self.known.clear()
 
     # ------------------------------------------------------------------ the device
 
-    def _run(self, item: Scheduled, tables: list[np.ndarray], num_right: int) -> list[int]:
-        """Write and read what this request's rows do; returns the sampled tokens."""
+    def _run(
+        self, place: int, item: Scheduled, tables: list[np.ndarray], num_right: int
+    ) -> list[int]:
+        """Write and read what the rows of the step's request `place` do; returns the sampled
+        tokens."""
         slot = self.slots[item.sequence.slot]
         start, end = slot.num_computed, slot.num_computed + item.num_rows
         truth = self._continuation(slot.tokens, item.num_drafts + 1) if item.samples else []
@@ -247,8 +236,15 @@ class Model:
             assert len(written) == stays - start, "a following token is not known yet"
             lookahead = self.setting.num_lookahead if following and item.samples else 0
             beyond = np.full(max(end, final + lookahead) - stays, GARBAGE)
-            self._write(g, table, start, np.concatenate((written, beyond)))
-            self._read(g, table, start, final, self.histories.of(slot.tokens)[1 + following :])
+            values = np.concatenate((written, beyond))
+            is_shared = item.is_prefill and item.num_rows > FEW_ROWS
+            num_shared = is_shared * (
+                len(written) - item.samples
+            )  # the newest may be written twice
+            writers = np.where(np.arange(len(values)) < num_shared, place + 1, -place - 1)
+            self._write(g, table, start, values, writers)
+            expected = self.histories.of(slot.tokens)[1 + following :]
+            self._read(g, table, start, final, expected, place)
         slot.num_computed = final
         return sampled
 
@@ -267,19 +263,33 @@ class Model:
         found: np.ndarray = blocks * size + positions % size
         return found
 
-    def _write(self, g: int, table: np.ndarray, first: int, values: np.ndarray) -> None:
+    def _write(
+        self, g: int, table: np.ndarray, first: int, values: np.ndarray, writers: np.ndarray
+    ) -> None:
         rows = self._rows(g, table, first, first + len(values))
         pool = self.groups[g].pool
         for block in set((rows // self.setting.groups[g][0]).tolist()):
+            if (g, block) in self.promised:
+                continue
             assert block not in pool._key_of, f"group {g}: block {block} is written, and has a key"
             assert pool._num_users[block] == 1, f"group {g}: block {block} is written and shared"
         self.content[g][rows] = values
+        self.writers[g][rows] = writers
 
-    def _read(self, g: int, table: np.ndarray, start: int, end: int, expected: np.ndarray) -> None:
+    def _read(
+        self, g: int, table: np.ndarray, start: int, end: int, expected: np.ndarray, place: int
+    ) -> None:
         """What the queries of rows start to end - 1 see."""
         window = self.setting.groups[g][1]
         first = 0 if window is None else max(0, start - window + 1)
-        content = self.content[g][self._rows(g, table, first, end)]
+        rows = self._rows(g, table, first, end)
+        writers, content = self.writers[g][rows], self.content[g][rows]
+        by_others = (writers != 0) & (abs(writers) != place + 1)
+        in_one_pass = np.flatnonzero(by_others & (writers < 0))
+        assert not len(in_one_pass), (
+            f"group {g}: row {first + in_one_pass[0]} is read in the pass that writes it"
+        )
+        self._happened["read in the step that wrote it"] += bool(by_others.any())
         wrong = np.flatnonzero(content != expected[first:end])
         assert not len(wrong), f"group {g}: row {first + wrong[0]} was written by other tokens"
 
@@ -321,13 +331,33 @@ class Model:
         """Histories up to the last rows of blocks that have keys."""
         size = self.setting.groups[g][0]
         lasts = [block * size + size - 1 for block in self.groups[g].pool._key_of]
-        return set(self.content[g][lasts].tolist())
+        promised = {value for (group, _), value in self.promised.items() if group == g}
+        return promised.union(self.content[g][lasts].tolist())
 
     def _has(self, g: int, history: np.ndarray, end: int, cached: set[int]) -> bool:
         size, window, following = self.setting.groups[g]
         first = 0 if window is None else max(0, end - window + 1)
         blocks = range(first // size, -(-end // size)) if first < end else range(0)
         return all(history[(block + 1) * size + following] in cached for block in blocks)
+
+    def note_promises(self, slot: int, tokens: Seq[int], before: Seq[set[int]]) -> None:
+        """Which of the slot's blocks that just got keys are still to be filled."""
+        history = self.histories.of(tokens)
+        for g, group in enumerate(self.groups):
+            size, _, following = self.setting.groups[g]
+            first, end = group.live[slot, 1:].tolist()
+            for place, block in enumerate(group.rows[slot][first:end].tolist(), first):
+                if block in group.pool._key_of and block not in before[g]:
+                    value = int(history[(place + 1) * size + following])
+                    if self.content[g][block * size + size - 1] != value:
+                        self.promised[g, block] = value
+
+    def _check_promises(self) -> None:
+        """Blocks that had keys before the step was launched are filled once it was."""
+        for (g, block), value in self.promised.items():
+            last = block * self.setting.groups[g][0] + self.setting.groups[g][0] - 1
+            assert self.content[g][last] == value, f"group {g}: block {block} has a key too early"
+        self.promised.clear()
 
     def check_published(self, slot: int, tokens: Seq[int], num_final: int) -> None:
         """Every block that a hit may need can be found, right after it was published."""
@@ -336,13 +366,13 @@ class Model:
         for g, group in enumerate(self.groups):
             size, window, following = self.setting.groups[g]
             end = min(num_final, len(tokens) - following) // size
-            checked = self.slots[slot].num_checked
-            for block in range(max(checked[g], group.first_live[slot]), end):
+            checked, owner = self.num_checked, int(group.live[slot, 0])
+            for block in range(max(checked[owner], group.first_live[slot]), end):
                 border = -(-(block + 1) * size // alignment) * alignment
                 if window is None or (block + 1) * size - 1 >= border - window + 1:
                     value = history[(block + 1) * size + following]
                     assert value in self._cached(g), f"group {g}: block {block} was not published"
-            checked[g] = max(checked[g], end)
+            checked[owner] = max(checked[owner], end)
 
     def check_blocks(self) -> None:
         """No block is in two hands unless it is shared, and none is lost."""

@@ -99,7 +99,7 @@ class KVCache:
         return view
 
     @property
-    def _alignment(self) -> int:
+    def alignment(self) -> int:
         """Hits are multiples of all block sizes."""
         return math.lcm(*(group.spec.block_size for group in self._groups))
 
@@ -187,12 +187,18 @@ class KVCache:
         if self._prefix_root is None:
             return None
         has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
-        return PrefixCaching(block_size=self._alignment, has_draft_kv=has_draft_kv)
+        return PrefixCaching(block_size=self.alignment, has_draft_kv=has_draft_kv)
 
     def keys_of(self, token_ids: Sequence[int]) -> PrefixKeys:
         """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow."""
         unit = math.gcd(*(group.spec.block_size for group in self._groups))
         return PrefixKeys(token_ids, unit, self._prefix_root or b"")
+
+    def next_key(self, keys: PrefixKeys, count: int, most: int) -> bytes | None:
+        """Stands for all tokens up to the next possible end of a hit after `count` tokens; None:
+        that is after `most` tokens, or no blocks are cached."""
+        end = count - count % self.alignment + self.alignment
+        return None if self._prefix_root is None or end > most else keys.key(end, 0)
 
     def find_prefix(self, keys: PrefixKeys, most: int) -> int:
         """How many leading tokens, at most `most`, have their KV in cached blocks of every group:
@@ -200,7 +206,7 @@ class KVCache:
         blocks' keys name after it are known: it is below the number of tokens."""
         if self._prefix_root is None:
             return 0
-        alignment = self._alignment
+        alignment = self.alignment
         end = most - most % alignment
         # Any shorter prefix of a hit is one where all tokens are seen; a window's blocks are asked
         # for again at each length.
@@ -231,7 +237,7 @@ class KVCache:
         computed, or launched and certain to stay."""
         if num_final < self._publish_from[slot]:
             return
-        alignment = self._alignment
+        alignment = self.alignment
         self._publish_from[slot] = min(
             group.publish(slot, keys, num_final, alignment) for group in self._groups
         )

@@ -69,6 +69,8 @@ class Scheduler:
         # The last one that found no blocks, and the cached tokens that it would have begun with.
         self._refused: tuple[Sequence | None, int] = None, 0
         self._is_limited = False  # the budget is that of prompts
+        # Prompts of the step being scheduled, by the end of their next block to be published.
+        self._reading: dict[bytes | None, Scheduled] = {}
         self._prompt_rows = PromptRows(
             max_rows=max_num_batched_tokens,
             graph_rows=tuple(graph_rows),
@@ -131,6 +133,10 @@ class Scheduler:
             if item is not None and self._make_room(item, chosen):
                 chosen[sequence] = item
                 self._budget -= item.num_rows
+        self._reading.clear()
+        if self.waiting:
+            for item in chosen.values():  # no request is preempted any more
+                self._let_share(item, item.num_computed)
         while self.waiting and self._free_slots and not self._is_short and len(chosen) < most:
             self._limit_prompts()
             if not self._admit(self.waiting[0], chosen):
@@ -275,7 +281,7 @@ class Scheduler:
         slot = self._free_slots[-1]
         if not self._may_fit(sequence, slot):
             return False
-        cached = self.kv.find_prefix(sequence.keys, sequence.num_tokens - 1)
+        cached = self._find_prefix(sequence)
         self.kv.take_prefix(slot, sequence.keys, cached)
         wanted = min(sequence.num_tokens - cached, self._budget)
         rows = min(wanted, self._tokens_that_fit(slot) - cached)
@@ -296,9 +302,28 @@ class Scheduler:
         self.running.append(sequence)
         self.admitted.append(sequence)
         is_whole = cached + rows == sequence.num_tokens
-        chosen[sequence] = Scheduled(sequence, cached, rows, 0, True, is_whole)
+        item = chosen[sequence] = Scheduled(sequence, cached, rows, 0, True, is_whole)
         self._budget -= rows
+        self._let_share(item, cached)
         return True
+
+    def _find_prefix(self, sequence: Sequence) -> int:
+        """Cached tokens of a waiting request. Blocks that the step being scheduled fills get their
+        keys as far as it shares them: at most twice as far, so that few searches do."""
+        keys, most = sequence.keys, sequence.num_tokens - 1
+        cached = self.kv.find_prefix(keys, most)
+        while item := self._reading.pop(self.kv.next_key(keys, cached, most), None):
+            end = min(item.num_shared, 2 * cached + self.kv.alignment)
+            self.kv.publish(item.sequence.slot, item.sequence.keys, end)
+            self._let_share(item, end)
+            cached = self.kv.find_prefix(keys, most)
+        return cached
+
+    def _let_share(self, item: Scheduled, num_published: int) -> None:
+        """Requests that are admitted to the same step may take the blocks that `item` fills."""
+        key = self.kv.next_key(item.sequence.keys, num_published, item.num_shared)
+        if key is not None:
+            self._reading.setdefault(key, item)
 
     def _may_fit(self, sequence: Sequence, slot: int) -> bool:
         """Whether it is worth looking for the request's prefix: not while the rows that it lacked

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hydraspec_kernels.attention import MOST_FUSED_ROWS
+
 from hydraspec.engine.finish import OfferedRequest
 from hydraspec.engine.native.prefix import PrefixKeys
 
@@ -65,3 +67,12 @@ class Scheduled:
     def seq_len(self) -> int:
         """Tokens in the cache with its rows; an upper bound while drafts are in flight."""
         return self.num_computed + self.num_rows
+
+    @property
+    def num_shared(self) -> int:
+        """Leading tokens whose KV other requests of the same step may read: 0, or those of a prompt
+        and its rows. Few rows may be written and read in one kernel, and the newest row twice (see
+        needed_rows.reduced)."""
+        if not self.is_prefill or self.num_rows <= MOST_FUSED_ROWS:
+            return 0
+        return self.seq_len - self.samples

@@ -29,11 +29,17 @@ from hydraspec_kernels.attention.plan import (
     plan_attention,
 )
 from hydraspec_kernels.attention.reference import planned_attention_reference, write_qkv_reference
-from hydraspec_kernels.attention.tiling import fits_decode, fits_latent, fits_prefill
+from hydraspec_kernels.attention.tiling import (
+    MOST_FUSED_ROWS,
+    fits_decode,
+    fits_latent,
+    fits_prefill,
+)
 from hydraspec_kernels.runtime import breaks
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
+    "MOST_FUSED_ROWS",
     "AttentionPlan",
     "DevicePlan",
     "GroupShape",
@@ -96,8 +102,9 @@ def attend_projection(
     """`write_qkv`, then `paged_attention`, in one kernel where it is faster -> [T, Hq * H].
 
     cache is [rows, 2, Hkv, H]. writes false: a layer that shares KV, which only reads the cache.
-    A cache row is -1 or that of its row's position in the plan's block table. A piecewise capture
-    leaves the attention eager.
+    A cache row is -1 or that of its row's position in the plan's block table. Where some request
+    has more than MOST_FUSED_ROWS rows, requests may read what others of the call write. A piecewise
+    capture leaves the attention eager.
     """
     narrow = projection.qkv.element_size() < 8
     if isinstance(plan, DevicePlan) and narrow and fits_decode(plan):

@@ -22,6 +22,9 @@ MAX_LONG_SPLITS = 64  # of the fused kernel, where sequences are long: see `most
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
+# Of a request. A pass with more writes all its keys before it reads any, so that requests may read
+# each other's; the engine's scheduler relies on it.
+MOST_FUSED_ROWS = MOST_SPLIT_ROWS
 # Numbers in a tile of queries at most: its norm and rotation are held in registers at once.
 MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
@@ -122,7 +125,7 @@ def fits_decode(plan: DevicePlan) -> bool:
 
 def supports_decode(shape: GroupShape, max_rows: int) -> bool:
     """Whether the fused kernel runs: few rows per request, separate keys and values."""
-    if shape.latent_dim is not None or max_rows > MOST_SPLIT_ROWS or shape.head_dim % 2:
+    if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
         return False
     numbers = block_queries(shape, max_rows) * next_power_of_2(shape.head_dim)
     return numbers <= MOST_QUERY_NUMBERS
