@@ -114,7 +114,7 @@ def _section(of: Result) -> Section:
         f"{bench_table.OURS} is faster."
         if result["ratios"]
         else "",
-        sentences=list(_said(result)),
+        sentences=list(_said(result)) if any(_told(result)) else (),
         table=Table(header=bench_table.header_of(result), lines=lines),
     )
     charts = [block for curve in benchmark.curves for block in _chart(curve, result)]

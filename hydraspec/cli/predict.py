@@ -13,7 +13,9 @@ from hydraspec.cli.compose import CONFIG_NAME, Job, plan
 from hydraspec.cli.flags import read_flags
 from hydraspec.cli.folders import RUN_DIR, fresh, is_typed, refuse_no_folder
 from hydraspec.cli.overrides import with_config_dir
+from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
+from hydraspec.lab.resolution import resolve
 from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
 COMMAND = "hydraspec.predict"
@@ -75,6 +77,8 @@ def predict(
     jobs = [job for job in planned.jobs if job.config.method.name != "none"] or planned.jobs
     wanted = []
     for job in jobs:
+        if job.config.method.name == AUTO:
+            resolve(job.config)  # its drafter says K
         most = job.config.method.most_drafts
         wanted.append(
             Wanted(

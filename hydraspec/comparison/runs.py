@@ -131,6 +131,9 @@ def read_run(folder: Path) -> Run:
         ConfigurationError: naming the file that is missing, damaged or older than this.
     """
     allowed = "folders of finished runs"
+    if not (folder / SUMMARY).is_file():
+        remedy = "give the folder of one run; a sweep's are numbered"
+        raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)
     summary = read_summary(folder)
     if summary is None or "lossless" not in summary:
         problem = f"{SUMMARY} cannot be read, or is no run's"

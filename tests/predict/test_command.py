@@ -10,7 +10,10 @@ import pytest
 
 from hydraspec.cli.compose import plan
 from hydraspec.cli.predict import concurrencies_of, main, predict
+from hydraspec.config.schema import RunConfig
 from hydraspec.costs import from_json
+from hydraspec.errors import ConfigurationError
+from hydraspec.predict.prediction import Wanted
 
 ZOO = [
     *("target=tiny_gemma4", "method=gemma4_mtp", "engine.device=cpu", "engine.num_threads=1"),
@@ -55,6 +58,22 @@ def test_refusals_are_one_message(
     assert said in error
     assert "Traceback" not in error
     assert not (tmp_path / "predict.json").exists()
+
+
+def test_a_drafter_that_the_target_names_says_its_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """method=auto has no K until its drafter is read: catches a prediction of none."""
+    found: list[list[int]] = []
+
+    def told(config: RunConfig, wanted: Wanted, **_: object) -> None:
+        found.append(list(wanted.drafts))
+        raise ConfigurationError("seen")
+
+    monkeypatch.setattr("hydraspec.predict.run.predict", told)
+    argv = ["target=tiny_qwen3", "engine.device=cpu", "tracker=none", f"hydra.run.dir={tmp_path}"]
+    assert main(argv) == 2
+    assert found == [[1, 2, 3]]
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_folders_without_a_record(
         assert "Traceback" not in said
 
     says(tmp_path / "nowhere", "does not exist")
-    says(tmp_path, "summary.json cannot be read")
+    says(tmp_path, "holds no summary.json")
     folder = shutil.copytree(recorded, tmp_path / "run")
     lines = read(folder / POSITIONS)
     write_json_lines(folder / POSITIONS, lines[:-1])
