@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.utils import configure_log, env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hydraspec.cli import ranks, sweep, torchrun
+from hydraspec.cli import ranks, report, sweep, torchrun
 from hydraspec.cli.compose import Job
 from hydraspec.cli.rank_job import runner
 from hydraspec.cli.ranks import needs_ranks
@@ -47,10 +47,8 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
     else:
         run_here = runner(job.config)
         summary = run_here(job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet)
-    if job.sweep is None and job.config.tracker.report:
-        from hydraspec.lab.tracking import close_run
-
-        close_run(job.config, job.folder, quiet=quiet)
+    if job.sweep is None:
+        report.close_run(job.config, job.folder, quiet=quiet)
     return summary
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydraspec.cli.complain import status_over_folders, tell
+from hydraspec.config.benches import is_bench
+from hydraspec.config.schema import RunConfig
 from hydraspec.metrics.run_files import STUDY_SPEC
 
 COMMAND = "hydraspec.report"
@@ -53,25 +55,53 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> None:
-    from hydraspec.bench import study as bench_study
-    from hydraspec.report.study import groups, page, wandb_report
-    from hydraspec.report.study.contents import study
+    from hydraspec.report.study import wandb_report
 
     if given.publish:
         wandb_report.check_installed()
-    benchmarks = {folder: bench_study.read(folder) for folder in folders}
-    of_runs = [folder for folder in folders if not benchmarks[folder]]
-    runs = groups.read(of_runs) if of_runs else None
-    made = study(runs, asked=given.question) if runs else None
-    if results := [result for found in benchmarks.values() for result in found]:
-        made = bench_study.extended(made, results, asked=given.question)
-    assert made is not None, "there is a folder"
-    page.tell(made, page.write(made, runs, target))
+    write_report(folders, target, asked=given.question)
     if given.publish:
         address = wandb_report.publish(target / STUDY_SPEC, given.entity, given.project)
         sys.stdout.write(f"Published: {address}\n")
     elif not wandb_report.is_installed():
         tell(f"{STUDY_SPEC} is not written: {wandb_report.INSTALL}", command=COMMAND)
+
+
+def write_report(
+    folders: Sequence[Path], target: Path, *, asked: str | None = None, quiet: bool = False
+) -> None:
+    """Write the report over runs, sweeps and benchmarks into `target`, and print its answer.
+
+    Raises:
+        ConfigurationError: the folders make no report.
+        OSError: with the path, if it cannot be written.
+    """
+    from hydraspec.bench import study as bench_study
+    from hydraspec.report.study import groups, page
+    from hydraspec.report.study.contents import study
+
+    benchmarks = {folder: bench_study.read(folder) for folder in folders}
+    of_runs = [folder for folder in folders if not benchmarks[folder]]
+    runs = groups.read(of_runs) if of_runs else None
+    made = study(runs, asked=asked) if runs else None
+    if results := [result for found in benchmarks.values() for result in found]:
+        made = bench_study.extended(made, results, asked=asked)
+    assert made is not None, "there is a folder"
+    paths = page.write(made, runs, target)
+    if not quiet:
+        page.tell(made, paths)
+
+
+def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
+    """Make the report of a single run or benchmark, if tracker.report asks for one."""
+    if not config.tracker.report:
+        return
+    from hydraspec.lab import tracking
+
+    if is_bench(config):
+        write_report([folder], folder, quiet=quiet)
+    else:
+        tracking.close_run(config, folder, quiet=quiet)
 
 
 def _target(given: str | None, folders: Sequence[Path]) -> Path:

@@ -11,6 +11,9 @@ import pytest
 from checked_pages import check_page
 
 from hydraspec.bench.choices import BENCHMARKS
+from hydraspec.cli import jobs
+from hydraspec.cli.compose import plan
+from hydraspec.cli.jobs import run_job
 from hydraspec.cli.report import main
 
 
@@ -83,3 +86,17 @@ def test_runs_and_benchmarks_in_one_report(
     page = check_page((tmp_path / "out" / "study.html").read_text(encoding="utf-8"))
     assert "../load/bench.html" in page.links
     assert "; 1 benchmark" in page.text
+
+
+def test_a_benchmark_ends_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tracker.report=true, as of a run."""
+    planned = plan(["bench=load", "tracker.report=true", f"hydra.run.dir={tmp_path / 'load'}"])
+    monkeypatch.setattr(jobs, "resolve", lambda config: None)
+    monkeypatch.setattr(
+        jobs, "runner", lambda config: lambda *_, run_dir, **__: load_of(run_dir, "tiny")
+    )
+    run_job(planned.jobs[0])
+    assert "How long does a mixed load take with tiny?" in capsys.readouterr().out
+    assert (tmp_path / "load" / "study.html").is_file()
