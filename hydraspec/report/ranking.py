@@ -19,7 +19,8 @@ COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var
 BEST, EQUAL = "*", "="
 NOTE = (
     f"{BEST}: the highest speedup, each job against its own baseline; {EQUAL}: cannot be told from "
-    "it (paired bootstrap over requests, Holm's correction over pairs of jobs, 5 %)."
+    "it (paired bootstrap over requests, Holm's correction over pairs of jobs, 5 %; "
+    "the intervals are of single comparisons)."
 )
 HEADER = ("", "job", "settings", "runs", "speedup", "against the reference", "acceptance length")
 MORE = ("exact match", "baseline tok/s")
