@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
@@ -169,12 +171,36 @@ def test_one_request_alone_runs_step_by_step() -> None:
     assert len(found.completions) == 1
 
 
-def test_one_more_step_than_stages_in_flight() -> None:
-    pair = QUICK[2]
+def ahead(pair: Pair) -> RunConfig:
     config = config_of(pair)
     config.engine.async_scheduling = True
-    found = compare(PP2, config, mixed_requests(pair))
-    assert max(len(record.requests) for record in found.records) == 2  # of 4 over 3 steps
+    return config
+
+
+def test_steps_are_launched_before_the_results_that_they_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests end while their next step is in flight, and others take their slots."""
+    most: list[int] = []
+    original = NativeEngine._flight
+
+    def flight(self: NativeEngine, *args: Any) -> Any:
+        found = original(self, *args)
+        if self._num_stages > 1:
+            most.append(1 + len(self._in_flight))
+        return found
+
+    monkeypatch.setattr(NativeEngine, "_flight", flight)
+    found = compare(PP2, ahead(QUICK[2]), mixed_requests(QUICK[2]))
+    assert max(most) == 3, "one more than stages"
+    assert max(len(record.requests) for record in found.records) == 2  # of 4 over two steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [PP2, Layout(pipeline=4), TP2_PP2], ids=["pp2", "pp4", "tp2pp2"])
+@pytest.mark.parametrize("pair", ZOO_PAIRS, ids=name)
+def test_every_pair_with_steps_launched_ahead(pair: Pair, layout: Layout) -> None:
+    compare(layout, ahead(pair), mixed_requests(pair))
 
 
 @pytest.mark.slow
@@ -188,11 +214,12 @@ def test_groups_with_other_block_sizes() -> None:
     assert len(found.completions) == len(mixed_requests(pair))
 
 
-def test_a_full_cache_preempts_alike_on_every_stage() -> None:
+@pytest.mark.parametrize("make", [config_of, pytest.param(ahead, marks=pytest.mark.slow)])
+def test_a_full_cache_preempts_alike_on_every_stage(make: Callable[[Pair], RunConfig]) -> None:
     pair = QUICK[1]
     requests = mixed_requests(pair)
     ample = run_alone(NativeEngine(config_of(pair)), requests)
-    config = config_of(pair)
+    config = make(pair)
     config.engine.kv_cache.memory_gib = cache_gib(config) * 0.2
     found = assert_same_everywhere(run_over(PP2, config, requests))
     assert sum(record.num_preempted for record in found.records) > 0
@@ -255,18 +282,28 @@ def test_a_stage_holds_the_cache_of_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_large"),
-    [("none", False), ("full", False), pytest.param("full", True, marks=pytest.mark.slow)],
+    ("mode", "has_large", "make"),
+    [
+        ("none", False, config_of),
+        ("full", False, ahead),
+        pytest.param("none", False, ahead, marks=pytest.mark.slow),
+        pytest.param("full", False, config_of, marks=pytest.mark.slow),
+        pytest.param("full", True, config_of, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_on_a_device_hand_over_what_graphs_compute(
-    mode: str, has_large: bool, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    has_large: bool,
+    make: Callable[[Pair], RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a device's runner, and recorded operations in place of CUDA's graphs. (A process records
     one piecewise graph at a time, which threads would mix up.)"""
     attention_as_on_devices(monkeypatch)
     pair = E_WITH_ASSISTANT
     requests = mixed_requests(pair)
-    config = config_of(pair, max_num_batched_tokens=40)
+    config = make(pair)
+    config.engine.max_num_batched_tokens = 40
     if has_large:  # the last stage leaves out rows in its graphs, the first has no layer that could
         for module in (modes, step_graphs):
             monkeypatch.setattr(module, "PROMPT_ROWS", (8,))

@@ -131,7 +131,7 @@ def test_random_requests_read_what_their_tokens_wrote() -> None:
     with Model.counting() as happened:
         drive(12, 20, Phase.generate, Phase.shrink)
     assert happened["steps"] >= 500
-    assert happened["hits"] >= 30
+    assert happened["hits"] >= 25
     assert happened["evicted"] >= 30
     assert happened["preempted"] >= 5
     assert happened["read in the step that wrote it"] >= 5

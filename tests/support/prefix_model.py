@@ -128,7 +128,8 @@ class Model:
             max_model_len=setting.max_len,
             num_speculative_tokens=setting.num_drafts,
             num_lookahead_tokens=lookahead,
-            num_micro_batches=1 if num_stages == 1 else num_stages + setting.runs_ahead,
+            num_micro_batches=num_stages,
+            runs_ahead=setting.runs_ahead,
         )
         self.finish = FinishCheck([], setting.max_len, None)
         # Per group [num_blocks * block size]: the history that wrote each cache row.

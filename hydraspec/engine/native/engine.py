@@ -176,6 +176,7 @@ class NativeEngine(Engine):
         for sequence in self._scheduler.admitted:
             sequence.note_slot(time.perf_counter())
             if sequence.slot >= 0:
+                self.parts.runner.reassign(sequence.slot)
                 write_request(
                     self.parts.runner.state,
                     sequence.slot,

@@ -206,9 +206,10 @@ def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
         max_model_len=models.max_model_len,
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
-        num_micro_batches=_num_micro_batches(config, models.target),
+        num_micro_batches=models.target.stage.count,
+        runs_ahead=_runs_ahead(config, models.target),
         graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
-        draft_lengths=build_draft_lengths(config, _num_micro_batches(config, models.target)),
+        draft_lengths=build_draft_lengths(config, models.target.stage.count),
     )
 
 
@@ -325,17 +326,12 @@ def _device_name(device: torch.device) -> str:
 
 def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
     """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
-    done. Of pipeline stages, whether one more step than stages is in flight; null means no, since
-    then steps have fewer requests each."""
+    done. Of pipeline stages, whether a step is launched before the results of the one that it
+    follows are read; null means no."""
     wanted = config.engine.async_scheduling
     if wanted is None:
         return target.device.type == "cuda" and target.stage.count == 1
     return wanted
-
-
-def _num_micro_batches(config: RunConfig, target: TargetModel) -> int:
-    count = target.stage.count
-    return 1 if count == 1 else count + _runs_ahead(config, target)
 
 
 def _info(

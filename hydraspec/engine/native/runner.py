@@ -105,6 +105,9 @@ class Runner:
             store_draft(self.state, batch, draft)
         return draft
 
+    def reassign(self, slot: int) -> None:
+        """A slot gets another owner, which results under way for the one before must not reach."""
+
     def capture_variant(self, flags: SamplingFlags) -> None:
         """Capture graphs of steps that are sampled so; without graphs nothing."""
         return None

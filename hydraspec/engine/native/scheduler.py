@@ -18,6 +18,7 @@ from itertools import islice
 
 from hydraspec.engine.native.draft_lengths import DraftLengths
 from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.native.micro_batches import MicroBatches
 from hydraspec.engine.native.plans import PlanBuilder
 from hydraspec.engine.native.prompt_rows import PromptRows
 from hydraspec.engine.native.sequence import Scheduled, Sequence
@@ -40,14 +41,16 @@ class Scheduler:
         num_speculative_tokens: int,
         num_lookahead_tokens: int = 0,
         num_micro_batches: int = 1,
+        runs_ahead: bool = False,
         graph_rows: Seq[int] = (),
         draft_lengths: DraftLengths | None = None,
     ) -> None:
-        """num_micro_batches: steps in flight of disjoint requests, over which requests are spread
-        evenly; 1: one step, or two as in docs/adr/0010. graph_rows: of mixed steps that are graphs,
-        rising. draft_lengths: chooses the drafts of each step, at most num_speculative_tokens."""
+        """num_micro_batches, runs_ahead: see MicroBatches; one: one step in flight, or two as in
+        docs/adr/0010. graph_rows: of mixed steps that are graphs, rising. draft_lengths: chooses
+        the drafts of each step, at most num_speculative_tokens."""
         self.kv = kv
         self.num_micro_batches = num_micro_batches
+        self._micro_batches = MicroBatches(num_micro_batches, runs_ahead=runs_ahead)
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -57,9 +60,7 @@ class Scheduler:
         self.draft_length: int | None = None  # of the step scheduled last, where it is chosen
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.admitted: list[
-            Sequence
-        ] = []  # got a slot in the last schedule(); their state must be written
+        self.admitted: list[Sequence] = []  # in the last schedule(); their state must be written
         self.failed: list[Sequence] = []
         self._cancelled: set[int] = set()  # indices, also of requests that have not been added yet
         self._ending: list[Sequence] = []  # cancelled, and not out yet
@@ -114,10 +115,11 @@ class Scheduler:
         self._budget = self.max_num_batched_tokens
         self._is_short = self._is_limited = False
         chosen: dict[Sequence, Scheduled] = {}
-        most = self._share()
+        wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        most = self._micro_batches.share(wanted)
         if self.draft_lengths is not None:
             together = len(self.running) or min(len(self.waiting), self.max_num_seqs)
-            self.draft_length = self.draft_lengths.choose(-(-together // self.num_micro_batches))
+            self.draft_length = self.draft_lengths.choose(self._micro_batches.share(together))
         for sequence in self._in_turn():
             if len(chosen) == most:
                 break
@@ -156,11 +158,9 @@ class Scheduler:
         ]
 
     def _end_cancelled(self) -> None:
-        """Those in flight between pipeline stages end when their results have arrived: until then
-        these change the state of their slots."""
+        """Those that wait for their results between pipeline stages end when these have arrived."""
         for sequence in self._ending:
-            stays = self.num_micro_batches > 1 and sequence.in_flight is not None
-            if sequence.finish_reason is None and not stays:
+            if sequence.finish_reason is None and not self._micro_batches.hold(sequence):
                 sequence.fail(CANCELLED)
                 self.release(sequence)
                 self.failed.append(sequence)
@@ -171,15 +171,10 @@ class Scheduler:
         count, self.num_preempted = self.num_preempted, 0
         return count
 
-    def _share(self) -> int:
-        """The most requests of a step: with several in flight, an even part of all."""
-        wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-        return -(-wanted // self.num_micro_batches)
-
     def _in_turn(self) -> list[Sequence]:
         running = self.running
         if self.num_micro_batches > 1:
-            running = [sequence for sequence in running if sequence.in_flight is None]
+            running = [s for s in running if not self._micro_batches.hold(s)]
         decodes = [sequence for sequence in running if sequence.decodes_next]
         if len(decodes) == len(running):
             return decodes
@@ -375,6 +370,7 @@ class Scheduler:
 
     def launched(self, scheduled: list[Scheduled]) -> None:
         """The step runs and its results are not in: the next is scheduled on bounds."""
+        self._micro_batches.launched(scheduled)
         for item in scheduled:
             item.sequence.in_flight = item
 

@@ -62,6 +62,7 @@ class Scheduled:
     num_drafts: int
     is_prefill: bool
     samples: bool  # its rows reach its newest token
+    number: int = 0  # of its step, from 1, once that is launched
 
     @property
     def seq_len(self) -> int:

@@ -3,7 +3,7 @@ last stage, which every other stage applies to its own state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,16 +85,22 @@ class StageIO:
         self.link.send_results(sent)
         return sent[:, : 2 * self._k + 3]
 
-    def apply_results(self, plan: StepPlan, state: RequestState) -> Tensor:
-        """On every other stage: receive those results and change the state as the last stage has.
-        Returns what `send_results` returns there.
+    def apply_results(
+        self, plan: StepPlan, state: RequestState, dropped: Collection[int] = ()
+    ) -> Tensor:
+        """On every other stage: receive those results and change the state as the last stage has,
+        but for slots that have another owner since, `dropped`. Returns what `send_results` returns
+        there.
 
         Requests of a step are in no later one until its results are applied.
         """
         k = self._k
-        rows = PlanRows.of(plan, state)
-        packed = rows.slots.new_empty(len(plan.slots), 3 * k + 3)
-        self.link.receive_results(packed)
+        shape = len(plan.slots), 3 * k + 3
+        received = torch.empty(shape, dtype=torch.int64, device=state.num_computed.device)
+        self.link.receive_results(received)
+        kept = [i for i, slot in enumerate(plan.slots.tolist()) if slot not in dropped]
+        rows = PlanRows.of(plan, state, kept)
+        packed = received[kept] if len(kept) < len(plan.slots) else received
         count = packed[:, k + 1].contiguous()
         verdict = Verdict(
             tokens=packed[:, : k + 1].contiguous(),
@@ -105,7 +111,7 @@ class StageIO:
         commit(state, rows, verdict)
         if k:
             store_draft(state, rows, Draft(tokens=packed[:, 2 * k + 3 :].contiguous()))
-        return packed[:, : 2 * k + 3]
+        return received[:, : 2 * k + 3]
 
 
 def stack(hidden: Tensor, aux: Sequence[Tensor]) -> Tensor:
@@ -123,9 +129,11 @@ class PlanRows:
     samples: Tensor  # [B] bool
 
     @classmethod
-    def of(cls, plan: StepPlan, state: RequestState) -> PlanRows:
-        """One upload, for which the host does not wait."""
+    def of(cls, plan: StepPlan, state: RequestState, kept: Sequence[int] | None = None) -> PlanRows:
+        """One upload, for which the host does not wait. kept: these of the plan's requests."""
         numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples])
+        if kept is not None:
+            numbers = numbers[:, kept]
         staged = torch.from_numpy(numbers.astype(np.int64))
         if state.num_computed.is_cuda:
             staged = staged.pin_memory()

@@ -1,13 +1,15 @@
 """Runners of one pipeline stage. The last stage runs every verb of a step; the others prepare, run
 their layers and send the stream on, and apply the results when they come.
 
-A launched step's results have to be read in the order of steps, and before another step with the
-same requests is launched.
+Results are applied in the order of steps: before another step with the same requests is launched,
+at the latest when the host reads them.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -28,27 +30,82 @@ from hydraspec.engine.native.step_graphs import CapturedStep
 from hydraspec.types import StepPlan
 
 
-class StageRunner(Runner):
-    """On a CPU."""
+@dataclass(slots=True, eq=False)
+class _Unapplied:
+    """A launched step whose results this stage has not applied yet."""
+
+    parts: list[StepPlan]
+    reassigned: set[int] = field(default_factory=set)  # slots with another owner since
+    found: LaunchedStep | None = None  # once they are applied
+
+
+class AppliesResults(Runner):
+    """Of every stage but the last: changes its state by the results of the last one."""
 
     io: StageIO
+
+    @cached_property
+    def _unapplied(self) -> deque[_Unapplied]:
+        return deque()
+
+    def reassign(self, slot: int) -> None:
+        for step in self._unapplied:
+            step.reassigned.add(slot)
+
+    def _apply_before(self, plan: StepPlan) -> None:
+        """What a step with these requests builds on."""
+        slots = set(plan.slots.tolist())
+        for step in list(self._unapplied):
+            if any(slots & set(part.slots.tolist()) for part in step.parts):
+                self._apply(step)
+
+    def _apply(self, step: _Unapplied) -> LaunchedStep:
+        """With all steps before it, which are applied first."""
+        while step.found is None:
+            oldest = self._unapplied.popleft()
+            oldest.found = self._read(
+                [
+                    (self.io.apply_results(part, self.state, oldest.reassigned), len(part.slots))
+                    for part in oldest.parts
+                ]
+            )
+        return step.found
+
+    def _launched(self, parts: list[StepPlan]) -> LaunchedStep:
+        """A step whose layers here are on their way."""
+        step = _Unapplied(parts)
+        self._unapplied.append(step)
+        return LaunchedStep(partial(self._result, step))
+
+    @torch.inference_mode()
+    def _result(self, step: _Unapplied) -> StepResult:
+        return self._apply(step).result()
+
+    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        """Packed results of each part of a step, on their way to the host."""
+        raise NotImplementedError
+
+
+class StageRunner(AppliesResults):
+    """On a CPU."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step."""
+        self._apply_before(plan)
         self.io.receive(int(plan.num_rows.sum()))
         if not self.io.stage.is_last:
             batch = self.prepare(self.place(plan))
             self.io.send(stack(*self.hidden_states(batch)))
-            return LaunchedStep(partial(self._applied, plan))
+            return self._launched([plan])
         step = self.run_eagerly(plan)
         check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
         packed = self.io.send_results(plan, packed_results(step), self.state)
         return LaunchedStep(lambda: self._unpacked(packed))
 
-    @torch.inference_mode()
-    def _applied(self, plan: StepPlan) -> StepResult:
-        return self._unpacked(self.io.apply_results(plan, self.state))
+    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        ((packed, _),) = parts
+        return LaunchedStep(lambda: self._unpacked(packed))
 
     def _unpacked(self, packed: Tensor) -> StepResult:
         return unpacked(packed.numpy(), self.speculator.num_speculative_tokens)
@@ -70,10 +127,8 @@ class LastStageRunner(DeviceRunner):
         return self._ring.launched(parts)
 
 
-class EarlierStageRunner(DeviceRunner):
+class EarlierStageRunner(AppliesResults, DeviceRunner):
     """Of a stage before the last, on a device."""
-
-    io: StageIO
 
     @torch.inference_mode()
     def run_padding(self) -> None:
@@ -94,16 +149,15 @@ class EarlierStageRunner(DeviceRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; see DeviceRunner."""
+        self._apply_before(plan)
         parts = self._split(plan)
         for part, captured in parts:
             self.io.receive(num_rows_sent(part, captured))
             self.io.send(self._launch_part(part, captured))
-        return LaunchedStep(partial(self._applied, [part for part, _ in parts]))
+        return self._launched([part for part, _ in parts])
 
-    @torch.inference_mode()
-    def _applied(self, parts: list[StepPlan]) -> StepResult:
-        results = [(self.io.apply_results(p, self.state), len(p.slots)) for p in parts]
-        return self._ring.launched(results).result()
+    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        return self._ring.launched(parts)
 
 
 def num_rows_sent(plan: StepPlan, captured: CapturedStep | None) -> int:
