@@ -16,6 +16,7 @@ LIMIT_S = 2400.0  # of all pairs along both axes: two engines each compile their
 CHECKS = {
     "tensor": "device_engines.engine_chooses_the_tokens_of_one_device",
     "pipeline": "device_engines.stages_choose_the_tokens_of_one_device",
+    "ahead": "device_engines.stages_ahead_choose_the_tokens_of_one_device",
 }
 COUNTS = [
     pytest.param(count, marks=pytest.mark.skipif(num_devices() < count, reason="fewer devices"))

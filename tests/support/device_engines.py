@@ -35,20 +35,27 @@ def engine_chooses_the_tokens_of_one_device(world: Any, pair: str) -> None:
     )
 
 
-def stages_choose_the_tokens_of_one_device(world: Any, pair: str) -> None:
+def stages_choose_the_tokens_of_one_device(world: Any, pair: str, *, ahead: bool = False) -> None:
     """Pipeline stages, with graphs of what each computes."""
     layout, timeout = Layout(pipeline=world.size), timedelta(seconds=WAIT_S)
     link = link_stages(layout, world.rank, UNWATCHED, backend="nccl", timeout=timeout)
-    _check_everywhere(world, pair, Ranks(layout=layout, rank=world.rank, link=link))
+    ranks = Ranks(layout=layout, rank=world.rank, link=link)
+    _check_everywhere(world, pair, ranks, ahead=ahead)
 
 
-def _check_everywhere(world: Any, pair: str, ranks: Ranks) -> None:
+def stages_ahead_choose_the_tokens_of_one_device(world: Any, pair: str) -> None:
+    """The same where steps are launched before the results that they follow are read."""
+    stages_choose_the_tokens_of_one_device(world, pair, ahead=True)
+
+
+def _check_everywhere(world: Any, pair: str, ranks: Ranks, *, ahead: bool = False) -> None:
     """Every rank has the same tokens and drafts."""
     method, models = ALL_PAIRS[pair]
     config = graph_config(
         method, "full_and_piecewise", device=Device.cuda, dtype=Dtype.float32, pair=models
     )
     config.engine.kv_cache.memory_gib = 1.0
+    config.engine.async_scheduling = ahead or None
     run = check_engines(config, ranks, zoo_requests(8))
     numbers = [n for tokens in run.tokens for n in tokens]
     numbers += [n for index in sorted(run.drafts) for draft in run.drafts[index] for n in draft]
