@@ -53,7 +53,9 @@ def test_a_termination_saves_what_was_finished(tmp_path):
     assert '"status": "interrupted"' in (tmp_path / "run" / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_before_anything_was_finished_says_so(tmp_path, number):
     """A second interrupt, while the process ends, adds no traceback."""
     process = start(cwd=tmp_path)

@@ -109,8 +109,22 @@ def test_drafts_are_what_k_drafts_begin_with(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_short", [False, True])
-@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3", "peagle"])
+@pytest.mark.parametrize(
+    ("method", "is_short"),
+    [
+        ("gemma4_mtp", False),
+        ("eagle3", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gemma4_mtp", True),
+                ("eagle3", False),
+                ("peagle", False),
+                ("peagle", True),
+            )
+        ),
+    ],
+)
 def test_a_step_ahead_and_under_pressure(method: str, is_short: bool) -> None:
     config = per_step(method)
     config.engine.async_scheduling = True

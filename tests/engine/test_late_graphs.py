@@ -70,7 +70,7 @@ def test_prepared_ways_of_sampling_are_captured_before_they_are_met() -> None:
     assert unprepared.num_built().graphs > built.graphs
 
 
-@pytest.mark.parametrize("num_left", [0, 1])
+@pytest.mark.parametrize("num_left", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_memory_for_later_graphs_such_steps_run_eagerly(num_left: int) -> None:
     """And the engine's facts say so: what graphs take, and what could not be captured."""
     plain = make_graph_engine(graph_config("eagle3", "none"), None)

@@ -130,7 +130,10 @@ def sampled_request(index: int, disturbed: bool) -> Request:
     return Request(index=index, id=str(index), prompt_token_ids=PROMPT, sampling=sampling)
 
 
-@pytest.mark.parametrize("verification", [Verification.standard, Verification.block])
+@pytest.mark.parametrize(
+    "verification",
+    [Verification.standard, pytest.param(Verification.block, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("draft_sampling", "disturbed"),
     [

@@ -91,7 +91,15 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["few splits", "many", "many, second kernel", "none", "none, transposed"])
+@pytest.fixture(
+    params=[
+        "few splits",
+        "many, second kernel",
+        "none, transposed",
+        pytest.param("many", marks=pytest.mark.slow),
+        pytest.param("none", marks=pytest.mark.slow),
+    ]
+)
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     how = request.param
     full = 8 if how == "few splits" else 64 if how.startswith("many") else 1

@@ -167,8 +167,17 @@ TRUNCATIONS = {
         *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in TRUNCATIONS),
     ],
 )
-@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
-@pytest.mark.parametrize("verification", RULES)
+@pytest.mark.parametrize(
+    ("verification", "drafts"),
+    [
+        ("standard", "one_hot"),
+        ("standard", "probabilistic"),
+        ("block", "probabilistic"),
+        pytest.param("block", "one_hot", marks=pytest.mark.slow),
+        pytest.param("synthetic", "one_hot", marks=pytest.mark.slow),
+        pytest.param("synthetic", "probabilistic", marks=pytest.mark.slow),
+    ],
+)
 def test_truncated_verdicts_are_those_of_the_reference(
     verification: str,
     truncation: str,
@@ -198,8 +207,15 @@ def test_truncated_verdicts_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
+@pytest.mark.parametrize(
+    ("drafts", "is_cut"),
+    [
+        ("one_hot", False),
+        ("probabilistic", True),
+        pytest.param("one_hot", True, marks=pytest.mark.slow),
+        pytest.param("probabilistic", False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("verification", RULES)
 def test_chunks_without_mass_may_be_skipped(
     verification: str,

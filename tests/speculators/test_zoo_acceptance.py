@@ -27,8 +27,17 @@ from hydraspec.zoo.recipe.evaluate import (
 NUM_PROMPTS = 12
 
 
-@pytest.mark.parametrize("name", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"])
-@pytest.mark.parametrize("k", [3, 5])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        ("tiny_gemma4", 5),
+        ("tiny_gemma4_e", 3),
+        ("tiny_gemma4_moe", 5),
+        pytest.param("tiny_gemma4", 3, marks=pytest.mark.slow),
+        pytest.param("tiny_gemma4_e", 5, marks=pytest.mark.slow),
+        pytest.param("tiny_gemma4_moe", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_and_acceptance_equal_the_plain_loop(name: str, k: int) -> None:
     """Mixed categories, batched, chunked prefill, float32; drafts and counts match step by step."""
     lines = read_workload()[:NUM_PROMPTS]
