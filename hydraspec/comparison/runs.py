@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.run_files import CONFIG, ENVIRONMENT, REQUESTS, SUMMARY, read_summary
+from hydraspec.metrics.run_files import BENCH, CONFIG, ENVIRONMENT, REQUESTS, SUMMARY, read_summary
 from hydraspec.metrics.summary import Summary
 
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
@@ -108,6 +108,13 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             problem = "is no folder" if folder.exists() else "does not exist"
             raise refuse(folder, problem, allowed=allowed, remedy=remedy)
         inside = [folder] if (folder / SUMMARY).is_file() else sorted(_jobs(folder), key=_number)
+        if not inside and any(folder.glob(f"**/{BENCH}")):
+            raise refuse(
+                folder,
+                "holds a benchmark, whose parts stand side by side in it already",
+                allowed=allowed,
+                remedy=f"python -m hydraspec.report {folder}",
+            )
         if not inside:
             raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)
         for each in inside:

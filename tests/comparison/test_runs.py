@@ -162,6 +162,7 @@ REFUSED = {
     "no such folder": (lambda runs: [runs / "nowhere"], "nowhere: does not exist"),
     "a file": (lambda runs: [runs / "good" / "env.json"], "env.json: is no folder"),
     "an empty folder": (lambda runs: [_made(runs / "empty")], "empty: holds no summary.json"),
+    "a benchmark": (lambda runs: [_benchmark(runs / "b")], "b: holds a benchmark, whose parts"),
     "one run": (lambda runs: [runs / "good"], "is one run"),
     "the same run twice": (lambda runs: [runs / "good", runs / "good"], "is one run"),
     "without a baseline": (
@@ -197,6 +198,12 @@ REFUSED = {
 
 def _made(folder: Path) -> Path:
     folder.mkdir()
+    return folder
+
+
+def _benchmark(folder: Path) -> Path:
+    _made(folder)
+    (folder / "bench.json").write_text("{}")
     return folder
 
 
