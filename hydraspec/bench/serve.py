@@ -4,7 +4,7 @@ every engine and method."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hydraspec.bench import load
 from hydraspec.bench.benchmark import Benchmark, Curve, figure
@@ -28,40 +28,35 @@ WAITS = {  # by key of a row: its heading, the figures of a cell, digits
 MOST = 0.9  # of the requests: a rate that is kept
 
 
-def _by_rate(key: str, figure_name: str) -> Callable[[Json], list[tuple[float, float | None]]]:
+def _by_rate(
+    title: str, key: str, figure_name: str, *, unit: str = "ms", of: str = "By request rate."
+) -> Curve:
     """A figure of a part's rows against their rates."""
 
     def points(part: Json) -> list[tuple[float, float | None]]:
-        rows = [row for row in part["rows"] if row["request_rate"] is not None]
+        rows = _at_rates(part)
         return [(row["request_rate"], (row[key] or {}).get(figure_name)) for row in rows]
 
-    return points
+    return Curve(title=title, note=of, x_name="requests/s offered", y_name=unit, points=points)
+
+
+def _at_rates(part: Json) -> list[Json]:
+    """The rows but that of all requests at once."""
+    return [row for row in part["rows"] if row["request_rate"] is not None]
 
 
 class Serve(Benchmark):
     """The requests of bench=load, first all at once and then at each rate."""
 
     question = "Up to what request rates are limits kept with {}?"
-    curves = tuple(
-        Curve(title=title, note=note, x_name="requests/s offered", y_name=unit, points=points)
-        for title, note, unit, points in (
-            *(
-                (f"Time to first token, {place}", "By request rate.", "ms", _by_rate("ttft", place))
-                for place in PLACES
-            ),
-            (
-                "Time between tokens, p99",
-                "By request rate.",
-                "ms",
-                _by_rate("inter_token", "p99"),
-            ),
-            (
-                "Goodput",
-                "Requests in limits per second, by request rate.",
-                "requests/s in limits",
-                _by_rate("goodput", "requests_per_second"),
-            ),
-        )
+    curves = (
+        *(_by_rate(f"Time to first token, {place}", "ttft", place) for place in PLACES),
+        _by_rate("Time between tokens, p99", "inter_token", "p99"),
+        _by_rate(
+            *("Goodput", "goodput", "requests_per_second"),
+            unit="requests/s in limits",
+            of="Requests in limits per second, by request rate.",
+        ),
     )
     heading = "Latencies at several request rates"
     unit, units = "line", "lines"
@@ -102,14 +97,10 @@ class Serve(Benchmark):
         return [f"bench.peak_rate={rate:.6f}" for rate in found[:1]]
 
     def said(self, part: Json) -> str:
-        kept, limits = [], None
-        for row in part["rows"]:
-            if row["request_rate"] is None or (found := row["goodput"]) is None:
-                continue
-            limits = Limits(ttft_ms=found["ttft_ms"], inter_token_ms=found["inter_token_ms"])
-            kept += [row["request_rate"]] if (found["share"] or 0) >= MOST else []
-        if limits is None:
+        limited = [row for row in _at_rates(part) if row["goodput"] is not None]
+        if not limited:
             return "no limits were set"
+        kept = [r["request_rate"] for r in limited if (r["goodput"]["share"] or 0) >= MOST]
         if not kept:
             return f"at no rate {MOST:.0%} of requests in limits"
         return f"{MOST:.0%} of requests or more in limits up to {max(kept):.3g} requests/s"

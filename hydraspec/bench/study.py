@@ -14,7 +14,7 @@ from hydraspec.bench.benchmark import Curve
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.run_files import BENCH, SUMMARY
+from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number
 from hydraspec.report.charts import Points, scatter
 from hydraspec.report.ranking import COLORS
 from hydraspec.report.study.blocks import Block, Line, Section, Study, Table, Verdict
@@ -31,8 +31,7 @@ def read(folder: Path) -> list[Result]:
     """
     if not folder.is_dir() or (folder / SUMMARY).is_file():
         return []
-    inside = (each for each in folder.iterdir() if each.name.isdigit())
-    jobs = sorted(inside, key=lambda each: int(each.name))
+    jobs = sorted((f for f in folder.iterdir() if f.name.isdigit()), key=job_number)
     own = [folder] if (folder / BENCH).is_file() else jobs
     return [(each, _read(each / BENCH)) for each in own if (each / BENCH).is_file()]
 

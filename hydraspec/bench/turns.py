@@ -23,6 +23,11 @@ STREAM, COLD_STREAM = 0x7475726E, 0x636F6C64  # of the prompts' random numbers
 WARM, COLD = 0, 1  # lines of a part
 
 
+def _first_tokens(turns: Sequence[Json]) -> list[tuple[float, float | None]]:
+    """Mean time to first token against the turn."""
+    return [(each["turn"], each["ttft"]["mean"]) for each in turns]
+
+
 class Turns(Benchmark):
     """Passes over the same conversations, each from an empty cache; then prompts as long as those
     of the turns, cold."""
@@ -34,18 +39,14 @@ class Turns(Benchmark):
             note="Means of the last pass, with the turns before in the prefix cache.",
             x_name="turn",
             y_name="ms",
-            points=lambda part: [
-                (each["turn"], each["ttft"]["mean"]) for each in part["rows"][-1]["turns"]
-            ],
+            points=lambda part: _first_tokens(part["rows"][-1]["turns"]),
         ),
         Curve(
             title="Time to first token, cold",
             note="Prompts as long as those of the turn, with an empty cache.",
             x_name="turn",
             y_name="ms",
-            points=lambda part: [
-                (each["turn"], each["ttft"]["mean"]) for each in part.get("cold") or []
-            ],
+            points=lambda part: _first_tokens(part.get("cold") or []),
         ),
     )
     heading = "Time to first token by turn"

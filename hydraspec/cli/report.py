@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from hydraspec.cli.complain import status_over_folders, tell
 from hydraspec.config.benches import is_bench
 from hydraspec.config.schema import RunConfig
+from hydraspec.errors import UserError
 from hydraspec.metrics.run_files import STUDY_SPEC
 
 COMMAND = "hydraspec.report"
@@ -20,8 +22,12 @@ that of all, speedup with intervals, acceptance by position and category, lossle
 time goes, and the settings that differ; of benchmarks (bench=…) their figures by rate, turn, pass
 or batch. Runs of several targets, workloads or loads are told apart;
 those of the same are ranked."""
-STATUSES = "Exit status: 0; 2 if the folders make no report; 1 if a file cannot be written, or W&B "
-"does not take the report."
+STATUSES = (
+    "Exit status: 0; 2 if the folders make no report; 1 if a file cannot be written, or W&B does "
+    "not take the report."
+)
+
+log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,15 +99,19 @@ def write_report(
 
 
 def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
-    """Make the report of a single run or benchmark, if tracker.report asks for one."""
+    """Make the report of a single run or benchmark, if tracker.report asks for one. What fails is a
+    warning."""
     if not config.tracker.report:
         return
     from hydraspec.lab import tracking
 
-    if is_bench(config):
-        write_report([folder], folder, quiet=quiet)
-    else:
+    if not is_bench(config):
         tracking.close_run(config, folder, quiet=quiet)
+        return
+    try:
+        write_report([folder], folder, quiet=quiet)
+    except (OSError, UserError) as error:
+        log.warning("the report: %s", str(error).splitlines()[0])
 
 
 def _target(given: str | None, folders: Sequence[Path]) -> Path:

@@ -22,7 +22,7 @@ from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
-from hydraspec.metrics.run_files import read_summary
+from hydraspec.metrics.run_files import job_number, read_summary
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,9 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
 
 def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
     """The folder of a finished job that equals `config`, which is resolved; None without one."""
-    for path in sorted(sweep_dir.glob("*/summary.json"), key=_job_number):
-        folder, summary = path.parent, _summary(path.parent)
+    finished = (path.parent for path in sweep_dir.glob("*/summary.json"))
+    for folder in sorted(finished, key=job_number):
+        summary = _summary(folder)
         ran = summary.get("status") == "ok" and "reused_from" not in summary
         if ran and _is_equal(folder, config):
             changed = _changed_input(folder, config)
@@ -185,8 +186,3 @@ def _retyped(warnings: Sequence[str], before: Sequence[str], now: Sequence[str])
 
 def _summary(folder: Path) -> dict[str, Any]:
     return {**(read_summary(folder) or {})}
-
-
-def _job_number(summary: Path) -> tuple[int, str]:
-    name = summary.parent.name
-    return (int(name) if name.isdigit() else 10**9, name)

@@ -13,7 +13,15 @@ import yaml  # type: ignore[import-untyped]
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.run_files import BENCH, CONFIG, ENVIRONMENT, REQUESTS, SUMMARY, read_summary
+from hydraspec.metrics.run_files import (
+    BENCH,
+    CONFIG,
+    ENVIRONMENT,
+    REQUESTS,
+    SUMMARY,
+    job_number,
+    read_summary,
+)
 from hydraspec.metrics.summary import Summary
 
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
@@ -107,8 +115,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         if not folder.is_dir():
             problem = "is no folder" if folder.exists() else "does not exist"
             raise refuse(folder, problem, allowed=allowed, remedy=remedy)
-        inside = [folder] if (folder / SUMMARY).is_file() else sorted(_jobs(folder), key=_number)
-        if not inside and any(folder.glob(f"**/{BENCH}")):
+        inside = [folder] if (folder / SUMMARY).is_file() else sorted(_jobs(folder), key=job_number)
+        if not inside and any((each / BENCH).is_file() for each in (folder, *folder.iterdir())):
             raise refuse(
                 folder,
                 "holds a benchmark, whose parts stand side by side in it already",
@@ -125,10 +133,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _jobs(folder: Path) -> Iterator[Path]:
     return (each for each in folder.iterdir() if (each / SUMMARY).is_file())
-
-
-def _number(folder: Path) -> tuple[int, str]:
-    return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
 
 
 def read_run(folder: Path) -> Run:

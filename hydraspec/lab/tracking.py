@@ -53,8 +53,8 @@ def _options(config: RunConfig, name: str) -> TrackerOptions:
 
 
 def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
-    """Make the report of a single run, if one is asked for. What fails is a warning."""
-    if config.tracker.report and (runs := _read(folder)):
+    """Make the report of a single run. What fails is a warning."""
+    if runs := _read(folder):
         _report(config, study(runs), runs, folder, quiet=quiet)
 
 

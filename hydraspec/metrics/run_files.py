@@ -36,6 +36,11 @@ TRACKER = "wandb"
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 
 
+def job_number(folder: Path) -> tuple[int, str]:
+    """Sorts the folders of a sweep's jobs by their numbers, others after them by name."""
+    return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
+
+
 def read_summary(folder: Path) -> Summary | None:
     """The summary of a run folder; None where there is none, or where it was cut off."""
     try:

@@ -23,6 +23,7 @@ from hydraspec.metrics.run_files import (
     COMPARISON_REPORT,
     OVERRIDES,
     REPORT,
+    job_number,
     read_summary,
 )
 from hydraspec.metrics.summary import Summary
@@ -125,7 +126,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
 
 def read(sweep_dir: Path) -> Comparison:
     """Collect the jobs of a sweep folder."""
-    folders = sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=_job_number)
+    folders = sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=job_number)
     rows, unfinished = [], []
     for folder in folders:
         summary = read_summary(folder)
@@ -212,10 +213,6 @@ def _rank(group: Sequence[Row], columns: Sequence[str]) -> Ranking | None:
         for row in jobs[each.job.name][1]:
             row.rank, row.told_from_best = each.rank, each.told_from_best
     return ranking
-
-
-def _job_number(folder: Path) -> tuple[int, str]:
-    return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
 
 
 # ---------------------------------------------------------------- as text, JSON and HTML

@@ -89,9 +89,12 @@ def test_runs_and_benchmarks_in_one_report(
 
 
 def test_a_benchmark_ends_with_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """tracker.report=true, as of a run."""
+    """tracker.report=true, as of a run; one that cannot be written is a warning."""
     planned = plan(["bench=load", "tracker.report=true", f"hydra.run.dir={tmp_path / 'load'}"])
     monkeypatch.setattr(jobs, "resolve", lambda config: None)
     monkeypatch.setattr(
@@ -99,4 +102,10 @@ def test_a_benchmark_ends_with_its_report(
     )
     run_job(planned.jobs[0])
     assert "How long does a mixed load take with tiny?" in capsys.readouterr().out
-    assert (tmp_path / "load" / "study.html").is_file()
+    page = tmp_path / "load" / "study.html"
+    assert page.is_file()
+    page.unlink()
+    page.mkdir()
+    monkeypatch.setattr(jobs, "runner", lambda config: lambda *_, **__: {})
+    run_job(planned.jobs[0])
+    assert "the report: " in caplog.text

@@ -259,7 +259,9 @@ def test_help_and_a_folder_that_cannot_be_written(
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "--question" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--question" in said
+    assert "W&B does not take the report." in " ".join(said.split())
     (studied / "file").write_text("")
     assert main([str(studied), "--write", str(studied / "file")]) == 1
     assert "cannot write" in capsys.readouterr().err

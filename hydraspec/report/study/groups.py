@@ -22,7 +22,7 @@ from hydraspec.comparison.runs import (
     short_names,
 )
 from hydraspec.metrics.checked import mismatch
-from hydraspec.metrics.run_files import SUMMARY, read_summary
+from hydraspec.metrics.run_files import SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary
 
 READ = (  # keys of summary.json
@@ -240,4 +240,4 @@ def _unfinished(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
         if read_summary(folder) is None:
             jobs = (each for each in folder.iterdir() if each.is_dir() and each.name.isdigit())
-            yield from (job for job in sorted(jobs) if read_summary(job) is None)
+            yield from (job for job in sorted(jobs, key=job_number) if read_summary(job) is None)
