@@ -134,7 +134,7 @@ class PlanRows:
         numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples])
         if kept is not None:
             numbers = numbers[:, kept]
-        staged = torch.from_numpy(numbers.astype(np.int64))
+        staged = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
         if state.num_computed.is_cuda:
             staged = staged.pin_memory()
         placed = staged.to(state.num_computed.device, non_blocking=True)

@@ -17,6 +17,12 @@ def runs_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def check_contiguous(*tensors: Tensor) -> None:
+    """For kernels that index a whole tensor by one stride."""
+    for tensor in tensors:
+        assert tensor.is_contiguous(), tensor.stride()
+
+
 @cache
 def supports_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start before the previous one has ended (sm_90 and later)."""

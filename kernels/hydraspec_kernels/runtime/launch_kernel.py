@@ -60,12 +60,6 @@ def prefetch_l2_where(at, wanted):
     )
 
 
-def check_contiguous(*tensors: Tensor) -> None:
-    """For kernels that index a whole tensor by one stride."""
-    for tensor in tensors:
-        assert tensor.is_contiguous(), tensor.stride()
-
-
 def dependent_launch(x: Tensor) -> dict[str, bool]:
     """Launch options for a kernel over `x`: its constexpr PDL, and Triton's launch attribute."""
     return launch_options(x.device)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.runtime.launch import check_contiguous
 from hydraspec_kernels.runtime.launch_kernel import (
-    check_contiguous,
     dependent_launch,
     start_next,
     wait_for_inputs,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch_kernel import check_contiguous, dependent_launch
+from hydraspec_kernels.runtime.launch import check_contiguous
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 from hydraspec_kernels.sampling.records import SlotSampling, Verdict, VerifiedBatch
 from hydraspec_kernels.sampling.rejection.kernel import accept, emit, residual_of_chunks
 from hydraspec_kernels.sampling.rejection.reference import Rule

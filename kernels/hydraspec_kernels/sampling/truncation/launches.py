@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch_kernel import check_contiguous, dependent_launch
+from hydraspec_kernels.runtime.launch import check_contiguous
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 from hydraspec_kernels.sampling.records import SlotSampling, VerifiedBatch
 from hydraspec_kernels.sampling.truncation.kernel import cut_rows, find_cuts, group_statistics
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hydraspec_kernels.runtime.launch import runs_kernels
+from hydraspec_kernels.runtime.launch import check_contiguous, runs_kernels
 from hydraspec_kernels.sampling.records import CommittedBatch, SlotTokens, Verdict, VerifiedBatch
 from hydraspec_kernels.sampling.verification import reference
 
@@ -47,6 +47,8 @@ def commit_tokens(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) ->
     Entries of -1 after the emitted tokens are written too: drafts, or the next step, overwrite
     them.
     """
+    check_contiguous(state.token_ids, state.num_computed, verdict.tokens, verdict.num_rejected)
+    check_contiguous(batch.slots, batch.seq_lens, batch.num_drafts, batch.samples)
     if runs_kernels(state.token_ids):
         from hydraspec_kernels.sampling.verification.kernel import commit_tokens_kernel as run
     else:
@@ -58,6 +60,7 @@ def store_drafts(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> No
     """Write drafts [B, K] after each request's newest sampled token, where the next step's rows
     read them. Requests that do not sample keep their tokens.
     """
+    check_contiguous(state.token_ids, state.num_computed, batch.slots, batch.samples, tokens)
     if runs_kernels(state.token_ids):
         from hydraspec_kernels.sampling.verification.kernel import store_drafts_kernel as run
     else:

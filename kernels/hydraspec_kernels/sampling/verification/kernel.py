@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.runtime.launch import check_contiguous
 from hydraspec_kernels.runtime.launch_kernel import (
-    check_contiguous,
     dependent_launch,
     start_next,
     wait_for_inputs,
@@ -163,7 +163,6 @@ def commit_tokens_kernel(state: SlotTokens, batch: CommittedBatch, verdict: Verd
     """See `verification.commit_tokens`; the last column is left alone."""
     token_ids, tokens = state.token_ids, verdict.tokens
     step = (batch.slots, batch.seq_lens, batch.num_drafts, batch.samples.view(torch.int8))
-    check_contiguous(token_ids, state.num_computed, *step, tokens, verdict.num_rejected)
     b, count = tokens.shape
     _commit_tokens[(triton.cdiv(b, BLOCK),)](
         token_ids, state.num_computed, *step, tokens, verdict.num_rejected, token_ids.shape[1], b,
@@ -199,7 +198,6 @@ def _store_drafts(
 def store_drafts_kernel(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> None:
     """See `verification.store_drafts`; the last column is left alone."""
     token_ids, samples = state.token_ids, batch.samples.view(torch.int8)
-    check_contiguous(token_ids, state.num_computed, batch.slots, samples, tokens)
     b, count = tokens.shape
     if count == 0:
         return
