@@ -1,4 +1,5 @@
-"""Part `tests`: the tests marked gpu, each with a time limit, counted against the collected."""
+"""Part `tests`: the tests marked gpu, each with a time limit, counted against the collected; then
+on a host of several GPUs those of engines and collectives that span them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SAVE_S = 20.0  # pytest writes its report within this when it is interrupted
 # A test over its limit ends its worker (a device that hangs cannot be interrupted): the run goes on
 # with a new one.
 MAX_RESTARTS = 200
+SPANNING = ("tests/engine", "tests/distributed")  # faults of ranks take minutes: test-multi-gpu
 CRASHED = re.compile(r"worker '\w+' crashed while running")
 Key = tuple[str, str]  # class name as in the report, test name
 
@@ -112,8 +114,14 @@ def _file(key: Key) -> str:
 def run(setting: Setting) -> PartResult:
     """Collect, run, count."""
     started = time.monotonic()
-    tests = [*("-m", "gpu"), *(["-k", " or ".join(setting.only)] if setting.only else [])]
-    results, reason = run_pytest(setting, [*tests, "tests"], workers=setting.test_workers)
+    named = ["-k", " or ".join(setting.only)] if setting.only else []
+    tests = ["-m", "gpu", *named, "tests"]
+    results, reason = run_pytest(setting, tests, workers=setting.test_workers)
+    if len(setting.gpus) > 1 and not named:
+        work = setting.work / "spanning"
+        work.mkdir()
+        tests = ["-m", "multi_gpu", *SPANNING]
+        results += run_pytest(replace(setting, work=work), tests, workers=0)[0]
     seconds = time.monotonic() - started
     return PartResult(
         results=results, seconds=seconds, reason=reason, is_partial=bool(setting.only)
@@ -123,9 +131,11 @@ def run(setting: Setting) -> PartResult:
 def run_pytest(
     setting: Setting, tests: Sequence[str], *, workers: int, limit_s: int = TEST_LIMIT_S
 ) -> tuple[list[Result], str | None]:
-    """The results of `tests`, which are arguments of pytest, and why there are none."""
+    """The results of `tests`, which are arguments of pytest, and why there are none. Workers share
+    out the GPUs; without any, one process has all of them."""
     pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-    environment = setting.environment("cuda") | {"TEST_DEVICES": ",".join(devices())}
+    shared_out = {"TEST_DEVICES": ",".join(devices())} if workers else {}
+    environment = setting.environment("cuda") | shared_out
     where: dict[str, Any] = {"env": environment, "cwd": setting.tree}
     listing = processes.run(
         [*pytest, "--collect-only", *tests],
@@ -152,7 +162,8 @@ def run_pytest(
     )
     report = read_report(file) if file.is_file() else Report()
     results = summarise(report, expected)
-    total = Result(name="all", log_tail=[] if ended.status == 0 else processes.tail(ended.log))
+    name = "all" if workers else "all that span GPUs"
+    total = Result(name=name, log_tail=[] if ended.status == 0 else processes.tail(ended.log))
     for figure in ("collected", "passed", "failed", "skipped"):
         total.figures[figure] = sum(row.figures[figure] for row in results)
     total.figures["seconds"] = round(ended.seconds, 1)

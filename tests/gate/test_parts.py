@@ -67,6 +67,18 @@ def test_a_run_of_tests_goes_on_after_one_that_hangs(tmp_path: Path):
     assert rows["all"].status == "failed"
 
 
+@pytest.mark.slow  # pytest in two processes
+def test_without_workers_one_process_has_all_devices(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    said = "import os\ndef test_all(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '0,1'\n"
+    (tmp_path / "test_spanning.py").write_text(said)
+    results, reason = device_tests.run_pytest(setting_in(tmp_path), ["test_spanning.py"], workers=0)
+    assert reason is None
+    total = results[-1]
+    assert (total.name, total.status) == ("all that span GPUs", "passed"), total.log_tail
+    assert total.figures["passed"] == 1
+
+
 def test_fewer_results_than_collected_is_a_failure():
     report = device_tests.Report(passed=[("tests.test_a", "test_one")])
     nodes = ("tests/test_a.py::test_one", "tests/test_a.py::test_b[x::y]")

@@ -48,14 +48,14 @@ def stages_ahead_choose_the_tokens_of_one_device(world: Any, pair: str) -> None:
     stages_choose_the_tokens_of_one_device(world, pair, ahead=True)
 
 
-def _check_everywhere(world: Any, pair: str, ranks: Ranks, *, ahead: bool = False) -> None:
-    """Every rank has the same tokens and drafts."""
+def _check_everywhere(world: Any, pair: str, ranks: Ranks, *, ahead: bool | None = None) -> None:
+    """Every rank has the same tokens and drafts. ahead: engine.async_scheduling."""
     method, models = ALL_PAIRS[pair]
     config = graph_config(
         method, "full_and_piecewise", device=Device.cuda, dtype=Dtype.float32, pair=models
     )
     config.engine.kv_cache.memory_gib = 1.0
-    config.engine.async_scheduling = ahead or None
+    config.engine.async_scheduling = ahead
     run = check_engines(config, ranks, zoo_requests(8))
     numbers = [n for tokens in run.tokens for n in tokens]
     numbers += [n for index in sorted(run.drafts) for draft in run.drafts[index] for n in draft]

@@ -327,11 +327,9 @@ def _device_name(device: torch.device) -> str:
 def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
     """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
     done. Of pipeline stages, whether a step is launched before the results of the one that it
-    follows are read; null means no."""
+    follows are read."""
     wanted = config.engine.async_scheduling
-    if wanted is None:
-        return target.device.type == "cuda" and target.stage.count == 1
-    return wanted
+    return target.device.type == "cuda" if wanted is None else wanted
 
 
 def _info(
