@@ -104,8 +104,8 @@ def _typed(setting: Setting, cell: Cell, device: str, side: str) -> dict[str, Si
         env=setting.environment(device),
         cwd=setting.work,
     )
-    side_of = Side(folder=folder, problem=ended.problem, seconds=ended.seconds, log=log)
-    return {cell.name: side_of}
+    found = Side(folder=folder, problem=ended.problem, seconds=ended.seconds, log=log)
+    return {cell.name: found}
 
 
 class _Worker:

@@ -228,7 +228,7 @@ class NativeEngine(Engine):
         found = measure_costs(
             *(self, requests, lengths),
             max_num_seqs=self._scheduler.max_num_seqs,
-            num_micro_batches=self._scheduler.num_micro_batches,
+            num_micro_batches=self._scheduler.micro_batches.count,
         )
         control = self.parts.control
         message = None if found is None else found.as_json()

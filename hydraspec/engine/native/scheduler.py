@@ -49,8 +49,7 @@ class Scheduler:
         docs/adr/0010. graph_rows: of mixed steps that are graphs, rising. draft_lengths: chooses
         the drafts of each step, at most num_speculative_tokens."""
         self.kv = kv
-        self.num_micro_batches = num_micro_batches
-        self._micro_batches = MicroBatches(num_micro_batches, runs_ahead=runs_ahead)
+        self.micro_batches = MicroBatches(num_micro_batches, runs_ahead=runs_ahead)
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -116,10 +115,10 @@ class Scheduler:
         self._is_short = self._is_limited = False
         chosen: dict[Sequence, Scheduled] = {}
         wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-        most = self._micro_batches.share(wanted)
+        most = self.micro_batches.share(wanted)
         if self.draft_lengths is not None:
             together = len(self.running) or min(len(self.waiting), self.max_num_seqs)
-            self.draft_length = self.draft_lengths.choose(self._micro_batches.share(together))
+            self.draft_length = self.draft_lengths.choose(self.micro_batches.share(together))
         for sequence in self._in_turn():
             if len(chosen) == most:
                 break
@@ -160,7 +159,7 @@ class Scheduler:
     def _end_cancelled(self) -> None:
         """Those that wait for their results between pipeline stages end when these have arrived."""
         for sequence in self._ending:
-            if sequence.finish_reason is None and not self._micro_batches.hold(sequence):
+            if sequence.finish_reason is None and not self.micro_batches.hold(sequence):
                 sequence.fail(CANCELLED)
                 self.release(sequence)
                 self.failed.append(sequence)
@@ -173,8 +172,8 @@ class Scheduler:
 
     def _in_turn(self) -> list[Sequence]:
         running = self.running
-        if self.num_micro_batches > 1:
-            running = [s for s in running if not self._micro_batches.hold(s)]
+        if self.micro_batches.count > 1:
+            running = [s for s in running if not self.micro_batches.hold(s)]
         decodes = [sequence for sequence in running if sequence.decodes_next]
         if len(decodes) == len(running):
             return decodes
@@ -229,7 +228,7 @@ class Scheduler:
                 self._is_short = True
                 return False
             victim = self.running[-1]
-            if self.num_micro_batches > 1 and victim.in_flight is not None:
+            if self.micro_batches.count > 1 and victim.in_flight is not None:
                 self._is_short = True  # its slot's state changes when its results arrive
                 return False
             if victim is not sequence:
@@ -370,7 +369,7 @@ class Scheduler:
 
     def launched(self, scheduled: list[Scheduled]) -> None:
         """The step runs and its results are not in: the next is scheduled on bounds."""
-        self._micro_batches.launched(scheduled)
+        self.micro_batches.launched(scheduled)
         for item in scheduled:
             item.sequence.in_flight = item
 

@@ -56,7 +56,8 @@ class AppliesResults(Runner):
         """What a step with these requests builds on."""
         slots = set(plan.slots.tolist())
         for step in list(self._unapplied):
-            if any(slots & set(part.slots.tolist()) for part in step.parts):
+            kept = slots - step.reassigned
+            if any(kept & set(part.slots.tolist()) for part in step.parts):
                 self._apply(step)
 
     def _apply(self, step: _Unapplied) -> LaunchedStep:
