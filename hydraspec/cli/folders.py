@@ -16,10 +16,10 @@ from pathlib import Path
 
 from hydraspec.config.messages import refusal
 from hydraspec.errors import CannotWriteError, ConfigurationError
+from hydraspec.metrics.run_files import RESULTS
 
 log = logging.getLogger(__name__)
 
-RESULTS = ("summary.json", "bench.json")  # of a run, and of a benchmark
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 LOCK = ".lock"  # in a folder in use: which process that is
 WRITE_ERRORS = {
@@ -143,7 +143,7 @@ os.register_at_fork(after_in_child=_drop_locks)
 
 
 def results(folder: Path) -> dict[Path, int]:
-    """Summaries saved in the folder of a run, a benchmark or a sweep, with the time of writing."""
+    """Results saved in the folder of a run, a benchmark or a sweep, with the time of writing."""
     folder = folder.absolute()
     files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
     return {file: file.stat().st_mtime_ns for file in files if file.is_file()}

@@ -30,7 +30,7 @@ from hydraspec.cli.launched import STOP, Ended, Task, as_ended
 from hydraspec.errors import UserError
 from hydraspec.lab.outcome import FAILED, Outcome, outcome
 from hydraspec.lab.resolution import resolve
-from hydraspec.metrics.run_files import read_summary
+from hydraspec.metrics.run_files import read_result
 from hydraspec.signals import on_interrupts
 
 
@@ -136,9 +136,8 @@ def _value(found: JobReturn) -> Any:
 
 def _lost(folder: Path, name: str, text: str) -> Ended:
     """A job of which the launcher brought no word."""
-    summary = read_summary(folder)
-    if summary is not None:
-        return Ended(outcome=outcome(summary, name))
+    if found := read_result(folder):
+        return Ended(outcome=outcome(found, name))
     return Ended(outcome=Outcome(status=FAILED, job=name), said=f"job {name}: {text}")
 
 

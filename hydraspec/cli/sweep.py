@@ -22,7 +22,7 @@ from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
-from hydraspec.metrics.run_files import job_number, read_summary
+from hydraspec.metrics.run_files import RESULTS, job_number, read_result, result_file
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
 
 def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
     """The folder of a finished job that equals `config`, which is resolved; None without one."""
-    finished = (path.parent for path in sweep_dir.glob("*/summary.json"))
+    finished = {path.parent for name in RESULTS for path in sweep_dir.glob(f"*/{name}")}
     for folder in sorted(finished, key=job_number):
-        summary = _summary(folder)
+        summary = read_result(folder)
         ran = summary.get("status") == "ok" and "reused_from" not in summary
         if ran and _is_equal(folder, config):
             changed = _changed_input(folder, config)
@@ -61,20 +61,22 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
 
 
 def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Copy the results of the equal job in `source` to `run_dir`; the summary names that job."""
+    """Copy the results of the equal job in `source` to `run_dir`, where they name that job."""
     if source.resolve() == run_dir.resolve():
         log.info("%s is finished: not run again", run_dir)
-        return _summary(run_dir)
+        return read_result(run_dir)
     log.info("%s equals the finished job %s, whose results it takes", run_dir, source.name)
     shutil.copytree(source, run_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("wandb"))
     (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(list(overrides)), encoding="utf-8")
-    summary = _summary(source) | {"reused_from": source.name}
-    if "warnings" in summary:
+    result = read_result(source) | {"reused_from": source.name}
+    if "warnings" in result:
         typed = [str(override) for override in OmegaConf.load(source / "overrides.yaml")]
-        summary["warnings"] = _retyped(summary["warnings"], typed, overrides)
-    text = json.dumps(summary, indent=2, ensure_ascii=False)
-    (run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
-    return summary
+        result["warnings"] = _retyped(result["warnings"], typed, overrides)
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    copied = result_file(run_dir)
+    assert copied is not None, "the source holds one"
+    copied.write_text(text + "\n", encoding="utf-8")
+    return result
 
 
 def note_idle_seed(config: RunConfig, seeds: Sequence[int]) -> None:
@@ -182,7 +184,3 @@ def _retyped(warnings: Sequence[str], before: Sequence[str], now: Sequence[str])
                 warning = f"{key}={values[key]}{warning.removeprefix(override)}"
         named.append(warning)
     return named
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    return {**(read_summary(folder) or {})}

@@ -1,4 +1,4 @@
-"""The names of the files in a run folder, and how a summary is read back.
+"""The names of the files in a run folder, and how results are read back.
 
 docs/outputs.md explains the files; lab/folder.py writes them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 from hydraspec.metrics.summary import Summary
 
@@ -34,6 +35,7 @@ STUDY = "study.html"
 STUDY_SPEC = "study.json"
 TRACKER = "wandb"
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
+RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 
 
 def job_number(folder: Path) -> tuple[int, str]:
@@ -41,10 +43,25 @@ def job_number(folder: Path) -> tuple[int, str]:
     return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
 
 
+def result_file(folder: Path) -> Path | None:
+    """The file with the result of a run or a benchmark; None where there is none."""
+    return next((file for name in RESULTS if (file := folder / name).is_file()), None)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """The result of a run or a benchmark; empty where there is none, or where it was cut off."""
+    file = result_file(folder)
+    return (_read(file) or {}) if file else {}
+
+
 def read_summary(folder: Path) -> Summary | None:
     """The summary of a run folder; None where there is none, or where it was cut off."""
+    return cast(Summary | None, _read(folder / SUMMARY))
+
+
+def _read(file: Path) -> dict[str, Any] | None:
     try:
-        summary: Summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return found if isinstance(found, dict) else None

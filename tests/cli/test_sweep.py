@@ -86,6 +86,23 @@ def test_a_result_that_was_taken_over_is_not_taken_over_again(job):
     assert find_finished(folder.parent, config) is None
 
 
+def test_a_benchmark_is_taken_over_as_a_run_is(job):
+    """Catches benchmarks that a sweep measures again each time it is resumed."""
+    config, folder = job
+    result = {"schema_version": 1, "status": "interrupted", "parts": [], "warnings": []}
+    (folder / "summary.json").unlink()
+    (folder / "bench.json").write_text(json.dumps(result))
+    assert find_finished(folder.parent, config) is None
+    (folder / "bench.json").write_text(json.dumps(result | {"status": "ok"}))
+    assert find_finished(folder.parent, config) == folder
+    copy = folder.with_name("1")
+    taken = take_over(folder, copy, ["seed=1"])
+    assert taken == result | {"status": "ok", "reused_from": "0"}
+    assert json.loads((copy / "bench.json").read_text()) == taken
+    assert not (copy / "summary.json").exists()
+    assert take_over(folder, folder, []) == result | {"status": "ok"}
+
+
 def test_warnings_that_are_taken_over_name_what_was_typed_here(tmp_path):
     typed = ["method=none", "method.num_speculative_tokens=1,3"]
     jobs = [job.config for job in plan(typed, multirun=True).jobs]
