@@ -1,5 +1,5 @@
-"""Benchmarks as parts of a report: an answer, charts and the table of each bench.json. Measures
-nothing.
+"""Benchmarks as parts of a report: an answer, charts and the table of each bench.json, and those of
+several side by side. Measures nothing.
 """
 
 from __future__ import annotations
@@ -12,35 +12,44 @@ from pathlib import Path
 from hydraspec.bench import table as bench_table
 from hydraspec.bench.benchmark import Curve
 from hydraspec.bench.choices import BENCHMARKS
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number
+from hydraspec.metrics.run_files import BENCH, CONFIG, SUMMARY, job_number
 from hydraspec.report.charts import Points, scatter
+from hydraspec.report.console import print_table, table_console
 from hydraspec.report.ranking import COLORS
 from hydraspec.report.study.blocks import Block, Line, Section, Study, Table, Verdict
+from hydraspec.report.study.settings import typed_labels
 
 Result = tuple[Path, Json]  # a folder and its bench.json
+WIDE = 400  # columns where no terminal sets a limit
+NUM_LEFT = 3  # columns of names
 SEVERAL = "What do benchmarks say of {}?"  # of benchmarks of several kinds
 
 
 def read(folder: Path) -> list[Result]:
-    """The benchmarks of a folder: its own, or those of a sweep's jobs; empty where there is none.
+    """The benchmarks of a folder: its own, or those of a sweep's jobs; empty where there is none. A
+    job that took over an equal job's result is left out.
 
     Raises:
         ConfigurationError: a bench.json that is damaged.
     """
     if not folder.is_dir() or (folder / SUMMARY).is_file():
         return []
-    jobs = sorted((f for f in folder.iterdir() if f.name.isdigit()), key=job_number)
-    own = [folder] if (folder / BENCH).is_file() else jobs
-    return [(each, _read(each / BENCH)) for each in own if (each / BENCH).is_file()]
+    if (folder / BENCH).is_file():
+        return [(folder, _read(folder / BENCH))]
+    if (folder / CONFIG).is_file():  # a benchmark that was cut off: inside are its parts
+        return []
+    jobs = sorted((job for job in folder.iterdir() if (job / BENCH).is_file()), key=job_number)
+    found = [(job, _read(job / BENCH)) for job in jobs]
+    return [(job, result) for job, result in found if "reused_from" not in result]
 
 
 def _read(file: Path) -> Json:
     """A checked bench.json: its section can be made."""
     try:
         result: Json = json.loads(file.read_text(encoding="utf-8"))
-        _section((file.parent, result))
+        _section((file.parent, result), bench_table.title_of(result))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise ConfigurationError(
             f"{file}: damaged, or of an older hydraspec\n  allowed: what bench=… writes\n"
@@ -49,14 +58,23 @@ def _read(file: Path) -> Json:
     return result
 
 
-def extended(made: Study | None, results: Sequence[Result], *, asked: str | None = None) -> Study:
-    """A report over runs with these benchmarks added, or one over these alone."""
+def extended(
+    made: Study | None,
+    results: Sequence[Result],
+    *,
+    asked: str | None = None,
+    notes: Sequence[str] = (),
+) -> Study:
+    """A report over runs with these benchmarks added, or one over these alone, with `notes`."""
     count = "1 benchmark" if len(results) == 1 else f"{len(results)} benchmarks"
-    verdicts = [_verdict(result) for _, result in results]
-    sections = [_section(result) for result in results]
+    titles = _titles(results)
+    verdicts = [_verdict(result, title) for (_, result), title in zip(results, titles, strict=True)]
+    sections = [_section(result, title) for result, title in zip(results, titles, strict=True)]
+    if tables := side_by_side(results):
+        sections.insert(0, Section(title="Side by side", blocks=tables))
     if made is None:
-        question = asked or _question([result for _, result in results])
-        return Study(question=question, facts=count, verdicts=verdicts, notes=(), sections=sections)
+        asked = asked or _question([result for _, result in results])
+        return Study(question=asked, facts=count, verdicts=verdicts, notes=notes, sections=sections)
     return replace(
         made,
         facts=f"{made.facts}; {count}",
@@ -65,16 +83,51 @@ def extended(made: Study | None, results: Sequence[Result], *, asked: str | None
     )
 
 
+def show(results: Sequence[Result]) -> None:
+    """Print what `side_by_side` makes."""
+    for block in side_by_side(results):
+        assert block.table is not None
+        lines = [[printable(cell) for cell in line.cells] for line in block.table.lines]
+        header = [printable(cell) for cell in block.table.header]
+        print_table(table_console(WIDE), block.title, header, lines, num_left=NUM_LEFT)
+
+
+def side_by_side(results: Sequence[Result]) -> list[Block]:
+    """The tables of benchmarks that have the same columns as one, with the settings that tell each
+    benchmark from the others; none where all columns differ."""
+    alike: dict[tuple[str, ...], list[Line]] = {}
+    for label, (folder, result) in zip(_labels(results), results, strict=True):
+        columns = (BENCHMARKS[result["bench"]].heading, *bench_table.header_of(result))
+        lines = [Line(cells=[label, *c], link=folder) for c in bench_table.cells_of(result)]
+        alike[columns] = alike.get(columns, []) + lines
+    return [
+        Block(title=heading, table=Table(header=["benchmark", *header], lines=lines))
+        for (heading, *header), lines in alike.items()
+        if len({line.link for line in lines}) > 1
+    ]
+
+
+def _titles(results: Sequence[Result]) -> list[str]:
+    titles = [bench_table.title_of(result) for _, result in results]
+    if len(titles) < 2:
+        return titles
+    return [f"{label}: {title}" for label, title in zip(_labels(results), titles, strict=True)]
+
+
+def _labels(results: Sequence[Result]) -> list[str]:
+    return typed_labels([folder for folder, _ in results])
+
+
 def _question(results: Sequence[Json]) -> str:
     targets = " and ".join(dict.fromkeys(result["target"] for result in results))
     kinds = {BENCHMARKS[result["bench"]].question for result in results}
     return (kinds.pop() if len(kinds) == 1 else SEVERAL).format(targets)
 
 
-def _verdict(result: Json) -> Verdict:
+def _verdict(result: Json, title: str) -> Verdict:
     found = list(_told(result)) or list(_said(result)) or ["Nothing was measured"]
     said = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in found)
-    return Verdict(kind="", about=bench_table.title_of(result), sentence=said)
+    return Verdict(kind="", about=title, sentence=said)
 
 
 def _said(result: Json) -> Iterator[str]:
@@ -103,7 +156,7 @@ def _drafts(method: str) -> str:
     return "without drafts" if method == "none" else f"with {method}"
 
 
-def _section(of: Result) -> Section:
+def _section(of: Result, title: str) -> Section:
     folder, result = of
     benchmark = BENCHMARKS[result["bench"]]
     lines = [Line(cells=cells, link=folder) for cells in bench_table.cells_of(result)]
@@ -121,7 +174,7 @@ def _section(of: Result) -> Section:
         title="Measured on",
         sentences=[f"{name}: {text}" for name, text in bench_table.notes_of(result)],
     )
-    return Section(title=bench_table.title_of(result), blocks=[table, *charts, measured])
+    return Section(title=title, blocks=[table, *charts, measured])
 
 
 def _chart(curve: Curve, result: Json) -> Iterator[Block]:

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.cli import launchers, sweep, torchrun
+from hydraspec.cli import launchers, report, sweep, torchrun
 from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
@@ -167,7 +167,7 @@ def _run_jobs(planned: Plan) -> int:
                         status = complain(error, error.exit_code)
                         outcomes.append(Outcome(status=status, job=name))
         finally:
-            if planned.is_sweep and any(planned.folder.glob("*/summary.json")):
+            if planned.is_sweep and results(planned.folder):
                 _compare(planned, whole=sys.exception() is None)
     except KeyboardInterrupt:
         if results(planned.folder) == before:
@@ -223,10 +223,7 @@ def _end(outcomes: Sequence[Outcome]) -> int:
 
 def _compare(planned: Plan, *, whole: bool) -> None:
     """Compare a sweep's jobs; one that was cut short is resumed later, and only then closed."""
-    from hydraspec.lab.tracking import close_sweep
-    from hydraspec.report.compare import compare
-
-    compare(planned.folder)
+    report.compare(planned.folder)
     if whole:
         configs = [job.config for job in planned.jobs]
-        close_sweep(configs, planned.folder, group=sweep.group_name(planned.folder))
+        report.close_sweep(configs, planned.folder, group=sweep.group_name(planned.folder))

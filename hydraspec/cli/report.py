@@ -1,4 +1,4 @@
-"""`python -m hydraspec.report`: arguments, files and exit status."""
+"""`python -m hydraspec.report`, and the comparison and report that end runs and sweeps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydraspec.cli.complain import status_over_folders, tell
 from hydraspec.config.benches import is_bench
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, TrackerMode
 from hydraspec.errors import UserError
-from hydraspec.metrics.run_files import STUDY_SPEC
+from hydraspec.metrics.run_files import BENCH, STUDY_SPEC, SUMMARY
+
+if TYPE_CHECKING:
+    from hydraspec.report.study.blocks import Study
+    from hydraspec.report.study.groups import Runs
 
 COMMAND = "hydraspec.report"
 DESCRIPTION = """\
@@ -73,47 +78,6 @@ def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> N
         tell(f"{STUDY_SPEC} is not written: {wandb_report.INSTALL}", command=COMMAND)
 
 
-def write_report(
-    folders: Sequence[Path], target: Path, *, asked: str | None = None, quiet: bool = False
-) -> None:
-    """Write the report over runs, sweeps and benchmarks into `target`, and print its answer.
-
-    Raises:
-        ConfigurationError: the folders make no report.
-        OSError: with the path, if it cannot be written.
-    """
-    from hydraspec.bench import study as bench_study
-    from hydraspec.report.study import groups, page
-    from hydraspec.report.study.contents import study
-
-    benchmarks = {folder: bench_study.read(folder) for folder in folders}
-    of_runs = [folder for folder in folders if not benchmarks[folder]]
-    runs = groups.read(of_runs) if of_runs else None
-    made = study(runs, asked=asked) if runs else None
-    if results := [result for found in benchmarks.values() for result in found]:
-        made = bench_study.extended(made, results, asked=asked)
-    assert made is not None, "there is a folder"
-    paths = page.write(made, runs, target)
-    if not quiet:
-        page.tell(made, paths)
-
-
-def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
-    """Make the report of a single run or benchmark, if tracker.report asks for one. What fails is a
-    warning."""
-    if not config.tracker.report:
-        return
-    from hydraspec.lab import tracking
-
-    if not is_bench(config):
-        tracking.close_run(config, folder, quiet=quiet)
-        return
-    try:
-        write_report([folder], folder, quiet=quiet)
-    except (OSError, UserError) as error:
-        log.warning("the report: %s", str(error).splitlines()[0])
-
-
 def _target(given: str | None, folders: Sequence[Path]) -> Path:
     """Where the report goes."""
     if given is not None:
@@ -121,3 +85,117 @@ def _target(given: str | None, folders: Sequence[Path]) -> Path:
     if len(folders) == 1:
         return folders[0]
     return Path("outputs", "reports", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
+
+
+def write_report(folders: Sequence[Path], target: Path, *, asked: str | None = None) -> None:
+    """Write the report over runs, sweeps and benchmarks into `target`, and print its answer.
+
+    Raises:
+        ConfigurationError: the folders make no report.
+        OSError: with the path, if it cannot be written.
+    """
+    from hydraspec.report.study import page
+
+    made, runs = _read(folders, asked=asked)
+    page.tell(made, page.write(made, runs, target))
+
+
+def _read(folders: Sequence[Path], *, asked: str | None = None) -> tuple[Study, Runs | None]:
+    """A report, and the runs in it; None where it is over benchmarks alone.
+
+    Raises:
+        ConfigurationError: the folders make no report.
+    """
+    from hydraspec.bench import study as bench_study
+    from hydraspec.report.study import groups
+    from hydraspec.report.study.contents import study
+
+    benchmarks = {folder: bench_study.read(folder) for folder in folders}
+    of_runs = [folder for folder in folders if not benchmarks[folder] or _holds_runs(folder)]
+    runs = groups.read(of_runs) if of_runs else None
+    made = study(runs, asked=asked) if runs else None
+    if results := [result for found in benchmarks.values() for result in found]:
+        notes = () if runs else [f"Left out: {one}." for one in groups.without_result(folders)]
+        made = bench_study.extended(made, results, asked=asked, notes=notes)
+    assert made is not None, "there is a folder"
+    return made, runs
+
+
+def _holds_runs(folder: Path) -> bool:
+    return any(folder.glob(f"*/{SUMMARY}"))
+
+
+# ---------------------------------------------------------------- at the end of runs and sweeps
+
+
+def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
+    """Make the report of a single run or benchmark, if tracker.report asks for one. What fails is a
+    warning."""
+    if config.tracker.report and (found := _read_or_warn(folder)):
+        _close(config, *found, folder, quiet=quiet)
+
+
+def compare(folder: Path) -> None:
+    """Print a sweep's jobs side by side, and write the comparison of its runs. Benchmarks that
+    cannot be read are a warning.
+
+    Raises:
+        OSError: with the path, if the folder cannot be written.
+    """
+    if _holds_runs(folder):
+        from hydraspec.report.compare import compare as compare_runs
+
+        compare_runs(folder)
+    if any(folder.glob(f"*/{BENCH}")):
+        from hydraspec.bench import study as bench_study
+
+        try:
+            bench_study.show(bench_study.read(folder))
+        except UserError as error:
+            log.warning("not side by side: %s", str(error).splitlines()[0])
+
+
+def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> None:
+    """Record a sweep's summary run, and make its report, if these are asked for. What fails is a
+    warning. W&B has runs alone: benchmarks are in the report.
+
+    Args:
+        group: of its runs in W&B, where none was chosen.
+    """
+    of_runs = (config for config in configs if not is_bench(config))
+    tracked = next((config for config in of_runs if config.tracker.records), None)
+    reports = any(config.tracker.report for config in configs)
+    if not (tracked or reports) or not (found := _read_or_warn(folder)):
+        return
+    made, runs = found
+    if tracked and runs:
+        from hydraspec.lab import tracking
+
+        tracking.record_sweep(tracked, made, runs, folder, group=group)
+    if reports:
+        _close(tracked or configs[0], made, runs, folder)
+
+
+def _read_or_warn(folder: Path) -> tuple[Study, Runs | None] | None:
+    try:
+        return _read([folder])
+    except UserError as error:
+        log.warning("no report: %s", str(error).splitlines()[0])
+    return None
+
+
+def _close(
+    config: RunConfig, made: Study, runs: Runs | None, folder: Path, *, quiet: bool = False
+) -> None:
+    """Write the report; with tracker.mode=online W&B gets it too, where it has the runs."""
+    from hydraspec.report.study import page, wandb_report
+
+    try:
+        paths = page.write(made, runs, folder)
+        if not quiet:
+            page.tell(made, paths)
+        if runs and config.tracker.records and config.tracker.mode is TrackerMode.online:
+            wandb_report.check_installed()
+            log.info("published: %s", wandb_report.publish(folder / STUDY_SPEC))
+    except (OSError, UserError) as error:
+        log.warning("the report: %s", str(error).splitlines()[0])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from hydraspec.comparison import words
@@ -19,9 +18,9 @@ from hydraspec.comparison.runs import Job, check_alike, read_run
 from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import (
+    BENCH,
     COMPARISON,
     COMPARISON_REPORT,
-    OVERRIDES,
     REPORT,
     job_number,
     read_summary,
@@ -32,6 +31,7 @@ from hydraspec.report.console import print_table, table_console
 from hydraspec.report.figures import number, percent, plus_minus
 from hydraspec.report.ranking import BEST, EQUAL, blocks
 from hydraspec.report.runs import show_blocks, write_tables
+from hydraspec.report.study.settings import typed_settings
 
 ALWAYS = ("method", "num_speculative_tokens")
 # Typed keys that a summary records under their last name; others are shown as typed.
@@ -131,9 +131,10 @@ def read(sweep_dir: Path) -> Comparison:
     for folder in folders:
         summary = read_summary(folder)
         if summary is None:
-            unfinished += [folder.name] if folder.name.isdigit() else []
+            is_run = folder.name.isdigit() and not (folder / BENCH).is_file()
+            unfinished += [folder.name] if is_run else []
         elif "reused_from" not in summary:
-            settings = _settings(summary, _typed(folder / OVERRIDES))
+            settings = _settings(summary, typed_settings(folder))
             row = Row(job=folder.name, folder=folder, summary=summary, settings=settings)
             rows.append(row)
     columns = _varying(rows)
@@ -145,16 +146,6 @@ def read(sweep_dir: Path) -> Comparison:
         rankings=rankings,
         unranked=unranked,
     )
-
-
-def _typed(path: Path) -> dict[str, str]:
-    """Key and value of each override of a job."""
-    try:
-        overrides = yaml.safe_load(path.read_text(encoding="utf-8")) or []
-    except (OSError, yaml.YAMLError):
-        return {}
-    pairs = (str(override).lstrip("+").partition("=") for override in overrides)
-    return {key: value for key, _, value in pairs if not key.startswith(("hydra", "tracker"))}
 
 
 def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:

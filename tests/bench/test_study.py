@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import load_of, part_of
 from checked_pages import check_page
 
 from hydraspec.bench.choices import BENCHMARKS
@@ -15,31 +16,6 @@ from hydraspec.cli import jobs
 from hydraspec.cli.compose import plan
 from hydraspec.cli.jobs import run_job
 from hydraspec.cli.report import main
-
-
-def part_of(*rows: dict[str, Any]) -> dict[str, Any]:
-    """What native measured without drafts."""
-    environment = {"versions": dict.fromkeys(("hydraspec", "torch", "triton"), "1"), "git": None}
-    environment["versions"] |= {"transformers": None, "vllm": None}
-    return {
-        **{"engine": "native", "method": "none", "num_speculative_tokens": 0, "status": "ok"},
-        **{"first_step_s": 1.0, "memory_bytes": {}, "peak_memory_bytes": {}, "cudagraph": {}},
-        **{"environment": environment, "gpu_clocks": None, "rows": rows},
-    }
-
-
-def load_of(folder: Path, target: str) -> dict[str, Any]:
-    """A benchmark's file, with a page beside it."""
-    row = {"pass": 1, "seconds": 2.0, "tokens_per_second": 50.0, "num_steps": 9}
-    result = {
-        **{"bench": "load", "target": target, "dtype": "float32", "num_requests": 4},
-        **{"max_num_seqs": 2, "prompt_tokens": 5, "output_tokens": 4, "repeats": 1},
-        **{"ratios": {}, "parts": [part_of({**row, "acceptance_length": None})]},
-    }
-    folder.mkdir(parents=True)
-    (folder / "bench.json").write_text(json.dumps(result), encoding="utf-8")
-    (folder / "bench.html").write_text("", encoding="utf-8")
-    return result
 
 
 def test_rates_that_keep_the_limits() -> None:

@@ -15,12 +15,13 @@ from fake_engine import FakeEngine
 from studied_runs import configure, damage, edit, slow_down
 
 from hydraspec.cli import main as command_line
+from hydraspec.cli import report
 from hydraspec.cli.compose import plan
 from hydraspec.cli.report import main
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import run as run_module
 from hydraspec.lab import tracking
-from hydraspec.report.study import page
+from hydraspec.report.study import page, wandb_report
 from hydraspec.report.study.blocks import Study
 from hydraspec.report.study.contents import study
 from hydraspec.report.study.groups import read
@@ -274,11 +275,11 @@ def test_a_run_ends_with_its_report(
     use_engine(FakeEngine())
     run_module.run(config, run_dir=tmp_path / "run", overrides=[], quiet=True)
     config.tracker.report = True
-    tracking.close_run(config, tmp_path / "run")
+    report.close_run(config, tmp_path / "run")
     assert "Is gemma4_mtp with 3 draft tokens worth it" in capsys.readouterr().out
     assert (tmp_path / "run" / "study.html").is_file()
     (tmp_path / "empty").mkdir()
-    tracking.close_run(config, tmp_path / "empty")
+    report.close_run(config, tmp_path / "empty")
     assert not (tmp_path / "empty" / "study.html").exists()
 
 
@@ -301,7 +302,7 @@ def test_a_sweep_ends_with_a_summary_run_and_a_report(
 
     monkeypatch.setattr(tracking, "WandbSink", Sink)
     config.tracker = TrackerConfig(name="wandb", report=True, tags=["night"])
-    tracking.close_sweep([config, config], studied, group="today/sweep")
+    report.close_sweep([config, config], studied, group="today/sweep")
     options = logged["options"]
     assert (options.group, options.job_type) == ("today/sweep", "summary")
     assert (options.name, options.tags) == ("summary of today/sweep", ("night",))
@@ -318,8 +319,8 @@ def test_an_online_report_that_cannot_be_published_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config.tracker = TrackerConfig(name="wandb", report=True, mode=TrackerMode.online)
-    monkeypatch.setattr(tracking.wandb_report, "is_installed", lambda: False)
-    tracking.close_run(config, studied / "1", quiet=True)
+    monkeypatch.setattr(wandb_report, "is_installed", lambda: False)
+    report.close_run(config, studied / "1", quiet=True)
     assert (studied / "1" / "study.html").is_file()
     assert "wandb-workspaces is not installed" in caplog.text
 
@@ -376,7 +377,7 @@ def test_a_sweep_that_is_cut_short_is_not_closed(
         return dict(json.loads((studied / "1" / "summary.json").read_text(encoding="utf-8")))
 
     monkeypatch.setattr(command_line, "run_job", run_job)
-    monkeypatch.setattr(tracking, "close_sweep", lambda *args, **kwargs: closed.append(True))
+    monkeypatch.setattr(report, "close_sweep", lambda *args, **kwargs: closed.append(True))
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         command_line._run_jobs(planned)
     assert closed == ([] if interrupted else [True])

@@ -22,7 +22,7 @@ from hydraspec.comparison.runs import (
     short_names,
 )
 from hydraspec.metrics.checked import mismatch
-from hydraspec.metrics.run_files import SUMMARY, job_number, read_summary
+from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary
 
 READ = (  # keys of summary.json
@@ -105,7 +105,7 @@ def read(folders: Sequence[Path]) -> Runs:
         _check_summary(run)
     runs = [run for run in found if has_finished(run)]
     left_out = [f"{run.name}: no request finished" for run in found if not has_finished(run)]
-    left_out += [f"{folder.name}: no result" for folder in _unfinished(folders)]
+    left_out += without_result(folders)
     if not runs:
         raise refuse(
             ", ".join(map(str, folders)),
@@ -235,9 +235,13 @@ def _asked(run: Run) -> tuple[str, str]:
     return run.summary["target"], f"{workload} ({path})" if path else workload
 
 
-def _unfinished(folders: Sequence[Path]) -> Iterator[Path]:
-    """Jobs of sweeps without a summary."""
-    for folder in folders:
-        if read_summary(folder) is None:
-            jobs = (each for each in folder.iterdir() if each.is_dir() and each.name.isdigit())
-            yield from (job for job in sorted(jobs, key=job_number) if read_summary(job) is None)
+def without_result(folders: Sequence[Path]) -> list[str]:
+    """What to say of the jobs of sweeps that left no result, of a run or of a benchmark."""
+    sweeps = (folder for folder in folders if read_summary(folder) is None)
+    return [f"{job.name}: no result" for sweep in sweeps for job in _unfinished(sweep)]
+
+
+def _unfinished(sweep: Path) -> list[Path]:
+    jobs = (each for each in sweep.iterdir() if each.is_dir() and each.name.isdigit())
+    left = (job for job in jobs if read_summary(job) is None and not (job / BENCH).is_file())
+    return sorted(left, key=job_number)

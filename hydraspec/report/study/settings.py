@@ -7,13 +7,40 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
+
 from hydraspec.comparison.runs import Run, differing_keys, dotted, short_names
-from hydraspec.metrics.run_files import ENVIRONMENT
+from hydraspec.metrics.run_files import ENVIRONMENT, OVERRIDES
 from hydraspec.report.study.blocks import Block, Line, Table
 from hydraspec.report.study.groups import Runs
 
 CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
+
+
+def typed_settings(folder: Path) -> dict[str, str]:
+    """Key and value of each override of a job."""
+    try:
+        overrides = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8")) or []
+    except (OSError, yaml.YAMLError):
+        return {}
+    pairs = (str(override).lstrip("+").partition("=") for override in overrides)
+    return {key: value for key, _, value in pairs if not key.startswith(("hydra", "tracker"))}
+
+
+def typed_labels(folders: Sequence[Path]) -> list[str]:
+    """For each folder what was typed there and not for all; their names where that tells too
+    little."""
+    typed = [typed_settings(folder) for folder in folders]
+    keys = dict.fromkeys(key for one in typed for key in one)
+    differing = [key for key in keys if len({one.get(key) for one in typed}) > 1]
+    labels = [", ".join(_label(key, one[key]) for key in differing if key in one) for one in typed]
+    return labels if all(labels) and len(set(labels)) == len(labels) else short_names(folders)
+
+
+def _label(key: str, value: str) -> str:
+    name = key.rpartition(".")[2]
+    return f"{'K' if name == 'num_speculative_tokens' else name}={value}"
 
 
 def settings(runs: Runs) -> Block | None:
