@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hydraspec.engine.base import Engine
 
 __version__ = "0.1.0"
 
@@ -29,9 +32,28 @@ def run(
         command line prints.
         KeyboardInterrupt: after the finished requests were saved.
     """
-    from hydraspec.cli.main import run as run_from_overrides
+    from hydraspec.cli.from_python import run as run_from_overrides
 
     return run_from_overrides(overrides, config_dir=config_dir, quiet=quiet)
+
+
+def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Engine:
+    """The loaded engine of such a run, for Python code that drives it itself.
+
+    `tokenize` requests (`hydraspec.types.Request`), iterate over `run`, which yields the record of
+    each step and the completions it brought, and `close` the engine at the end. Between two events,
+    or from another thread, `cancel` ends a request.
+
+    Args:
+        overrides: as typed after `python -m hydraspec`; the workload and the baseline are not used.
+        config_dir: a folder with further choices, as --config-dir.
+
+    Raises:
+        UserError: as `run`; also where parallelism asks for several devices.
+    """
+    from hydraspec.cli.from_python import build_engine as build_from_overrides
+
+    return build_from_overrides(overrides, config_dir=config_dir)
 
 
 def compare(

@@ -13,6 +13,7 @@ import torch
 from hydraspec import factory
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.passes import Passes, make_requests, random_prompts
+from hydraspec.config.benches import check_room
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment
@@ -36,6 +37,7 @@ def measure(config: RunConfig) -> Json:
     rows that were finished, and status "interrupted".
 
     Raises:
+        ConfigurationError: requests are longer than the target takes.
         KeyboardInterrupt: before any row was finished.
     """
     benchmark = BENCHMARKS[config.bench.name]
@@ -43,6 +45,7 @@ def measure(config: RunConfig) -> Json:
     engine = factory.build_engine(config)
     try:
         load_s = time.perf_counter() - started
+        check_room(config, engine.info.max_model_len)
         prompts = random_prompts(config, engine.info.vocab_size, 1)
         Passes(engine, make_requests(config, prompts, [1])).run()
         first_step_s = time.perf_counter() - started

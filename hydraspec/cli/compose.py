@@ -20,6 +20,7 @@ from hydraspec.cli.hydra_keys import check_launcher, check_output_subdir
 from hydraspec.cli.overrides import check_keys, leaves, parse, search_places, values_of, with_method
 from hydraspec.cli.translate import translated
 from hydraspec.config import RunConfig, to_run_config
+from hydraspec.config.benches import uncached
 from hydraspec.config.build import NAME, in_mapping
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
 from hydraspec.config.messages import listing, nearest, refusal
@@ -161,8 +162,10 @@ def _line(override: Override) -> str:
 def _job(composed: DictConfig, overrides: Sequence[Override], folder: Path) -> Job:
     _check_names(composed, overrides)
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    typed = [o.input_line or "" for o in overrides if _is_recorded(o)]
-    return Job(config=to_run_config(ours), overrides=typed, folder=folder, composed=composed)
+    config, typed = to_run_config(ours), [o.input_line or "" for o in overrides if _is_recorded(o)]
+    if ours.engine.get("prefix_caching"):
+        config.warnings += uncached(config, {o.key_or_group for o in overrides})
+    return Job(config=config, overrides=typed, folder=folder, composed=composed)
 
 
 def _is_recorded(override: Override) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: from sys.argv to an exit status, and `hydraspec.run`.
+"""The command line: from sys.argv to an exit status.
 
 Exit status: 0 done; 2 wrong configuration; 3 unusable checkpoint or workload; 4 done, and the
 outputs are not the target's; 130 interrupted; 1 anything else. What a run does is the lab's
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -36,8 +35,6 @@ from hydraspec.cli.folders import (
 )
 from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
 from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
-from hydraspec.cli.overrides import with_config_dir
-from hydraspec.cli.rank_job import errors_alone_logged
 from hydraspec.cli.translate import translate
 from hydraspec.config.messages import refusal
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
@@ -92,36 +89,6 @@ def main() -> int:
             return complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
         except CannotWriteError as error:
             return complain(folder_message(error), 1)
-
-
-def run(
-    overrides: Sequence[str] = (), *, config_dir: str | None = None, quiet: bool = False
-) -> dict[str, Any]:
-    """One run from Python, with the overrides one would type; see `hydraspec.run`."""
-    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
-    if not is_list or not all(isinstance(typed, str) for typed in overrides):
-        raise ConfigurationError(
-            f"run({overrides!r}): cannot be read\n  allowed: a list of strings, each as typed\n"
-            '  to do: write run(["method=none", "seed=1"])'
-        )
-    torchrun.refuse_calls()
-    refuse_no_folder(overrides)
-    overrides = with_config_dir(config_dir, overrides)
-    planned = plan(overrides)
-    if planned.is_sweep:
-        raise ConfigurationError(
-            f"{' '.join(overrides)}: asks for a sweep\n"
-            "  allowed: one run\n  to do: call run once for each combination, or use hydraspec -m"
-        )
-    (job,) = planned.jobs
-    if not is_typed(RUN_DIR, overrides):
-        job.folder = fresh(job.folder)
-    printing = errors_alone_logged() if quiet else output_may_be_cut()
-    with printing, claimed(job.folder, RUN_DIR):
-        summary = run_job(job, quiet=quiet, logs=False)
-        if not quiet:
-            _end([outcome(summary)])
-    return {**summary, "run_dir": str(job.folder.absolute())}
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from hydraspec.config.choices import choices_of
 from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule, at_least
 from hydraspec.config.schema import RunConfig
+from hydraspec.errors import ConfigurationError
 
 PLAIN, DECODE, LOAD, SERVE, TURNS = "none", "decode", "load", "serve", "turns"
 BENCHES = (DECODE, LOAD, SERVE, TURNS)
@@ -68,6 +69,30 @@ def _longest(c: RunConfig) -> tuple[str, int]:
     text = " + ".join(f"bench.{key}" for key in keys)
     total = count * sum(getattr(c.bench, key) for key in keys)
     return f"bench.num_turns x ({text})" if c.bench.name == TURNS else text, total
+
+
+def check_room(config: RunConfig, limit: int) -> None:
+    """Refuse requests that are longer than a loaded target takes.
+
+    Raises:
+        ConfigurationError: a request of the benchmark has more than `limit` tokens.
+    """
+    keys, total = _longest(config)
+    if total > limit:
+        raise ConfigurationError(
+            f"{keys} = {total}: target {config.target.name} takes {limit} tokens of a request\n"
+            f"  allowed: up to {limit}\n  to do: choose shorter requests"
+        )
+
+
+def uncached(config: RunConfig, typed: Container[str]) -> list[str]:
+    """A warning where engine.prefix_caching=true was typed for a benchmark that turns it off."""
+    if "engine.prefix_caching" not in typed or config.bench.name not in UNCACHED:
+        return []
+    return [
+        f"engine.prefix_caching=true has no effect with bench={config.bench.name}: no engine "
+        f"caches prefixes there (bench={TURNS} measures them)"
+    ]
 
 
 def _is_one_part(c: RunConfig) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hydraspec.costs import CostTable
+from hydraspec.errors import ConfigurationError
 from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, StepRecord
 
 
@@ -94,6 +95,20 @@ class Engine(ABC):
             was yielded as an error, with the tokens before it. Only by engines that check
             (`info.checks_logits`); of others the lab looks at one request after the run.
         """
+
+    def cancel(self, index: int) -> None:
+        """End request `index` of the run that `run` began last, with an error "cancelled" and the
+        tokens that it has by then. Its completion comes with the next step; of one that has not
+        been offered yet, with the step that it would join. No effect once it has ended. May be
+        called between two events of the run's iterator, and from any thread.
+
+        Raises:
+            ConfigurationError: by engines that cannot; the native one can.
+        """
+        raise ConfigurationError(
+            "cancel: this engine ends no request before its time\n"
+            "  allowed: engine=native\n  to do: choose that engine, or close the run's iterator"
+        )
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Build ahead of time what `run` would build when these requests first need it."""

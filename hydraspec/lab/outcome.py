@@ -11,7 +11,7 @@ from typing import Any
 
 from hydraspec.metrics.lossless import what_diverged
 
-OK, FAILED, DIVERGED, INTERRUPTED = 0, 1, 4, 130
+OK, FAILED, REFUSED, DIVERGED, INTERRUPTED = 0, 1, 2, 4, 130
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -31,9 +31,11 @@ class Outcome:
 
 def outcome(summary: Mapping[str, Any], job: str = "") -> Outcome:
     """The end of a run, or of a benchmark, from its summary."""
+    if summary["status"] == "interrupted":
+        return Outcome(status=INTERRUPTED, job=job)
     if summary["status"] != "ok":
-        status = INTERRUPTED if summary["status"] == "interrupted" else FAILED
-        return Outcome(status=status, job=job)
+        parts = {part["status"] for part in summary.get("parts", ())}  # of a benchmark
+        return Outcome(status=REFUSED if parts == {"refused"} else FAILED, job=job)
     if summary.get("lossless", {}).get("verdict") != "diverged":
         return Outcome(status=OK, job=job)
     return Outcome(status=DIVERGED, diverged=what_diverged(summary), job=job)

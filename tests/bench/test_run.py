@@ -27,6 +27,7 @@ from hydraspec.config.choices import choices_of
 from hydraspec.config.schema import Device, RunConfig, Weights
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab import run as run_module
+from hydraspec.lab.outcome import outcome
 
 DEEPSEEK = "bench_mtp target=custom target.checkpoint=shape:deepseek_v3_6_layers"
 # what follows experiment= -> shape, method, drafter's shape, tokens a step
@@ -112,6 +113,27 @@ def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[st
         planned(*overrides)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_prefix_caching_that_is_typed_in_vain_is_a_warning() -> None:
+    (warning,) = planned("engine.prefix_caching=true").warnings
+    assert warning.startswith("engine.prefix_caching=true has no effect with bench=decode")
+    assert planned("engine.prefix_caching=false").warnings == planned().warnings == []
+
+
+def test_requests_longer_than_the_target_takes_are_refused_once_it_is_loaded(
+    build: list[FakeEngine],
+) -> None:
+    config = planned("target.max_model_len=null", "bench.prompt_tokens=100000")
+    with pytest.raises(ConfigurationError, match="tokens of a request"):
+        bench_measure.measure(config)
+    assert build[0].closed
+
+
+def test_a_benchmark_of_which_every_part_is_refused_exits_as_a_refused_run() -> None:
+    parts = [{"status": "refused"}, {"status": "refused"}]
+    assert outcome({"status": "failed", "parts": parts}).status == 2
+    assert outcome({"status": "failed", "parts": [*parts, {"status": "failed"}]}).status == 1
 
 
 def test_method_auto_is_a_method_of_the_table() -> None:

@@ -140,7 +140,7 @@ def test_random_requests_read_what_their_tokens_wrote() -> None:
 @pytest.mark.slow
 def test_20_000_steps_read_what_their_tokens_wrote() -> None:
     with Model.counting() as happened:
-        drive(150, 50, Phase.generate, Phase.shrink)
+        drive(400, 50, Phase.generate, Phase.shrink)
     assert happened["steps"] >= 20_000
     assert happened["hits"] >= 500
     assert happened["evicted"] >= 500

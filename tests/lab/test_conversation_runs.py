@@ -82,6 +82,21 @@ def test_later_turns_find_their_conversation_with_every_drafter(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", PAIRS)
+def test_of_sixteen_turns_nine_tokens_in_ten_are_found(method: str, tmp_path: Path) -> None:
+    """A turn's prompt is the conversation so far: its new tokens and what is past the last whole
+    block are read, less than a tenth of all."""
+    size = ("workload.num_conversations=4", "workload.num_turns=16")
+    typed = (f"method={method}", f"target={PAIRS[method]}", "workload=multi_turn", *size)
+    found, _ = run(tmp_path / "run", *typed)
+    hits, plain = found["prefix_cache"], found["baseline"]["prefix_cache"]
+    assert hits["hit_tokens"] + hits["border_tokens"] >= plain["hit_tokens"]
+    assert hits["hit_rate"] >= 0.9
+    assert hits["eligible_hit_rate"] == 1
+    assert found["lossless"]["verdict"] == "identical"
+
+
+@pytest.mark.slow
 def test_later_turns_wait_at_most_half_as_long_as_without_the_cache(tmp_path: Path) -> None:
     """Turns of 150 random tokens: without the cache each reads the whole conversation again."""
     size = ("workload.path=null", "workload.num_turns=6", "workload.turn_tokens=150")

@@ -96,10 +96,7 @@ class NativeEngine(Engine):
         return self.offer(requests, concurrency, self._cancels)
 
     def cancel(self, index: int) -> None:
-        """End request `index` of the run that `run` began last, with an error "cancelled" and the
-        tokens that it has by then. Its completion comes with the next step; of one that has not
-        been offered yet, with the step that it would join. No effect once it has ended. May be
-        called between two events of the run's iterator, and from any thread."""
+        """See Engine."""
         self._cancels.add(index)
 
     def offer(

@@ -82,7 +82,7 @@ class ParallelEngine(Engine):
         return self._events(requests, concurrency, self._cancels)
 
     def cancel(self, index: int) -> None:
-        """See NativeEngine.cancel. A replica learns of it with the next event of the iterator."""
+        """See Engine. A replica learns of it with the next event of the iterator."""
         self._cancels.add(index)
 
     def _events(

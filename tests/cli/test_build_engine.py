@@ -1,0 +1,60 @@
+"""`hydraspec.build_engine`: an engine that Python code drives itself."""
+
+from __future__ import annotations
+
+import pytest
+
+import hydraspec
+from hydraspec.errors import ConfigurationError
+from hydraspec.types import Completion, Request, SamplingParams
+
+
+def test_a_request_is_ended_between_two_events() -> None:
+    engine = hydraspec.build_engine(["target=tiny_qwen3", "method=eagle3", "engine.device=cpu"])
+    try:
+        requests = [
+            Request(
+                index=index,
+                id=str(index),
+                prompt_token_ids=[5, 6, 7, 8 + index],
+                sampling=SamplingParams(max_tokens=24, ignore_eos=True),
+            )
+            for index in range(2)
+        ]
+        engine.tokenize(requests)
+        ended: dict[int, Completion] = {}
+        for number, event in enumerate(engine.run(requests, concurrency=None)):
+            if isinstance(event, Completion):
+                ended[event.index] = event
+            elif number == 1:
+                engine.cancel(0)
+        assert ended[0].error == "cancelled"
+        assert len(ended[0].output_token_ids) < 24
+        assert len(ended[1].output_token_ids) == 24
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("method=none", "a list of strings"),
+        (["method=none,eagle3"], "several values"),
+        (["parallelism=tp2", "engine.device=cpu"], "several devices"),
+        (["method=eagle9"], "eagle9"),
+    ],
+)
+def test_what_is_no_engine_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        hydraspec.build_engine(overrides)
+
+
+def test_an_engine_that_ends_no_request_says_so() -> None:
+    engine = hydraspec.build_engine(
+        ["engine=transformers", "workload.concurrency=1", "target=tiny_qwen3", "method=none"]
+    )
+    try:
+        with pytest.raises(ConfigurationError, match="ends no request"):
+            engine.cancel(0)
+    finally:
+        engine.close()
