@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "report": {"types", "metrics", "comparison"},
     "lab": {
         *("root", "signals", "types", "plugins", "config", "metrics", "engine.base", "factory"),
-        *("report", "shipped", "costs"),
+        *("report", "shipped", "costs", "models.tokenizer", "models.checkpoint.reader"),
     },
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "report"),

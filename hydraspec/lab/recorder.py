@@ -40,8 +40,10 @@ class Recorder:
         method: str,
         sides: Sequence[Side],
         tracker: WandbSink | None,
+        decode: Callable[[Sequence[int]], str] | None,
         quiet: bool,
     ) -> None:
+        """decode: the text of token ids, None without a tokenizer."""
         self._folder, self._tracker = folder, tracker
         self._started = time.strftime("%Y-%m-%d %H:%M")
         self._console = run_console(quiet=quiet)
@@ -55,6 +57,7 @@ class Recorder:
             self._scored.append(trace)
         if metrics.all_positions:
             self._scored.append(PositionsFile(folder.path / POSITIONS, requests))
+        self._decode = decode
         self._trace = folder.path / TRACE if metrics.trace else None
         self._samples = SampleSink(requests)
         sizes = dict.fromkeys(sides, len(requests))
@@ -104,7 +107,7 @@ class Recorder:
             summary,
             resolved=self._folder.resolved,
             samples=samples,
-            worst=worst_requests(rows, self._trace),
+            worst=worst_requests(rows, self._trace, self._decode),
             made=made,
         )
         self._folder.write_report(page)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from hydraspec.lab import (
     prediction,
     sampled,
     summary,
+    token_texts,
     tracking,
     verdict,
     workloads,
@@ -114,6 +115,7 @@ class _Loaded:
     workload: Workload
     expected: prediction.Expected
     tracker: WandbSink | None
+    decode: Callable[[Sequence[int]], str] | None  # text of tokens, where the run shows any
     load_s: float
     loaded_at: float  # time.perf_counter()
 
@@ -154,6 +156,7 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
             workload=workload,
             expected=expected,
             tracker=tracker,
+            decode=token_texts.decoder(config),
             load_s=load_s,
             loaded_at=loaded_at,
         )
@@ -185,6 +188,7 @@ def _recorder(loaded: _Loaded, folder: RunFolder, quiet: bool) -> Recorder:
         method=info.method,
         sides=list(loaded.engines),
         tracker=loaded.tracker,
+        decode=loaded.decode,
         quiet=quiet,
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydraspec.metrics.files import Json
@@ -12,15 +12,29 @@ from hydraspec.metrics.media import speedup_of
 
 MAX_REQUESTS = 8
 MAX_REJECTED = 6  # shown of each request
+MAX_CHARACTERS = 24  # of a token's text
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Rejected:
-    """A draft token that the target replaced, at a place in the output counted from 0."""
+    """A draft token that the target replaced, at a place in the output counted from 0; texts are
+    empty without a tokenizer."""
 
     place: int
     draft: int
     target: int
+    draft_text: str = ""
+    target_text: str = ""
+
+    @property
+    def draft_words(self) -> str:
+        """Id and text."""
+        return _in_words(self.draft, self.draft_text)
+
+    @property
+    def target_words(self) -> str:
+        """Id and text."""
+        return _in_words(self.target, self.target_text)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -36,9 +50,11 @@ class WorstRequest:
     rejected: Sequence[Rejected]  # the first ones
 
 
-def worst_requests(rows: Sequence[Json], trace: Path | None) -> list[WorstRequest]:
+def worst_requests(
+    rows: Sequence[Json], trace: Path | None, decode: Callable[[Sequence[int]], str] | None = None
+) -> list[WorstRequest]:
     """Those of the rows of requests.jsonl with the lowest acceptance length, lowest first; `trace`
-    is the run's trace.jsonl."""
+    is the run's trace.jsonl, and `decode` gives tokens their text."""
     drafted = [row for row in rows if row["num_drafts"]]
     worst = sorted(drafted, key=_acceptance_length)[:MAX_REQUESTS]
     rejected = _rejected({row["id"]: len(row["prompt_token_ids"]) for row in worst}, trace)
@@ -50,10 +66,25 @@ def worst_requests(rows: Sequence[Json], trace: Path | None) -> list[WorstReques
             num_drafts=row["num_drafts"],
             speedup=speedup_of(row),
             num_rejected=len(rejected[row["id"]]) if trace else None,
-            rejected=rejected[row["id"]][:MAX_REJECTED],
+            rejected=[_with_texts(each, decode) for each in rejected[row["id"]][:MAX_REJECTED]],
         )
         for row in worst
     ]
+
+
+def _with_texts(one: Rejected, decode: Callable[[Sequence[int]], str] | None) -> Rejected:
+    if decode is None:
+        return one
+    return replace(one, draft_text=decode([one.draft]), target_text=decode([one.target]))
+
+
+def _in_words(token: int, text: str) -> str:
+    """ "290 ' the'": white space and characters that do not print are visible. A token without
+    text, as special ones, is its id."""
+    if not text:
+        return str(token)
+    cut = text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
+    return f"{token} {cut!r}"
 
 
 def _acceptance_length(row: Json) -> float:

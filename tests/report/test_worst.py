@@ -12,6 +12,7 @@ from checked_pages import check_page
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.lab import token_texts
 from hydraspec.report.worst import MAX_REJECTED, worst_requests
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -59,6 +60,49 @@ def test_the_worst_come_first_and_a_rejection_is_at_its_place(tmp_path: Path) ->
     assert second.num_rejected == 0
     assert worst_requests(rows, None)[0].num_rejected is None
     assert worst_requests([row("none", 0, 0)], trace) == []
+
+
+TEXTS = {
+    " the": "8 ' the'",
+    "\n\x1b[2J": r"8 '\n\x1b[2J'",
+    "\u202ecod": r"8 '\u202ecod'",
+    "é": "8 'é'",
+    "": "8",
+    "x" * 40: f"8 '{'x' * 23}…'",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_token_has_its_text_beside_its_id(tmp_path: Path, text: str) -> None:
+    """Catches control characters, and a direction override, that reach the page as they are."""
+    step = {
+        "request": "b",
+        "num_computed_tokens": 3,
+        "draft_token_ids": [8],
+        "num_accepted": 0,
+        "output_token_ids": [9],
+    }
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps(step), encoding="utf-8")
+    (found,) = worst_requests([row("b", 1, 10)], trace, lambda ids: text if ids == [8] else "a")
+    assert found.rejected[0].draft_words == TEXTS[text]
+    assert found.rejected[0].target_words == "9 'a'"
+
+
+def test_texts_are_escaped_in_the_page(
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_texts, "decoder", lambda config: lambda ids: "<b>\n")
+    use_engine(FakeEngine(Behaviour(accepted=(0,))))
+    config.metrics.trace = True
+    run_config()
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert r"&#39;&lt;b&gt;\n&#39; → " in page
+    assert r"'<b>\n'" in check_page(page).text
 
 
 @pytest.mark.parametrize("has_trace", [True, False])
