@@ -5,7 +5,7 @@ metrics.all_positions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -18,10 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def record(
-    config: RunConfig, measurement: Measurement, add: Callable[[PositionScores], None]
+    config: RunConfig,
+    measurement: Measurement,
+    add: Callable[[PositionScores], None],
+    decode: Callable[[Sequence[int]], str] | None,
 ) -> list[str]:
-    """Hand `add` the scores of each finished request, and count them, where the run records them.
-    Returns warnings; that a trace has no ranks is none, as some engines cannot give them.
+    """Hand `add` the scores of each finished request, and count them, where the run records them;
+    `decode` gives tokens their text. Returns warnings; that a trace has no ranks is none, as some
+    engines cannot give them.
 
     A device without memory for the pass costs the run nothing but these records.
     """
@@ -38,7 +42,7 @@ def record(
             if found is None:
                 missing = "only our own draft heads on one device give them"
             else:
-                method.teacher_forced = teacher_forced(_each_added(found, add))
+                method.teacher_forced = teacher_forced(_each_added(found, add), decode)
         except torch.OutOfMemoryError:
             missing, is_warning = "the device's memory is full: lower its KV cache", True
     if not missing:

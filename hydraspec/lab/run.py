@@ -80,7 +80,9 @@ def run(
                 folder.write_costs(costs.as_json())
             measurement.run()
             measurement.profile()
-            loaded.workload.warnings += positions.record(config, measurement, recorder.add_scores)
+            loaded.workload.warnings += positions.record(
+                config, measurement, recorder.add_scores, loaded.decode
+            )
             distribution, warnings = sampled.check(config, measurement)
             loaded.workload.warnings += warnings
             lossless = _judge(loaded, measurement)

@@ -5,15 +5,21 @@ texts, teacher-forced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.statistics import leading, ratio_of_sums
-from hydraspec.metrics.summary import Ceilings, DraftStep, TeacherForced
+from hydraspec.metrics.statistics import leading, ratio, ratio_of_sums
+from hydraspec.metrics.summary import (
+    Ceilings,
+    DraftStep,
+    StartBucket,
+    StartFigures,
+    TeacherForced,
+)
 from hydraspec.types import PositionScores
 
 TOP = 5
@@ -86,11 +92,15 @@ def figures(
     return {**found, "ceilings": ceilings(drafts)}
 
 
-def teacher_forced(found: Iterable[PositionScores]) -> TeacherForced | None:
-    """How the drafter ranks the target's tokens, by draft, and ceilings of its acceptance length;
-    over the places whose K next tokens are known. None where there is none.
+def teacher_forced(
+    found: Iterable[PositionScores], decode: Callable[[Sequence[int]], str] | None
+) -> TeacherForced | None:
+    """How the drafter ranks the target's tokens, by draft, where its drafts are accepted, and
+    ceilings of its acceptance length; over the places whose K next tokens are known. None where
+    there is none. `decode` gives tokens their text, and so their class.
     """
     matches, ranks, probs, num_of = [], [], [], []
+    contexts, entropies, tokens = [], [], []
     for scores in found:
         # What is not known lies at the end of the last places.
         count = int((scores.target_token_ids >= 0).all(axis=1).sum())
@@ -99,6 +109,9 @@ def teacher_forced(found: Iterable[PositionScores]) -> TeacherForced | None:
         ranks.append(np.where(scores.target_ranks[:count] == 0, NEVER, scores.target_ranks[:count]))
         probs.append(scores.target_probs[:count].astype(np.float64))
         num_of.append(count)
+        contexts.append(scores.first + 1 + np.arange(count))
+        entropies.append(scores.target_entropies[:count].astype(np.float64))
+        tokens.append(theirs[:, 0])
     if not sum(num_of):
         return None
     drafts = ChainDrafts(
@@ -107,8 +120,25 @@ def teacher_forced(found: Iterable[PositionScores]) -> TeacherForced | None:
         probs=np.concatenate(probs),
         num_of=tuple(num_of),
     )
-    steps = by_step(drafts)
-    return {"num_places": sum(num_of), "by_step": steps, "ceilings": ceilings(drafts)}
+    owner = np.repeat(np.arange(len(num_of)), num_of)
+    truth = np.concatenate(tokens)
+    return {
+        "num_places": sum(num_of),
+        "by_step": by_step(drafts),
+        "by_context": _bucketed(drafts, owner, np.concatenate(contexts), PLACES),
+        "by_target_entropy": _bucketed(drafts, owner, np.concatenate(entropies), ENTROPIES),
+        "by_token_class": None if decode is None else _by_class(drafts, owner, truth, decode),
+        "ceilings": ceilings(drafts),
+    }
+
+
+def draft_share(phase_ms: Mapping[str, float | None]) -> float | None:
+    """The share of a step's time that drafting takes, from mean times by phase; None where phases
+    were not measured, or nothing is drafted.
+    """
+    drafting = phase_ms.get("propose")
+    total = sum(ms for ms in phase_ms.values() if ms is not None)
+    return None if drafting is None else ratio(drafting, total)
 
 
 def by_step(drafts: ChainDrafts) -> list[DraftStep]:
@@ -161,15 +191,15 @@ def _bucketed(
     owner: NDArray[np.int64],
     values: NDArray[np.int64] | NDArray[np.float64],
     bounds: Sequence[float],
-) -> list[Json]:
+) -> list[StartBucket]:
     which = np.searchsorted(np.asarray(bounds, float), values, side="right")
     edges = [None, *bounds, None]
-    rows = []
+    rows: list[StartBucket] = []
     for bucket in range(len(bounds) + 1):
         inside = which == bucket
         if inside.any():
-            bound = {"from": edges[bucket], "below": edges[bucket + 1]}
-            rows.append({**bound, **_row(drafts, owner, inside)})
+            found = _row(drafts, owner, inside)
+            rows.append({"from": edges[bucket], "below": edges[bucket + 1], **found})
     return rows
 
 
@@ -178,7 +208,7 @@ def _by_class(
     owner: NDArray[np.int64],
     truth: NDArray[np.int64],
     decode: Callable[[Sequence[int]], str] | None,
-) -> Json:
+) -> dict[str, StartFigures]:
     """By what the target's next token is; one without a tokenizer's text is "other"."""
     names = {int(token): _class(int(token), decode) for token in np.unique(truth)}
     classes = np.array([names[int(token)] for token in truth])
@@ -191,7 +221,7 @@ def _class(token: int, decode: Callable[[Sequence[int]], str] | None) -> str:
     return next((name for name, pattern in CLASSES if re.fullmatch(pattern, text)), "other")
 
 
-def _row(drafts: ChainDrafts, owner: NDArray[np.int64], inside: NDArray[np.bool_]) -> Json:
+def _row(drafts: ChainDrafts, owner: NDArray[np.int64], inside: NDArray[np.bool_]) -> StartFigures:
     """Drafts accepted per start among some chains, with an interval over texts."""
     counts = np.bincount(owner[inside], minlength=len(drafts.num_of))
     sums = np.bincount(owner[inside], weights=drafts.accepted[inside], minlength=len(drafts.num_of))

@@ -319,11 +319,34 @@ class Ceilings(TypedDict):
     draft_vocabulary: float
 
 
+class StartFigures(TypedDict):
+    """Drafts accepted per start, over some of the places."""
+
+    accepted_per_start: float | None
+    ci95: Sequence[float] | None
+    num_starts: int
+
+
+StartBucket = TypedDict(  # "from" is a keyword
+    "StartBucket",
+    {
+        "from": float | None,
+        "below": float | None,
+        "accepted_per_start": float | None,
+        "ci95": Sequence[float] | None,
+        "num_starts": int,
+    },
+)
+
+
 class TeacherForced(TypedDict):
     """The drafter over the target's own tokens, from every place of the outputs."""
 
     num_places: int
     by_step: list[DraftStep]
+    by_context: list[StartBucket]
+    by_target_entropy: list[StartBucket]
+    by_token_class: dict[str, StartFigures] | None
     ceilings: Ceilings
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, figures
+from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, draft_share, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import REPLAY
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
@@ -58,7 +58,7 @@ def replayed(folder: Path, typed: Sequence[str]) -> Json:
         "check": _check(record, as_run),
         "replays": results,
         "figures": _figures(record),
-        "draft_share_of_step": _draft_share(record),
+        "draft_share_of_step": draft_share(summary["time_breakdown_ms"]),
     }
 
 
@@ -130,13 +130,6 @@ def _figures(record: Record) -> Json | None:
         entropy=np.concatenate([forced.entropies[:n] for _, forced, n in parts]),
     )
     return figures(drafts, places, None)
-
-
-def _draft_share(record: Record) -> float | None:
-    """The share of the run's decode steps that drafting took, where phases were measured."""
-    phases = record.run.summary["time_breakdown_ms"]
-    known = [ms for ms in phases.values() if ms is not None]
-    return ratio(phases.get("propose") or 0.0, sum(known)) if known else None
 
 
 def _result(rule: Rule, steps: Sequence[Steps], *, is_estimate: bool) -> Json:

@@ -32,6 +32,7 @@ WORDS = set(re.findall(r"`([^`]+)`", TEXT))
 # Their keys are names of categories, packages, batch sizes or a drafter's fields.
 FREE = {"acceptance_length_by_category", "num_drafts_by_category", "by_category", "versions"}
 FREE |= {"draft_spec", "tpot", "prefill", "kv_peak_usage_per_group", "kv_usage_per_group"}
+FREE |= {"by_token_class"}
 
 
 def keys_of(value: object) -> Iterator[str]:
@@ -165,7 +166,9 @@ def keys_like(schema_of: Any, value: Any) -> None:
     assert set(value) == set(hints) - {"reused_from"}
     for key, annotation in hints.items():
         for inner in nested(annotation):
-            held = value[key] if key != "by_category" else next(iter(value[key].values()))
+            held = value[key]
+            if key in ("by_category", "by_token_class"):
+                held = next(iter(held.values()))
             held = held[0] if isinstance(held, list) else held
             if held is not None:
                 keys_like(inner, held)
