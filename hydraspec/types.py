@@ -74,7 +74,7 @@ class Request:
     after: int | None = None  # index of the turn before it, whose answer is waited for
     turn: int = 1  # its number in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
-    scoring: Literal["text", "number"] = "text"  # how an output is compared with `answer`
+    scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hydraspec.comparison.pairs import ALL, Figure, figures, paired
 from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, refuse
+from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.distribution import LEVEL as LEVEL_OF_DISTRIBUTION
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import (
@@ -32,7 +33,6 @@ SPEED_MARGIN = 0.05  # share of the speedup that may be lost: what noise of whol
 RUN_NOISE = 0.1  # standard deviation of a run's log speedup, where repeats do not show less
 SAME_MACHINE = ("device", "cpu", "gpus", "num_threads")  # where speedups can be compared
 JOB_KEYS = ("target", "engine", "method", "num_speculative_tokens", "parallelism", "verification")
-MEASURES = {"speedup": "speedup", "accuracy": "exact match"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Check:
     """One figure of runs and baseline.
 
     Attributes:
-        what: "acceptance", "speedup" or "exact match".
+        what: "acceptance", "speedup", or what correct outputs are called ("exact match").
         scope: a category, or ALL.
         position: of the draft token, from 1; of acceptance only.
         p: one-sided, of a figure that is no worse; None where nothing can be told.
@@ -265,7 +265,7 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
     several = len(paired(job, reference).scopes()) > 2
     for figure in figures(job, reference):
         is_speed = figure.measure == "speedup"
-        if figure.measure not in MEASURES or figure.job is None or figure.reference is None:
+        if figure.measure == "acceptance_length" or figure.job is None or figure.reference is None:
             continue
         if is_speed and (figure.scope != ALL or not with_speed or _is_none(job)):
             continue
@@ -276,7 +276,7 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
         if is_speed and (within := _one_sided(told)) is not None:
             p = max(within, _between_runs(job, reference, speed_margin))
         yield Check(
-            what=MEASURES[figure.measure],
+            what="speedup" if is_speed else accuracy_name([reference.summary["accuracy"]]),
             scope=figure.scope,
             position=None,
             was=figure.reference,

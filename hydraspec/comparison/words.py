@@ -11,12 +11,13 @@ from hydraspec.comparison.pairs import ALL, Figure
 from hydraspec.comparison.ranking import Ranked, Ranking
 from hydraspec.comparison.runs import Job
 from hydraspec.errors import printable
+from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
 
-TITLES = {"speedup": "speedup", "acceptance_length": "acceptance length", "accuracy": "exact match"}
+TITLES = {"speedup": "speedup", "acceptance_length": "acceptance length"}
 COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95_low", "ci95_high")
 VERSUS = ("reference", "ratio", "ratio_ci95_low", "ratio_ci95_high", "p_adjusted", "says")
 
@@ -29,9 +30,8 @@ def name_of(job: Job) -> str:
 def sentence(figure: Figure, ranked: Ranked, reference: Ranked) -> str:
     """What is told of one measure of two jobs, in words."""
     where = "" if figure.scope == ALL else f" in {figure.scope}"
-    about = (
-        f"{name_of(ranked.job)} against {name_of(reference.job)}, {TITLES[figure.measure]}{where}"
-    )
+    title = TITLES.get(figure.measure) or accuracy_name([reference.job.summary["accuracy"]])
+    about = f"{name_of(ranked.job)} against {name_of(reference.job)}, {title}{where}"
     values = f"{figure.job:.3g} and {figure.reference:.3g}"
     of = in_words(figure.ratio)
     if figure.job == figure.reference:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import WorkloadConfig
@@ -23,6 +23,7 @@ SPEAKERS = {  # "from" of ShareGPT's messages → role
     **{"human": "user", "user": "user", "system": "system"},
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
 }
+SCORINGS: dict[str, Literal["number", "defines"]] = {"gsm8k": "number", "humaneval": "defines"}
 CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
 
 
@@ -122,7 +123,7 @@ def left_out(config: WorkloadConfig, found: Sequence[Record]) -> list[str]:
 
 def finish(config: WorkloadConfig, request: Request) -> None:
     """What a line cannot say of its request."""
-    request.scoring = "number" if config.name == "gsm8k" else "text"
+    request.scoring = SCORINGS.get(config.name, "text")
 
 
 def _gsm8k(
@@ -177,13 +178,15 @@ def _plain(question: str, examples: Sequence[tuple[str, str]]) -> Line:
 def _humaneval(
     config: WorkloadConfig, found: Sequence[Record], read: Read
 ) -> Iterator[tuple[str, Line]]:
-    """{"task_id", "prompt", "entry_point", …}: the beginning of a function, to be completed."""
+    """{"task_id", "prompt", "entry_point", …}: the beginning of a function, to be completed; the
+    answer is the name that it is to define."""
     for record in found:
-        prompt = record.text("prompt")
+        prompt, name = record.text("prompt"), record.text("entry_point")
         line: Line = {
             "id": record.text("task_id"),
             "category": "code",
-            "meta": {"entry_point": record.text("entry_point")},
+            "answer": name,
+            "meta": {"entry_point": name},
         }
         if config.chat:
             content = f"{COMPLETE}\n\n```python\n{prompt.rstrip()}\n```"

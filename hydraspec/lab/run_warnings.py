@@ -13,6 +13,7 @@ from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.scoring import score_completion
+from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.paired import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.report.figures import interval
@@ -228,11 +229,12 @@ def accuracy_warnings(
     p = sign_test(only_method, only_baseline)
     if p >= SIGNIFICANCE:
         return []
+    name = NAMES[requests[0].scoring]
     better, worse = "the method", "the baseline"
     if only_method < only_baseline:
         better, worse = worse, better
     return [
-        f"EXACT MATCH DIFFERS: of {scored} answers {max(only_method, only_baseline)} are right "
+        f"{name.upper()} DIFFERS: of {scored} answers {max(only_method, only_baseline)} are right "
         f"with {better} only and {min(only_method, only_baseline)} with {worse} only (sign test, "
         f"p = {p:.1g}); drafts must not change answers: one side computes something else, so do "
         "not trust this run's speedup; please report it with this folder"

@@ -1,8 +1,12 @@
-"""Exact match of an output's text, or of its final number, with the answer of its workload line."""
+"""Exact match of an output's text, or of its final number, with the answer of its workload line;
+or whether an output is code that defines the function which the line names. No code is run.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -11,6 +15,8 @@ from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Completion, Request
 
 MARKER = "answer is"
+FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+MAX_CODE = 20_000  # characters that are parsed; of HumanEval's solutions the longest has 1,400
 
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -49,18 +55,57 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
+def score_defines(text: str | None, prompt: str | None, name: str | None) -> bool | None:
+    """Whether the code in `text` parses as Python and defines `name`; null where text or name is
+    missing.
+
+    The code is a fenced block of the text, or the text after the prompt that it continues (none of
+    a chat). Its top level has a function `name` whose body is more than a docstring, `pass` or
+    `...`. What the function computes is not looked at: this is no pass@1.
+    """
+    if text is None or name is None:
+        return None
+    candidates = [*FENCED.findall(text[:MAX_CODE]), (prompt or "") + text]
+    return any(_defines(code, name) for code in candidates)
+
+
+def _defines(code: str, name: str) -> bool:
+    if len(code) > MAX_CODE:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in the model's strings
+            body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(
+        isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        and each.name == name
+        and not all(_is_filler(statement) for statement in each.body)
+        for each in body
+    )
+
+
+def _is_filler(statement: ast.stmt) -> bool:
+    """A docstring, `...` or `pass`."""
+    is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_constant or isinstance(statement, ast.Pass)
+
+
 def score_completion(request: Request, completion: Completion) -> bool | None:
     """Whether a request's output is right, as its `scoring` says; null for one that ended with an
     error."""
     if completion.finish_reason == "error":
         return None
+    if request.scoring == "defines":
+        return score_defines(completion.text, request.prompt, request.answer)
     judge = score_number if request.scoring == "number" else score
     return judge(completion.text, request.answer)
 
 
 def accuracy(requests: Sequence[Request], scores: Sequence[bool | None]) -> Json:
-    """exact_match: share of scored requests that are correct, also by category; null if none
-    was.
+    """exact_match: share of scored requests that are correct as `scoring` says, also by category;
+    null if none was.
     """
     scored = [(r.category, s) for r, s in zip(requests, scores, strict=True) if s is not None]
     if not scored:
@@ -70,6 +115,7 @@ def accuracy(requests: Sequence[Request], scores: Sequence[bool | None]) -> Json
     return {
         "exact_match": ratio(sum(s for _, s in scored), len(scored)),
         "num_scored": len(scored),
+        "scoring": next(r.scoring for r, s in zip(requests, scores, strict=True) if s is not None),
         "by_category": {
             name: {"exact_match": ratio(sum(marks), len(marks)), "num_scored": len(marks)}
             for name, marks in by_category.items()

@@ -64,15 +64,19 @@ class Assessment(TypedDict):
 
 
 class CategoryAccuracy(TypedDict):
-    """Exact match over the scored requests of one category."""
+    """Correct outputs over the scored requests of one category."""
 
     exact_match: float
     num_scored: int
 
 
 class Accuracy(CategoryAccuracy):
-    """Exact match over all scored requests, and by category."""
+    """Correct outputs over all scored requests, and by category; metrics.accuracy has their name.
 
+    `exact_match` is the share that `scoring` calls correct: with "defines" no match with an answer.
+    """
+
+    scoring: Literal["text", "number", "defines"]
     by_category: dict[str, CategoryAccuracy]
 
 

@@ -16,6 +16,7 @@ from hydraspec.comparison import words
 from hydraspec.comparison.ranking import Ranking, rank
 from hydraspec.comparison.runs import Job, check_alike, read_run
 from hydraspec.errors import ConfigurationError, printable
+from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import (
     BENCH,
@@ -56,7 +57,7 @@ MEASURES = (
 )
 TITLES = {"num_speculative_tokens": "K", "concurrency": "at once", "request_rate": "requests/s"}
 WIDE = 400  # columns where no terminal sets a limit: figures are never cut
-HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless", "exact match")
+HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless")
 LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
 
 
@@ -251,9 +252,10 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _header(columns: Sequence[str], *, arrivals: bool) -> list[str]:
-    settings = (TITLES.get(column, column) for column in columns)
-    return ["job", *settings, *HEADINGS, *(LATENCIES if arrivals else ())]
+def _header(comparison: Comparison, *, arrivals: bool) -> list[str]:
+    settings = (TITLES.get(column, column) for column in comparison.columns)
+    correct = accuracy_name(row.summary["accuracy"] for row in comparison.rows)
+    return ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -274,7 +276,7 @@ def _print(comparison: Comparison, console: Console) -> None:
     best = {i for i, row in enumerate(comparison.rows) if row.mark}
     for i in best:
         lines[i][0] = f"{comparison.rows[i].mark} {lines[i][0]}"
-    header = _header(comparison.columns, arrivals=arrivals)
+    header = _header(comparison, arrivals=arrivals)
     print_table(console, "Comparison", header, lines, best=best)
     for title, ranking in comparison.rankings:
         show_blocks(console, blocks(ranking, _ranking_title(title)))
@@ -317,7 +319,7 @@ def _as_page(comparison: Comparison, folder: Path) -> str:
         "compare.html",
         title=f"Comparison {folder.name}",
         common=_common(comparison),
-        header=_header(comparison.columns, arrivals=arrivals),
+        header=_header(comparison, arrivals=arrivals),
         lines=[(row, _cells(row, comparison.columns, arrivals=arrivals)[1:]) for row in rows],
         notes=_notes(comparison),
         report=REPORT,

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from hydraspec.errors import printable
+from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
@@ -209,7 +211,7 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
     yield from _cache_rows(sides)
     if summary["accuracy"]:
         found = [side["accuracy"] for side in sides]
-        yield ["exact match", *(number(f["exact_match"], 3) if f else "-" for f in found)]
+        yield [accuracy_name(found), *(number(f["exact_match"], 3) if f else "-" for f in found)]
     if summary["speedup"]:
         yield ["speedup", interval(summary["speedup"], "x"), "1"]
     if predicted := summary["prediction"]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import yaml  # type: ignore[import-untyped]
 
+from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.files import plain
 from hydraspec.metrics.lossless import HEADLINES
 from hydraspec.metrics.summary import PROFILE, Baseline, Summary
@@ -79,6 +81,8 @@ def render(
         throughput=_throughput(sides),
         throughput_note=_throughput_note(sides),
         phases=phases,
+        draft_share=draft_share(summary["time_breakdown_ms"]) if summary["num_drafts"] else None,
+        accuracy_name=accuracy_name([summary["accuracy"]]),
         breakdown=_breakdown(sides, phases) if phases else None,
         profile=PROFILE,
         samples=samples,

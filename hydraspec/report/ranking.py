@@ -10,6 +10,7 @@ from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.ranking import Ranked, Ranking
 from hydraspec.comparison.runs import Job
 from hydraspec.comparison.words import drift_words, name_of, verdicts
+from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
 from hydraspec.report.charts import Bar, Chart, Series, curves, horizontal_bars
@@ -23,7 +24,6 @@ NOTE = (
     "the intervals are of single comparisons)."
 )
 HEADER = ("", "job", "settings", "runs", "speedup", "against the reference", "acceptance length")
-MORE = ("exact match", "baseline tok/s")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
     drift = drift_words(ranking)
     return Blocks(
         title=title,
-        header=[*HEADER, *MORE],
+        header=[*HEADER, _correct(ranking), "baseline tok/s"],
         lines=[(cells(each, ranking), bool(mark(each, ranking))) for each in ranking.ranked],
         folders=[each.job.runs[0].folder for each in ranking.ranked],
         matrix_header=["job", *(scope or "all" for scope in ranking.scopes())],
@@ -63,6 +63,10 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
         notes=[NOTE, *([drift] if drift else [])],
         slowest=_slowest(ranking) if len(ranking.ranked) == 2 else [],
     )
+
+
+def _correct(ranking: Ranking) -> str:
+    return accuracy_name(each.job.summary["accuracy"] for each in ranking.ranked)
 
 
 def mark(each: Ranked, ranking: Ranking) -> str:

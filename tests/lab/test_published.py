@@ -157,7 +157,8 @@ def test_humaneval_of_the_package(
     content = gzip.compress(json.dumps(TASK).encode())
     install(tmp_path, monkeypatch, *PACKAGES["humaneval"], content)
     (request,) = read(config, "humaneval", None)
-    assert (request.id, request.category, request.answer) == ("HumanEval/0", "code", None)
+    assert (request.id, request.category, request.answer) == ("HumanEval/0", "code", "double")
+    assert request.scoring == "defines"
     assert request.meta == {"entry_point": "double"}
     ((_, content_said),) = said(request)
     assert content_said.endswith('```python\ndef double(x):\n    """Twice x."""\n```')

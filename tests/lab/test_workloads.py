@@ -290,6 +290,7 @@ def test_accuracy_counts_scored_requests_only() -> None:
     assert result == {
         "exact_match": 2 / 3,
         "num_scored": 3,
+        "scoring": "text",
         "by_category": {
             "a": {"exact_match": 0.5, "num_scored": 2},
             "b": {"exact_match": 1.0, "num_scored": 1},

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from hydraspec.comparison.pairs import ALL
 from hydraspec.comparison.words import drift_words, verdicts
+from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.summary import Interval, Length
 from hydraspec.report import ranking as rankings
@@ -16,7 +18,7 @@ from hydraspec.report.study.figures import JobFigures, figures_of
 from hydraspec.report.study.groups import Group
 
 HEADER = ("job", "speedup", "against the best", "acceptance length")
-SPEEDS = ("tokens/s of one user", "tokens/s of all", "lossless", "exact match")
+SPEEDS = ("tokens/s of one user", "tokens/s of all", "lossless")
 MAX_BARS = 24
 
 
@@ -47,7 +49,7 @@ def jobs(group: Group) -> Block:
         title="Jobs",
         note=note,
         sentences=[drift] if drift else (),
-        table=Table(header=[*HEADER, *SPEEDS], lines=lines),
+        table=Table(header=[*HEADER, *SPEEDS, _correct(found)], lines=lines),
     )
 
 
@@ -218,6 +220,10 @@ def _both(one: JobFigures, scope: str) -> str:
     parts = [f"{speed['mean']:.2f}x"] if speed else []
     parts += [_estimate(length)] if length and length["mean"] is not None else []
     return ", ".join(parts) or "-"
+
+
+def _correct(found: Sequence[JobFigures]) -> str:
+    return accuracy_name(one.summary["accuracy"] for one in found)
 
 
 def _exact_match(one: JobFigures) -> str:

@@ -1,0 +1,17 @@
+"""What the share of correct outputs is called: a check that runs no code is no pass rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hydraspec.metrics.summary import Accuracy
+
+NAMES = {"text": "exact match", "number": "exact match", "defines": "parses and defines"}
+
+
+def accuracy_name(accuracies: Iterable[Accuracy | None]) -> str:
+    """By the `scoring` of runs' accuracies; of several kinds "correct"."""
+    # Runs of earlier versions have no such key.
+    scorings = [each.get("scoring", "text") for each in accuracies if each]
+    names = {NAMES[scoring] for scoring in scorings} or {NAMES["text"]}
+    return names.pop() if len(names) == 1 else "correct"
