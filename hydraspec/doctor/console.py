@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
+from hydraspec.report import accepted
 from hydraspec.report.console import print_table, run_console, table_console
 
 WIDTH = 120
@@ -45,6 +46,7 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
     if result["prompts"]:
         lines = [_line(row) for row in result["prompts"]]
         print_table(console, "Other wordings of the prompts", HEADER, lines, num_left=2)
+    accepted.print_parts(console, result["figures"])
     _figures(result, say)
     styles = {"healthy": "bold green", "faulty": "bold red"}
     say(result["verdict"], styles.get(result["state"], "bold"))

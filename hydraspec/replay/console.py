@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
+from hydraspec.report import accepted
 from hydraspec.report.console import print_table, table_console
 from hydraspec.report.figures import interval, number, percent
 
@@ -35,8 +36,11 @@ def show(result: Json, file: Path) -> None:
     if left_out := result["num_requests_left_out"]:
         say(f"Left out: {left_out} requests that did not finish or were not recorded.")
     if result["figures"] is not None:
+        accepted.print_parts(console, result["figures"])
         for sentence in _drafter(result["figures"]):
             say(sentence)
+    if (share := result["draft_share_of_step"]) is not None:
+        say(f"Drafting took {percent(share)} of the run's step time.")
     say(f"Details: {file}")
 
 

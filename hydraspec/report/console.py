@@ -207,6 +207,7 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
     ]
     if summary["by_turn"]:
         yield ["  of first, of later turns", *(_first_and_later(side) for side in sides)]
+    yield from _share_rows(summary)
     yield from _latency_rows(summary, sides)
     yield from _cache_rows(sides)
     if summary["accuracy"]:
@@ -216,6 +217,13 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         yield ["speedup", interval(summary["speedup"], "x"), "1"]
     if predicted := summary["prediction"]:
         yield ["  predicted", f"{predicted['speedup']:.2f}x", "-"]
+
+
+def _share_rows(summary: Summary) -> Iterator[list[str]]:
+    """What drafting takes of a step, where phases were measured."""
+    share = draft_share(summary["time_breakdown_ms"]) if summary["num_drafts"] else None
+    if share is not None:
+        yield ["drafting's share of a step", percent(share), "-"]
 
 
 def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:

@@ -15,7 +15,7 @@ from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.files import plain
 from hydraspec.metrics.lossless import HEADLINES
 from hydraspec.metrics.summary import PROFILE, Baseline, Summary
-from hydraspec.report import html
+from hydraspec.report import accepted, html
 from hydraspec.report.charts import (
     Bar,
     Chart,
@@ -75,6 +75,8 @@ def render(
         by_drafts=drafts_chart(summary),
         by_category=_by_category(summary),
         by_place=_by_place(summary),
+        accepted=_accepted(summary),
+        accepted_note=accepted.NOTE,
         assessment=ASSESSMENTS[summary["assessment"]["says"]] if summary["assessment"] else None,
         worst=worst,
         sides=sides,
@@ -146,6 +148,27 @@ def _by_place(summary: Summary) -> Chart | None:
     if not bars:
         return None
     return horizontal_bars(bars, description="Acceptance length by place in the output", mark=1.0)
+
+
+def _accepted(summary: Summary) -> list[tuple[str, Chart]]:
+    """A titled chart for each way that teacher-forced drafts are divided."""
+    forced = summary["teacher_forced"]
+    charts = []
+    for part in accepted.parts(forced or {}):
+        bars = [
+            Bar(
+                label=name,
+                value=mean,
+                text=number(mean) + _few(of["num_starts"]),
+                color=SECOND,
+                ci95=of["ci95"],
+            )
+            for name, of in part.lines
+            if (mean := of["accepted_per_start"]) is not None
+        ]
+        if bars:
+            charts.append((part.title, horizontal_bars(bars, description=part.title)))
+    return charts
 
 
 def _few(num_drafts: int) -> str:

@@ -74,6 +74,12 @@ def test_plain_prompts_want_the_chat_template(
     assert found["best_acceptance"] > 2.5 > found["acceptance"]
     printed = "".join(capsys.readouterr().out.split())  # lines are wrapped
     assert "".join(found["verdict"].split()) in printed
+    for title in (
+        "tokens before the draft",
+        "what the target's next token is",
+        "place in the output",
+    ):
+        assert f"By{title.replace(' ', '')}" in printed
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,12 @@ def test_the_summary_says_how_the_drafter_ranks(recorded: Path) -> None:
         found["by_step"], replayed(recorded, [])["figures"]["by_step"], strict=True
     ):
         assert mine == pytest.approx(theirs, rel=1e-5)  # which has six digits
+    figures = replayed(recorded, [])["figures"]
+    assert found["by_context"] == figures["by_context"]
+    assert found["by_target_entropy"] == figures["by_target_entropy"]
+    classes = found["by_token_class"]
+    assert sum(of["num_starts"] for of in classes.values()) == found["num_places"]
+    assert len(classes) > 1, "the run's tokenizer gives tokens their class"
 
 
 def test_the_page_says_so_too(recorded: Path) -> None:
@@ -162,6 +169,10 @@ def test_the_page_says_so_too(recorded: Path) -> None:
     assert "Drafts over the target&#39;s own tokens" in page
     assert page.count("<td>draft ") >= len(found["by_step"])
     assert f"{found['ceilings']['oracle_features']:.2f}" in page
+    for title in ("By tokens before the draft", "By what the target&#39;s next token is"):
+        assert title in page
+    assert re.search(r"\d+: \d+ &#39;[^<]+&#39; → \d+", page), "tokens have their texts"
+    assert "share of drafting (propose)" in page
 
 
 def changed_summary(folder: Path, **values: object) -> None:

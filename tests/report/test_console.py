@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ SUMMARY: dict[str, Any] = {
     "output_tokens_per_second": 1234.5,
     "time_per_output_token_ms": 0.5,
     "time_to_first_token_ms": None,
+    "time_breakdown_ms": {"schedule": 1.0, "forward": 2.0, "verify": None, "propose": 1.5},
     "request_rate": 2.5,
     "latency_ms": {
         "ttft": {"p50": 12.0, "p90": 34.5, "p99": 67.89},
@@ -110,6 +112,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "Warning: a [red] warning" in text
     assert "48.0 %" in text
     assert "75.0 %" in text
+    assert re.search(r"drafting's share of a step +│ +33.3 %", text)
     assert "12.0 / 34.5 / 67.9" in text
     assert "0.5 / 1.0 / 1,234" in text
     assert "- / - / -" in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hydraspec.comparison.runs import Job
+from hydraspec.report.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.report.study.answers import facts, question, verdict
 from hydraspec.report.study.blocks import Block, Section, Study
 from hydraspec.report.study.groups import Family, Group, Runs
@@ -32,6 +33,9 @@ BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
     told,
     acceptance_by_position,
     acceptance_by_category,
+    by_output_place,
+    over_targets_tokens,
+    *(accepted(key) for key in ("by_context", "by_token_class", "by_target_entropy")),
     lossless,
     time_breakdown,
 )

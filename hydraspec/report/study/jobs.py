@@ -169,15 +169,21 @@ def time_breakdown(group: Group) -> Block | None:
         for one, label in zip(found, rankings.bar_labels([one.job for one in found]), strict=True)
     ]
     lines = [
-        Line(cells=[one.name, *(number(one.breakdown_ms.get(name), 3) for name in phases)])
+        Line(
+            cells=[
+                one.name,
+                *(number(one.breakdown_ms.get(name), 3) for name in phases),
+                "-" if one.is_plain else _percent(draft_share(one.breakdown_ms)),
+            ]
+        )
         for one in found
     ]
     metrics = [f"time_breakdown_ms/{name}" for name in phases]
     return Block(
         title="Where a step's time goes",
-        note=_measured_over(found),
+        note=f"{_measured_over(found)} Drafting: the share of propose.",
         chart=stacked_bars(stacks, description="Mean milliseconds per step by phase"),
-        table=Table(header=["job", *(f"{name}, ms" for name in phases)], lines=lines),
+        table=Table(header=["job", *(f"{name}, ms" for name in phases), "drafting"], lines=lines),
         panels=(Panel(kind="bar", title="Milliseconds per step", metrics=metrics),),
     )
 
