@@ -23,9 +23,11 @@ from hydraspec.comparison.runs import (
     refuse,
 )
 from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.draft_lengths import PER_STEP
 from hydraspec.metrics.files import Json, json_line, plain, pretty_json, write_whole
 from hydraspec.metrics.summary import Summary
 
+K = "method.num_speculative_tokens"  # of the settings
 KIND, VERSION = "hydraspec gate baseline", 1
 WRITE = "write it again: python -m hydraspec.gate --write FILE FOLDER…"
 # Of summary.json: what a job is, what a comparison reads, and figures for a person to read.
@@ -183,7 +185,9 @@ def _run(file: Path, run: Mapping[str, Any], settings: Mapping[str, object], at:
         _check_row(file, row, num_positions, f"{at}.requests[{i}]")
         row["prompt_token_ids"] = _as_prompt(row["prompt"])
     baseline: Json = None if summary["method"] == "none" else {}
-    full = cast(Summary, {**summary, "baseline": baseline})
+    is_chosen = settings.get(K) == PER_STEP and summary["method"] != "none"
+    used: Json = {} if is_chosen else None  # that K was chosen, not how
+    full = cast(Summary, {**summary, "baseline": baseline, "num_speculative_tokens_used": used})
     return Run(folder=file, summary=full, rows=rows, settings=settings)
 
 

@@ -15,6 +15,7 @@ from hydraspec.comparison.pairs import ALL, Figure, figures, paired
 from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, refuse
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.distribution import LEVEL as LEVEL_OF_DISTRIBUTION
+from hydraspec.metrics.draft_lengths import drafts_name, drafts_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import (
     LEVEL,
@@ -164,14 +165,12 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
 def label(job: Job) -> str:
     """ "tiny_gemma4, gemma4_mtp, K=3, native"."""
     summary = job.summary
-    return (
-        f"{summary['target']}, {summary['method']}, K={summary['num_speculative_tokens']}, "
-        f"{summary['engine']}"
-    )
+    names = (summary["target"], summary["method"], drafts_name(summary), summary["engine"])
+    return ", ".join(names)
 
 
 def _short_key(job: Job) -> str:
-    return str([job.summary.get(key) for key in JOB_KEYS])
+    return str([drafts_of(job.summary), *(job.summary.get(key) for key in JOB_KEYS)])
 
 
 def _long_key(job: Job) -> str:

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
+from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import (
     BENCH,
@@ -248,8 +249,7 @@ def _label(run: Run, others: Sequence[Run], differing: Sequence[str]) -> str:
 
 
 def _method(run: Run) -> tuple[str, int | str]:
-    is_chosen = run.summary.get("num_speculative_tokens_used") is not None  # for each step
-    return run.summary["method"], "auto" if is_chosen else run.summary["num_speculative_tokens"]
+    return run.summary["method"], drafts_of(run.summary)
 
 
 # ---------------------------------------------------------------- what may be compared

@@ -22,7 +22,7 @@ def show(result: Json, file: Path) -> None:
     def say(text: str, style: str | None = None) -> None:
         console.print(printable(text), style=style, markup=False, highlight=False)
 
-    say(f"{result['target']} with {result['method']}, K={result['num_speculative_tokens']}", "bold")
+    say(f"{result['target']} with {result['method']}, {result['drafts']}", "bold")
     lines = [_line(row) for row in result["replays"]]
     print_table(console, "Replayed", HEADER, lines, num_left=1)
     if result["kind"] == "exact":

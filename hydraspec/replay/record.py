@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hydraspec.comparison.runs import Run, read_run, refuse
 from hydraspec.metrics.draft_figures import NEVER
+from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, TRACE
 
@@ -66,7 +67,7 @@ class Record:
     @property
     def is_adaptive(self) -> bool:
         """Whether the run chose K per step; `num_drafts` is then the largest."""
-        return self.run.summary.get("num_speculative_tokens_used") is not None
+        return drafts_of(self.run.summary) == PER_STEP
 
 
 def read_record(folder: Path) -> Record:
@@ -85,7 +86,7 @@ def read_record(folder: Path) -> Record:
     file = folder / (POSITIONS if source == "positions" else TRACE)
     if not file.is_file():
         raise refuse(folder, f"holds no {POSITIONS} or {TRACE}", allowed=ALLOWED, remedy=REMEDY)
-    if source == "trace" and run.summary.get("num_speculative_tokens_used"):
+    if source == "trace" and drafts_of(run.summary) == PER_STEP:
         raise refuse(
             folder,
             "ran method.num_speculative_tokens=auto: its trace lacks what was not drafted",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, draft_share, figures
+from hydraspec.metrics.draft_lengths import drafts_name
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import REPLAY
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
@@ -50,6 +51,7 @@ def replayed(folder: Path, typed: Sequence[str]) -> Json:
         "target": summary["target"],
         "method": summary["method"],
         "num_speculative_tokens": record.num_drafts,
+        "drafts": drafts_name(summary),
         "source": record.source,
         "kind": "estimate" if why else "exact",
         "why_estimate": why,

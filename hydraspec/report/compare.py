@@ -17,6 +17,7 @@ from hydraspec.comparison.ranking import Ranking, rank
 from hydraspec.comparison.runs import Job, check_alike, read_run
 from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import (
     BENCH,
@@ -150,10 +151,12 @@ def read(sweep_dir: Path) -> Comparison:
 
 
 def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
-    settings: dict[str, object] = {key: summary.get(key) for key in ALWAYS}
+    settings: dict[str, object] = dict(
+        zip(ALWAYS, (summary["method"], drafts_of(summary)), strict=True)
+    )
     for key, value in typed.items():
         name = key.rpartition(".")[2] if key in RECORDED else key
-        settings[name] = summary.get(name, value)
+        settings.setdefault(name, summary.get(name, value))
     return settings
 
 

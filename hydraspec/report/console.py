@@ -14,11 +14,12 @@ from rich.table import Table
 from hydraspec.errors import printable
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_figures import draft_share
+from hydraspec.metrics.draft_lengths import drafts_name
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Baseline, Summary
-from hydraspec.report.draft_lengths import drafts_name, drafts_words
+from hydraspec.report.draft_lengths import drafts_words
 from hydraspec.report.figures import (
     engine_words,
     interval,
@@ -174,8 +175,9 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 def _title(summary: Summary) -> str:
-    drafts = drafts_name(summary)
-    method = f"{summary['method']}, {drafts}" if drafts else summary["method"]
+    method = summary["method"]
+    if summary["num_speculative_tokens"]:
+        method = f"{method}, {drafts_name(summary)}"
     engine = engine_words(summary["engine"], summary["parallelism"])
     return escape(f"{summary['target']} with {method} on {engine}")
 

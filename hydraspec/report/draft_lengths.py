@@ -7,14 +7,6 @@ from hydraspec.report.charts import Bar, Chart, horizontal_bars
 from hydraspec.report.figures import number, percent
 
 
-def drafts_name(summary: Summary) -> str:
-    """K of a run as titles have it; empty without drafts."""
-    drafts = summary["num_speculative_tokens"]
-    if summary.get("num_speculative_tokens_used"):
-        return f"K=auto (0 to {drafts})"
-    return f"K={drafts}" if drafts else ""
-
-
 def drafts_words(summary: Summary) -> str:
     """The share of decode steps with 0, 1, … K drafts, and the mean; empty where K is fixed."""
     used = summary.get("num_speculative_tokens_used")

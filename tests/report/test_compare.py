@@ -115,6 +115,19 @@ def test_compare(sweep: Path) -> None:
     assert sorted(page.links[3:]) == page.links[:3], "and from the ranking's rows"
 
 
+def test_k_that_was_chosen_is_not_shown_as_the_most(sweep: Path) -> None:
+    """Catches K=auto up to 3 and K=3 as equal jobs, pooled in one rank."""
+    used = {"mean": 1.5, "histogram": [0, 9, 9, 0]}
+    for job, drafts in (("0", "auto"), ("1", "3")):
+        type_in(sweep / job, "method=gemma4_mtp", f"method.num_speculative_tokens={drafts}")
+    change(sweep / "0", num_speculative_tokens=3, num_speculative_tokens_used=used)
+    comparison = read(sweep)
+    assert [row.settings["num_speculative_tokens"] for row in comparison.rows] == ["auto", 3, 0]
+    ((_, ranking),) = comparison.rankings
+    labels = {each.job.label for each in ranking.ranked}
+    assert labels == {"gemma4_mtp, K=auto", "gemma4_mtp, K=3", "none, K=0"}
+
+
 def change(folder: Path, **changes: Any) -> None:
     """Change the summary of a job."""
     path = folder / "summary.json"

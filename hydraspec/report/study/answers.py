@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from hydraspec.comparison.pairs import ALL
 from hydraspec.metrics.assessment import WORDS
+from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
 from hydraspec.metrics.summary import Summary
 from hydraspec.report.figures import ci_words, load_words
 from hydraspec.report.study.blocks import Kind, Verdict
@@ -30,10 +32,10 @@ def question(runs: Runs) -> str:
         (one,) = summaries
         if not drafting:
             return f"How fast is {one['target']} on workload {one['workload']} without drafts?"
-        return (
-            f"Is {one['method']} with {one['num_speculative_tokens']} draft tokens worth it for "
-            f"{one['target']} on workload {one['workload']}?"
-        )
+        is_chosen = drafts_of(one) == PER_STEP
+        drafts = drafts_name(one) if is_chosen else f"{drafts_of(one)} draft tokens"
+        about = f"for {one['target']} on workload {one['workload']}"
+        return f"Is {one['method']} with {drafts} worth it {about}?"
     named = [name for key, name in ASKED.items() if len(_values(key, drafting or summaries)) > 1]
     targets, workloads = _values("target", summaries), _values("workload", summaries)
     about = f"for {_listed(targets)} on workload {_listed(workloads)}"
@@ -158,4 +160,5 @@ def _speedup(one: JobFigures) -> float:
 
 
 def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
-    return list(dict.fromkeys(str(summary.get(key)) for summary in summaries))
+    of = drafts_of if key == "num_speculative_tokens" else itemgetter(key)
+    return list(dict.fromkeys(str(of(summary)) for summary in summaries))

@@ -1,8 +1,9 @@
-"""All jobs of a report as one table of numbers, for a tracker."""
+"""All jobs of a report as one table, for a tracker."""
 
 from __future__ import annotations
 
 from hydraspec.comparison.pairs import ALL
+from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.media import PlainTable
 from hydraspec.report.study.figures import figures_of
 from hydraspec.report.study.groups import Runs
@@ -25,7 +26,7 @@ def job_table(runs: Runs) -> PlainTable:
             rows.append(
                 [
                     *(job.name, job.label, group.title),
-                    *(job.summary["method"], job.summary["num_speculative_tokens"]),
+                    *(job.summary["method"], str(drafts_of(job.summary))),
                     *(speed and speed["mean"], low, high, length and length["mean"]),
                     *(of.speeds.tokens_per_second_per_user, of.speeds.tokens_per_second),
                     *(of.lossless["verdict"], ranked.rank if ranked else None),
