@@ -24,11 +24,11 @@ from hydraspec.config.benches import uncached
 from hydraspec.config.build import NAME, in_mapping
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
 from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.names import run_name
 from hydraspec.errors import ConfigurationError
 
 CONFIG_MODULE = "hydraspec.conf"
 CONFIG_NAME = "config"
-MAX_NAME = 128  # characters of a run's name in W&B
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -129,21 +129,6 @@ def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job
             ]
             job.config.tracker.name = run_name(job.config, differing) or "wandb"
         yield job
-
-
-def run_name(config: RunConfig, lines: Sequence[str]) -> str:
-    """A name for a run in W&B made of the overrides in which it differs: "eagle3, K=4"."""
-    parts = []
-    for line in lines:
-        key, _, value = line.lstrip("+").partition("=")
-        name = key.rpartition(".")[2]
-        if key == "method.num_speculative_tokens":
-            parts += [] if config.method.name == "none" else [f"K={value}"]
-        elif key == "method" and config.method.name == "none":
-            parts.append("no drafts")
-        elif not key.startswith(("hydra", "tracker")):
-            parts.append(value if key == name and bool(choices_of(key)) else f"{name}={value}")
-    return ", ".join(parts)[:MAX_NAME]
 
 
 def _compose(config_name: str, overrides: Sequence[Override]) -> DictConfig:

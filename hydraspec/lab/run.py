@@ -65,7 +65,10 @@ def run(
     if config.engine.vllm.node_rank > 0:
         return factory.follow(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
-    with _load(config, folder) as loaded, closing(_recorder(loaded, folder, quiet)) as recorder:
+    with (
+        _load(config, folder, overrides) as loaded,
+        closing(_recorder(loaded, folder, quiet)) as recorder,
+    ):
         measurement = Measurement(
             loaded.engines,
             loaded.workload.requests,
@@ -113,6 +116,7 @@ class _Loaded:
     """What a run has before its first step."""
 
     config: RunConfig
+    typed: Sequence[str]  # its overrides
     engines: Mapping[Side, Engine]
     workload: Workload
     expected: prediction.Expected
@@ -123,13 +127,13 @@ class _Loaded:
 
 
 @contextmanager
-def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
+def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterator[_Loaded]:
     """Read the workload, load the engine and tokenise; closes engines and tracker at the end."""
     workload, expected = workloads.read(config), prediction.read(config)
     with ExitStack() as open_parts:
         replaces = folder.holds_older_run
         # The tracker starts while the engine loads, but not among an older run's files.
-        tracker = None if replaces else tracking.start(config, folder.path, open_parts)
+        tracker = None if replaces else tracking.start(config, folder.path, open_parts, typed)
         started = time.perf_counter()
         engine = factory.build_engine(config)
         open_parts.callback(engine.close)
@@ -139,7 +143,7 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
         described = environment.describe(engine.info)
         folder.write_environment(described)
         if replaces:
-            tracker = tracking.start(config, folder.path, open_parts)
+            tracker = tracking.start(config, folder.path, open_parts, typed)
         if tracker is not None:
             tracker.add_config(environment=described)
         loaded_at = time.perf_counter()
@@ -154,6 +158,7 @@ def _load(config: RunConfig, folder: RunFolder) -> Iterator[_Loaded]:
             workload.warnings.append(warning)
         yield _Loaded(
             config=config,
+            typed=typed,
             engines=engines,
             workload=workload,
             expected=expected,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+from hydraspec.config.names import run_name
 from hydraspec.config.schema import RunConfig
 from hydraspec.config.used import used
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
@@ -20,13 +22,21 @@ log = logging.getLogger(__name__)
 UNNAMED = "wandb"  # tracker.name where the run has no name of its own
 
 
-def start(config: RunConfig, run_dir: Path, open_parts: ExitStack) -> WandbSink | None:
-    """Start to record a run, None without a tracker; `open_parts` closes it."""
+def start(
+    config: RunConfig, run_dir: Path, open_parts: ExitStack, typed: Sequence[str]
+) -> WandbSink | None:
+    """Start to record a run, None without a tracker; `open_parts` closes it.
+
+    Args:
+        typed: its overrides, of which a name is made unless it has one.
+    """
     if not config.tracker.records:
         return None
     method = config.method
-    own = f"{config.target.name}-{method.name}-{method.num_speculative_tokens}"
-    name = own if config.tracker.name == UNNAMED else config.tracker.name
+    name = config.tracker.name
+    if name == UNNAMED:
+        own = f"{config.target.name}-{method.name}-{method.num_speculative_tokens}"
+        name = run_name(config, typed, own=own)
     sink = WandbSink(_options(config, name), run_dir, used(config))
     return open_parts.enter_context(closing(sink))
 

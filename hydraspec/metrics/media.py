@@ -43,14 +43,14 @@ def request_table(rows: Sequence[Json]) -> PlainTable:
 
 
 def position_table(summary: Mapping[str, Any]) -> PlainTable | None:
-    """Both acceptance rates by position, from 0; None without drafts."""
+    """Both acceptance rates by position, from 1; None without drafts."""
     rates = summary["acceptance_rate_per_position"]
     if not rates:
         return None
     conditional = summary["conditional_acceptance_rate_per_position"]
     return PlainTable(
         columns=("position", "acceptance_rate", "conditional_acceptance_rate"),
-        rows=[[i, *both] for i, both in enumerate(zip(rates, conditional, strict=True))],
+        rows=[[i, *both] for i, both in enumerate(zip(rates, conditional, strict=True), start=1)],
     )
 
 

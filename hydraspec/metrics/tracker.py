@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraspec.metrics import media
+from hydraspec.metrics.draft_lengths import DraftLengthCounts
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter, RunningTotals
 from hydraspec.metrics.sinks import Side, Sink
@@ -65,6 +66,7 @@ class WandbSink(Sink):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._last_point = dict.fromkeys(Side, 0.0)
         self._last_totals = {side: RunningTotals() for side in Side}
+        self._draft_lengths = {side: DraftLengthCounts() for side in Side}  # since the last point
         self._step_ms = array("d")  # of the method
         self._rows: Sequence[Json] = ()
         self._closed = False
@@ -85,18 +87,21 @@ class WandbSink(Sink):
         """At most four points a second and side, each over the steps since the last one."""
         if side is Side.method:
             self._step_ms.append(record.total_ms)
+        self._draft_lengths[side].add(record)
         now = time.monotonic()
         if now - self._last_point[side] < SECONDS_BETWEEN_POINTS:
             return
         window = meter.totals.since(self._last_totals[side])
         self._last_point[side] = now
         self._last_totals[side] = replace(meter.totals)
-        hits = meter.prefix_hits
+        hits, lengths = meter.prefix_hits, self._draft_lengths[side].used(0)
+        self._draft_lengths[side] = DraftLengthCounts()
         point = {
             "step": record.step,
             "acceptance_length": window.acceptance_length,
             "output_tokens_per_second": window.output_tokens_per_second,
             "step_ms": record.total_ms,
+            "draft_length": lengths and lengths["mean"],
             "num_running": record.num_running,
             "num_waiting": record.num_waiting,
             "kv_usage": record.kv_usage,

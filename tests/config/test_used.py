@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydraspec.cli.compose import plan
+from hydraspec.config.names import run_name
 from hydraspec.config.used import used
 from hydraspec.errors import ConfigurationError
 
@@ -48,6 +49,24 @@ def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
     assert given.config.tracker.name == "mine"
     (alone,) = plan(["seed=1"], multirun=True).jobs
     assert alone.config.tracker.name == "wandb"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ([], "own-3"),
+        (["method=eagle3", "target=tiny_qwen3", "method.num_speculative_tokens=5"], "own-3"),
+        (
+            ["workload.concurrency=16", "tracker.mode=online", "seed=1"],
+            "own-3, concurrency=16, seed=1",
+        ),
+        (["hydra.run.dir=/x/y", "workload=random"], "own-3, random"),
+        (["method.checkpoint=/a/head-7/", "+engine.x=1"], "own-3, checkpoint=head-7, x=1"),
+    ],
+)
+def test_a_single_run_is_named_by_what_was_typed(typed: list[str], name: str) -> None:
+    """Catches runs with other concurrency, drafters or seeds that share a name."""
+    assert run_name(plan([]).jobs[0].config, typed, own="own-3") == name
 
 
 def test_a_run_may_be_named() -> None:

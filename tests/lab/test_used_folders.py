@@ -22,6 +22,7 @@ from hydraspec.lab import run as run_module
 from hydraspec.lab import tracking
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.sinks import Sink
+from hydraspec.metrics.tracker import TrackerOptions
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
@@ -105,7 +106,8 @@ def test_a_tracker_starts_after_the_older_files_are_removed(
     started: list[list[str]] = []
 
     class Starting(Sink):
-        def __init__(self, *arguments: object) -> None:
+        def __init__(self, options: TrackerOptions, *_: object) -> None:
+            assert options.name == "tiny_fake-gemma4_mtp-3"
             started.append(sorted(path.name for path in (tmp_path / "run").iterdir()))
 
         def add_config(self, **facts: object) -> None:

@@ -190,7 +190,7 @@ def test_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
         "steps/method/kv_usage": 0.0,
     }
     columns = ["position", "acceptance_rate", "conditional_acceptance_rate"]
-    rows = [[0, 0.8, 0.8], [1, 0.5, 0.625]]
+    rows = [[1, 0.8, 0.8], [2, 0.5, 0.625]]
     last = fake.logged[-1]
     assert last["acceptance_by_position"] == ("table", columns, rows)
     _, columns, ((*row,),) = last["requests"]
@@ -237,6 +237,21 @@ def test_curves_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert point["steps/method/kv_usage/full"] == 0.5
     assert point["steps/method/kv_usage/sliding"] == 0.25
     assert point["steps/method/prefix_cache_hit_rate"] == 0.75
+
+
+def test_the_curve_of_k_is_the_mean_since_the_last_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where K is chosen per step; steps that only read prompts have none to choose."""
+    fake = FakeWandb()
+    sink = start(fake, monkeypatch)
+    meter = Meter([Request(index=0, id="0", sampling=SamplingParams())])
+    prompt = replace(record(3), draft_length=6)
+    prompt.requests[0].is_prefill = True
+    steps = [replace(record(i), draft_length=length) for i, length in enumerate((4, 0, 3))]
+    for step, seconds in zip([*steps, prompt, record(4)], (1.0, 0.0, 1.0, 0.0, 1.0), strict=True):
+        monkeypatch.setattr(tracker_module, "SECONDS_BETWEEN_POINTS", 1e9 * (seconds == 0.0) - 1)
+        sink.on_step(Side.method, step, meter)
+    sink.close()
+    assert [point.get("steps/method/draft_length") for point in fake.logged] == [4.0, 1.5, None]
 
 
 def test_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:

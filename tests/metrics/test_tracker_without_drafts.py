@@ -64,5 +64,5 @@ def test_nothing_drafted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(math.isfinite(value) for value in point.values()), point
         assert not any("acceptance" in name for name in point)
     (last,) = logged[3:]
-    assert last["acceptance_by_position"] == [[0, None, None], [1, None, None]]
+    assert last["acceptance_by_position"] == [[1, None, None], [2, None, None]]
     assert set(last) == {"acceptance_by_position", "histograms/step_ms"}

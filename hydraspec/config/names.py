@@ -1,0 +1,34 @@
+"""Names of runs in W&B, made of what was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydraspec.config.choices import choices_of
+from hydraspec.config.schema import RunConfig
+
+MAX_NAME = 128  # characters of a run's name in W&B
+OWN = ("target", "method", "method.num_speculative_tokens")  # what a run's own name has
+
+
+def run_name(config: RunConfig, lines: Sequence[str], *, own: str = "") -> str:
+    """A name made of overrides: "eagle3, K=4". Of a path it has the last part.
+
+    Args:
+        lines: those in which runs of a sweep differ; of a single run, all.
+        own: of a single run: what it has of target, method and K, with which its name begins.
+    """
+    parts = [own] if own else []
+    for line in lines:
+        key, _, value = line.lstrip("+").partition("=")
+        name = key.rpartition(".")[2]
+        value = value.rstrip("/").rpartition("/")[2]
+        if key.startswith(("hydra", "tracker")) or (own and key in OWN):
+            continue
+        if key == "method.num_speculative_tokens":
+            parts += [] if config.method.name == "none" else [f"K={value}"]
+        elif key == "method" and config.method.name == "none":
+            parts.append("no drafts")
+        else:
+            parts.append(value if key == name and bool(choices_of(key)) else f"{name}={value}")
+    return ", ".join(parts)[:MAX_NAME]
