@@ -293,6 +293,6 @@ def _summarise(
         loaded.config, measurement, lossless, status=status, facts=facts, expected=loaded.expected
     )
     known = (*loaded.config.warnings, *loaded.workload.warnings, *info.warnings, *warnings)
-    found = warnings_of(loaded.config, result, measurement)
+    found = warnings_of(loaded.config, result, measurement, loaded.typed)
     result["warnings"] = list(dict.fromkeys((*known, *found)))
     return result

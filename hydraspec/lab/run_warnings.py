@@ -7,39 +7,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
+from hydraspec.lab.doctor_command import doctor_command
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.scoring import score_completion
 from hydraspec.metrics.accuracy import NAMES
+from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.paired import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.report.figures import interval
 from hydraspec.types import Completion, Request
 
 LOW_LENGTH = 1.3  # tokens per verification; a drafter that fits its target has more
+IDLE = 0.1  # drafts a step on average, where the engine chooses K
 HARDLY_EVER = 0.05  # of first drafts; a drafter that fits its target has most of them accepted
 ENOUGH_DRAFTS = 50  # for a rate that low to be no accident
-DOCTOR = (
-    "whether the drafter is read as it was trained shows: python -m hydraspec.doctor with the "
-    "target and method of this run"
-)
+DOCTOR = "whether the drafter is read as it was trained shows: "
 MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
 
 
-def warnings_of(config: RunConfig, summary: Summary, measurement: Measurement) -> list[str]:
-    """Every warning that follows from what a run did, in the order in which they are shown."""
+def warnings_of(
+    config: RunConfig, summary: Summary, measurement: Measurement, typed: Sequence[str]
+) -> list[str]:
+    """Every warning that follows from what a run did, in the order in which they are shown.
+
+    Args:
+        typed: the run's overrides.
+    """
     method, baseline = measurement.method, measurement.baseline
     others = {} if baseline is None else baseline.completions
+    costs = method.engine.info.costs
     return [
         *build_warnings(method.built + (Built() if baseline is None else baseline.built)),
         *failure_warnings(method.completions, others),
         *verdict_warnings(summary["lossless"], method.engine.info),
         *accuracy_warnings(measurement.requests, method.completions, others),
-        *figure_warnings(config, summary),
+        *figure_warnings(config, summary, rates=costs.rates if costs else (), typed=typed),
     ]
 
 
@@ -113,15 +123,59 @@ def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
     return found
 
 
-def figure_warnings(config: RunConfig, summary: Summary) -> list[str]:
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _Acceptance:
+    """How often drafts were accepted; None where too few were verified to say.
+
+    Attributes:
+        first_rate: accepted / verified first drafts.
+        length: tokens per verification.
+        where: empty, or which steps these figures are of, if not of the run's.
+    """
+
+    first_rate: float | None = None
+    length: float | None = None
+    where: str = ""
+
+    @property
+    def is_hardly_ever(self) -> bool:
+        """Whether almost no draft was accepted."""
+        return self.first_rate is not None and self.first_rate < HARDLY_EVER
+
+    @classmethod
+    def of(cls, summary: Summary, rates: Sequence[float]) -> _Acceptance:
+        """The run's own, or, where the engine chose to draft seldom, that of the steps whose costs
+        were measured: `rates`, that draft i was accepted after i accepted ones."""
+        if summary["num_drafts"] >= ENOUGH_DRAFTS:
+            rate, length = summary["acceptance_rate_per_position"][0], summary["acceptance_length"]
+            return cls(first_rate=rate, length=length["mean"])
+        if not rates:
+            return cls()
+        where = " in the steps whose costs were measured"
+        return cls(first_rate=rates[0], length=1 + sum(accumulate(rates, mul)), where=where)
+
+
+def figure_warnings(
+    config: RunConfig,
+    summary: Summary,
+    *,
+    rates: Sequence[float] = (),
+    typed: Sequence[str] = (),
+) -> list[str]:
     """Warnings for a run with drafts: random text, drafts that are hardly ever accepted, no
-    speedup."""
-    if not summary["num_drafts"]:
+    speedup.
+
+    Args:
+        rates: where the engine chose K, those it began with; see `_Acceptance.of`.
+        typed: the run's overrides.
+    """
+    if not summary["num_drafts"] and not summary.get("num_speculative_tokens_used"):
         return []
     found = []
     is_real = config.method.verification is not Verification.synthetic
     is_random_text = is_random(config.workload)
-    hardly = is_real and _is_hardly_accepted(summary)
+    accepted = _Acceptance.of(summary, rates)
+    hardly = is_real and accepted.is_hardly_ever
     if is_real and is_random_text:
         found.append(
             f"workload={config.workload.name} has prompts of random tokens, so acceptance and "
@@ -129,11 +183,11 @@ def figure_warnings(config: RunConfig, summary: Summary) -> list[str]:
             "or, for speed at a known acceptance, method.verification=synthetic"
         )
     if hardly:
-        rate, length = summary["acceptance_rate_per_position"][0], summary["acceptance_length"]
         found.append(
-            f"drafts of method={summary['method']} are hardly ever accepted: {rate:.1%} of first "
-            f"drafts, acceptance length {length['mean']:.2f} of at most "
-            f"{summary['num_speculative_tokens'] + 1}; {_why_hardly(config, is_random_text)}"
+            f"drafts of method={summary['method']} are hardly ever accepted: "
+            f"{accepted.first_rate:.1%} of first drafts, acceptance length {accepted.length:.2f} "
+            f"of at most {summary['num_speculative_tokens'] + 1}{accepted.where}"
+            f"{_idle_words(summary, ', and ')}; {_why_hardly(config, is_random_text)}"
         )
     speedup = summary["speedup"]
     if speedup and speedup["mean"] < 1:
@@ -144,26 +198,31 @@ def figure_warnings(config: RunConfig, summary: Summary) -> list[str]:
             f"{interval(speedup, 'x')}; {_why_slower(summary, hardly=hardly)}"
         )
     trained = is_real and config.method.needs_checkpoint and not is_random_text
-    if trained and Weights.random not in (config.target.weights, config.method.weights):
-        found = _with_the_doctor(found, summary)
+    trained &= Weights.random not in (config.target.weights, config.method.weights)
+    if trained and (reason := _why_doctor(summary, accepted)):
+        *others, last = found or [reason]
+        found = [*others, f"{last}; {DOCTOR}{doctor_command(config, typed)}"]
     return found
 
 
-def _with_the_doctor(found: list[str], summary: Summary) -> list[str]:
-    """The warnings, the last with where to look for a fault of the drafter if acceptance or speedup
-    suggest one."""
-    length, speedup = summary["acceptance_length"]["mean"], summary["speedup"]
-    is_low = length is not None and length < LOW_LENGTH and summary["num_drafts"] >= ENOUGH_DRAFTS
+def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
+    """What suggests a fault of the drafter; empty where acceptance and speedup do not."""
+    length, speedup = accepted.length, summary["speedup"]
+    if length is None:
+        idle = _idle_words(summary)
+    else:
+        idle = f"acceptance length {length:.2f}{accepted.where} is low" * (length < LOW_LENGTH)
     is_slower = speedup and speedup["ci95"] and speedup["ci95"][1] < 1
-    if not is_low and not is_slower:
-        return found
-    *others, last = found or [f"acceptance length {length:.2f} is low"]
-    return [*others, f"{last}; {DOCTOR}"]
+    return idle or ("slower than without drafts" if is_slower else "")
 
 
-def _is_hardly_accepted(summary: Summary) -> bool:
-    rate = summary["acceptance_rate_per_position"][0]
-    return summary["num_drafts"] >= ENOUGH_DRAFTS and rate is not None and rate < HARDLY_EVER
+def _idle_words(summary: Summary, before: str = "") -> str:
+    """How rarely the engine chose to draft; empty where it drafted, or K is fixed."""
+    used = summary.get("num_speculative_tokens_used")
+    if not used or used["mean"] >= IDLE:
+        return ""
+    share = used["histogram"][0] / sum(used["histogram"])
+    return f"{before}the engine chose K=0 in {share:.0%} of steps"
 
 
 def _why_hardly(config: RunConfig, is_random_text: bool) -> str:
@@ -192,7 +251,16 @@ def _why_hardly(config: RunConfig, is_random_text: bool) -> str:
 def _why_slower(summary: Summary, *, hardly: bool) -> str:
     if hardly:
         return "likely cause: drafts that are hardly ever accepted, as said above"
-    fewer = "to try: a lower method.num_speculative_tokens or workload.concurrency"
+    key = "num_speculative_tokens"
+    if drafts_of(summary) == PER_STEP:
+        key = "max_speculative_tokens"
+        if idle := _idle_words(summary):
+            return (
+                f"likely cause: drafts save less than they cost here, so {idle}, where a drafter "
+                "with a cache of its own still brings that up to date; to try: a lower "
+                "workload.concurrency, or method=none"
+            )
+    fewer = f"to try: a lower method.{key} or workload.concurrency"
     if summary["device"] == "cpu":
         return (
             "likely cause: on a CPU the rows that verify drafts cost as much as any others; "

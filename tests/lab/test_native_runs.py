@@ -6,12 +6,15 @@ Nothing is faked. What a figure must be is wide enough for another machine's rou
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import hydraspec
+from hydraspec.models.checkpoint.reader import resolve_folder
 
 MIN_ACCEPTANCE_LENGTH = 2.3  # of 4 with K=3; a drafter that is read wrongly falls below 1.5
 SYNTHETIC_TOLERANCE = 0.3  # of a mean over 8 requests, about 4 of its standard errors
@@ -54,6 +57,22 @@ def test_a_shipped_drafter_is_lossless_and_accepted(run, target):  # type: ignor
     summary = run(f"target={target}")
     assert (summary["target"], summary["method"]) == (target, "gemma4_mtp")
     check_lossless(summary)
+
+
+def test_where_k_is_chosen_a_broken_drafter_is_sent_to_the_doctor(run, tmp_path):  # type: ignore[no-untyped-def]
+    """Catches the advice to lower K where the engine chose 0 since no draft was ever accepted."""
+    head = Path(shutil.copytree(resolve_folder("zoo:tiny_gemma4-eagle3"), tmp_path / "head"))
+    (file,) = head.glob("*.safetensors")
+    tensors = load_file(file)
+    file.unlink()
+    save_file({**tensors, "fc.weight": -tensors["fc.weight"]}, file, metadata={"format": "pt"})
+    typed = f"method.checkpoint={head}"
+    summary = run("method=eagle3", typed, "method.num_speculative_tokens=auto")
+    said = [each for each in summary["warnings"] if "hardly ever accepted" in each]
+    assert said, summary["warnings"]
+    assert "in the steps whose costs were measured" in said[0] or summary["num_drafts"] >= 50
+    command = f"python -m hydraspec.doctor target=tiny_gemma4 method=eagle3 {typed}"
+    assert summary["warnings"][-1].endswith(command)
 
 
 def test_block_verification_is_lossless(run):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from fake_engine import Behaviour, FakeEngine
 
+from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, Verification, Weights
+from hydraspec.lab.doctor_command import doctor_command
 from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings
 from hydraspec.types import Completion, Request, SamplingParams
 
@@ -30,6 +33,7 @@ def figures(**changes: Any) -> dict[str, Any]:
     }
 
 
+IDLE = {"mean": 0.03, "histogram": [98, 1, 1, 0]}
 GOOD = {"acceptance_rate_per_position": [0.7, 0.5, 0.3], "acceptance_length": {"mean": 2.5}}
 
 
@@ -68,6 +72,69 @@ def test_a_low_acceptance_or_speedup_points_to_the_doctor(
     config.method.weights = Weights.random
     found = figure_warnings(config, figures(**changes, speedup=speedup))
     assert not any("doctor" in said for said in found)
+
+
+def test_where_k_was_chosen_the_measured_steps_say_what_the_run_does_not(config: RunConfig) -> None:
+    """Catches a head with negated weights: K=0 in 98 % of steps, so too few drafts to judge by, and
+    the advice to lower a K that the engine chose."""
+    slow = {"mean": 0.81, "ci95": (0.8, 0.82)}
+    seldom = figures(num_drafts=30, num_speculative_tokens_used=IDLE, speedup=slow)
+    hardly, slower = figure_warnings(config, seldom, rates=(0.01, 0.0, 0.0))
+    assert (
+        "hardly ever accepted: 1.0% of first drafts, acceptance length 1.01 of at most 4" in hardly
+    )
+    assert "in the steps whose costs were measured, and the engine chose K=0 in 98% of s" in hardly
+    assert "as said above; whether" in slower
+    assert "python -m hydraspec.doctor" in slower
+    never = {**seldom, "num_drafts": 0, "speedup": None, "acceptance_length": {"mean": None}}
+    assert len(figure_warnings(config, never, rates=(0.01, 0.0, 0.0))) == 1
+    (unknown,) = figure_warnings(config, never)
+    assert unknown.startswith("the engine chose K=0 in 98% of steps; whether the drafter")
+    assert figure_warnings(config, never, rates=(0.8, 0.7, 0.6)) == []
+    (costly,) = figure_warnings(config, seldom, rates=(0.8, 0.7, 0.6))
+    assert "drafts save less than they cost here, so the engine chose K=0 in 98%" in costly
+    assert "a lower workload.concurrency, or method=none" in costly
+    busy = {**seldom, "num_speculative_tokens_used": {"mean": 1.5, "histogram": [1, 1, 1, 1]}}
+    (said,) = figure_warnings(config, {**busy, **GOOD}, rates=(0.8, 0.7, 0.6))
+    assert "to try: a lower method.max_speculative_tokens or workload.concurrency" in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ([], "target=tiny_qwen3 method=eagle3"),
+        (["target=tiny_qwen3", "method=eagle3", "seed=1", "workload.limit=8"], ""),
+        (["method.num_speculative_tokens=auto", "method.max_speculative_tokens=4"], ""),
+        (["method.num_speculative_tokens=2"], " method.num_speculative_tokens=2"),
+        (["method.checkpoint=/a/my head"], " 'method.checkpoint=/a/my head'"),
+        (["method.checkpoint='/a/b=c'"], """ "method.checkpoint='/a/b=c'\""""),
+        (
+            ["target.dtype=float64", "workload=gsm8k", "workload.path=p"],
+            " target.dtype=float64 workload=gsm8k workload.path=p",
+        ),
+        (["hydra.run.dir=x", "tracker=none", "engine.device=cpu", "method.costs=c.json"], ""),
+    ],
+    ids=str,
+)
+def test_the_command_of_the_doctor_can_be_pasted(typed: list[str], says: str) -> None:
+    (job,) = plan(["target=tiny_qwen3", "method=eagle3"]).jobs
+    command = doctor_command(job.config, typed)
+    start = "python -m hydraspec.doctor target=tiny_qwen3 method=eagle3"
+    assert command == start + says.removeprefix("target=tiny_qwen3 method=eagle3")
+    plan(shlex.split(command)[3:] if "gsm8k" not in says else [])
+
+
+def test_the_command_of_the_doctor_names_folders_that_were_not_typed() -> None:
+    """As an experiment's YAML may give them; a folder that is no choice is target=custom."""
+    typed = ["target=custom", "target.checkpoint=zoo:tiny_qwen3", "method=eagle3"]
+    (job,) = plan([*typed, "method.checkpoint=zoo:tiny_qwen3-eagle3"]).jobs
+    job.config.target.name = "elsewhere"
+    command = doctor_command(job.config, [])
+    assert command.endswith(
+        "target=custom target.checkpoint=zoo:tiny_qwen3 method=eagle3 "
+        "method.checkpoint=zoo:tiny_qwen3-eagle3"
+    )
+    assert doctor_command(job.config, typed).endswith(command.partition("doctor ")[2])
 
 
 @pytest.mark.parametrize(
