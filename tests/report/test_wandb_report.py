@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from studied_runs import configure
+from studied_runs import configure, edit
 
 from hydraspec.cli.report import main
 from hydraspec.report.study import groups, wandb_report
@@ -43,8 +43,10 @@ def recorded(studied: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_spec_is_that_of_the_page_and_passes_their_models(recorded: Path) -> None:
     """Read back by wandb-workspaces' own models: every block is one that it knows."""
+    edit(recorded / "0", warnings=["shows: python -m hydraspec.doctor target=tiny_gemma4"])
     assert main([str(recorded)]) == 0
     made = json.loads((recorded / "study.json").read_text(encoding="utf-8"))
+    assert "python -m hydraspec.doctor target=tiny_gemma4" in json.dumps(made)
     model = wr.internal.ReportViewspec.model_validate(made)
     report = wr.Report._from_model(model)
     assert (report.project, report.title) == (
@@ -57,6 +59,7 @@ def test_the_spec_is_that_of_the_page_and_passes_their_models(recorded: Path) ->
     runs = groups.read([recorded])
     on_page = [block.title for section in study(runs).sections for block in section.blocks]
     assert titles == [*on_page, "Over steps"]
+    assert "Warnings" in titles
     grids = [block for block in report.blocks if isinstance(block, wr.PanelGrid)]
     panels = [panel for grid in grids for panel in grid.panels]
     assert {type(panel) for panel in panels} == {wr.ScatterPlot, wr.BarPlot, wr.LinePlot}

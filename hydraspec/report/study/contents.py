@@ -24,6 +24,7 @@ from hydraspec.report.study.jobs import jobs as jobs_block
 from hydraspec.report.study.pareto import pareto
 from hydraspec.report.study.predictions import predictions
 from hydraspec.report.study.settings import environments, settings
+from hydraspec.report.study.warned import warned
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (pareto,)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
@@ -39,7 +40,7 @@ BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
     lossless,
     time_breakdown,
 )
-BY_ALL: Sequence[Callable[[Runs], Block | None]] = (settings, environments)
+BY_ALL: Sequence[Callable[[Runs], Block | None]] = (warned, settings, environments)
 
 
 def study(runs: Runs, *, asked: str | None = None) -> Study:

@@ -30,7 +30,7 @@ READ = (  # keys of summary.json
     *("workload", "num_requests", "num_errors", "concurrency", "request_rate", "burstiness"),
     *("acceptance_length", "by_category", "speedup", "assessment", "lossless", "accuracy"),
     *("time_breakdown_ms", "time_breakdown_from", "output_tokens_per_second"),
-    *("time_per_output_token_ms", "baseline"),
+    *("time_per_output_token_ms", "baseline", "warnings"),
 )
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
