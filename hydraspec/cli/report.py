@@ -28,8 +28,10 @@ time goes, and the settings that differ; of benchmarks (bench=…) their figures
 or batch. Runs of several targets, workloads or loads are told apart;
 those of the same are ranked."""
 STATUSES = (
-    "Exit status: 0; 2 if the folders make no report; 1 if a file cannot be written, or W&B does "
-    "not take the report."
+    "Exit status: 0; 2 if arguments are wrong, the folders make no report, or --publish is "
+    "refused: wandb-workspaces is not installed, or, once the report is written, no API key is "
+    "configured or no project known; 1 if a file cannot be written, or W&B does not take the "
+    "report."
 )
 
 log = logging.getLogger(__name__)

@@ -263,6 +263,8 @@ def test_help_and_a_folder_that_cannot_be_written(
     said = capsys.readouterr().out
     assert "--question" in said
     assert "W&B does not take the report." in " ".join(said.split())
+    assert "2 if arguments are wrong" in " ".join(said.split())
+    assert "no API key is configured" in " ".join(said.split())
     (studied / "file").write_text("")
     assert main([str(studied), "--write", str(studied / "file")]) == 1
     assert "cannot write" in capsys.readouterr().err
