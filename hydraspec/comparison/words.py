@@ -20,6 +20,8 @@ from hydraspec.metrics.statistics import range_words
 TITLES = {"speedup": "speedup", "acceptance_length": "acceptance length"}
 COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95_low", "ci95_high")
 VERSUS = ("reference", "ratio", "ratio_ci95_low", "ratio_ci95_high", "p_adjusted", "says")
+MOST_PROMPTS = 1_000_000  # that are said to be needed
+LARGEST_FACTOR = 10  # that is said to be told: no two jobs differ by more
 
 
 def name_of(job: Job) -> str:
@@ -51,19 +53,23 @@ def in_words(found: PairedRatio) -> str:
 
 
 def _what_is_needed(figure: Figure) -> str:
-    """How many more prompts would tell the difference that was seen, and what these could tell."""
+    """What as many prompts tell, and how many more would tell the difference that was seen."""
     more = figure.ratio.num_more_needed(figure.level)
     least = figure.ratio.detectable(figure.level)
-    if figure.ratio.ratio is None or least is None:
+    if not more or least is None:
         return ""
-    size = f"differences of {least - 1:.1%}" if least < 2 else f"a factor of {least:.1f}"
-    told = f"; these {figure.ratio.num_requests} tell {size}"
-    prompts = "prompt" if more == 1 else "prompts"
-    if more is None or more > 1_000_000:
+    told = f"; in four of five repeats these {figure.ratio.num_requests} tell {_size(least)}"
+    if more > MOST_PROMPTS:
         return f"{told}, and no number of prompts one so small"
-    if more == 0:
-        return f"{told} in four of five repeats: repeat both runs"
+    prompts = "prompt" if more == 1 else "prompts"
     return f"{told}; about {more:,} more {prompts} needed for this one"
+
+
+def _size(least: float) -> str:
+    """ "differences of 12.0%", "a factor of 2.9"."""
+    if least > LARGEST_FACTOR:
+        return f"no factor below {LARGEST_FACTOR}"
+    return f"differences of {least - 1:.1%}" if least < 2 else f"a factor of {least:.1f}"
 
 
 def drift_words(ranking: Ranking) -> str | None:

@@ -6,13 +6,11 @@ two speedups, so that one bootstrap of its logarithm serves all.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import atan2, ceil, comb, cos, exp, log, pi, sin, sqrt
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +31,66 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Critical:
+    """How many standard errors from 1 a ratio has to be.
+
+    Attributes:
+        num_blocks: of requests, whose differences gave the error.
+        num_turnovers: of requests, as many as which blocks that do not share steps can be made.
+        resampled: studentised resamples, smallest first; None of fewer than NUM_BLOCKS blocks.
+    """
+
+    num_blocks: int
+    num_turnovers: float
+    resampled: Array | None = field(default=None, compare=False, repr=False)
+
+    def p_of(self, t: float) -> float:
+        """Two-sided p-value of t standard errors: the share of resamples as large. Where none is,
+        or there are none, Student's t, with a degree of freedom less for noise blocks share."""
+        by_student = 2 * student_tail(t, self._freedom(self.num_blocks))
+        if self.resampled is None:
+            return by_student
+        count = len(self.resampled) - int(np.searchsorted(self.resampled, t))
+        p = (count + 1) / (len(self.resampled) + 1)
+        return p if count else min(p, by_student)
+
+    def at(self, level: float, num_blocks: int | None = None) -> float:
+        """Standard errors beyond which p is at most `level`; of another number of blocks by
+        Student's t."""
+        blocks = num_blocks or self.num_blocks
+        by_student = student_quantile(level / 2, self._freedom(blocks))
+        if self.resampled is None or blocks != self.num_blocks:
+            return by_student
+        count = int(level * (len(self.resampled) + 1))
+        return float(self.resampled[-count]) if count else max(self.resampled[-1], by_student)
+
+    def reach(self, level: float, num_blocks: int | None = None) -> float:
+        """Standard errors, as estimated here, of an effect that a repeat tells with POWER.
+
+        The repeat's own estimate of the error may be larger: by more than the factor `larger` with
+        a probability of 1 - POWER, as the root of F with equal degrees of freedom, which Student's
+        t gives (Cacoullos, 1965). Half of the blocks count as degrees of freedom, a quarter for
+        another number of blocks: speed has noise with long tails, and on the recorded machine
+        repeats then tell what was stated (ADR 29).
+        """
+        is_other = num_blocks not in (None, self.num_blocks)
+        freedom = max(1, self.num_blocks // (4 if is_other else 2))
+        quantile = student_quantile(1 - POWER, freedom)
+        larger = quantile / sqrt(freedom) + sqrt(1 + quantile**2 / freedom)
+        return larger * self.at(level, num_blocks) + quantile
+
+    @staticmethod
+    def _freedom(num_blocks: int) -> int:
+        return max(1, num_blocks - 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRatio:
     """A ratio with its 95 % interval and the two-sided p-value of 1.
 
     Interval and p are null where fewer than MIN_REQUESTS requests contribute. `log_error` is the
-    standard error of the ratio's logarithm.
+    standard error of the ratio's logarithm, and `critical` how many of it the p-value asks for;
+    null without an interval or an error.
     """
 
     ratio: float | None
@@ -45,24 +98,32 @@ class PairedRatio:
     p: float | None
     log_error: float | None
     num_requests: int
+    critical: Critical | None = None
 
     def num_more_needed(self, level: float = LEVEL) -> int | None:
         """Requests beyond these for telling a ratio as large as this one from 1 with POWER, if
-        the error falls with their root; null where the ratio is 1 or has no interval."""
+        the error falls with their root; null where the ratio is 1 or has no interval. Of fewer
+        than NUM_BLOCKS blocks more requests make more blocks, whose errors are better known."""
         if self.ratio is None or self.log_error is None or abs(log(self.ratio)) < 1e-9:
             return None
-        share = (_reach(level) * self.log_error / log(self.ratio)) ** 2
-        return max(0, ceil(self.num_requests * (share - 1)))
+        if self.critical is None:
+            return 0
+        growths = []
+        for blocks in range(
+            self.critical.num_blocks, max(NUM_BLOCKS, self.critical.num_blocks) + 1
+        ):
+            growth = (self.critical.reach(level, blocks) * self.log_error / log(self.ratio)) ** 2
+            if blocks > self.critical.num_blocks:
+                growth = max(growth, blocks / self.critical.num_turnovers)
+            growths.append(growth)
+        return max(0, ceil(self.num_requests * (min(growths) - 1)))
 
     def detectable(self, level: float = LEVEL) -> float | None:
-        """The smallest ratio above 1 that as many requests tell from 1 with POWER."""
-        return None if self.log_error is None else exp(_reach(level) * self.log_error)
-
-
-def _reach(level: float) -> float:
-    """Standard errors between 1 and an effect that is found with POWER."""
-    normal = NormalDist()
-    return normal.inv_cdf(1 - level / 2) + normal.inv_cdf(POWER)
+        """The smallest ratio above 1 that a repeat with as many requests tells from 1 with
+        POWER."""
+        if self.log_error is None or self.critical is None:
+            return None if self.log_error is None else 1.0
+        return exp(min(self.critical.reach(level) * self.log_error, LARGEST))
 
 
 def paired_ratio(
@@ -100,27 +161,22 @@ def paired_ratio(
         return PairedRatio(
             ratio=exp(found), ci95=same, p=p, log_error=0.0, num_requests=num_requests
         )
-    if num_blocks < NUM_BLOCKS:
-        freedom = max(1, num_blocks - 2)
-        p = 2 * student_tail(abs(found) / error, freedom)
-        reach = _student_reach(freedom) * error
-    else:
-        t = np.abs(_studentised(blocks, shares, powers, found))
-        p = float(((t >= abs(found) / error).sum() + 1) / (len(t) + 1))
-        reach = min(float(np.percentile(t, 95)) * error, LARGEST)
+    critical = Critical(
+        num_blocks=num_blocks,
+        num_turnovers=num_requests / (1 if at_once is None else TURNOVERS * at_once),
+        resampled=None
+        if num_blocks < NUM_BLOCKS
+        else np.sort(np.abs(_studentised(blocks, shares, powers, found))),
+    )
+    reach = min(critical.at(LEVEL) * error, LARGEST)
     return PairedRatio(
         ratio=exp(found),
         ci95=(exp(found - reach), exp(found + reach)),
-        p=p,
+        p=critical.p_of(abs(found) / error),
         log_error=error,
         num_requests=num_requests,
+        critical=critical,
     )
-
-
-@lru_cache(maxsize=8)
-def _student_reach(freedom: int) -> float:
-    """Standard errors to each side of which 95 % of Student's t lie."""
-    return bisect_left(range(20_000), -0.025, key=lambda t: -student_tail(t / 1000, freedom)) / 1000
 
 
 def balanced(categories: Sequence[str | None]) -> list[int]:
@@ -228,3 +284,15 @@ def student_tail(t: float, freedom: int) -> float:
         term *= cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd)
     inside = 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
     return max(1e-12, (1 - inside) / 2)
+
+
+@lru_cache(maxsize=256)
+def student_quantile(tail: float, freedom: int) -> float:
+    """The t ≥ 0 with P(T ≥ t) = tail, of a tail from 1e-12 to a half."""
+    low, high = 0.0, 1.0
+    while high < 1e15 and student_tail(high, freedom) > max(tail, 2e-12):
+        low, high = high, 2 * high
+    for _ in range(50):
+        t = (low + high) / 2
+        low, high = (t, high) if student_tail(t, freedom) > tail else (low, t)
+    return high

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulated_runs import Machine
 
 from hydraspec.metrics.paired import (
     LEVEL,
+    Critical,
     PairedRatio,
     balanced,
     holm,
     in_blocks,
     paired_ratio,
     sign_test,
+    student_quantile,
+    student_tail,
 )
 
 SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
 NUM_PAIRS = 200
+LEVELS = (0.05, 0.005, 0.05 / 66)  # of one comparison, ten, and the pairs of twelve jobs
 MOST_ALARMS = 16  # of 200 pairs at 5 %: two standard deviations above ten
 # Share of pairs told apart by a true ratio, of 64 and 256 prompts: ADR 29 has the whole table.
 POWER = {(64, 1.5): 0.92, (256, 1.2): 0.90, (64, 1.1): 0.14}
@@ -30,6 +36,15 @@ def compared(machine: Machine, faster: float = 1.0) -> PairedRatio:
 
 def told(found: PairedRatio) -> bool:
     return found.p is not None and found.p <= LEVEL
+
+
+def told_from(found: PairedRatio, level: float) -> list[float]:
+    """The logarithms of what the job has to be faster and slower by for this noise to tell it."""
+    assert found.critical is not None
+    assert found.log_error is not None
+    assert found.ratio is not None
+    least = found.critical.at(level) * found.log_error
+    return [least - np.log(found.ratio), least + np.log(found.ratio)]
 
 
 @pytest.mark.parametrize("num_requests", [16, 64, 256])
@@ -86,14 +101,91 @@ def test_few_requests_have_no_interval_and_zeros_no_ratio() -> None:
     assert paired_ratio(np.ones((2, 0)), (1, -1), at_once=1).ratio is None
 
 
+@pytest.mark.parametrize("num_requests", [16, 64, 256])
+def test_a_stated_difference_is_told_in_four_of_five_repeats(num_requests: int) -> None:
+    """What each pair states, told by every other one. Catches normal quantiles: of 16 prompts
+    0.34, 0.08 and 0.01 at these levels, of 256 0.68, 0.47 and 0.30."""
+    pairs = [compared(Machine(20_000 + i, num_requests=num_requests)) for i in range(80)]
+    for level in LEVELS:
+        stated = np.log([pair.detectable(level) or 1.0 for pair in pairs])
+        least = [told_from(pair, level) for pair in pairs]
+        assert 0.7 <= np.mean(stated[:, None] > np.ravel(least)) <= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_requests", [16, 64, 256])
+@pytest.mark.parametrize("level", LEVELS)
+def test_runs_that_differ_as_stated_are_told_apart(num_requests: int, level: float) -> None:
+    count = 0
+    for i in range(200):
+        stated = compared(Machine(30_000 + i, num_requests=num_requests)).detectable(level)
+        assert stated is not None
+        found = compared(Machine(40_000 + i, num_requests=num_requests), stated)
+        count += found.p is not None and found.p <= level
+    assert 0.7 <= count / 200 <= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_requests", "faster"), [(16, 1.5), (24, 1.4), (64, 1.2)])
+def test_as_many_prompts_as_are_needed_tell_the_difference(
+    num_requests: int, faster: float
+) -> None:
+    """At 5 %, of a first pair whose ratio happens to be the true one."""
+    count = 0
+    for i in range(100):
+        first = compared(Machine(50_000 + i, num_requests=num_requests))
+        more = replace(first, ratio=faster).num_more_needed()
+        assert more is not None
+        enough = Machine(60_000 + i, num_requests=num_requests + min(more, 5000))
+        count += told(compared(enough, faster))
+    assert 0.7 <= count / 100 <= 0.95
+
+
 def test_more_prompts_needed_follow_from_the_error() -> None:
-    """A difference of 10 % with an error of 10 % needs (2.80 · 0.1 / log 1.1)² times as many."""
-    found = PairedRatio(ratio=1.1, ci95=(0.9, 1.3), p=0.3, log_error=0.1, num_requests=100)
-    assert found.num_more_needed() == pytest.approx(764, abs=2)
-    least = found.detectable()
-    assert least == pytest.approx(np.exp(0.2802), rel=1e-3)
-    enough = PairedRatio(ratio=least, ci95=None, p=0.1, log_error=0.1, num_requests=100)
+    """An error that is well known: 10 % of a difference of 10 % need (1.98 x larger + 0.84)² times
+    as many, where it is `larger` = 1.09 times as large in a fifth of repeats."""
+    rng = np.random.default_rng(0)
+    t = np.sort(np.abs(rng.standard_t(199, 9_999)))
+    critical = Critical(num_blocks=200, num_turnovers=200, resampled=t)
+    found = PairedRatio(
+        ratio=1.1, ci95=(0.9, 1.3), p=0.3, log_error=0.1, num_requests=200, critical=critical
+    )
+    reach = (1.97 * 1.088 + 0.845) * 0.1
+    assert found.detectable() == pytest.approx(np.exp(reach), rel=0.01)
+    assert found.num_more_needed() == pytest.approx(
+        200 * (reach / np.log(1.1)) ** 2 - 200, rel=0.05
+    )
+    enough = replace(found, ratio=found.detectable())
     assert enough.num_more_needed() in (0, 1)
+
+
+def test_more_prompts_make_more_blocks_of_few() -> None:
+    """Catches Student's t of four blocks taken for any number of prompts."""
+    few = replace(compared(Machine(0, num_requests=16)), log_error=0.1, ratio=1.5)
+    assert few.critical == Critical(num_blocks=4, num_turnovers=2.0)
+    assert few.num_more_needed(0.005) == pytest.approx(240, abs=60)
+    alone = few.critical.reach(0.005) * 0.1 / np.log(1.5)
+    assert 16 * (alone**2 - 1) > 700
+
+
+def test_levels_beyond_the_resamples_take_students_t() -> None:
+    """Catches a family of so many comparisons that none could ever be told."""
+    t = np.linspace(0, 3, 9_999)
+    critical = Critical(num_blocks=12, num_turnovers=12, resampled=t)
+    assert critical.at(0.05) == t[-500]
+    assert critical.p_of(np.nextafter(t[-500], 9)) <= 0.05 < critical.p_of(t[-500])
+    assert critical.p_of(4.0) == 1e-4  # less often by resamples than by Student's t
+    far = critical.at(1e-6)
+    assert far == pytest.approx(10.5, rel=0.1)
+    assert critical.p_of(far) == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_quantiles_of_students_t() -> None:
+    """Tables: Abramowitz and Stegun, 26.10."""
+    for tail, freedom, t in ((0.025, 2, 4.303), (0.005, 4, 4.604), (0.2, 1, 1.376)):
+        assert student_quantile(tail, freedom) == pytest.approx(t, abs=1e-3)
+    assert student_quantile(0.5, 3) == pytest.approx(0, abs=1e-9)
+    assert student_tail(student_quantile(1e-9, 2), 2) == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_blocks_follow_requests_that_run_together() -> None:
