@@ -178,7 +178,7 @@ def _run(file: Path, run: Mapping[str, Any], settings: Mapping[str, object], at:
     lossless, place = summary["lossless"], f"{at}.summary.lossless"
     _check(file, lossless, {"verdict": (str,)}, place)
     if (test := lossless.get("distribution")) is not None:
-        _check(file, test, {"p": (int, float)}, f"{place}.distribution")
+        _check(file, test, {"says": (str,), "p": (int, float)}, f"{place}.distribution")
     num_positions = summary["num_speculative_tokens"]
     rows = _list_of(file, run, "requests", f"{at}.requests")
     for i, row in enumerate(rows):

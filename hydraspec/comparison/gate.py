@@ -11,10 +11,10 @@ from statistics import NormalDist
 
 import numpy as np
 
+from hydraspec.comparison import outputs
 from hydraspec.comparison.pairs import ALL, Figure, figures, paired
 from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, refuse
 from hydraspec.metrics.accuracy import accuracy_name
-from hydraspec.metrics.distribution import LEVEL as LEVEL_OF_DISTRIBUTION
 from hydraspec.metrics.draft_lengths import drafts_name, drafts_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import (
@@ -112,8 +112,8 @@ def compare(
             notes.append(f"speed is not compared: {differing}")
         checks = [*_acceptance(job, reference, acceptance_margin)]
         checks += _others(job, reference, speed_margin, with_speed=differing is None)
-        broken = [*_errors(job, reference), *_verdict(job, reference)]
-        broken += _distribution(job, reference)
+        notes += outputs.untold(job)
+        broken = [*outputs.broken(job, reference)]
         made.append(Outcome(job=job, checks=checks, broken=broken, notes=notes))
     adjusted = iter(holm([check.p for outcome in made for check in outcome.checks]))
     for outcome in made:
@@ -344,55 +344,3 @@ def _one_sided(found: PairedRatio) -> float | None:
     if found.ratio is None or found.p is None:
         return None
     return found.p / 2 if found.ratio < 1 else 1 - found.p / 2
-
-
-# ---------------------------------------------------------------- without statistics
-
-
-def _errors(job: Job, reference: Job) -> Iterator[str]:
-    """Requests that the baseline finished and these runs did not."""
-    finished = set.intersection(*(_ended(run, with_error=False) for run in reference.runs))
-    failed = set.union(*(_ended(run, with_error=True) for run in job.runs)) & finished
-    categories = {key_of(row): row["category"] for row in job.runs[0].rows}
-    by_category: dict[str | None, list[str]] = {}
-    for key in sorted(failed):
-        by_category.setdefault(categories.get(key), []).append(key[0])
-    for category, ids in by_category.items():
-        where = "" if category is None else f" in {category}"
-        number = f"{len(ids)} request{'s' if len(ids) > 1 else ''}"
-        yield f"errors{where}: {number} that the baseline finished, {ids[0]} among them"
-
-
-def _ended(run: Run, *, with_error: bool) -> set[Key]:
-    return {key_of(row) for row in run.rows if (row["finish_reason"] == "error") == with_error}
-
-
-def _verdict(job: Job, reference: Job) -> Iterator[str]:
-    """A lossless verdict that has become diverged, or is no longer reached."""
-    was, now = _verdicts(reference), _verdicts(job)
-    if "diverged" in now and "diverged" not in was:
-        yield f"verdict: diverged, was {' and '.join(sorted(was))}"
-    elif "not_checked" in now and "not_checked" not in was:
-        yield f"verdict: not checked any more, was {' and '.join(sorted(was))}"
-
-
-def _verdicts(job: Job) -> set[str]:
-    return {run.summary["lossless"]["verdict"] for run in job.runs}
-
-
-def _distribution(job: Job, reference: Job) -> Iterator[str]:
-    """Another distribution of sampled outputs, at its test's own level, or a missing test."""
-    was, now = _lowest_p(reference), _lowest_p(job)
-    if now is None:
-        if was is not None:
-            yield f"distribution of sampled outputs: not tested any more, had p = {was:.2g}"
-    elif now <= LEVEL_OF_DISTRIBUTION and (was is None or was > LEVEL_OF_DISTRIBUTION):
-        before = "was not tested" if was is None else f"had p = {was:.2g}"
-        yield f"distribution of sampled outputs: not the target's, p = {now:.2g}, {before}"
-
-
-def _lowest_p(job: Job) -> float | None:
-    """The lowest p of a job's runs times their number; None where none was tested."""
-    lossless = [run.summary["lossless"] for run in job.runs]
-    found = [test["p"] for each in lossless if (test := each.get("distribution"))]
-    return min(1.0, min(found) * len(found)) if found else None

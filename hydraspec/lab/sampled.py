@@ -16,6 +16,7 @@ from hydraspec.engine.base import Engine
 from hydraspec.lab.rounds import Measurement, closing_run
 from hydraspec.lab.workloads import request_seed
 from hydraspec.metrics.distribution import ENDED, LEVEL, Samples, same_distribution
+from hydraspec.metrics.lossless import MORE_VARIED
 from hydraspec.metrics.paired import POWER, balanced
 from hydraspec.metrics.summary import Distribution
 from hydraspec.types import Completion, Request
@@ -53,14 +54,19 @@ def check(config: RunConfig, measurement: Measurement) -> tuple[Distribution | N
         for i in range(len(chosen))
         if i not in kept
     ]
-    if found.differs:
+    if found.says == "cannot_tell":
+        warnings.append(
+            f"metrics.distribution={count} tells nothing: the first tokens of samples hardly vary; "
+            f"sample with {MORE_VARIED}"
+        )
+    if found.says == "different":
         warnings.append(
             "sampled outputs do not have the target's distribution: chi-squared "
             f"{found.chi2:.0f} with {found.degrees_of_freedom} degrees of freedom, p = "
             f"{found.p:.2g} (lossless.distribution); repeat with another seed, and report both runs"
         )
     return {
-        "says": "different" if found.differs else "same",
+        "says": found.says,
         "p": found.p,
         "chi2": found.chi2,
         "degrees_of_freedom": found.degrees_of_freedom,

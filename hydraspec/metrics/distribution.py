@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +42,11 @@ class SameDistribution:
     detectable: float | None
 
     @property
-    def differs(self) -> bool:
-        """Whether the outputs are surely of two distributions."""
-        return self.p <= LEVEL
+    def says(self) -> Literal["same", "different", "cannot_tell"]:
+        """What is told: without power, nothing of outputs that do not differ."""
+        if self.p <= LEVEL:
+            return "different"
+        return "cannot_tell" if self.detectable is None else "same"
 
 
 def same_distribution(ours: Samples, theirs: Samples) -> SameDistribution:

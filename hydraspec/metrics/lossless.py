@@ -27,6 +27,7 @@ WITHOUT_GRAPHS = (
 )
 WITH_A_TRACE = "repeat the run with metrics.trace=true, and report its folder"
 OTHER_DTYPE = "the target's logits there are NaN or infinite: check the weights and target.dtype"
+MORE_VARIED = "sampling.temperature=2 sampling.top_p=1 sampling.top_k=0"  # enough for the zoo
 SEE_ERRORS = 'see "error" in requests.jsonl'
 
 
@@ -57,18 +58,27 @@ def distribution_words(lossless: Lossless) -> str:
     """ "; sampled outputs: the baseline's distribution (…)", or nothing where it is not tested."""
     if (found := lossless.get("distribution")) is None:
         return ""
-    told = found["detectable"]
-    power = (
-        "outputs hardly vary, so that no shift could be told"
-        if told is None
-        else f"a shift of {told:.1%} at each of the first {found['num_tokens']} tokens is told "
-        f"with {found['power']:.0%} power"
-    )
-    says = "the baseline's distribution" if found["says"] == "same" else "ANOTHER DISTRIBUTION"
-    return (
-        f"; sampled outputs have {says} ({found['num_prompts']} prompts x {found['num_samples']} "
-        f"samples, p = {found['p']:.2g}; {power})"
-    )
+    samples = f"{found['num_prompts']} prompts x {found['num_samples']} samples"
+    if (says := distribution_says(found)) == "cannot_tell":
+        return (
+            "; sampled outputs: cannot tell whether they have the baseline's distribution "
+            f"({samples} hardly vary; {MORE_VARIED} has them vary)"
+        )
+    power = ""
+    if (told := found["detectable"]) is not None:
+        power = (
+            f"; a shift of {told:.1%} at each of the first {found['num_tokens']} tokens is told "
+            f"with {found['power']:.0%} power"
+        )
+    words = "the baseline's distribution" if says == "same" else "ANOTHER DISTRIBUTION"
+    return f"; sampled outputs have {words} ({samples}, p = {found['p']:.2g}{power})"
+
+
+def distribution_says(test: Mapping[str, Any]) -> str:
+    """ "same", "different" or "cannot_tell"; summaries of older versions say "same" without power
+    too."""
+    without_power = test.get("detectable", 0.0) is None
+    return "cannot_tell" if test["says"] == "same" and without_power else str(test["says"])
 
 
 def _unchecked_words(lossless: Lossless) -> str:

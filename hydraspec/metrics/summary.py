@@ -148,12 +148,12 @@ class Divergence(TypedDict):
 class Distribution(TypedDict):
     """Whether sampled outputs have the baseline's distribution; metrics/distribution.py."""
 
-    says: Literal["same", "different"]
+    says: Literal["same", "different", "cannot_tell"]  # the last: the test has no power
     p: float
     chi2: float
     degrees_of_freedom: int
     level: float
-    detectable: float | None  # total variation distance that is told with `power`
+    detectable: float | None  # total variation distance that is told with `power`, if any is
     power: float
     num_prompts: int
     num_samples: int  # of each prompt, on each side

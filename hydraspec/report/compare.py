@@ -19,6 +19,7 @@ from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.lossless import distribution_says
 from hydraspec.metrics.run_files import (
     BENCH,
     COMPARISON,
@@ -57,6 +58,11 @@ MEASURES = (
     "warnings",
 )
 TITLES = {"num_speculative_tokens": "K", "concurrency": "at once", "request_rate": "requests/s"}
+DISTRIBUTIONS = {
+    "same": "same distribution",
+    "different": "ANOTHER DISTRIBUTION",
+    "cannot_tell": "distribution cannot be told",
+}
 WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless")
 LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
@@ -218,7 +224,7 @@ def _verdict(summary: Summary) -> str:
     greedy = summary["lossless"]["verdict"].replace("not_checked", "-")
     if (sampled := summary["lossless"].get("distribution")) is None:
         return greedy
-    says = "same distribution" if sampled["says"] == "same" else "ANOTHER DISTRIBUTION"
+    says = DISTRIBUTIONS[distribution_says(sampled)]
     return says if greedy == "-" else f"{greedy}, {says}"
 
 

@@ -16,7 +16,7 @@ from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab import sampled
-from hydraspec.metrics.lossless import verdict_words
+from hydraspec.metrics.lossless import MORE_VARIED, distribution_says, verdict_words
 from hydraspec.types import Completion, Request, SamplingParams
 
 
@@ -67,6 +67,20 @@ def check(
     return sampled.check(config, measurement)
 
 
+def said(found: Any) -> str:
+    lossless: Any = {"verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
+    return verdict_words(
+        {
+            **lossless,
+            "first_beyond_margin": None,
+            "first_divergence": None,
+            "num_failed_with_method_only": 0,
+            "num_requests_sampled": 8,
+            "distribution": found,
+        }
+    )
+
+
 def test_equal_engines_are_the_same_and_others_are_not(config: RunConfig) -> None:
     method, baseline = Sampler(0.6), Sampler(0.6)
     found, warnings = check(config, method, baseline, requests())
@@ -78,18 +92,24 @@ def test_equal_engines_are_the_same_and_others_are_not(config: RunConfig) -> Non
     found, (warning,) = check(config, Sampler(0.8), baseline, requests())
     assert found["says"] == "different"
     assert "do not have the target's distribution: chi-squared" in warning
-    lossless: Any = {"verdict": "not_checked", "reason": "sampled", "num_requests_checked": 0}
-    words = verdict_words(
-        {
-            **lossless,
-            "first_beyond_margin": None,
-            "first_divergence": None,
-            "num_failed_with_method_only": 0,
-            "num_requests_sampled": 8,
-            "distribution": found,
-        }
-    )
-    assert "sampled outputs have ANOTHER DISTRIBUTION (4 prompts x 100 samples" in words
+    assert "sampled outputs have ANOTHER DISTRIBUTION (4 prompts x 100 samples" in said(found)
+
+
+def test_samples_that_hardly_vary_tell_nothing(config: RunConfig) -> None:
+    """Catches "same" of a test with no degree of freedom: the zoo at the default top_k and
+    top_p."""
+    found, (warning,) = check(config, Sampler(1.0), Sampler(1.0), requests())
+    assert (found["says"], found["degrees_of_freedom"], found["p"]) == ("cannot_tell", 0, 1.0)
+    varied = "sampling.temperature=2 sampling.top_p=1 sampling.top_k=0"
+    assert "metrics.distribution=100 tells nothing: the first tokens" in warning
+    assert varied in warning
+    words = said(found)
+    assert "cannot tell whether they have the baseline's distribution" in words
+    assert varied in words
+    older = found | {"says": "same"}
+    assert said(older) == words
+    assert distribution_says(older) == "cannot_tell"
+    assert distribution_says(found | {"says": "same", "detectable": 0.2}) == "same"
 
 
 def test_prompts_of_all_categories_and_those_that_fail(config: RunConfig) -> None:
@@ -127,6 +147,21 @@ def test_nothing_to_compare(config: RunConfig) -> None:
 def test_what_cannot_be_compared_is_refused(typed: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         plan(typed)
+
+
+@pytest.mark.slow
+def test_sampling_that_tells_and_one_that_does_not(tmp_path: Path) -> None:
+    """The default top_k and top_p leave the zoo one token; what the message names does not."""
+    typed = ["sampling=stochastic", "metrics.distribution=60", "workload.limit=8", "tracker=none"]
+    found = {}
+    for name, more in (("default", []), ("varied", MORE_VARIED.split())):
+        summary = hydraspec.run([*typed, *more, f"hydra.run.dir={tmp_path}/{name}"], quiet=True)
+        found[name] = summary["lossless"]["distribution"]
+    assert (found["default"]["says"], found["default"]["detectable"]) == ("cannot_tell", None)
+    page = check_page((tmp_path / "default" / "report.html").read_text(encoding="utf-8"))
+    assert "cannot be told" in page.text
+    assert found["varied"]["says"] == "same"
+    assert found["varied"]["detectable"] < 0.2
 
 
 @pytest.mark.slow

@@ -35,9 +35,13 @@ def test_the_stated_shift_is_told_with_the_stated_power() -> None:
     stated = same_distribution(drawn(rng), drawn(rng)).detectable
     assert stated is not None
     assert 0.1 < stated < 0.3
-    told = [same_distribution(drawn(rng, stated), drawn(rng)).differs for _ in range(24)]
+    told = [
+        same_distribution(drawn(rng, stated), drawn(rng)).says == "different" for _ in range(24)
+    ]
     assert sum(told) >= 14
-    less = [same_distribution(drawn(rng, stated / 4), drawn(rng)).differs for _ in range(10)]
+    less = [
+        same_distribution(drawn(rng, stated / 4), drawn(rng)).says == "different" for _ in range(10)
+    ]
     assert sum(less) <= 3
 
 
@@ -54,7 +58,7 @@ def test_more_samples_tell_smaller_shifts() -> None:
 def test_outputs_that_do_not_vary_tell_nothing() -> None:
     same = np.full((2, 60, 3), 4)
     found = same_distribution(same, same)
-    assert (found.p, found.detectable, found.differs) == (1.0, None, False)
+    assert (found.p, found.detectable, found.says) == (1.0, None, "cannot_tell")
 
 
 def test_an_output_that_ends_is_another_token() -> None:
@@ -62,7 +66,7 @@ def test_an_output_that_ends_is_another_token() -> None:
     ended = same.copy()
     ended[:, :30, 2] = ENDED
     found = same_distribution(ended, same)
-    assert found.differs
+    assert found.says == "different"
     assert found.degrees_of_freedom == 1
 
 

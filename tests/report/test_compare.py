@@ -63,7 +63,8 @@ def test_a_comparison_that_goes_to_a_file_is_not_cut(
 def test_the_distribution_of_sampled_outputs_stands_in_the_verdicts_column(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for job, (verdict, says) in enumerate((("not_checked", "same"), ("identical", "different"))):
+    cases = [("not_checked", "same"), ("identical", "different"), ("not_checked", "cannot_tell")]
+    for job, (verdict, says) in enumerate(cases):
         path = sweep / str(job) / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8"))
         summary["lossless"] |= {"verdict": verdict, "distribution": {"says": says}}
@@ -72,6 +73,7 @@ def test_the_distribution_of_sampled_outputs_stands_in_the_verdicts_column(
     printed = capsys.readouterr().out
     assert "same distribution" in printed
     assert "identical, ANOTHER DISTRIBUTION" in printed
+    assert "distribution cannot be told" in printed
 
 
 def test_a_sweep_over_request_rates_has_columns_of_latencies(
