@@ -37,32 +37,25 @@ class Critical:
     Attributes:
         num_blocks: of requests, whose differences gave the error.
         num_turnovers: of requests, as many as which blocks that do not share steps can be made.
-        resampled: studentised resamples, smallest first; None of fewer than NUM_BLOCKS blocks.
+        largest: of the studentised resamples the share LEVEL, smallest first; None of fewer than
+            NUM_BLOCKS blocks.
+        num_resamples: all of them.
     """
 
     num_blocks: int
     num_turnovers: float
-    resampled: Array | None = field(default=None, compare=False, repr=False)
-
-    def p_of(self, t: float) -> float:
-        """Two-sided p-value of t standard errors: the share of resamples as large. Where none is,
-        or there are none, Student's t, with a degree of freedom less for noise blocks share."""
-        by_student = 2 * student_tail(t, self._freedom(self.num_blocks))
-        if self.resampled is None:
-            return by_student
-        count = len(self.resampled) - int(np.searchsorted(self.resampled, t))
-        p = (count + 1) / (len(self.resampled) + 1)
-        return p if count else min(p, by_student)
+    largest: Array | None = field(default=None, compare=False, repr=False)
+    num_resamples: int = 0
 
     def at(self, level: float, num_blocks: int | None = None) -> float:
-        """Standard errors beyond which p is at most `level`; of another number of blocks by
-        Student's t."""
+        """Standard errors beyond which p is at most `level`, which is LEVEL or less; of another
+        number of blocks by Student's t."""
         blocks = num_blocks or self.num_blocks
-        by_student = student_quantile(level / 2, self._freedom(blocks))
-        if self.resampled is None or blocks != self.num_blocks:
+        by_student = student_quantile(level / 2, _freedom(blocks))
+        if self.largest is None or blocks != self.num_blocks:
             return by_student
-        count = int(level * (len(self.resampled) + 1))
-        return float(self.resampled[-count]) if count else max(self.resampled[-1], by_student)
+        count = int(level * (self.num_resamples + 1))
+        return float(self.largest[-count] if count else max(self.largest[-1], by_student))
 
     def reach(self, level: float, num_blocks: int | None = None) -> float:
         """Standard errors, as estimated here, of an effect that a repeat tells with POWER.
@@ -78,10 +71,6 @@ class Critical:
         quantile = student_quantile(1 - POWER, freedom)
         larger = quantile / sqrt(freedom) + sqrt(1 + quantile**2 / freedom)
         return larger * self.at(level, num_blocks) + quantile
-
-    @staticmethod
-    def _freedom(num_blocks: int) -> int:
-        return max(1, num_blocks - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,22 +150,46 @@ def paired_ratio(
         return PairedRatio(
             ratio=exp(found), ci95=same, p=p, log_error=0.0, num_requests=num_requests
         )
-    critical = Critical(
-        num_blocks=num_blocks,
-        num_turnovers=num_requests / (1 if at_once is None else TURNOVERS * at_once),
-        resampled=None
-        if num_blocks < NUM_BLOCKS
-        else np.sort(np.abs(_studentised(blocks, shares, powers, found))),
-    )
+    turnover = 1 if at_once is None else TURNOVERS * at_once
+    resampled = None
+    if num_blocks >= NUM_BLOCKS:
+        resampled = np.sort(np.abs(_studentised(blocks, shares, powers, found)))
+    critical = _critical(resampled, num_blocks, num_requests / turnover)
     reach = min(critical.at(LEVEL) * error, LARGEST)
     return PairedRatio(
         ratio=exp(found),
         ci95=(exp(found - reach), exp(found + reach)),
-        p=critical.p_of(abs(found) / error),
+        p=two_sided(abs(found) / error, resampled, num_blocks),
         log_error=error,
         num_requests=num_requests,
         critical=critical,
     )
+
+
+def two_sided(t: float, resampled: Array | None, num_blocks: int) -> float:
+    """p-value of t standard errors: the share of sorted resamples as large. Where none is, or
+    there are none, Student's t, with a degree of freedom less for noise that blocks share."""
+    by_student = 2 * student_tail(t, _freedom(num_blocks))
+    if resampled is None:
+        return by_student
+    count = len(resampled) - int(np.searchsorted(resampled, t))
+    p = (count + 1) / (len(resampled) + 1)
+    return p if count else min(p, by_student)
+
+
+def _critical(resampled: Array | None, num_blocks: int, num_turnovers: float) -> Critical:
+    if resampled is None:
+        return Critical(num_blocks=num_blocks, num_turnovers=num_turnovers)
+    return Critical(
+        num_blocks=num_blocks,
+        num_turnovers=num_turnovers,
+        largest=resampled[-int(LEVEL * (len(resampled) + 1)) :].copy(),
+        num_resamples=len(resampled),
+    )
+
+
+def _freedom(num_blocks: int) -> int:
+    return max(1, num_blocks - 2)
 
 
 def balanced(categories: Sequence[str | None]) -> list[int]:

@@ -19,6 +19,7 @@ from hydraspec.metrics.paired import (
     sign_test,
     student_quantile,
     student_tail,
+    two_sided,
 )
 
 SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
@@ -146,7 +147,7 @@ def test_more_prompts_needed_follow_from_the_error() -> None:
     as many, where it is `larger` = 1.09 times as large in a fifth of repeats."""
     rng = np.random.default_rng(0)
     t = np.sort(np.abs(rng.standard_t(199, 9_999)))
-    critical = Critical(num_blocks=200, num_turnovers=200, resampled=t)
+    critical = Critical(num_blocks=200, num_turnovers=200, largest=t[-500:], num_resamples=9_999)
     found = PairedRatio(
         ratio=1.1, ci95=(0.9, 1.3), p=0.3, log_error=0.1, num_requests=200, critical=critical
     )
@@ -171,13 +172,13 @@ def test_more_prompts_make_more_blocks_of_few() -> None:
 def test_levels_beyond_the_resamples_take_students_t() -> None:
     """Catches a family of so many comparisons that none could ever be told."""
     t = np.linspace(0, 3, 9_999)
-    critical = Critical(num_blocks=12, num_turnovers=12, resampled=t)
+    critical = Critical(num_blocks=12, num_turnovers=12, largest=t[-500:], num_resamples=9_999)
     assert critical.at(0.05) == t[-500]
-    assert critical.p_of(np.nextafter(t[-500], 9)) <= 0.05 < critical.p_of(t[-500])
-    assert critical.p_of(4.0) == 1e-4  # less often by resamples than by Student's t
+    assert two_sided(np.nextafter(t[-500], 9), t, 12) <= 0.05 < two_sided(t[-500], t, 12)
+    assert two_sided(4.0, t, 12) == 1e-4  # less often by resamples than by Student's t
     far = critical.at(1e-6)
     assert far == pytest.approx(10.5, rel=0.1)
-    assert critical.p_of(far) == pytest.approx(1e-6, rel=1e-3)
+    assert two_sided(far, t, 12) == pytest.approx(1e-6, rel=1e-3)
 
 
 def test_quantiles_of_students_t() -> None:
