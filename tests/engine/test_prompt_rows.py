@@ -127,7 +127,7 @@ def prompt_chunks(scheduler: Scheduler) -> list[int]:
             scheduler.launched(scheduled)
             flights.append(scheduled)
             found.append(sum(item.num_rows for item in scheduled if item.is_prefill))
-        if len(flights) >= scheduler.num_micro_batches or not scheduled:
+        if len(flights) >= scheduler.micro_batches.count or not scheduled:
             for item in flights.popleft():
                 item.sequence.num_computed += item.num_rows
                 if item.samples:
