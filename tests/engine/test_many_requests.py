@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from graph_runs import graph_config, make_graph_engine
+from graph_runs import PAIRS, graph_config, make_graph_engine
 
 from hydraspec.config.schema import Dtype
 from hydraspec.engine.native.engine import NativeEngine
@@ -77,12 +77,15 @@ def run(engine: NativeEngine, offered: list[Request]) -> Figures:
     return found
 
 
-def compare(method: str, slots: int, offered: list[Request]) -> None:
-    """All requests at once, with room for those that run, and with room for SHARE of all."""
+def compare(
+    method: str, slots: int, offered: list[Request], pair: tuple[str, str | None] | None = None
+) -> None:
+    """All requests at once, with room for those that run, and with memory for SHARE of all, which
+    the engine divides where groups differ."""
     config = graph_config(
         method,
         "none",
-        pair=("tiny_qwen3", None if method == "none" else f"tiny_qwen3-{method}"),
+        pair=pair or ("tiny_qwen3", None if method == "none" else f"tiny_qwen3-{method}"),
         k=K,
         max_num_seqs=slots,
         max_num_batched_tokens=4 * slots,
@@ -95,11 +98,11 @@ def compare(method: str, slots: int, offered: list[Request]) -> None:
     blocks = sum(
         -(-(len(r.prompt_token_ids or ()) + r.sampling.max_tokens) // BLOCK) for r in offered
     )
-    assert all(spec.window is None for spec in specs)
     num_bytes = bytes_of(specs, [int(SHARE * blocks)] * len(specs), target.dtype)
     config.engine.kv_cache.memory_gib = (num_bytes + 1) / (1 << 30)
     engine = make_graph_engine(config, None)
-    assert engine.parts.runner.kv.num_blocks == [int(SHARE * blocks)] * len(specs)
+    if all(spec.window is None for spec in specs):
+        assert engine.parts.runner.kv.num_blocks == [int(SHARE * blocks)] * len(specs)
     small = run(engine, offered)
     prompts = sum(len(r.prompt_token_ids or ()) for r in offered)
     recomputed = small.prefill_rows + small.cached_tokens - prompts
@@ -139,6 +142,13 @@ def test_requests_through_a_cache_that_holds_a_twentieth_of_them() -> None:
 def test_two_thousand_requests_through_a_cache_that_holds_a_twentieth_of_them(method: str) -> None:
     """100 requests fit, and 256 may run."""
     compare(method, 256, requests(2000, prompt=40, output=32))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", ["none", "gemma4_mtp"])
+def test_the_same_beside_sliding_layers(method: str) -> None:
+    compare(method, 256, requests(500, prompt=40, output=32), PAIRS[method])
 
 
 @pytest.mark.slow
