@@ -11,7 +11,6 @@ NAMES = {"text": "exact match", "number": "exact match", "defines": "parses and 
 
 def accuracy_name(accuracies: Iterable[Accuracy | None]) -> str:
     """By the `scoring` of runs' accuracies; of several kinds "correct"."""
-    # Runs of earlier versions have no such key.
     scorings = [each.get("scoring", "text") for each in accuracies if each]
     names = {NAMES[scoring] for scoring in scorings} or {NAMES["text"]}
     return names.pop() if len(names) == 1 else "correct"

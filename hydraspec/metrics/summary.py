@@ -76,7 +76,7 @@ class Accuracy(CategoryAccuracy):
     `exact_match` is the share that `scoring` calls correct: with "defines" no match with an answer.
     """
 
-    scoring: Literal["text", "number", "defines"]
+    scoring: NotRequired[Literal["text", "number", "defines"]]  # runs of earlier versions lack it
     by_category: dict[str, CategoryAccuracy]
 
 
@@ -348,9 +348,10 @@ class TeacherForced(TypedDict):
 
     num_places: int
     by_step: list[DraftStep]
-    by_context: list[StartBucket]
-    by_target_entropy: list[StartBucket]
-    by_token_class: dict[str, StartFigures] | None
+    # Runs of earlier versions lack these three.
+    by_context: NotRequired[list[StartBucket]]
+    by_target_entropy: NotRequired[list[StartBucket]]
+    by_token_class: NotRequired[dict[str, StartFigures] | None]
     ceilings: Ceilings
 
 

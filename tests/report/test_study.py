@@ -174,6 +174,14 @@ def test_one_run(studied: Path) -> None:
     assert check_page(page.render(made, studied)).links == ["1/report.html"]
 
 
+def test_accuracy_of_an_earlier_version(studied: Path) -> None:
+    """It has no `scoring`: the report calls it an exact match, as that version did."""
+    accuracy = {"exact_match": 0.5, "num_scored": 2, "by_category": {}}
+    text = check_page(page.render(made_of([edit(studied / "1", accuracy=accuracy)]), studied)).text
+    assert "exact match" in text
+    assert "50.0%" in text
+
+
 def test_the_front_holds_what_no_other_point_beats() -> None:
     values = [(1.0, 5.0), (2.0, 4.0), (1.5, 3.0), (3.0, 1.0), (2.0, 4.5)]
     points = [
@@ -198,6 +206,10 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
     "a summary without a key": (
         lambda studied: [edit(studied / "0", lossless={"verdict": "identical"})],
         "summary.json: lossless.reason is missing: damaged, or of an older hydraspec",
+    ),
+    "damaged figures of drafts": (
+        lambda studied: [edit(studied / "0", teacher_forced=3)],
+        "summary.json: teacher_forced is 3: damaged",
     ),
     "other prompts": (
         lambda studied: [_reprompted(studied / "0").parent],

@@ -32,6 +32,7 @@ READ = (  # keys of summary.json
     *("time_breakdown_ms", "time_breakdown_from", "output_tokens_per_second"),
     *("time_per_output_token_ms", "baseline", "warnings"),
 )
+READ_IF_PRESENT = ("acceptance_by_output_place", "teacher_forced")  # earlier versions lack them
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
 
@@ -130,9 +131,9 @@ def read(folders: Sequence[Path]) -> Runs:
 
 
 def _check_summary(run: Run) -> None:
-    """Refuse a summary without a key that a report reads."""
+    """Refuse a summary without a key that a report reads, or with another type there."""
     hints = get_type_hints(Summary)
-    for key in READ:
+    for key in (*READ, *(key for key in READ_IF_PRESENT if key in run.summary)):
         wrong = mismatch(run.summary.get(key), hints[key], key)
         if wrong is not None:
             raise refuse(
