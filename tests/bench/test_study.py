@@ -64,6 +64,18 @@ def test_runs_and_benchmarks_in_one_report(
     assert "; 1 benchmark" in page.text
 
 
+def test_a_benchmark_given_with_its_sweep_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job in range(2):
+        load_of(tmp_path / "sweep" / str(job), f"tiny{job}")
+    given = [str(tmp_path / "sweep" / "1"), str(tmp_path / "sweep")]
+    assert main([*given, "--write", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("all requests in 2.00 s") == 2
+    page = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
+    assert "2 benchmarks" in check_page(page).text
+
+
 def test_a_benchmark_ends_with_its_report(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
