@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from hydraspec.metrics.summary import Accuracy
 
 NAMES = {"text": "exact match", "number": "exact match", "defines": "parses and defines"}
+OTHER = "correct"  # of several kinds, or of one that this version does not know
 
 
 def accuracy_name(accuracies: Iterable[Accuracy | None]) -> str:
-    """By the `scoring` of runs' accuracies; of several kinds "correct"."""
+    """By the `scoring` of runs' accuracies; else OTHER."""
     scorings = [each.get("scoring", "text") for each in accuracies if each]
-    names = {NAMES[scoring] for scoring in scorings} or {NAMES["text"]}
-    return names.pop() if len(names) == 1 else "correct"
+    names = {NAMES.get(scoring, OTHER) for scoring in scorings} or {NAMES["text"]}
+    return names.pop() if len(names) == 1 else OTHER

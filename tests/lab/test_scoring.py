@@ -93,6 +93,7 @@ def test_the_figures_are_named_for_what_they_are() -> None:
     assert accuracy_name([found, None]) == "parses and defines"
     assert accuracy_name([None]) == accuracy_name([{**found, "scoring": "number"}]) == "exact match"
     assert accuracy_name([found, {**found, "scoring": "text"}]) == "correct"
+    assert accuracy_name([{**found, "scoring": "of a later version"}]) == "correct"
     del found["scoring"]  # a run of an earlier version
     assert accuracy_name([found]) == "exact match"
 
