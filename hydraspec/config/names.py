@@ -22,7 +22,8 @@ def run_name(config: RunConfig, lines: Sequence[str], *, own: str = "") -> str:
     for line in lines:
         key, _, value = line.lstrip("+").partition("=")
         name = key.rpartition(".")[2]
-        value = value.rstrip("/").rpartition("/")[2]
+        if not value.startswith(("[", "{")):
+            value = value.rstrip("/").rpartition("/")[2]
         if key.startswith(("hydra", "tracker")) or (own and key in OWN):
             continue
         if key == "method.num_speculative_tokens":

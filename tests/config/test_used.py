@@ -62,6 +62,7 @@ def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
         ),
         (["hydra.run.dir=/x/y", "workload=random"], "own-3, random"),
         (["method.checkpoint=/a/head-7/", "+engine.x=1"], "own-3, checkpoint=head-7, x=1"),
+        (["sampling.stop=['</a>','</b>']"], "own-3, stop=['</a>','</b>']"),
     ],
 )
 def test_a_single_run_is_named_by_what_was_typed(typed: list[str], name: str) -> None:
