@@ -46,9 +46,10 @@ def read(folder: Path) -> list[Result]:
 
 
 def _read(file: Path) -> Json:
-    """A checked bench.json: its section can be made."""
+    """A checked bench.json: its question and its section can be made."""
     try:
         result: Json = json.loads(file.read_text(encoding="utf-8"))
+        _question([result])
         _section((file.parent, result), bench_table.title_of(result))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise ConfigurationError(

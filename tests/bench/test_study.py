@@ -42,7 +42,8 @@ def test_a_sweep_of_benchmarks_and_damaged_ones(
     page = (tmp_path / "sweep" / "study.html").read_text(encoding="utf-8")
     assert set(check_page(page).links) == {"0/bench.html", "1/bench.html"}
     file = tmp_path / "sweep" / "1" / "bench.json"
-    for damaged in ({**whole, "parts": 3}, {**whole, "bench": "other"}, [], whole["parts"][0]):
+    wrong = ({**whole, key: value} for key, value in (("parts", 3), ("target", 3), ("bench", "a")))
+    for damaged in (*wrong, [], whole["parts"][0]):
         file.write_text(json.dumps(damaged), encoding="utf-8")
         assert main([str(tmp_path / "sweep")]) == 2
         said = capsys.readouterr().err.splitlines()
