@@ -116,23 +116,21 @@ def run(setting: Setting) -> PartResult:
     started = time.monotonic()
     named = ["-k", " or ".join(setting.only)] if setting.only else []
     tests = ["-m", "gpu", *named, "tests"]
-    results, reason = run_pytest(setting, tests, workers=setting.test_workers)
+    results = run_pytest(setting, tests, workers=setting.test_workers)
     if len(setting.gpus) > 1 and not named:
         work = setting.work / "spanning"
         work.mkdir()
         tests = ["-m", "multi_gpu", *SPANNING]
-        results += run_pytest(replace(setting, work=work), tests, workers=0)[0]
+        results += run_pytest(replace(setting, work=work), tests, workers=0)
     seconds = time.monotonic() - started
-    return PartResult(
-        results=results, seconds=seconds, reason=reason, is_partial=bool(setting.only)
-    )
+    return PartResult(results=results, seconds=seconds, is_partial=bool(setting.only))
 
 
 def run_pytest(
     setting: Setting, tests: Sequence[str], *, workers: int, limit_s: int = TEST_LIMIT_S
-) -> tuple[list[Result], str | None]:
-    """The results of `tests`, which are arguments of pytest, and why there are none. Workers share
-    out the GPUs; without any, one process has all of them."""
+) -> list[Result]:
+    """The results of `tests`, which are arguments of pytest. Workers share out the GPUs; without
+    any, one process has all of them."""
     pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     shared_out = {"TEST_DEVICES": ",".join(devices())} if workers else {}
     environment = setting.environment("cuda") | shared_out
@@ -147,7 +145,7 @@ def run_pytest(
     if listing.problem or not expected:
         failed = Result(name="collection", log_tail=processes.tail(listing.log))
         failed.fail(listing.problem or "no test was collected")
-        return [failed], None
+        return [failed]
     setting.say(f"{len(expected)} tests collected")
     file = setting.work / "report.xml"
     options = ["-n", str(workers), "--dist", "worksteal"]
@@ -168,4 +166,4 @@ def run_pytest(
         total.figures[figure] = sum(row.figures[figure] for row in results)
     total.figures["seconds"] = round(ended.seconds, 1)
     total.fail_if([ended.problem] if ended.problem else [])
-    return [*results, total], None
+    return [*results, total]
