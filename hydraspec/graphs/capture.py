@@ -52,6 +52,10 @@ class GraphBackend(Protocol):
         """Device memory that the captured graphs hold."""
         ...
 
+    def free_bytes(self) -> int:
+        """Device memory that captures can still take."""
+        ...
+
 
 class Pieces:
     """Graphs and the eager calls between them, replayed in order."""
@@ -194,6 +198,11 @@ class CudaGraphBackend:
     def num_bytes(self) -> int:
         """What the captures took from the device, as torch's allocator counts it."""
         return self._num_bytes
+
+    def free_bytes(self) -> int:
+        """What no process holds, once torch has given back what it kept for later."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+import torch
 from graph_runs import (
+    Run,
     assert_same,
     attention_as_on_devices,
     graph_config,
@@ -13,9 +15,14 @@ from graph_runs import (
     run_requests,
     zoo_requests,
 )
-from recorded_graphs import RecordedOps, SmallMemory
+from recorded_graphs import AMPLE, RecordedOps, SmallMemory
+from thread_ranks import as_ranks
 
 from hydraspec.config.schema import DraftSampling, Verification
+from hydraspec.distributed.layout import Layout
+from hydraspec.distributed.ranks import Ranks, current
+from hydraspec.engine.native import loading
+from hydraspec.engine.native.engine import NativeEngine
 
 T = TypeVar("T")
 
@@ -90,3 +97,60 @@ def test_without_memory_for_later_graphs_such_steps_run_eagerly(num_left: int) -
     assert backend.num_refused == num_refused, "what cannot be had is asked for again"
     assert_same(run_requests(engine, zoo_requests(FEW)), run_requests(plain, zoo_requests(FEW)))
     assert backend.num_replays > num_replays
+
+
+class Full(RecordedOps):
+    """Captures that come late fail where the memory is full, in the middle of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full, self.says_so = False, True
+
+    def free_bytes(self) -> int:
+        return 0 if self.is_full and self.says_so else AMPLE
+
+    def warm_up(self, run: Any) -> None:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        super().warm_up(run)
+
+
+def sampled_on_two_ranks(patch: pytest.MonkeyPatch, *, says_so: bool) -> list[Run]:
+    """Runs of ranks that add up, of which the second has no memory for late graphs."""
+    backends, whole = (Full(), Full()), loading.assemble
+    backends[1].says_so = says_so
+    patch.setattr(
+        *(loading, "assemble"),
+        lambda *args, **given: whole(*args, **given, backend=backends[current().rank]),
+    )
+
+    def work(ranks: Ranks) -> Run:
+        engine = NativeEngine(graph_config("none", "full"))
+        backends[ranks.rank].is_full = ranks.rank == 1
+        run = run_requests(engine, zoo_requests(FEW, temperature=0.9))
+        assert engine.info.warnings
+        end = "0.25 wanted" if ranks.rank else "that of another rank"
+        assert all(warning.endswith(end) for warning in engine.info.warnings)
+        return run
+
+    return as_ranks(Layout(tensor=2), work)
+
+
+def test_no_rank_begins_a_late_graph_that_one_has_no_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = run_requests(
+        make_graph_engine(graph_config("none", "none"), None), zoo_requests(FEW, temperature=0.9)
+    )
+    for run in sampled_on_two_ranks(monkeypatch, says_so=True):
+        assert_same(run, wanted)
+
+
+def test_a_rank_that_runs_out_of_memory_in_a_late_graph_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have sent what it never receives: going on would add up parts of two steps."""
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        sampled_on_two_ranks(monkeypatch, says_so=False)
+    (note,) = raised.value.__notes__
+    assert "cudagraph=none runs without graphs" in note

@@ -376,8 +376,8 @@ def test_a_graph_that_one_rank_has_no_memory_for_is_dropped_by_all(
         assert all("without CUDA graphs" in warning for warning in engine.info.warnings)
         assert len(engine.info.warnings) == 2, "the rank that had no memory, and the other"
         num_replays = backends[0].num_replays
-        num_refused = backends[1].num_refused
         assert outputs(engine, sampled()) == wanted
-        assert (backends[0].num_replays, backends[1].num_refused) == (num_replays, num_refused)
+        assert backends[0].num_replays == num_replays
+        assert not backends[1].num_refused, "a capture was begun, which exchanges with other ranks"
 
     over_ranks(PAIR, graph_config("none", "full"), lab)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from hydraspec.graphs.capture import KeptOutputs, PieceCapture, Replayable, copy_into
 
 T = TypeVar("T")
+AMPLE = 1 << 60  # bytes
 
 
 class OpRecorder(TorchDispatchMode):
@@ -116,6 +117,9 @@ class RecordedOps:
     def num_bytes(self) -> int:
         return 0
 
+    def free_bytes(self) -> int:
+        return AMPLE
+
 
 class _Counted:
     def __init__(self, backend: RecordedOps, graph: Replayable) -> None:
@@ -149,6 +153,9 @@ class CalledAgain:
     def num_bytes(self) -> int:
         return 0
 
+    def free_bytes(self) -> int:
+        return AMPLE
+
 
 class _Call:
     def __init__(self, run: Callable[[], object], out: object) -> None:
@@ -174,3 +181,6 @@ class SmallMemory(RecordedOps):
 
     def num_bytes(self) -> int:
         return self.num_captures
+
+    def free_bytes(self) -> int:
+        return AMPLE if self.num_left else 0

@@ -170,7 +170,7 @@ def assemble(
     memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
     on_cuda = target.device.type == "cuda"
     if on_cuda or backend is not None:
-        measures = on_cuda and kv is None
+        measures = on_cuda and (kv is None or target.vocabulary.group.size > 1)
         memory_bytes |= _rehearse(models, modes, backend, control, measures=measures)
         torch.cuda.empty_cache()
     warnings: list[str] = []
@@ -181,7 +181,8 @@ def assemble(
             )
         warnings = size_warnings(models, kv)
     memory_bytes["kv_cache"] = kv.num_bytes
-    runner = build_runner(models, kv, modes, backend, control)
+    activation_bytes = memory_bytes.get("activations", 0)
+    runner = build_runner(*(models, kv, modes, backend, control), activation_bytes=activation_bytes)
     if isinstance(runner, DeviceRunner):
         _capture(runner)
     return Loaded(

@@ -26,8 +26,11 @@ def build_runner(
     modes: GraphModes,
     backend: GraphBackend | None,
     control: Control = ALONE,
+    *,
+    activation_bytes: int = 0,
 ) -> Runner:
-    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one."""
+    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one.
+    activation_bytes: as in RunnerLimits."""
     config, target, speculator = models.config, models.target, models.speculator
     num_drafts = speculator.num_speculative_tokens
     state = new_request_state(
@@ -56,6 +59,8 @@ def build_runner(
         capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
         launch_bound_rows=launch_bound_rows(target.hidden_size),
         draft_lengths=offered_lengths(config.method),
+        activation_bytes=activation_bytes,
+        vocab_size=target.vocab_size,
     )
     kind = DeviceRunner
     if models.link is not None:

@@ -37,6 +37,10 @@ NOT_CAPTURED = (
     "some steps that {which} run without CUDA graphs, for which there is no memory left; lower "
     "engine.kv_cache.memory_gib to have them"
 )
+OF_ANOTHER = "that of another rank"
+GIB = 1 << 30
+SPARE_BYTES = GIB // 4  # what a capture takes beside its tensors, at most
+SAMPLING_COPIES = 8  # of float32 logits, in a step that samples with every option, at most
 
 CapturedStep: TypeAlias = Captured[PlanTensors, StepOutputs]
 
@@ -53,11 +57,22 @@ class RunnerLimits:
     launch_bound_rows: int = 0  # with up to so many, launching a step takes longer than its rows
     # Drafts per request that a step may have, where that is chosen; else it is K.
     draft_lengths: tuple[int, ...] = ()
+    activation_bytes: int = 0  # of a step of max_num_batched_tokens rows; 0: not measured
+    vocab_size: int = 0
 
     @property
     def rows_per_decode(self) -> int:
         """Rows of a request that verifies every draft."""
         return self.num_speculative_tokens + 1
+
+    def bytes_of(self, descriptor: Descriptor) -> int:
+        """What a capture of this shape takes at most: a warm-up's tensors, and as many in the
+        graph's own memory."""
+        num_bytes = self.activation_bytes * descriptor.num_rows // self.max_num_batched_tokens
+        if descriptor.variant != GREEDY_VARIANT:
+            rows = min(descriptor.num_rows, descriptor.num_requests * self.rows_per_decode)
+            num_bytes += SAMPLING_COPIES * 4 * rows * self.vocab_size
+        return 2 * num_bytes + SPARE_BYTES
 
 
 def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
@@ -141,6 +156,7 @@ class StepGraphs:
         for each in sorted(self._greedy, key=lambda each: each.num_rows):
             self._decodes[each.rows_per_request].append(each)
         self._launch_bound_rows = limits.launch_bound_rows
+        self._limits = limits
         self._variants = SamplingVariants()
         self._uncaptured: set[Descriptor] = set()  # the device's memory was too small
 
@@ -233,21 +249,35 @@ class StepGraphs:
     def _capture_if_it_fits(
         self, steps: Steps, descriptor: Descriptor, which: str
     ) -> CapturedStep | None:
-        captured, reason = None, "that of another rank"
-        try:
-            captured = self._capture(steps, descriptor)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
-        if self._control.agree_all(captured is not None):
-            return captured
-        self.manager.drop(descriptor)
+        captured, reason = None, ""
+        if self._control.layout.tensor > 1:
+            # The ranks exchange in a capture, which cannot be taken back: none begins where one has
+            # too little memory, and a rank that runs out of it nonetheless ends the run.
+            reason = self._reason_not_to_begin(descriptor)
+            if self._control.agree_all(not reason):
+                return self._capture(steps, descriptor)
+        else:
+            try:
+                captured = self._capture(steps, descriptor)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
+            if self._control.agree_all(captured is not None):
+                return captured
+            self.manager.drop(descriptor)
+        self._left_out(descriptor, f"{NOT_CAPTURED.format(which=which)}: {reason or OF_ANOTHER}")
+        return None
+
+    def _reason_not_to_begin(self, descriptor: Descriptor) -> str:
+        """Empty where the device has memory for a capture, by an estimate that is rather high."""
+        free, most = self.backend.free_bytes(), self._limits.bytes_of(descriptor)
+        return f"{free / GIB:.2f} GiB are free, {most / GIB:.2f} wanted" if free < most else ""
+
+    def _left_out(self, descriptor: Descriptor, warning: str) -> None:
         self._uncaptured.add(descriptor)
         torch.cuda.empty_cache()  # what the attempt took on the stream of captures
-        warning = f"{NOT_CAPTURED.format(which=which)}: {reason}"
         log.warning(warning)
         if warning not in self.warnings:
             self.warnings.append(warning)
-        return None
 
 
 def _in_pieces(modes: GraphModes, descriptor: Descriptor) -> bool:
