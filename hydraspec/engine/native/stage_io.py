@@ -100,7 +100,7 @@ class StageIO:
         self.link.receive_results(received)
         kept = [i for i, slot in enumerate(plan.slots.tolist()) if slot not in dropped]
         rows = PlanRows.of(plan, state, kept)
-        packed = received[kept] if len(kept) < len(plan.slots) else received
+        packed = received if len(kept) == shape[0] else received.index_select(0, rows.places)
         count = packed[:, k + 1].contiguous()
         verdict = Verdict(
             tokens=packed[:, : k + 1].contiguous(),
@@ -127,21 +127,24 @@ class PlanRows:
     seq_lens: Tensor  # [B]
     num_drafts: Tensor  # [B]
     samples: Tensor  # [B] bool
+    places: Tensor  # [B] among all requests of the step
 
     @classmethod
     def of(cls, plan: StepPlan, state: RequestState, kept: Sequence[int] | None = None) -> PlanRows:
         """One upload, for which the host does not wait. kept: these of the plan's requests."""
-        numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples])
+        places = np.arange(len(plan.slots))
+        numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples, places])
         if kept is not None:
             numbers = numbers[:, kept]
         staged = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
         if state.num_computed.is_cuda:
             staged = staged.pin_memory()
         placed = staged.to(state.num_computed.device, non_blocking=True)
-        slots, num_rows, num_drafts, samples = placed.unbind(0)
+        slots, num_rows, num_drafts, samples, places = placed.unbind(0)
         return cls(
             slots=slots,
             seq_lens=state.num_computed.index_select(0, slots) + num_rows,
             num_drafts=num_drafts,
             samples=samples.bool(),
+            places=places,
         )
