@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol, Unpack
 
 import torch.distributed as dist
@@ -9,6 +10,15 @@ from hydraspec_kernels.norms import AddNorm, AddNormOptions
 from torch import Tensor
 
 from hydraspec.distributed.watch import ALONE, Watch
+
+# A program that uses it can put the devices of a shared host out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def leave_out_multicast() -> None:
+    """For every group of CUDA devices that this process makes from now on."""
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
 
 
 class LostPeerError(RuntimeError):

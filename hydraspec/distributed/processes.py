@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from hydraspec.distributed.control import Control
-from hydraspec.distributed.group import SOLO, ProcessGroup, TensorGroup
+from hydraspec.distributed.group import SOLO, ProcessGroup, TensorGroup, leave_out_multicast
 from hydraspec.distributed.layout import Coordinates, Layout
 from hydraspec.distributed.ranks import Ranks, acting_as
 from hydraspec.distributed.stages import link_stages
@@ -68,6 +68,7 @@ def joined(
     the groups are left as they are: taking them down could wait for a rank that is lost.
     """
     if on_cuda:
+        leave_out_multicast()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=layout.num_ranks, timeout=TO_LOAD

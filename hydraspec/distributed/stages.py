@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from typing import Any, Protocol, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
@@ -76,6 +77,20 @@ class ProcessLink:
             work.wait()  # of the device's stream, not of the host
         else:
             self._watch.finish(work)
+
+    def open(self, device: torch.device) -> None:
+        """Exchange once over every group, in one order on all stages. NCCL sets a group up in its
+        first exchange, in which hosts wait for each other: in steps they would in several orders.
+        """
+        x = torch.zeros(1, device=device)
+        for border in range(len(self._groups.borders)):
+            if border == self._index:
+                self.send(x)
+            elif border == self._index - 1:
+                self.receive(x)
+        self._finish(self._broadcast(x), x)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def send(self, x: Tensor) -> None:
         """See StageLink."""
@@ -150,4 +165,6 @@ def link_stages(
         groups = PipelineGroups.make(ranks, backend, timeout)
         if rank in ranks:
             link = ProcessLink(ranks, own.stage, groups, watch)
+    if link is not None:
+        link.open(torch.device("cuda" if backend == "nccl" else "cpu"))
     return link

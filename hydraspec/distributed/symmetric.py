@@ -7,7 +7,6 @@ way gives every rank the same bits, and may be captured in CUDA graphs; see ADR 
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from typing import Unpack
@@ -21,13 +20,11 @@ from hydraspec_kernels.norms import AddNorm, AddNormOptions, add_norm
 from hydraspec_kernels.runtime.ahead import is_rehearsing
 from torch import Tensor
 
-from hydraspec.distributed.group import LostPeerError, TensorGroup
+from hydraspec.distributed.group import LostPeerError, TensorGroup, leave_out_multicast
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 20.0  # for a message; hosts of ranks that run alike differ by milliseconds
 ALIGNMENT = 16  # bytes of a rank's part of a two-shot reduction
-# A program that uses it can put the devices of a shared host out of service.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 TWO_SHOT_TYPES = (torch.bfloat16, torch.float32)
 
 
@@ -63,8 +60,7 @@ class SymmetricGroup(TensorGroup):
         """group: of NCCL. Every rank makes it at the same time; `wait_s` bounds the wait for a
         message, not that for NCCL or the two-shot reduction.
         """
-        for name, value in NO_MULTICAST.items():
-            os.environ.setdefault(name, value)
+        leave_out_multicast()
         self._group, self._wait_s = group, wait_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._sizes = sizes or SIZES.get(self.size, OTHER)

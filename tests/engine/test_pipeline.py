@@ -15,6 +15,8 @@ from side_by_side import run_alone
 from staged import assert_same_everywhere, assert_same_run, config_of, mixed_requests, run_over
 from step_ahead import Watch, outputs
 from thread_ranks import as_ranks
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hydraspec.config.schema import Dtype, RunConfig
 from hydraspec.distributed.layout import Layout
@@ -281,20 +283,34 @@ def test_a_stage_holds_the_cache_of_its_layers() -> None:
     assert first[0] + last[0] == [i for i, cache in enumerate(whole.caches) if cache is not None]
 
 
+class IndexedByTensors(TorchFunctionMode):
+    """A list as an index is copied to the device, and the host waits for all that is before it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list) for part in parts), "a list is an index"
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
-    ("mode", "has_large", "make"),
+    ("mode", "has_large", "make", "num_stages"),
     [
-        ("none", False, config_of),
-        ("full", False, ahead),
-        pytest.param("none", False, ahead, marks=pytest.mark.slow),
-        pytest.param("full", False, config_of, marks=pytest.mark.slow),
-        pytest.param("full", True, config_of, marks=pytest.mark.slow),
+        ("none", False, config_of, 2),
+        ("full", False, ahead, 2),
+        pytest.param("none", False, ahead, 2, marks=pytest.mark.slow),
+        pytest.param("full", False, config_of, 2, marks=pytest.mark.slow),
+        pytest.param("full", True, config_of, 2, marks=pytest.mark.slow),
+        pytest.param("full", False, ahead, 4, marks=pytest.mark.slow),
     ],
 )
 def test_stages_on_a_device_hand_over_what_graphs_compute(
     mode: str,
     has_large: bool,
     make: Callable[[Pair], RunConfig],
+    num_stages: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a device's runner, and recorded operations in place of CUDA's graphs. (A process records
@@ -318,6 +334,8 @@ def test_stages_on_a_device_hand_over_what_graphs_compute(
     def work(ranks: Ranks) -> Watch:
         engine = NativeEngine(copy.deepcopy(config))
         assert (engine.parts.runner.graphs is None) == (mode == "none")
-        return run_alone(engine, requests)
+        with IndexedByTensors():
+            return run_alone(engine, requests)
 
-    assert_same_run(assert_same_everywhere(as_ranks(PP2, work)), alone)
+    found = as_ranks(Layout(pipeline=num_stages), work)
+    assert_same_run(assert_same_everywhere(found), alone)

@@ -132,8 +132,8 @@ class PlanRows:
     @classmethod
     def of(cls, plan: StepPlan, state: RequestState, kept: Sequence[int] | None = None) -> PlanRows:
         """One upload, for which the host does not wait. kept: these of the plan's requests."""
-        places = np.arange(len(plan.slots))
-        numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples, places])
+        every = np.arange(len(plan.slots))
+        numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples, every])
         if kept is not None:
             numbers = numbers[:, kept]
         staged = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
