@@ -95,16 +95,28 @@ class ProcessLink:
     def send(self, x: Tensor) -> None:
         """See StageLink."""
         x = x.contiguous()
-        group = self._groups.borders[self._index]
-        with self._watch.naming_the_lost():
-            self._keep(dist.isend(x, self._ranks[self._index + 1], group=group), x)
+        self._keep(self._cross(x, self._index), x)
 
     def receive(self, x: Tensor) -> None:
         """See StageLink."""
-        group = self._groups.borders[self._index - 1]
+        self._finish(self._cross(x, self._index - 1), x)
+
+    def _cross(self, x: Tensor, border: int) -> Work | None:
+        """From the stage before a border to the one after it.
+
+        On CPUs by a broadcast: a wait for what gloo receives cannot go on after a slice of it, and
+        what gloo sends never says that it is done.
+        """
+        source, group = self._ranks[border], self._groups.borders[border]
         with self._watch.naming_the_lost():
-            work = dist.irecv(x, self._ranks[self._index - 1], group=group)
-        self._finish(work, x)
+            work: Work | None
+            if not x.is_cuda:
+                work = dist.broadcast(x, source, group=group, async_op=True)
+            elif border == self._index:
+                work = dist.isend(x, self._ranks[border + 1], group=group)
+            else:
+                work = dist.irecv(x, source, group=group)
+        return work
 
     def _broadcast(self, x: Tensor) -> Work | None:
         with self._watch.naming_the_lost():
