@@ -16,7 +16,7 @@ from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import open_checkpoint
-from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.models.stages import WHOLE, Stage, check_whole
 
 TARGETS: dict[str, str] = {
     "deepseek_v3": "hydraspec.models.deepseek.model:load_deepseek",
@@ -68,6 +68,7 @@ def load_target(
         **_of_ranks(load, group, stage, model_type),
     )
     check_length(max_model_len, model.max_position_embeddings)
+    check_whole(stage, model.num_layers)
     return model
 
 

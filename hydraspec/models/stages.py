@@ -77,6 +77,15 @@ def layers_of_stage(stage: Stage, facts: LayerFacts) -> range:
     return range(bounds[stage.index], bounds[stage.index + 1])
 
 
+def check_whole(stage: Stage, num_layers: int) -> None:
+    """Refuse a number of layers that is not the target's, where there is one stage."""
+    if stage.count == 1 and stage.num_layers not in (None, (num_layers,)):
+        raise ConfigurationError(
+            f"{KEY}={list(stage.num_layers or ())} is no split of the target's {num_layers} layers "
+            f"into one stage\n  allowed: null, or [{num_layers}]\n  to do: leave the key out"
+        )
+
+
 def drafter_sources(facts: LayerFacts) -> list[int]:
     """The last layer of each kind that writes KV: what a drafter without its own KV reads."""
     owners = {facts.kinds[i]: i for i, source in enumerate(facts.kv_sources) if source == i}

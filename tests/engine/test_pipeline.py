@@ -121,6 +121,15 @@ def test_a_border_inside_layers_that_share_kv_is_refused_with_the_legal_splits()
     assert "end after 1 to 8 layers" in str(refused.value)
 
 
+def test_one_stage_has_all_layers() -> None:
+    config = config_of(E_WITH_ASSISTANT)
+    config.parallelism.pipeline_layers = [14]
+    NativeEngine(config)
+    config.parallelism.pipeline_layers = [6]
+    with pytest.raises(ConfigurationError, match=r"pipeline_layers=\[6\] .*14 layers"):
+        NativeEngine(config)
+
+
 def test_every_stage_refuses_the_drafter_that_the_last_one_refuses() -> None:
     config = config_of(E_WITH_ASSISTANT)
     config.method.checkpoint = "zoo:tiny_gemma4-assistant"
