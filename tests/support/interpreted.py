@@ -1,0 +1,68 @@
+"""Engines on a CPU that run the Triton kernels, in the interpreter, where the references would run.
+
+What is left to a device: Gluon kernels, real graphs, whatever is asynchronous, and linears, whose
+many programs the interpreter would take minutes for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from threading import Lock
+from typing import Any
+
+import hydraspec_kernels
+import pytest
+from kernel_places import mend_loops
+from recorded_graphs import CalledAgain
+
+from hydraspec.engine.native import loading
+from hydraspec.models.layers import Place
+
+
+def run_as_on_devices(patch: pytest.MonkeyPatch) -> None:
+    """Engines that are built from now on have a device's kernels and runners."""
+    _run_kernels(patch)
+    patch.setattr(Place, "uses_cpu_norms", False)
+    assemble = loading.assemble
+    patch.setattr(
+        loading,
+        "assemble",
+        lambda *args, **given: assemble(*args, **{"backend": CalledAgain(), **given}),
+    )
+
+
+def _run_kernels(patch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    mend_loops(patch)
+    # All of them now: a package imported later would keep the answer below for ever.
+    for package in pkgutil.walk_packages(hydraspec_kernels.__path__, "hydraspec_kernels."):
+        if package.ispkg:
+            importlib.import_module(package.name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hydraspec_kernels") and hasattr(module, "runs_kernels"):
+            patch.setattr(module, "runs_kernels", lambda x: True)
+    lock, run = Lock(), GridExecutor.__call__
+
+    def one_at_a_time(self: Any, *args: Any, **given: Any) -> Any:
+        with lock:  # it replaces functions of Triton's language while it runs
+            return run(self, *args, **given)
+
+    patch.setattr(GridExecutor, "__call__", one_at_a_time)
+
+
+def count_kernels(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Launches by the kernel's name; fills as engines run."""
+    from triton.runtime.interpreter import GridExecutor
+
+    counts: dict[str, int] = {}
+    run = GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **given: Any) -> Any:
+        counts[self.fn.__name__] = counts.get(self.fn.__name__, 0) + 1
+        return run(self, *args, **given)
+
+    patch.setattr(GridExecutor, "__call__", counted)
+    return counts
