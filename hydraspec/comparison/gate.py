@@ -26,6 +26,7 @@ from hydraspec.metrics.paired import (
     sign_flip_test,
     student_tail,
 )
+from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.statistics import ratio
 
 LOOKS = 10  # comparisons with one baseline that share LEVEL
@@ -33,6 +34,7 @@ ACCEPTANCE_MARGIN = 0.01  # of a rate: losing drafts at i alone may move the rat
 SPEED_MARGIN = 0.05  # share of the speedup that may be lost: what noise of whole runs may take
 RUN_NOISE = 0.1  # standard deviation of a run's log speedup, where repeats do not show less
 SAME_MACHINE = ("device", "cpu", "gpus", "num_threads")  # where speedups can be compared
+USUAL = ("", "single", "standard")  # split and verification that a label leaves out
 JOB_KEYS = ("target", "engine", "method", "num_speculative_tokens", "parallelism", "verification")
 
 
@@ -163,10 +165,12 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
 
 
 def label(job: Job) -> str:
-    """ "tiny_gemma4, gemma4_mtp, K=3, native"."""
+    """ "tiny_gemma4, gemma4_mtp, K=3, native"; "…, native, tp2" with several ranks, and
+    "…, native, block" with a verification other than the standard one."""
     summary = job.summary
-    names = (summary["target"], summary["method"], drafts_name(summary), summary["engine"])
-    return ", ".join(names)
+    names = [summary["target"], summary["method"], drafts_name(summary), summary["engine"]]
+    others = (split_words(summary.get("parallelism")), str(summary.get("verification") or ""))
+    return ", ".join([*names, *(name for name in others if name not in USUAL)])
 
 
 def _short_key(job: Job) -> str:

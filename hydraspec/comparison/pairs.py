@@ -22,16 +22,19 @@ from hydraspec.metrics.paired import (
 )
 
 Says = Literal["better", "worse", "cannot_tell"]
-Measure = Literal["speedup", "acceptance_length", "accuracy"]
+Main = Literal["speedup", "tokens_per_second"]  # measures that jobs are ranked by
+Measure = Literal[Main, "acceptance_length", "accuracy"]
 ALL = ""  # the scope of a figure over all requests; other scopes are categories
 SPEED = slice(0, 4)  # columns of `Pairs`: tokens and ms of the method, then of the baseline
 ACCEPTANCE = slice(4, 6)  # tokens of verifications (accepted and the one after), verifications
 CORRECT = 6  # 1, 0 or NaN
 # Columns of each measure, and the signs with which they make its figure.
 COLUMNS: dict[Measure, tuple[slice, tuple[int, ...]]] = {
+    "tokens_per_second": (slice(0, 2), (1, -1)),
     "speedup": (SPEED, (1, -1, -1, 1)),
     "acceptance_length": (ACCEPTANCE, (1, -1)),
 }
+PER_SECOND = 1000.0  # tokens per millisecond → per second
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,17 +162,32 @@ def own_figure(job: Job, pairs: Pairs, measure: Measure, scope: str) -> PairedRa
     """A job's speedup or acceptance length with its interval; `pairs` are the job's with itself."""
     part, signs = COLUMNS[measure]
     chosen = pairs.of(scope)
-    return _ratio(chosen, chosen.job[:, part], signs, measure, _at_once(job))
+    found = _ratio(chosen, chosen.job[:, part], signs, measure, _at_once(job))
+    return _per_second(found) if measure == "tokens_per_second" else found
 
 
-def figures(job: Job, reference: Job) -> list[Figure]:
+def _per_second(found: PairedRatio) -> PairedRatio:
+    ratio = None if found.ratio is None else PER_SECOND * found.ratio
+    ci95 = found.ci95 and (PER_SECOND * found.ci95[0], PER_SECOND * found.ci95[1])
+    return replace(found, ratio=ratio, ci95=ci95)
+
+
+def figures(job: Job, reference: Job, *, with_tokens_per_second: bool = False) -> list[Figure]:
     """Every measure that both have, over all requests and by category; p-values are not corrected
-    yet."""
+    yet.
+
+    Args:
+        with_tokens_per_second: also the throughputs as measured, which a machine that changes
+            between two jobs changes too.
+    """
     pairs, at_once = paired(job, reference), _at_once(job, reference)
     found = []
     for scope in pairs.scopes():
         chosen = pairs.of(scope)
         for measure, (part, signs) in COLUMNS.items():
+            if measure == "tokens_per_second" and not with_tokens_per_second:
+                continue
+            unit = PER_SECOND if measure == "tokens_per_second" else 1.0
             a, b = chosen.job[:, part], chosen.reference[:, part]
             powers = (*signs, *(-sign for sign in signs))
             both = np.concatenate([a, b], axis=1)
@@ -178,8 +196,8 @@ def figures(job: Job, reference: Job) -> list[Figure]:
                     measure=measure,
                     scope=scope,
                     ratio=_ratio(chosen, both, powers, measure, at_once),
-                    job=_rate(a, signs),
-                    reference=_rate(b, signs),
+                    job=_rate(a, signs, unit),
+                    reference=_rate(b, signs, unit),
                 )
             )
         found.append(_accuracy_figure(scope, chosen.job, chosen.reference))
@@ -239,9 +257,9 @@ def slowest_requests(job: Job, reference: Job, *, count: int) -> list[RequestFig
     return sorted(known, key=lambda each: each.speedup_ratio or 0.0)[:count]
 
 
-def _rate(rows: Array, signs: Sequence[int]) -> float | None:
+def _rate(rows: Array, signs: Sequence[int], unit: float = 1.0) -> float | None:
     sums = rows.sum(axis=0)
-    return float(np.prod(sums ** np.array(signs, float))) if (sums > 0).all() else None
+    return unit * float(np.prod(sums ** np.array(signs, float))) if (sums > 0).all() else None
 
 
 def _accuracy_figure(scope: str, a: Array, b: Array) -> Figure:

@@ -1,4 +1,6 @@
-"""Jobs ranked by paired speedup, what cannot be told from the best, and the machine's drift."""
+"""Jobs ranked by paired speedup, or by tokens per second where they share no baseline; what cannot
+be told from the best, and the machine's drift.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from hydraspec.comparison.baselines import baseline_keys
 from hydraspec.comparison.pairs import (
     ALL,
     Figure,
+    Main,
     Measure,
     RequestFigures,
     accuracy,
@@ -31,11 +35,12 @@ class Ranked:
     """A job with its own figures, and those against the reference.
 
     Attributes:
-        rank: by speedup, from 1; None without one.
-        speedups, lengths: by scope: ALL or a category.
+        rank: by the ranking's measure, from 1; None without one.
+        speeds, speedups, lengths: by scope: ALL or a category. Speeds are tokens per second, only
+            where these rank.
         versus, slowest: against the reference, and the requests that lost most; empty for the
             reference.
-        told_from_best: whether its speedup differs from the best job's beyond noise.
+        told_from_best: whether it differs from the best job beyond noise, in the ranking's measure.
     """
 
     job: Job
@@ -45,6 +50,7 @@ class Ranked:
     accuracy: float | None
     baseline_tokens_per_second: float | None
     by_position: list[float | None]
+    speeds: dict[str, PairedRatio] = field(default_factory=dict)
     versus: list[Figure] = field(default_factory=list)
     slowest: list[RequestFigures] = field(default_factory=list)
     told_from_best: bool = False
@@ -54,13 +60,23 @@ class Ranked:
         wanted = (measure, scope)
         return next((f for f in self.versus if (f.measure, f.scope) == wanted), None)
 
+    def own(self, measure: Main) -> PairedRatio:
+        """Its speedup or its tokens per second, over all requests."""
+        return (self.speedups if measure == "speedup" else self.speeds)[ALL]
+
 
 @dataclass(slots=True, kw_only=True)
 class Ranking:
-    """Jobs over the same prompts, best first, and the one that the others are compared with."""
+    """Jobs over the same prompts, best first, and the one that the others are compared with.
+
+    Attributes:
+        by: what ranks them: speedups, each over the job's own baseline, or tokens per second as
+            measured, where baselines are of other devices, engines or settings.
+    """
 
     ranked: list[Ranked]
     reference: Ranked
+    by: Main = "speedup"
 
     @property
     def others(self) -> list[Ranked]:
@@ -72,64 +88,82 @@ class Ranking:
         return list(dict.fromkeys(scope for each in self.ranked for scope in each.speedups))
 
     def drift(self) -> tuple[Ranked, Ranked] | None:
-        """The jobs with the slowest and the fastest baseline, if those differ by DRIFT."""
+        """The slowest and the fastest job of the same baseline, if these differ by DRIFT; of
+        several baselines, of the one that differs most."""
         known = [each for each in self.ranked if each.baseline_tokens_per_second]
-        if len(known) < 2:
-            return None
-        slow, *_, fast = sorted(known, key=lambda each: each.baseline_tokens_per_second or 0.0)
-        share = ratio(fast.baseline_tokens_per_second or 0, slow.baseline_tokens_per_second or 0)
-        return (slow, fast) if share and share > DRIFT else None
+        groups: dict[str, list[Ranked]] = {}
+        for each, key in zip(known, baseline_keys([r.job.runs[0] for r in known]), strict=True):
+            groups.setdefault(key, []).append(each)
+        ends = [(min(group, key=_baseline), max(group, key=_baseline)) for group in groups.values()]
+        worst = max(ends, key=lambda pair: _baseline(pair[1]) / _baseline(pair[0]), default=None)
+        return worst if worst and _baseline(worst[1]) > DRIFT * _baseline(worst[0]) else None
 
 
-def rank(jobs: Sequence[Job], *, reference: Job | None = None) -> Ranking:
-    """Rank jobs that are alike (`runs.check_alike`) by their paired speedup.
+def _baseline(each: Ranked) -> float:
+    return each.baseline_tokens_per_second or 0.0
+
+
+def fitting_measure(jobs: Sequence[Job]) -> Main:
+    """What tells which job is faster: "speedup" where all share a baseline, which cancels the
+    machine, else "tokens_per_second"."""
+    keys = baseline_keys([job.runs[0] for job in jobs], load=False)
+    return "speedup" if len(set(keys)) == 1 else "tokens_per_second"
+
+
+def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: Main = "speedup") -> Ranking:
+    """Rank jobs that are alike (`runs.check_alike`) by their paired speedup or throughput.
 
     Args:
         reference: what the others are compared with; the best job without one. Against the best,
             which the figures chose, as many tests count as there are pairs of jobs.
     """
-    made = [_ranked(job) for job in jobs]
-    made.sort(key=lambda each: -(each.speedups[ALL].ratio or 0.0))
+    made = [_ranked(job, by) for job in jobs]
+    made.sort(key=lambda each: -(each.own(by).ratio or 0.0))
     for number, each in enumerate(made, start=1):
-        each.rank = number if each.speedups[ALL].ratio is not None else None
+        each.rank = number if each.own(by).ratio is not None else None
     best = made[0]
     against = next((each for each in made if each.job is reference), best)
     num_pairs = len(made) * (len(made) - 1) // 2 if reference is None else None
-    for i, found in _versus(made, against, num_pairs).items():
+    for i, found in _versus(made, against, num_pairs, by).items():
         made[i].versus = found
         made[i].slowest = slowest_requests(made[i].job, against.job, count=NUM_SLOWEST)
-    _mark_told(made, best, against)
-    return Ranking(ranked=made, reference=against)
+    _mark_told(made, best, against, by)
+    return Ranking(ranked=made, reference=against, by=by)
 
 
 def _versus(
-    made: Sequence[Ranked], against: Ranked, num_pairs: int | None
+    made: Sequence[Ranked], against: Ranked, num_pairs: int | None, by: Main
 ) -> dict[int, list[Figure]]:
+    measured = by == "tokens_per_second"
     pairs = {
-        str(i): figures(each.job, against.job) for i, each in enumerate(made) if each is not against
+        str(i): figures(each.job, against.job, with_tokens_per_second=measured)
+        for i, each in enumerate(made)
+        if each is not against
     }
     found = corrected(pairs, num_pairs=num_pairs)
     return {int(i): figures_of for i, figures_of in found.items()}
 
 
-def _mark_told(made: Sequence[Ranked], best: Ranked, against: Ranked) -> None:
+def _mark_told(made: Sequence[Ranked], best: Ranked, against: Ranked, by: Main) -> None:
     if against is best:
         for each in made:
-            speed = each.against("speedup")
+            speed = each.against(by)
             each.told_from_best = speed is not None and speed.says != "cannot_tell"
-    elif (speed := best.against("speedup")) is not None and len(made) == 2:
+    elif (speed := best.against(by)) is not None and len(made) == 2:
         against.told_from_best = speed.says != "cannot_tell"
 
 
-def _ranked(job: Job) -> Ranked:
+def _ranked(job: Job, by: Main) -> Ranked:
     pairs = paired(job, job)
     scopes = pairs.scopes()
+    measured = scopes if by == "tokens_per_second" else []
     baselines = pairs.job[:, 2:4].sum(axis=0)
     return Ranked(
         job=job,
         rank=None,
         speedups={scope: own_figure(job, pairs, "speedup", scope) for scope in scopes},
         lengths={scope: own_figure(job, pairs, "acceptance_length", scope) for scope in scopes},
+        speeds={scope: own_figure(job, pairs, "tokens_per_second", scope) for scope in measured},
         accuracy=accuracy(pairs.job),
         baseline_tokens_per_second=ratio(1000 * baselines[0], baselines[1]),
         by_position=acceptance_by_position(job),

@@ -23,10 +23,13 @@ from hydraspec.metrics.run_files import (
     job_number,
     read_summary,
 )
+from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
 
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
 POOLED = ("seed", "tracker", "metrics", "warnings")
+# Settings that one word of a split says: "tp2".
+SPLIT = tuple(f"parallelism.{key}" for key in ("name", "tensor", "pipeline", "data"))
 Key = tuple[str, tuple[int, ...]]  # a request's id and its prompt
 
 
@@ -68,6 +71,12 @@ class Run:
         """The folder's last part that says something."""
         return self.folder.resolve().name
 
+    def setting(self, key: str) -> object:
+        """A setting of config.yaml; "parallelism" is its split in words."""
+        if key != "parallelism":
+            return self.settings.get(key)
+        return split_words(self.summary.get(key)) or self.settings.get(f"{key}.name")
+
     def identity(self) -> dict[str, object]:
         """What makes runs repeats of each other."""
         keys = {k: v for k, v in self.settings.items() if k.partition(".")[0] not in POOLED}
@@ -86,6 +95,12 @@ class Job:
     def summary(self) -> Summary:
         """That of its first run."""
         return self.runs[0].summary
+
+    @property
+    def num_devices(self) -> int:
+        """The ranks of a run, each with its device; 1 in summaries that do not say."""
+        parallelism = self.summary.get("parallelism")
+        return parallelism["num_devices"] if parallelism else 1
 
 
 def refuse(what: object, problem: str, *, allowed: str, remedy: str) -> ConfigurationError:
@@ -196,7 +211,7 @@ def pool(runs: Sequence[Run]) -> list[Job]:
     if len(groups) < 2:
         groups = [[run] for run in runs]
     firsts = [group[0] for group in groups]
-    differing = differing_keys([run.settings for run in firsts])
+    differing = differing_settings(firsts)
     names = short_names([run.folder for run in firsts])
     return [
         Job(name=name, label=_label(run, firsts, differing), runs=group)
@@ -237,14 +252,21 @@ def differing_keys(settings: Sequence[Mapping[str, object]]) -> list[str]:
     ]
 
 
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """The keys for `Run.setting` in which runs differ; those of a split are one."""
+    keys = differing_keys([run.settings for run in runs])
+    return list(dict.fromkeys("parallelism" if key in SPLIT else key for key in keys))
+
+
 def _label(run: Run, others: Sequence[Run], differing: Sequence[str]) -> str:
     """The method and K, and settings that differ from a run with both the same."""
     method, drafts = _method(run)
     parts = [method, *([f"K={drafts}"] if drafts else [])]
     alike = [other for other in others if _method(other) == _method(run)]
     for key in differing:
-        if len({str(each.settings.get(key)) for each in alike}) > 1:
-            parts.append(f"{key.rpartition('.')[2]}={run.settings.get(key)}")
+        if len({str(each.setting(key)) for each in alike}) > 1:
+            name = key.removesuffix(".name").rpartition(".")[2]
+            parts.append(f"{'' if key == 'parallelism' else f'{name}='}{run.setting(key)}")
     return ", ".join(parts[:4])
 
 

@@ -17,7 +17,11 @@ from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
 
-TITLES = {"speedup": "speedup", "acceptance_length": "acceptance length"}
+TITLES = {
+    "speedup": "speedup",
+    "tokens_per_second": "tokens/s",
+    "acceptance_length": "acceptance length",
+}
 COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95_low", "ci95_high")
 VERSUS = ("reference", "ratio", "ratio_ci95_low", "ratio_ci95_high", "p_adjusted", "says")
 MOST_PROMPTS = 1_000_000  # that are said to be needed
@@ -34,13 +38,18 @@ def sentence(figure: Figure, ranked: Ranked, reference: Ranked) -> str:
     where = "" if figure.scope == ALL else f" in {figure.scope}"
     title = TITLES.get(figure.measure) or accuracy_name([reference.job.summary["accuracy"]])
     about = f"{name_of(ranked.job)} against {name_of(reference.job)}, {title}{where}"
-    values = f"{figure.job:.3g} and {figure.reference:.3g}"
+    value = _value(figure, figure.job)
+    values = f"{value} and {_value(figure, figure.reference)}"
     of = in_words(figure.ratio)
     if figure.job == figure.reference:
-        return f"{about}: the same, {figure.job:.3g}"
+        return f"{about}: the same, {value}"
     if figure.says != "cannot_tell":
         return f"{about}: {figure.says}, {values}{of}"
     return f"{about}: cannot tell, {values}{of}{_what_is_needed(figure)}"
+
+
+def _value(figure: Figure, value: float | None) -> str:
+    return f"{value:,.0f}" if figure.measure == "tokens_per_second" else f"{value:.3g}"
 
 
 def in_words(found: PairedRatio) -> str:
@@ -87,10 +96,10 @@ def drift_words(ranking: Ranking) -> str | None:
 
 def verdicts(ranking: Ranking, *, brief: bool = False) -> Iterator[str]:
     """A sentence for each measure over all requests, and for categories where a job differs;
-    `brief` leaves the speedups over all requests."""
+    `brief` leaves what the jobs are ranked by over all requests."""
     for each in ranking.others:
         for figure in each.versus:
-            if brief and (figure.measure, figure.scope) != ("speedup", ALL):
+            if brief and (figure.measure, figure.scope) != (ranking.by, ALL):
                 continue
             if figure.scope == ALL or figure.says != "cannot_tell":
                 yield sentence(figure, each, ranking.reference)
@@ -103,6 +112,7 @@ def as_json(ranking: Ranking) -> Json:
     """The comparison as `hydraspec.compare` returns it."""
     return {
         "schema_version": 1,
+        "ranked_by": ranking.by,
         "reference": ranking.reference.job.name,
         "jobs": [_job_json(each, ranking) for each in ranking.ranked],
         "verdicts": list(verdicts(ranking)),
@@ -117,6 +127,8 @@ def _job_json(each: Ranked, ranking: Ranking) -> Json:
         "folders": [str(run.folder) for run in each.job.runs],
         "rank": each.rank,
         "told_from_best": each.told_from_best,
+        "tokens_per_second": as_interval(each.speeds[ALL]) if each.speeds else None,
+        "num_devices": each.job.num_devices,
         "speedup": as_interval(each.speedups[ALL]),
         "acceptance_length": as_interval(each.lengths[ALL]),
         "accuracy": each.accuracy,
@@ -160,10 +172,11 @@ def table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     for each in ranking.ranked:
         for scope in each.speedups:
             for measure, found in (
+                ("tokens_per_second", each.speeds.get(scope)),
                 ("speedup", each.speedups[scope]),
                 ("acceptance_length", each.lengths[scope]),
             ):
-                if found.ratio is None:
+                if found is None or found.ratio is None:
                     continue
                 versus = next(
                     (f for f in each.versus if (f.measure, f.scope) == (measure, scope)), None

@@ -28,6 +28,7 @@ from hydraspec.metrics.run_files import (
     job_number,
     read_summary,
 )
+from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
 from hydraspec.report import html
 from hydraspec.report.console import print_table, table_console
@@ -234,7 +235,7 @@ def _cells(row: Row, columns: Sequence[str], *, arrivals: bool) -> list[str]:
     verdict = _verdict(summary)
     return [
         row.job,
-        *(_shown(row.settings.get(column)) for column in columns),
+        *(_shown(column, row.settings.get(column)) for column in columns),
         plus_minus(summary["acceptance_length"]),
         number(summary["output_tokens_per_second"], 0),
         number(summary["time_per_output_token_ms"]),
@@ -257,7 +258,9 @@ def _have_arrivals(rows: Sequence[Row]) -> bool:
     return any(row.summary.get("request_rate") is not None for row in rows)
 
 
-def _shown(value: object) -> str:
+def _shown(column: str, value: object) -> str:
+    if column == "parallelism":
+        value = split_words(value) or value  # of an older run: as typed
     return "-" if value is None else str(value)
 
 
@@ -354,8 +357,8 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _label(column: str, value: object) -> str:
-    if column == "method":
-        return _shown(value)
+    if column in ("method", "parallelism"):
+        return _shown(column, value)
     if column == "num_speculative_tokens":
-        return f"K={_shown(value)}"
-    return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(value)}"
+        return f"K={_shown(column, value)}"
+    return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(column, value)}"

@@ -18,12 +18,20 @@ from hydraspec.report.figures import number
 
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 BEST, EQUAL = "*", "="
-NOTE = (
-    f"{BEST}: the highest speedup, each job against its own baseline; {EQUAL}: cannot be told from "
-    "it (paired bootstrap over requests, Holm's correction over pairs of jobs, 5 %; "
-    "the intervals are of single comparisons)."
+_TOLD = (
+    f"{EQUAL}: cannot be told from it (paired bootstrap over requests, Holm's correction over "
+    "pairs of jobs, 5 %; the intervals are of single comparisons)."
 )
-HEADER = ("", "job", "settings", "runs", "speedup", "against the reference", "acceptance length")
+NOTE = f"{BEST}: the highest speedup, each job against its own baseline; {_TOLD}"
+NOTE_OF_SPEEDS = (
+    f"{BEST}: the most tokens/s; {_TOLD} Devices, engine or settings differ, so that the jobs have "
+    "no common baseline: tokens/s are compared as measured, and a machine that changes between "
+    "jobs does not cancel. A speedup is over the job's own baseline: it says what drafts gain "
+    "there, not which job is faster."
+)
+NAMES = ("", "job", "settings", "runs")
+SPEEDS = ("tok/s", "tok/s per device")  # where jobs are ranked by them
+HEADER = ("speedup", "acceptance length")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +58,7 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
     drift = drift_words(ranking)
     return Blocks(
         title=title,
-        header=[*HEADER, _correct(ranking), "baseline tok/s"],
+        header=_header(ranking),
         lines=[(cells(each, ranking), bool(mark(each, ranking))) for each in ranking.ranked],
         folders=[each.job.runs[0].folder for each in ranking.ranked],
         matrix_header=["job", *(scope or "all" for scope in ranking.scopes())],
@@ -60,9 +68,15 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
         lengths=_bars(ranking, "acceptance length"),
         sentences=list(verdicts(ranking)),
         brief=list(verdicts(ranking, brief=len(ranking.ranked) > 2)),
-        notes=[NOTE, *([drift] if drift else [])],
+        notes=[NOTE if ranking.by == "speedup" else NOTE_OF_SPEEDS, *([drift] if drift else [])],
         slowest=_slowest(ranking) if len(ranking.ranked) == 2 else [],
     )
+
+
+def _header(ranking: Ranking) -> list[str]:
+    against, (speedup, length) = "against the reference", HEADER
+    told = [speedup, against] if ranking.by == "speedup" else [*SPEEDS, against, speedup]
+    return [*NAMES, *told, length, _correct(ranking), "baseline tok/s"]
 
 
 def _correct(ranking: Ranking) -> str:
@@ -78,18 +92,24 @@ def mark(each: Ranked, ranking: Ranking) -> str:
 
 def cells(each: Ranked, ranking: Ranking) -> list[str]:
     """A job's line in the table of jobs."""
-    versus = each.against("speedup")
+    versus, speedup = each.against(ranking.by), estimate(each.speedups[ALL], "x")
+    against = (
+        "reference" if each is ranking.reference else estimate(versus.ratio) if versus else "-"
+    )
+    told = [speedup, against] if ranking.by == "speedup" else [*_speeds(each), against, speedup]
     return [
-        mark(each, ranking),
-        each.job.name,
-        each.job.label,
-        str(len(each.job.runs)),
-        estimate(each.speedups[ALL], "x"),
-        "reference" if each is ranking.reference else estimate(versus.ratio) if versus else "-",
+        *(mark(each, ranking), each.job.name, each.job.label, str(len(each.job.runs))),
+        *told,
         estimate(each.lengths[ALL]),
         number(each.accuracy, 3),
         number(each.baseline_tokens_per_second, 0),
     ]
+
+
+def _speeds(each: Ranked) -> list[str]:
+    """Tokens per second, in all and per device."""
+    total = each.speeds[ALL].ratio
+    return [number(total, 0), number(None if total is None else total / each.job.num_devices, 0)]
 
 
 def estimate(found: PairedRatio, unit: str = "") -> str:
@@ -165,7 +185,7 @@ def _bars(ranking: Ranking, what: str) -> Chart | None:
         found = (each.speedups if is_speedup else each.lengths)[ALL]
         if found.ratio is None:
             continue
-        marked = is_speedup and bool(mark(each, ranking))
+        marked = is_speedup and ranking.by == "speedup" and bool(mark(each, ranking))
         plain = "var(--method)" if is_speedup else "var(--second)"
         bars.append(
             Bar(

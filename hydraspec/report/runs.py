@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hydraspec.comparison import words
-from hydraspec.comparison.ranking import Ranking, rank
+from hydraspec.comparison.ranking import Ranking, fitting_measure, rank
 from hydraspec.comparison.runs import check_alike, pool, read_runs
 from hydraspec.errors import printable
 from hydraspec.metrics.files import pretty_json, write_whole
@@ -36,7 +36,8 @@ def compared(folders: Sequence[Path]) -> Ranking:
     """
     jobs = pool(read_runs(folders))
     check_alike(jobs)
-    return rank(jobs, reference=jobs[0] if len(jobs) == 2 else None)
+    reference = jobs[0] if len(jobs) == 2 else None
+    return rank(jobs, reference=reference, by=fitting_measure(jobs))
 
 
 def show(ranking: Ranking, console: Console | None = None) -> None:

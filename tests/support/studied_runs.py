@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,35 @@ def slow_down(run: Path, factor: float) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for i, row in enumerate(rows):
         row["decode_ms"] = row["baseline"]["decode_ms"] * factor * (1 + 0.01 * (i % 3))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def divide(run: Path, name: str, *, time: float, **ranks: int) -> Path:
+    """A run as it is on another split, `name`: all times of its method and its baseline, and of its
+    summary, multiplied by `time`."""
+    sizes = {"tensor": 1, "pipeline": 1, "data": 1} | ranks
+    configure(
+        run, **{f"parallelism__{key}": value for key, value in (sizes | {"name": name}).items()}
+    )
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    sides = [summary, *([summary["baseline"]] if summary["baseline"] else [])]
+    for side in sides:
+        side["output_tokens_per_second"] /= time
+        side["time_per_output_token_ms"] *= time
+    summary["parallelism"] = {**sizes, "num_devices": prod(sizes.values())}
+    edit(run, **summary)
+    stretch(run, time)
+    return run
+
+
+def stretch(run: Path, time: float) -> None:
+    """All times of each request multiplied: a slower machine."""
+    path = run / "requests.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        for side in (row, row["baseline"]):
+            if side:
+                side["decode_ms"] *= time
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 
 from hydraspec.comparison.pairs import ALL
 from hydraspec.metrics.assessment import WORDS
@@ -13,12 +12,14 @@ from hydraspec.report.figures import ci_words, load_words
 from hydraspec.report.study.blocks import Kind, Verdict
 from hydraspec.report.study.figures import JobFigures, figures_of
 from hydraspec.report.study.groups import Group, Runs
+from hydraspec.report.study.setups import fastest_figures
 
 # A key of summaries → what the question calls it.
 ASKED = {
     "method": "drafter",
     "num_speculative_tokens": "number of draft tokens",
     "engine": "engine",
+    "parallelism": "split",
 }
 KINDS: dict[str, Kind] = {"worth_it": "good", "cannot_tell": "", "slower": "bad"}
 MAX_NAMED = 6  # jobs that a sentence names
@@ -88,7 +89,8 @@ def verdict(group: Group) -> Verdict:
 
 
 def answers(runs: Runs) -> dict[str, object]:
-    """The best job of each group and its speedup, under the group's title."""
+    """The best job of each group and its speedup, under the group's title; the job with the most
+    tokens per second where groups are of several splits, engines or devices."""
     found: dict[str, object] = {}
     for group in runs.groups:
         sound = [
@@ -99,6 +101,8 @@ def answers(runs: Runs) -> dict[str, object]:
         if sound:
             best, title = max(sound, key=_speedup), group.title or "all"
             found |= {f"best/{title}/job": best.name, f"best/{title}/speedup": _speedup(best)}
+    for family in runs.families:
+        found |= fastest_figures(family)
     return found
 
 
@@ -160,5 +164,7 @@ def _speedup(one: JobFigures) -> float:
 
 
 def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
-    of = drafts_of if key == "num_speculative_tokens" else itemgetter(key)
-    return list(dict.fromkeys(str(of(summary)) for summary in summaries))
+    named: Sequence[Mapping[str, object]] = summaries
+    if key == "num_speculative_tokens":
+        return list(dict.fromkeys(str(drafts_of(summary)) for summary in summaries))
+    return list(dict.fromkeys(str(summary.get(key)) for summary in named))

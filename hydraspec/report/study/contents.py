@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from hydraspec.comparison.runs import Job
 from hydraspec.report.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.report.study.answers import facts, question, verdict
-from hydraspec.report.study.blocks import Block, Section, Study
+from hydraspec.report.study.blocks import Block, Section, Study, Verdict
 from hydraspec.report.study.groups import Family, Group, Runs
 from hydraspec.report.study.jobs import (
     acceptance_by_category,
@@ -24,9 +24,10 @@ from hydraspec.report.study.jobs import jobs as jobs_block
 from hydraspec.report.study.pareto import pareto
 from hydraspec.report.study.predictions import predictions
 from hydraspec.report.study.settings import environments, settings
+from hydraspec.report.study.setups import setup_verdicts, setups
 from hydraspec.report.study.warned import warned
 
-BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (pareto,)
+BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
     jobs_block,
     speedups,
@@ -59,10 +60,14 @@ def study(runs: Runs, *, asked: str | None = None) -> Study:
     return Study(
         question=asked or question(runs),
         facts=facts(runs),
-        verdicts=[verdict(group) for group in runs.groups],
+        verdicts=[one for family in runs.families for one in _verdicts(family)],
         notes=_notes(runs),
         sections=[section for section in sections if section.blocks],
     )
+
+
+def _verdicts(family: Family) -> list[Verdict]:
+    return [*setup_verdicts(family), *(verdict(group) for group in family.groups)]
 
 
 def _section(title: str, blocks: Sequence[Block | None], jobs: Sequence[Job] = ()) -> Section:

@@ -95,5 +95,12 @@ def speeds_of(sides: Sequence[Summary | Baseline]) -> Speeds:
     )
 
 
+def own_baseline(job: Job) -> Speeds:
+    """What a job measured without drafts; nothing where it has no baseline."""
+    is_plain = job.summary["method"] == "none"
+    sides = [run.summary if is_plain else run.summary["baseline"] for run in job.runs]
+    return speeds_of([side for side in sides if side])
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None

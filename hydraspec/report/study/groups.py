@@ -1,15 +1,19 @@
-"""Runs sorted into groups of the same target, sampling and workload; jobs are ranked in each.
+"""Runs sorted into groups of the same target, sampling, workload and baseline; jobs are ranked in
+each.
 
 Reads nothing: comparison.runs reads the folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
+from hydraspec.comparison.baselines import baseline_keys
+from hydraspec.comparison.baselines import titles as setup_titles
 from hydraspec.comparison.ranking import Ranked, Ranking, rank
 from hydraspec.comparison.runs import (
     Job,
@@ -32,23 +36,29 @@ READ = (  # keys of summary.json
     *("time_breakdown_ms", "time_breakdown_from", "output_tokens_per_second"),
     *("time_per_output_token_ms", "baseline", "warnings"),
 )
-READ_IF_PRESENT = ("acceptance_by_output_place", "teacher_forced")  # earlier versions lack them
+READ_IF_PRESENT = (
+    "acceptance_by_output_place",
+    "teacher_forced",
+    "parallelism",
+)  # earlier versions lack them
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
 
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """Jobs with the same target, sampling, prompts and load.
+    """Jobs with the same target, sampling, prompts and load, that share a baseline.
 
     Attributes:
         jobs: best first where they are ranked, else in the order of their folders.
         ranking: None of a single job, and where `unranked` says why.
-        load: "", or what tells it from other groups of the same family.
+        load, setup: "", or what tells it from other groups of the same family: requests at once;
+            split, device, engine and settings that its baseline depends on.
     """
 
     family: str
     load: str
+    setup: str
     jobs: list[Job]
     ranking: Ranking | None = None
     unranked: str = ""
@@ -56,7 +66,7 @@ class Group:
     @property
     def title(self) -> str:
         """The settings that tell it from other groups; empty where it is the only one."""
-        return ", ".join(part for part in (self.family, self.load) if part)
+        return ", ".join(part for part in (self.family, self.load, self.setup) if part)
 
     def ranked(self, job: Job) -> Ranked | None:
         """The job's place in the ranking."""
@@ -66,7 +76,7 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class Family:
-    """Groups of the same target, sampling and prompts, which differ in the load."""
+    """Groups of the same target, sampling and prompts, which differ in load or setup."""
 
     title: str
     groups: list[Group]
@@ -145,32 +155,44 @@ def _check_summary(run: Run) -> None:
 
 
 def _groups(runs: Sequence[Run], family: str) -> list[Group]:
-    loads: dict[str, list[Run]] = {}
-    for run in runs:
-        loads.setdefault(str(_conditions(run, load=True)), []).append(run)
-    titles = _titles([members[0] for members in loads.values()], load=True)
+    loads = [str(_conditions(run, load=True)) for run in runs]
+    setups = baseline_keys(runs, load=False)
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run, load, setup in zip(runs, loads, setups, strict=True):
+        groups.setdefault((load, setup), []).append(run)
+    of_load = dict(zip(loads, _each(runs, loads, partial(_titles, load=True)), strict=True))
+    of_setup = dict(zip(setups, _each(runs, setups, setup_titles), strict=True))
     return [
-        _group(members, family, title)
-        for title, members in zip(titles, loads.values(), strict=True)
+        _group(members, family, of_load[load], of_setup[setup])
+        for (load, setup), members in groups.items()
     ]
 
 
-def _group(runs: Sequence[Run], family: str, load: str) -> Group:
+def _each(
+    runs: Sequence[Run], keys: Sequence[str], titles: Callable[[Sequence[Run]], list[str]]
+) -> list[str]:
+    """A title for each run; those of equal keys share it."""
+    firsts = dict(zip(reversed(keys), reversed(runs), strict=True))
+    named = dict(zip(firsts, titles(list(firsts.values())), strict=True))
+    return [named[key] for key in keys]
+
+
+def _group(runs: Sequence[Run], family: str, load: str, setup: str) -> Group:
     """
     Raises:
         ConfigurationError: their prompts differ.
     """
     jobs = pool(runs)
     if len(jobs) < 2:
-        return Group(family=family, load=load, jobs=jobs)
+        return Group(family=family, load=load, setup=setup, jobs=jobs)
     bare = [run.name for run in runs if not _has_baseline(run)]
     if bare:
         why = f"Not ranked: {', '.join(bare)} ran without a baseline"
-        return Group(family=family, load=load, jobs=jobs, unranked=why)
+        return Group(family=family, load=load, setup=setup, jobs=jobs, unranked=why)
     check_alike(jobs)
     ranking = rank(jobs)
     ordered = [each.job for each in ranking.ranked]
-    return Group(family=family, load=load, jobs=ordered, ranking=ranking)
+    return Group(family=family, load=load, setup=setup, jobs=ordered, ranking=ranking)
 
 
 def _has_baseline(run: Run) -> bool:

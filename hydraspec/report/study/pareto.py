@@ -1,7 +1,8 @@
 """Tokens per second of one user against those of all together.
 
 A machine that changes between jobs moves all points of a job; so where every job of a group has a
-baseline, its speeds are those over its own baseline, times the mean baseline of the group.
+baseline, its speeds are those over its own baseline, times the mean baseline of the group. Jobs of
+a group share a baseline: between splits, devices and engines points stand as measured.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from hydraspec.report.charts import Points, scatter
 from hydraspec.report.figures import number
 from hydraspec.report.ranking import COLORS
 from hydraspec.report.study.blocks import Block, Panel
-from hydraspec.report.study.figures import Speeds, figures_of, speeds_of
+from hydraspec.report.study.figures import Speeds, figures_of, own_baseline
 from hydraspec.report.study.groups import Family, Group
 
 PER_USER, TOTAL = "tokens_per_second_per_user", "output_tokens_per_second"
-MAX_LABEL = 8  # characters of a job's name beside its point
+MAX_LABEL = 10  # characters of a job's name beside its point
 BASELINE = "none"
 TOTAL_OF = "tokens_per_second"  # as Speeds calls the total
 CORRECTED = (
-    "Each job's speeds are those over its own baseline, times the mean baseline of all jobs: a "
-    "machine that changes between jobs cancels."
+    "Each job's speeds are those over its own baseline, times the mean baseline of all jobs on the "
+    "same devices, engine and settings: a machine that changes between these cancels."
 )
 AS_MEASURED = "Each as the machine ran it at that time: not every job has a baseline."
 
@@ -96,10 +97,18 @@ def _points(family: Family) -> list[Point]:
         for job, label in zip(group.jobs, labels, strict=True):
             of = figures_of(job, group)
             speeds = _scaled(of.speeds, own[job.name], common) if own else of.speeds
-            points += _point(of.name, label, job.summary["method"], job.label, speeds)
+            name, settings = _at(group, of.name), _at(group, job.label)
+            short = f"{group.setup} {label}".strip()
+            points += _point(name, short, job.summary["method"], settings, speeds)
         if own and not any(job.summary["method"] == BASELINE for job in group.jobs):
-            points += _point("without drafts", BASELINE, BASELINE, BASELINE, common)
+            plain = _at(group, "without drafts")
+            points += _point(plain, BASELINE, BASELINE, _at(group, BASELINE), common)
     return points
+
+
+def _at(group: Group, name: str) -> str:
+    """A name with the group's setup, if there are several."""
+    return f"{name}, {group.setup}" if group.setup else name
 
 
 def _labels(jobs: Sequence[Job]) -> list[str]:
@@ -114,9 +123,7 @@ def _own_baselines(group: Group) -> dict[str, Speeds]:
     """What each job measured without drafts; empty where one did not."""
     found: dict[str, Speeds] = {}
     for job in group.jobs:
-        is_plain = job.summary["method"] == BASELINE
-        sides = [run.summary if is_plain else run.summary["baseline"] for run in job.runs]
-        speeds = speeds_of([side for side in sides if side])
+        speeds = own_baseline(job)
         if None in (speeds.tokens_per_second, speeds.tokens_per_second_per_user):
             return {}
         found[job.name] = speeds

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from hydraspec.comparison.runs import Run, differing_keys, dotted, short_names
+from hydraspec.comparison.runs import Run, differing_settings, dotted, short_names
 from hydraspec.metrics.run_files import ENVIRONMENT, OVERRIDES
 from hydraspec.report.study.blocks import Block, Line, Table
 from hydraspec.report.study.groups import Runs
@@ -46,15 +46,13 @@ def _label(key: str, value: str) -> str:
 def settings(runs: Runs) -> Block | None:
     """A line per run: the keys of config.yaml in which runs differ."""
     found = _all_runs(runs)
-    keys = differing_keys([run.settings for _, run in found])
+    keys = differing_settings([run for _, run in found])
     keys = [key for key in keys if not key.startswith(CHOSEN_FROM)]
     seeds = {str(run.settings.get("seed")) for _, run in found}
     keys += ["seed"] if len(seeds) > 1 else []
     if not keys:
         return None
-    lines = [
-        Line(cells=[name, *(_shown(run.settings.get(key)) for key in keys)]) for name, run in found
-    ]
+    lines = [Line(cells=[name, *(_shown(run.setting(key)) for key in keys)]) for name, run in found]
     return Block(
         title="Settings that differ",
         note="Of config.yaml; all other settings are equal.",
