@@ -14,8 +14,10 @@ from hydraspec.errors import ConfigurationError
 COMMAND = "hydraspec.compare"
 DESCRIPTION = """\
 Compare runs over the same prompts, request by request. Each run's speed is taken against its own
-baseline, so that a machine that slows down between runs cancels. Runs that differ in seed alone are
-pooled. Two jobs: the first is the reference; more: the others are compared with the best."""
+baseline, so that a machine that slows down between runs cancels; runs of several splits, devices,
+engines or of other engine settings have no baseline in common, and are ranked by tokens per second.
+Runs that differ in seed alone are pooled. Two jobs: the first is the reference; more: the others
+are compared with the best."""
 STATUSES = "Exit status: 0; 2 if the folders cannot be compared; 1 if a file cannot be written."
 
 
