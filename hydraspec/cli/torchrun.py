@@ -19,7 +19,7 @@ from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
-from hydraspec.distributed.faults import Kind, LostRankError, culprit
+from hydraspec.distributed.faults import Kind, LostRankError
 from hydraspec.distributed.launch import PARENT
 from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.signals import ignore_interrupts
@@ -110,27 +110,29 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
             "  to do: start the sweep again in its folder: finished jobs are not run twice"
         )
     fleet.announce(RankJob.text_of(job, quiet=quiet, logs=logs))
+    ended: BaseException
     try:
         with _joined(fleet, job.config):
             return runner(job.config)(
                 job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
             )
-    except KeyboardInterrupt:
-        _raise_fault(fleet, job, started)
-        raise
+    except KeyboardInterrupt as error:
+        ended = error
     except Exception as error:
         fleet.watch.record(error)
-        _raise_fault(fleet, job, started)
-        raise
+        ended = error
+    # Not in their handlers: an error whose context is an interrupt is taken for one.
+    raise _fault_of_another(fleet, job, started) or ended
 
 
-def _raise_fault(fleet: Fleet, job: Job, started: float) -> None:
+def _fault_of_another(fleet: Fleet, job: Job, started: float) -> LostRankError | None:
     """The failure of another rank, which torchrun answers with an interrupt of this one."""
     from hydraspec.cli.ranks import what_happened
 
-    fault = culprit(fleet.records.all())
-    if fault is not None and fault.rank != 0 and fault.kind is not Kind.mistake:
-        raise LostRankError(what_happened(fault, job.folder.absolute(), started)) from None
+    fault = fleet.fault()
+    if fault is None or fault.rank == 0 or fault.kind is Kind.mistake:
+        return None
+    return LostRankError(what_happened(fault, job.folder.absolute(), started))
 
 
 def follow() -> int:

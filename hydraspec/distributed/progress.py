@@ -100,10 +100,12 @@ class Judge:
 
     Attributes:
         timeout_s: how long a step may go without any progress.
+        silence: a guess why a process gives no sign of life.
     """
 
     num_ranks: int
     timeout_s: float
+    silence: str = "it was stopped (SIGSTOP), or got no processor"
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float = 0.0
 
@@ -134,8 +136,7 @@ class Judge:
         for rank, seen in self._seen.items():
             if seen.signs.ticks and now - seen.ticked > self.stopped_s:
                 what = f"gave no sign of life for {self.stopped_s:g} s"
-                why = "it was stopped (SIGSTOP), or got no processor"
-                return self._fault(rank, seen, what, why)
+                return self._fault(rank, seen, what, self.silence)
         return None
 
     def _stuck(self, now: float) -> Fault | None:

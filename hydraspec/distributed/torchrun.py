@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from hydraspec.distributed.faults import Fault, from_json, to_json
+from hydraspec.distributed.faults import Fault, Kind, culprit, from_json, to_json
+from hydraspec.distributed.hosts import Process, this_process
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.processes import TO_START, joined
 from hydraspec.distributed.progress import Judge, Progress, Signs, read
@@ -26,6 +27,7 @@ from hydraspec.distributed.watch import Watch
 NUM_JUDGES = 2  # one may be the rank that stands still
 PUBLISH_EVERY_S = 1.0
 POLL_S = 0.05
+SILENCE = "it was stopped (SIGSTOP), got no processor, or was killed"
 JOB, FAULTS, SIGNS = "job", "faults", "signs"
 
 
@@ -59,8 +61,8 @@ class Fleet:
 
     def end(self) -> None:
         """The first rank: there is no further job."""
+        self.close()  # first, as ranks that have ended are lost ones until then
         self.announce("")
-        self.close()
 
     def close(self) -> None:
         """End the thread that publishes: Python aborts if it ends while that is in the store."""
@@ -87,6 +89,11 @@ class Fleet:
         self._number += 1
         with joined(layout, self.watch.rank, store, self.watch, on_cuda=on_cuda) as ranks:
             yield ranks
+
+    def fault(self) -> Fault | None:
+        """What failed first, also if no rank has recorded it yet."""
+        self._signs.record_gone()
+        return culprit(self.records.all())
 
     def leave(self, limit_s: float) -> None:
         """Another rank: after a fault, let the first one save before this one's exit ends it, as
@@ -132,11 +139,12 @@ class _StoreRecords:
 
 
 class _Signs:
-    """Signs of life of all ranks, in the store."""
+    """Signs of life of all ranks, in the store: the row of each, and which process it is."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int, records: _StoreRecords) -> None:
-        self._row = bytearray(32)
-        self.own, self.judge = Progress(self._row), Judge(num_ranks, timeout_s=15.0)
+        self._row, self._process = bytearray(32), this_process()
+        self.own = Progress(self._row)
+        self.judge = Judge(num_ranks, timeout_s=15.0, silence=SILENCE)
         self._store, self._rank, self._records = store, rank, records
         self._keys = [f"{SIGNS}/{other}" for other in range(num_ranks)]
         self._next = 0.0
@@ -147,16 +155,35 @@ class _Signs:
         if now < self._next:
             return
         self._next = now + PUBLISH_EVERY_S
-        self._store.set(self._keys[self._rank], bytes(self._row).hex())
+        self._store.set(self._keys[self._rank], f"{bytes(self._row).hex()} {self._process}")
         if self._rank < NUM_JUDGES:
-            fault = self.judge.look(self._all())
+            self.record_gone()
+            fault = self.judge.look({rank: signs for rank, (signs, _) in self._all().items()})
             if fault is not None and fault.rank != self._rank:
                 self._records.add(fault)
 
-    def _all(self) -> dict[int, Signs]:
+    def record_gone(self) -> None:
+        """Record ranks whose processes have ended, of this host."""
+        for rank, (signs, process) in self._all().items():
+            if process.is_gone():
+                self._records.add(
+                    Fault(
+                        rank=rank,
+                        num_ranks=len(self._keys),
+                        kind=Kind.ended,
+                        step=signs.steps,
+                        what="was killed or has exited",
+                        why="torchrun's report says which",
+                        time=time.time(),
+                    )
+                )
+
+    def _all(self) -> dict[int, tuple[Signs, Process]]:
         there = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
-        rows = self._store.multi_get([self._keys[rank] for rank in there])
-        return {
-            rank: read(bytearray.fromhex(row.decode()))
-            for rank, row in zip(there, rows, strict=True)
-        }
+        found: dict[int, tuple[Signs, Process]] = {}
+        for rank, value in zip(
+            there, self._store.multi_get([self._keys[rank] for rank in there]), strict=True
+        ):
+            row, _, process = value.decode().partition(" ")
+            found[rank] = read(bytearray.fromhex(row)), Process.of_text(process)
+        return found

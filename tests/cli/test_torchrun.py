@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from commands import Command
 
 import hydraspec
 from hydraspec.cli import torchrun
-from hydraspec.cli.compose import plan
+from hydraspec.cli.compose import Job, plan
+from hydraspec.distributed.faults import LostRankError, of_exit
 from hydraspec.distributed.launch import PARENT
 from hydraspec.errors import ConfigurationError
+from hydraspec.signals import interrupts_stay_interrupts
 
 QUICK = ["method=none", "workload.limit=2", "tracker=none", "engine.device=cpu"]
+ENDS_WITHIN_S = 30.0
 
 
 def check(monkeypatch: pytest.MonkeyPatch, world_size: int, *typed: str) -> None:
@@ -65,31 +67,60 @@ def test_ranks_do_not_call_run(monkeypatch: pytest.MonkeyPatch) -> None:
         hydraspec.run(["parallelism=tp2"])
 
 
-def under_torchrun(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*command, "-m", "hydraspec", *typed, f"hydra.run.dir={folder}"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+def planned(folder: Path) -> Job:
+    (job,) = plan(["parallelism=tp2", f"hydra.run.dir={folder}"]).jobs
+    return job
+
+
+def test_a_lost_rank_is_named_despite_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches torchrun's interrupt, which a killed rank brings about, being told instead."""
+    fleet = MagicMock()
+    fleet.watch.failed = False
+    fleet.fault.return_value = of_exit(1, 2, 40, -9)
+    monkeypatch.setattr(torchrun, "_fleet", lambda: fleet)
+    for lost in (KeyboardInterrupt(), LostRankError("rank 1")):
+        lost.__context__ = KeyboardInterrupt()
+        fleet.joined.side_effect = lost
+        told = pytest.raises(LostRankError, match="rank 1 of 2 was killed")
+        with told, interrupts_stay_interrupts():
+            torchrun.run(planned(tmp_path), quiet=True, logs=False)
+    fleet.fault.return_value = None
+    fleet.joined.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        torchrun.run(planned(tmp_path), quiet=True, logs=False)
 
 
 @pytest.mark.slow
 def test_a_run_of_torchrun(tmp_path: Path) -> None:
-    done = under_torchrun(tmp_path, *QUICK, "parallelism=tp2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Report: ") == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    command = Command(tmp_path, *QUICK, "parallelism=tp2", torchrun=2)
+    errors = command.wait()
+    assert command.process.returncode == 0, errors
+    assert command.output.count("Report: ") == 1
+    summary = command.summary()
     assert (summary["status"], summary["num_requests"]) == ("ok", 2)
 
 
 @pytest.mark.slow
 def test_a_refusal_of_torchrun_is_told_once(tmp_path: Path) -> None:
-    done = under_torchrun(tmp_path, *QUICK, "parallelism=tp4")
-    assert done.returncode != 0
-    assert done.stderr.count("hydraspec: parallelism.tensor=4 makes 4 ranks") == 1
-    assert "exitcode: 2" in done.stderr
-    assert "exitcode: 1" not in done.stderr
+    command = Command(tmp_path, *QUICK, "parallelism=tp4", torchrun=2)
+    errors = command.wait()
+    assert command.process.returncode != 0
+    assert errors.count("hydraspec: parallelism.tensor=4 makes 4 ranks") == 1
+    assert "exitcode: 2" in errors
+    assert "exitcode: 1" not in errors
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_torchrun_is_named(tmp_path: Path) -> None:
+    typed = [*QUICK, "workload.limit=12", "sampling.max_tokens=8", "parallelism=tp2"]
+    command = Command(tmp_path, *typed, fault="1:40:kill", torchrun=2)
+    errors = command.wait()
+    command.ends_within(ENDS_WITHIN_S)
+    assert time.time() - command.reached.stat().st_mtime < ENDS_WITHIN_S
+    assert errors.count("hydraspec: rank 1 of 2 was killed or has exited ") == 1
+    assert f"saved: the requests that were finished, in {command.folder}" in errors
+    assert "exitcode  : 1 " in errors
+    assert "interrupted" not in errors
+    assert command.summary()["status"] == "failed"
