@@ -67,28 +67,33 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
     if torchrun.is_follower():
         return torchrun.follow()
-    with output_may_be_cut(), terminations_as_interrupts(), torchrun.leading():
-        try:
-            with interrupts_stay_interrupts():
-                args = read_flags(sys.argv[1:])
-                if only_shows(args):
-                    show(args)
-                    return 0
-                refuse_no_folder(args.overrides)
-                name = args.config_name or CONFIG_NAME
-                planned = plan(args.overrides, multirun=args.multirun, config_name=name)
-                torchrun.check_size([job.config for job in planned.jobs])
-            with _claimed_folder(planned, args.overrides):
-                return _run_jobs(planned)
-        except UserError as error:
-            return complain(error, error.exit_code)
-        except (HydraException, OmegaConfBaseException) as error:
-            return complain(translate(error), ConfigurationError.exit_code)
-        except KeyboardInterrupt as interrupt:
-            ignore_interrupts()
-            return complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
-        except CannotWriteError as error:
-            return complain(folder_message(error), 1)
+    with output_may_be_cut(), terminations_as_interrupts():
+        return torchrun.lead(_command)
+
+
+def _command() -> int:
+    """The command and its messages: its exit status."""
+    try:
+        with interrupts_stay_interrupts():
+            args = read_flags(sys.argv[1:])
+            if only_shows(args):
+                show(args)
+                return 0
+            refuse_no_folder(args.overrides)
+            name = args.config_name or CONFIG_NAME
+            planned = plan(args.overrides, multirun=args.multirun, config_name=name)
+            torchrun.check_size([job.config for job in planned.jobs])
+        with _claimed_folder(planned, args.overrides):
+            return _run_jobs(planned)
+    except UserError as error:
+        return complain(error, error.exit_code)
+    except (HydraException, OmegaConfBaseException) as error:
+        return complain(translate(error), ConfigurationError.exit_code)
+    except KeyboardInterrupt as interrupt:
+        ignore_interrupts()
+        return complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
+    except CannotWriteError as error:
+        return complain(folder_message(error), 1)
 
 
 @contextmanager

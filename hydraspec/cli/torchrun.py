@@ -8,11 +8,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from hydraspec.cli.complain import tell
 from hydraspec.cli.compose import Job
 from hydraspec.cli.rank_job import RankJob, errors_alone_logged, layout_of, runner
 from hydraspec.config import RunConfig
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hydraspec.distributed.torchrun import Fleet
 
 TO_SAVE_S = 10.0  # for the first rank, once this one has failed
+SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
 
 
 def num_ranks() -> int:
@@ -87,14 +88,33 @@ def refuse_calls() -> None:
         )
 
 
-@contextmanager
-def leading() -> Iterator[None]:
-    """The first rank's command: at its end the others end too."""
+def lead(command: Callable[[], int]) -> int:
+    """Run the first rank's command, whose exit status it returns; at its end the others end too.
+
+    Where a rank is lost this process ends here, as taking groups down could wait for that rank.
+    """
+    if num_ranks() < 2:
+        return command()
     try:
-        yield
+        status = command()
+    except Exception:
+        if not _fleet().watch.failed:
+            raise
+        traceback.print_exc()
+        status = 1
     finally:
-        if num_ranks() > 1:
-            _fleet().end()
+        _fleet().end()
+    if _fleet().watch.failed:
+        ignore_interrupts()
+        _fleet().kill_hung()
+        _leave(status)
+    return status
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
@@ -122,7 +142,10 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
         fleet.watch.record(error)
         ended = error
     # Not in their handlers: an error whose context is an interrupt is taken for one.
-    raise _fault_of_another(fleet, job, started) or ended
+    lost = _fault_of_another(fleet, job, started)
+    if lost is not None:
+        ignore_interrupts()  # torchrun's, for the same reason
+    raise lost or ended
 
 
 def _fault_of_another(fleet: Fleet, job: Job, started: float) -> LostRankError | None:
@@ -150,9 +173,11 @@ def follow() -> int:
         fleet.watch.record(error)
         if not (fleet.watch.lost or isinstance(error, UserError)):
             traceback.print_exc()
-        sys.stderr.flush()
         fleet.leave(TO_SAVE_S)
-        os._exit(1)  # taking groups and devices down could wait for a rank that is lost
+        fault = fleet.loss_of_first()
+        if fault is not None and fleet.watch.rank == SPEAKS_FOR_FIRST:
+            tell(f"{fault}\n  so the run has ended\n  saved: only what rank 0 had written by then")
+        _leave(1)  # taking groups and devices down could wait for a rank that is lost
     fleet.close()
     return 0
 

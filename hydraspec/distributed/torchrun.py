@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class Fleet:
             records=self.records,
             progress=self._signs.own,
             each_look=self._signs.publish,
+            before_exit=self.kill_hung,
         )
         self._watching = self.watch.watching()
         self._watching.__enter__()
@@ -62,7 +63,8 @@ class Fleet:
     def end(self) -> None:
         """The first rank: there is no further job."""
         self.close()  # first, as ranks that have ended are lost ones until then
-        self.announce("")
+        with suppress(dist.DistError):  # the store has gone with torchrun
+            self.announce("")
 
     def close(self) -> None:
         """End the thread that publishes: Python aborts if it ends while that is in the store."""
@@ -100,13 +102,28 @@ class Fleet:
         torchrun ends all ranks once one has."""
         until = time.monotonic() + limit_s
         key = f"{JOB}/{self._number}"
-        while time.monotonic() < until:
-            try:
-                if self._store.check([key]):
-                    return
-            except dist.DistError:  # the store has gone with the first rank
-                return
-            time.sleep(POLL_S)
+        with suppress(dist.DistError):  # the store has gone with the first rank
+            while time.monotonic() < until and not self._store.check([key]):
+                if self.loss_of_first() is not None:
+                    break
+                time.sleep(POLL_S)
+        self.kill_hung()
+
+    def loss_of_first(self) -> Fault | None:
+        """What became of the first rank, if it can neither save nor say anything more."""
+        with suppress(dist.DistError):
+            fault = culprit(self.records.all())
+            if fault is not None and fault.rank == 0 and fault.kind in (Kind.ended, Kind.hung):
+                return fault
+        return None
+
+    def kill_hung(self) -> None:
+        """Send SIGKILL to a rank of this host that stands still: torchrun's would come 30 s later,
+        and a rank that was stopped ends by no other signal."""
+        with suppress(dist.DistError):
+            fault = culprit(self.records.all())
+            if fault is not None and fault.kind is Kind.hung and fault.rank != self.watch.rank:
+                self._signs.process(fault.rank).kill()
 
 
 def _another(store: Any) -> Any:
@@ -178,12 +195,16 @@ class _Signs:
                     )
                 )
 
+    def process(self, rank: int) -> Process:
+        """Of a rank that has given signs of life."""
+        return _parsed(self._store.get(self._keys[rank]))[1]
+
     def _all(self) -> dict[int, tuple[Signs, Process]]:
         there = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
-        found: dict[int, tuple[Signs, Process]] = {}
-        for rank, value in zip(
-            there, self._store.multi_get([self._keys[rank] for rank in there]), strict=True
-        ):
-            row, _, process = value.decode().partition(" ")
-            found[rank] = read(bytearray.fromhex(row)), Process.of_text(process)
-        return found
+        values = self._store.multi_get([self._keys[rank] for rank in there])
+        return {rank: _parsed(value) for rank, value in zip(there, values, strict=True)}
+
+
+def _parsed(value: bytes) -> tuple[Signs, Process]:
+    row, _, process = value.decode().partition(" ")
+    return read(bytearray.fromhex(row)), Process.of_text(process)

@@ -68,14 +68,16 @@ class Watch:
         progress: Progress | None = None,
         timeout_s: float = 15.0,
         each_look: Callable[[], None] = lambda: None,
+        before_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """timeout_s: for a wait of devices for each other, which no host sees. each_look: called by
-        the thread every LOOK_EVERY_S; raises where the run cannot go on."""
+        the thread every LOOK_EVERY_S; raises where the run cannot go on. before_exit: called by it
+        before it ends a process whose main thread does not leave."""
         self.timeout_s = timeout_s
         self.look_at_device: Callable[[], None] = lambda: None  # raises where it lost another one
         self.rank, self.num_ranks = rank, num_ranks
         self.progress = progress or Progress(bytearray(32))
-        self._records, self._each_look = records, each_look
+        self._records, self._each_look, self._before_exit = records, each_look, before_exit
         self._lost: Fault | None = None
         self._recorded = False
         self._ends = threading.Event()
@@ -234,6 +236,7 @@ class Watch:
             if time.monotonic() - lost_at > (TO_SAVE_S if self.rank == 0 else TO_LEAVE_S):
                 sys.stderr.write(f"hydraspec: ended: {self._lost}\n")
                 sys.stderr.flush()
+                self._before_exit()
                 os._exit(1)
 
 

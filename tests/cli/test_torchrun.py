@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -80,6 +81,7 @@ def test_a_lost_rank_is_named_despite_an_interrupt(
     fleet.watch.failed = False
     fleet.fault.return_value = of_exit(1, 2, 40, -9)
     monkeypatch.setattr(torchrun, "_fleet", lambda: fleet)
+    monkeypatch.setattr(torchrun, "ignore_interrupts", lambda: None)
     for lost in (KeyboardInterrupt(), LostRankError("rank 1")):
         lost.__context__ = KeyboardInterrupt()
         fleet.joined.side_effect = lost
@@ -90,6 +92,27 @@ def test_a_lost_rank_is_named_despite_an_interrupt(
     fleet.joined.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         torchrun.run(planned(tmp_path), quiet=True, logs=False)
+
+
+class Left(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_the_first_rank_takes_nothing_down_once_one_is_lost(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    fleet = MagicMock()
+    fleet.watch.failed = failed
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torchrun, "_fleet", lambda: fleet)
+    monkeypatch.setattr(torchrun, "_leave", MagicMock(side_effect=Left))
+    monkeypatch.setattr(torchrun, "ignore_interrupts", lambda: None)
+    with pytest.raises(Left) if failed else nullcontext():
+        assert torchrun.lead(lambda: 3) == 3
+    fleet.end.assert_called_once_with()
+    assert fleet.kill_hung.called == failed
 
 
 @pytest.mark.slow
@@ -113,14 +136,35 @@ def test_a_refusal_of_torchrun_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_of_torchrun_is_named(tmp_path: Path) -> None:
-    typed = [*QUICK, "workload.limit=12", "sampling.max_tokens=8", "parallelism=tp2"]
-    command = Command(tmp_path, *typed, fault="1:40:kill", torchrun=2)
+@pytest.mark.parametrize(
+    ("rank", "fault", "said"),
+    [
+        (1, "raise", "failed in step 40: ValueError: the seventh head is missing"),
+        (1, "kill", "was killed or has exited in step "),
+        (1, "stop", "gave no sign of life for 4 s in step "),
+        (0, "raise", "failed in step 40: ValueError: the seventh head is missing"),
+        (0, "kill", "was killed or has exited in step "),
+        (0, "stop", "gave no sign of life for 4 s in step "),
+    ],
+)
+def test_a_rank_of_torchrun_that_fails_is_named(
+    tmp_path: Path, rank: int, fault: str, said: str
+) -> None:
+    """Catches an interrupt of torchrun being told instead, and a rank that stays: a stopped one for
+    ever, as only SIGKILL ends it, and the first one, as it takes its groups down."""
+    few = ["workload.limit=12", "sampling.max_tokens=8"]
+    split = ["parallelism=tp2", "parallelism.timeout_s=6"]
+    command = Command(tmp_path, *QUICK, *few, *split, fault=f"{rank}:40:{fault}", torchrun=2)
     errors = command.wait()
     command.ends_within(ENDS_WITHIN_S)
     assert time.time() - command.reached.stat().st_mtime < ENDS_WITHIN_S
-    assert errors.count("hydraspec: rank 1 of 2 was killed or has exited ") == 1
-    assert f"saved: the requests that were finished, in {command.folder}" in errors
+    if rank or fault != "raise":
+        assert errors.count(f"hydraspec: rank {rank} of 2 {said}") == 1, errors
+    else:
+        assert "ValueError: the seventh head is missing" in errors
     assert "exitcode  : 1 " in errors
     assert "interrupted" not in errors
-    assert command.summary()["status"] == "failed"
+    if rank or fault == "raise":
+        assert command.summary()["status"] == "failed"
+    if rank:
+        assert f"saved: the requests that were finished, in {command.folder}" in errors
