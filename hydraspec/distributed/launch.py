@@ -24,7 +24,7 @@ SIGNS, PORT = "signs", "port"  # files in the folder that ranks and parent share
 LOOK_EVERY_S = 0.1
 TO_SAVE_S = 8.0  # for the first rank, after a fault
 TO_END_S = 5.0  # for the first rank after SIGTERM; for the others after a fault
-TO_LEAVE_S = 1.0  # for the others after a fault, if the first rank is gone
+TO_LEAVE_S = 1.0  # for the others after a fault or an interrupt, if the first rank is gone
 TO_END_WELL_S = 60.0  # for the others to free what they hold after a run without a fault
 PARENT = "HYDRASPEC_PARENT"  # environment: its process id; ranks end with it
 
@@ -158,7 +158,9 @@ class _Ranks:
                 self._send(0, signal.SIGKILL if late > TO_SAVE_S + TO_END_S else signal.SIGTERM)
             limit = TO_END_S if 0 in alive else TO_LEAVE_S
         elif self._first_ended_at:
-            late, limit = now - self._first_ended_at, TO_END_WELL_S
+            # An interrupted first rank may leave others in a wait for what it was to start.
+            late = now - self._first_ended_at
+            limit = TO_LEAVE_S if self._interrupted else TO_END_WELL_S
         else:
             return
         for rank in alive:

@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -93,17 +95,36 @@ def test_a_mistake_of_every_rank_is_one(tmp_path: Path) -> None:
     assert found.why == "parallelism.tensor=2 does not divide 3 heads"
 
 
-def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
+@contextmanager
+def interrupted_at(file: Path) -> Iterator[None]:
+    """An interrupt of this process once the file exists."""
+
     def interrupt() -> None:
-        while not (tmp_path / "shared" / "at-1-5").exists():
+        while not file.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    ended = run(tmp_path, "9:0:none")
+    yield
     thread.join()
+
+
+def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
+    with interrupted_at(tmp_path / "shared" / "at-1-5"):
+        ended = run(tmp_path, "9:0:none")
     assert ended.interrupted
+    assert saved(tmp_path) == "interrupted"
+    assert none_is_left(tmp_path)
+
+
+def test_an_interrupt_does_not_wait_for_a_rank_that_waits_for_the_first(tmp_path: Path) -> None:
+    """Catches Ctrl-C while ranks start, after which they waited a minute for rank 0's port."""
+    started = time.monotonic()
+    with interrupted_at(tmp_path / "shared" / "at-0-1"):
+        ended = run(tmp_path, "1:0:late")
+    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert ended == Ended(fault=None, interrupted=True)
     assert saved(tmp_path) == "interrupted"
     assert none_is_left(tmp_path)
 
