@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import time
@@ -12,6 +13,13 @@ import pytest
 from commands import Command
 
 import hydraspec
+from hydraspec.cli import ranks
+from hydraspec.cli.compose import plan
+from hydraspec.cli.folders import folder_message
+from hydraspec.distributed.faults import FileRecords
+from hydraspec.distributed.launch import Ended
+from hydraspec.distributed.watch import Watch
+from hydraspec.errors import CannotWriteError
 
 QUICK = ["method=none", "tracker=none", "engine.device=cpu", "workload.limit=12"]
 ENDS_WITHIN_S = 30.0
@@ -39,6 +47,38 @@ def test_a_mistake_of_every_rank_is_told_once(tmp_path: Path) -> None:
     errors = command.wait()
     assert command.process.returncode == 2, errors
     assert errors.count("parallelism.tensor=3") == 1
+    assert "Traceback" not in errors
+    assert not command.processes()
+
+
+def test_a_full_disk_is_told_as_one_process_tells_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches the fault of rank 0, which has no remedy, being told instead."""
+    (job,) = plan(["parallelism=tp2", f"hydra.run.dir={tmp_path}"]).jobs
+    full = CannotWriteError(errno.ENOSPC, "No space left on device", "outputs/requests.jsonl")
+
+    def run_ranks(command: object, num_ranks: int, *, shared: Path, **_: object) -> Ended:
+        watch = Watch(0, num_ranks, records=FileRecords(shared))
+        watch.record(full)
+        written = {"cannot_write": [full.errno, full.strerror, full.filename]}
+        (shared / ranks.RESULT).write_text(json.dumps(written))
+        return Ended(fault=FileRecords(shared).all()[0], interrupted=False)
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    with pytest.raises(CannotWriteError) as told:
+        ranks.run(job, quiet=True, logs=False)
+    assert folder_message(told.value) == folder_message(full)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    typed = ["parallelism=tp2", "sampling.max_tokens=8"]
+    command = Command(tmp_path, *QUICK, *typed, fault="0:40:disk")
+    errors = command.wait()
+    assert command.process.returncode == 1, errors
+    assert errors.count("hydraspec: ") == 1
+    assert "hydraspec: outputs/requests.jsonl: there is no space left\n  allowed: " in errors
     assert "Traceback" not in errors
     assert not command.processes()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -17,7 +18,7 @@ from hydraspec.distributed.faults import FileRecords
 from hydraspec.distributed.launch import SIGNS
 from hydraspec.distributed.progress import ROW, Progress
 from hydraspec.distributed.watch import STILL_WAITING, Watch
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import CannotWriteError, ConfigurationError
 
 NUM_STEPS, STEP_S = 20, 0.02
 
@@ -59,6 +60,8 @@ def misbehave(fault: str) -> None:
         raise MemoryError("out of memory: 20 GiB asked for")
     if fault == "mistake":
         raise ConfigurationError("parallelism.tensor=2 does not divide 3 heads")
+    if fault == "disk":
+        raise CannotWriteError(errno.ENOSPC, "No space left on device", "outputs/requests.jsonl")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
