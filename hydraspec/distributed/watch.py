@@ -172,13 +172,15 @@ class Watch:
             raise LostRankError(str(self._first_fault(error))) from error
 
     def _first_fault(self, error: Exception) -> Fault:
-        """The fault of another rank, or, where none comes, this one's own, recorded as a symptom:
-        this rank must not be taken for the first that failed."""
+        """The fault of another rank, what the thread has lost, or, where neither comes, this rank's
+        own, recorded as a symptom: it must not be taken for the first that failed."""
         until = time.monotonic() + NAMING_S
         while time.monotonic() < until:
             fault = self._fault_of_another()
             if fault is not None and fault.kind is not Kind.symptom:
                 return fault
+            if self._lost is not None and self._lost.rank == self.rank:
+                return self._lost  # the parent is gone, or the store: others are lost as this one
             time.sleep(LOOK_EVERY_S / 5)
         own = self._own(error, Kind.symptom, "lost contact to another rank")
         self._add(own)

@@ -168,6 +168,24 @@ def test_a_sweep_over_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_parent_is_named_in_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it would have removed is removed."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    typed = ["parallelism=tp2", "sampling.max_tokens=8", "workload.limit=64"]
+    command = Command(tmp_path, *QUICK, *typed, fault="0:40:none")
+    command.reaches_fault()
+    command.process.kill()
+    command.process.communicate(timeout=60)
+    command.ends_within(ENDS_WITHIN_S)
+    (warning,) = (w for w in command.summary()["warnings"] if "ended early" in w)
+    assert "the process that started the ranks is gone" in warning
+    assert not list((tmp_path / "tmp").glob("hydraspec-*"))
+
+
+@pytest.mark.slow
 def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     command = Command(tmp_path, *QUICK, "parallelism=tp2", fault="9:1:none")
     while len(command.processes()) < 3:

@@ -44,6 +44,23 @@ def test_lost_contact_is_no_culprit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("Connection reset by peer")
 
 
+def test_a_lost_parent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the lost connection to a rank that ended for the same reason being named."""
+    monkeypatch.setattr(watching, "LOOK_EVERY_S", 0.05)
+
+    def look() -> None:
+        raise ProcessLookupError("the process that started the ranks is gone")
+
+    watch = Watch(0, 2, records=FileRecords(tmp_path), each_look=look)
+    told = pytest.raises(LostRankError, match="the process that started the ranks is gone")
+    with watch.watching(), told, watch.naming_the_lost():
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_fault_after_the_folder_is_gone_is_no_error(tmp_path: Path) -> None:
+    watch_of(tmp_path / "removed").record(ValueError("the last one"))
+
+
 def test_a_mistake_keeps_its_exit_status(tmp_path: Path) -> None:
     watch = watch_of(tmp_path)
     watch.record(ConfigurationError("parallelism.tensor=3 does not divide"))
