@@ -8,21 +8,22 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hydraspec.cli.complain import tell
+from hydraspec.cli.complain import complain, tell
 from hydraspec.cli.compose import Job
+from hydraspec.cli.rank_environment import num_ranks
 from hydraspec.cli.rank_job import RankJob, errors_alone_logged, layout_of, runner
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
 from hydraspec.distributed.faults import Kind, LostRankError
-from hydraspec.distributed.launch import PARENT
 from hydraspec.errors import ConfigurationError, UserError
-from hydraspec.signals import ignore_interrupts
+from hydraspec.signals import ignore_interrupts, interrupts_end_process
 
 if TYPE_CHECKING:
     from hydraspec.distributed.torchrun import Fleet
@@ -31,16 +32,9 @@ TO_SAVE_S = 10.0  # for the first rank, once this one has failed
 SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
 
 
-def num_ranks() -> int:
-    """How many ranks there are; 0 where torchrun did not start this process."""
-    if PARENT in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return 0
-    return int(os.environ["WORLD_SIZE"])
-
-
 def is_follower() -> bool:
     """Whether this is not the first one."""
-    return num_ranks() > 1 and os.environ["RANK"] != "0"
+    return num_ranks() > 1 and int(os.environ["RANK"]) > 0
 
 
 def check_size(jobs: Sequence[RunConfig]) -> None:
@@ -88,27 +82,38 @@ def refuse_calls() -> None:
         )
 
 
-def lead(command: Callable[[], int]) -> int:
-    """Run the first rank's command, whose exit status it returns; at its end the others end too.
-
-    Where a rank is lost this process ends here, as taking groups down could wait for that rank.
-    """
-    if num_ranks() < 2:
-        return command()
+@contextmanager
+def leading() -> Iterator[None]:
+    """The first rank's command: at its end the others end too."""
     try:
-        status = command()
+        yield
     except Exception:
-        if not _fleet().watch.failed:
+        if not _has_failed():
             raise
         traceback.print_exc()
-        status = 1
+        end(1)
     finally:
-        _fleet().end()
-    if _fleet().watch.failed:
+        if num_ranks() > 1:
+            with suppress(LostRankError):  # they did not meet
+                _fleet().end()
+
+
+def end(status: int) -> int:
+    """The first rank's exit status. Where a rank is lost this process ends here, with that status:
+    taking groups down could wait for the lost one."""
+    if _has_failed():
         ignore_interrupts()
+        _fleet().end()
         _fleet().kill_hung()
         _leave(status)
     return status
+
+
+def _has_failed() -> bool:
+    try:
+        return num_ranks() > 1 and _fleet().watch.failed
+    except LostRankError:
+        return False  # there is nothing to take down
 
 
 def _leave(status: int) -> NoReturn:
@@ -160,10 +165,14 @@ def _fault_of_another(fleet: Fleet, job: Job, started: float) -> LostRankError |
 
 def follow() -> int:
     """Another rank's command: its exit status is 0 unless it fails itself."""
-    ignore_interrupts()  # the first rank ends the others once it has saved
-    from hydraspec import factory
+    with interrupts_end_process():  # until the ranks meet, none of them has anything to save
+        from hydraspec import factory
 
-    fleet = _fleet()
+        try:
+            fleet = _fleet()
+        except LostRankError as error:
+            return complain(error, error.exit_code)
+        ignore_interrupts()  # the first rank ends the others once it has saved
     try:
         while text := fleet.next_job():
             job = RankJob.of_text(text)
@@ -189,8 +198,25 @@ def _joined(fleet: Fleet, config: RunConfig) -> Any:
     return fleet.joined(layout_of(config), config.parallelism.timeout_s, on_cuda=on_cuda)
 
 
-@cache
 def _fleet() -> Fleet:
+    """This rank's end of all ranks.
+
+    Raises:
+        LostRankError: they did not meet.
+    """
+    found = _meet()
+    if isinstance(found, LostRankError):
+        raise found
+    return found
+
+
+@cache
+def _meet() -> Fleet | LostRankError:
+    """Wait for the others, once only."""
     from hydraspec.distributed.torchrun import Fleet
 
-    return Fleet(int(os.environ["RANK"]), num_ranks())
+    try:
+        with interrupts_end_process():  # torch does not return to handle them
+            return Fleet(int(os.environ["RANK"]), num_ranks())
+    except LostRankError as error:
+        return error

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from hydraspec.distributed.faults import Fault, Kind, culprit, from_json, to_json
+from hydraspec.distributed.faults import Fault, Kind, LostRankError, culprit, from_json, to_json
 from hydraspec.distributed.hosts import Process, this_process
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.processes import TO_START, joined
@@ -38,9 +38,9 @@ class Fleet:
         """Wait until every rank is there.
 
         Raises:
-            DistStoreError, DistNetworkError: they are not, or the address cannot be reached.
+            LostRankError: they are not, or the address cannot be reached.
         """
-        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TO_START))
+        store = _found_store(rank, num_ranks)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = PrefixStore(f"hydraspec/{attempt}", store)  # stubs lack its methods
         self.records = _StoreRecords(_another(self._store))
@@ -124,6 +124,22 @@ class Fleet:
             fault = culprit(self.records.all())
             if fault is not None and fault.kind is Kind.hung and fault.rank != self.watch.rank:
                 self._signs.process(fault.rank).kill()
+
+
+def _found_store(rank: int, num_ranks: int) -> Any:
+    """The store at MASTER_ADDR, which torchrun or the first rank holds."""
+    try:
+        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TO_START))
+    except (dist.DistError, OSError) as error:
+        place = " ".join(f"{key}={os.environ[key]}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).partition("\n")[0]
+        raise LostRankError(
+            f"rank {rank} of {num_ranks} did not meet the others at {place} within "
+            f"{TO_START.total_seconds():g} s: {reason}\n"
+            "  allowed: the address and a free port of rank 0's host, the same for every rank\n"
+            f"  to do: start all {num_ranks} ranks at about the same time, best by torchrun"
+        ) from None
+    return store
 
 
 def _another(store: Any) -> Any:

@@ -106,12 +106,14 @@ def test_the_first_rank_takes_nothing_down_once_one_is_lost(
     fleet.watch.failed = failed
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torchrun, "_fleet", lambda: fleet)
+    monkeypatch.setattr(torchrun, "_meet", lambda: fleet)
     monkeypatch.setattr(torchrun, "_leave", MagicMock(side_effect=Left))
     monkeypatch.setattr(torchrun, "ignore_interrupts", lambda: None)
     with pytest.raises(Left) if failed else nullcontext():
-        assert torchrun.lead(lambda: 3) == 3
-    fleet.end.assert_called_once_with()
+        assert torchrun.end(3) == 3
+    with pytest.raises(Left if failed else ZeroDivisionError), torchrun.leading():
+        raise ZeroDivisionError
+    fleet.end.assert_called_with()
     assert fleet.kill_hung.called == failed
 
 
