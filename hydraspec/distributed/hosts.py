@@ -38,6 +38,10 @@ class Process:
         state, started = _stat(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal."""
+        return self._is_here() and is_stopped(self.pid)
+
     def kill(self) -> None:
         """Send SIGKILL, if it is a process of this host."""
         if self._is_here() and not self.is_gone():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydraspec.distributed.faults import Fault, FileRecords, culprit, of_exit
+from hydraspec.distributed.hosts import is_stopped
 from hydraspec.distributed.progress import ROW, Judge, read
 from hydraspec.signals import interrupts_held_back
 
@@ -72,7 +73,7 @@ class _Ranks:
         self._command, self._num_ranks = command, num_ranks
         self._shared, self._logs, self._environment = shared, logs, environment
         self._records = FileRecords(shared)
-        self._judge = Judge(num_ranks, timeout_s)
+        self._judge = Judge(num_ranks, timeout_s, is_stopped=self._is_stopped)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed_at = 0.0  # time.monotonic() of the first fault
         self._first_ended_at = 0.0
@@ -149,6 +150,9 @@ class _Ranks:
         if hung is not None:
             self._records.add(hung)
             self._send(hung.rank, signal.SIGKILL)  # its peers notice that, and no other signal
+
+    def _is_stopped(self, rank: int) -> bool:
+        return is_stopped(self._processes[rank].pid)
 
     def _end(self, alive: Sequence[int], now: float) -> None:
         """The first rank gets time to save; the others have nothing to."""

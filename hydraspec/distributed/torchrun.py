@@ -177,7 +177,12 @@ class _Signs:
     def __init__(self, store: Any, rank: int, num_ranks: int, records: _StoreRecords) -> None:
         self._row, self._process = bytearray(32), this_process()
         self.own = Progress(self._row)
-        self.judge = Judge(num_ranks, timeout_s=15.0, silence=SILENCE)
+        self.judge = Judge(
+            num_ranks,
+            timeout_s=15.0,
+            silence=SILENCE,
+            is_stopped=lambda other: self.process(other).is_stopped(),
+        )
         self._store, self._rank, self._records = store, rank, records
         self._keys = [f"{SIGNS}/{other}" for other in range(num_ranks)]
         self._next = 0.0

@@ -88,6 +88,30 @@ def test_the_rank_that_failed_is_named(
     assert ("said by rank 1" in log) == (rank == 0 or fault in ("raise", "memory"))
 
 
+def test_a_rank_that_imports_for_long_is_no_stopped_one(tmp_path: Path) -> None:
+    ended = run(tmp_path, "0:0:import", num_ranks=1)  # others would wait for it in their step
+    assert ended == Ended(fault=None, interrupted=False)
+    assert none_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stop", "gave no sign of life for 1 s before its first step: it was stopped (SIGSTOP)"),
+        ("kill", "was killed by SIGKILL before its first step"),
+        ("raise", "failed before its first step: ValueError: the seventh head is missing"),
+    ],
+)
+def test_a_rank_that_fails_before_its_first_step_is_found_as_soon(
+    tmp_path: Path, fault: str, said: str
+) -> None:
+    started = time.monotonic()
+    found = run(tmp_path, f"1:0:{fault}").fault
+    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert str(found).startswith(f"rank 1 of 2 {said}")
+    assert none_is_left(tmp_path)
+
+
 def test_a_mistake_of_every_rank_is_one(tmp_path: Path) -> None:
     found = run(tmp_path, "*:1:mistake", num_ranks=3).fault
     assert found is not None

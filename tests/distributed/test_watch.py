@@ -161,3 +161,25 @@ def test_ranks_outside_a_step_may_take_their_time(monkeypatch: pytest.MonkeyPatc
     for tick in range(100):
         now[0] += 1
         assert judge.look({0: Signs(tick, 9, 4, State.idle)}) is None
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "steps", "found_after"), [(False, 0, 60), (True, 0, 10), (False, 1, 10)]
+)
+def test_a_rank_may_be_silent_while_it_imports(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool, steps: int, found_after: int
+) -> None:
+    """Catches a cold import of torch, in which no thread runs, being taken for a stopped process,
+    and one that is stopped being waited for as long."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    judge = Judge(2, timeout_s=15.0, is_stopped=lambda rank: is_stopped)
+    for waited in range(100):
+        now[0] = 100.0 + waited
+        ticks = {0: Signs(waited, 1, steps, State.idle), 1: Signs(1, 1, steps, State.idle)}
+        if fault := judge.look(ticks):
+            break
+    assert fault is not None
+    assert fault.rank == 1
+    assert waited == found_after + 1
+    assert fault.what == f"gave no sign of life for {found_after} s"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -76,6 +77,16 @@ def misbehave(fault: str) -> None:
         pass
 
 
+def start(fault: str) -> None:
+    """Misbehave before the first step: come late, import for long, or be stopped there."""
+    if fault == "late":
+        time.sleep(300)
+    elif fault == "import":
+        ctypes.PyDLL(None).sleep(3)  # no other thread runs, as while a library is loaded
+    else:
+        misbehave(fault)
+
+
 def main() -> None:
     shared, (who, when, fault) = Path(sys.argv[1]), sys.argv[2].split(":")
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -88,8 +99,8 @@ def main() -> None:
     saved = shared / f"saved-{rank}"
     try:
         with watch.watching():
-            if who == str(rank) and fault == "late":
-                time.sleep(300)
+            if who == str(rank) and int(when) == 0:
+                start(fault)
             for step in range(1, NUM_STEPS + 1):
                 with watch.step():
                     if who in (str(rank), "*") and step == int(when):
