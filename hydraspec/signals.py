@@ -84,6 +84,15 @@ def on_interrupts(react: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def interrupts_end_process() -> Iterator[None]:
+    """Let interrupts end the process at once for a while, in calls of libraries that do not return
+    for a handler. Ignored ones stay ignored."""
+    handled = [n for n in INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN]
+    with _handled(handled, signal.SIG_DFL):
+        yield
+
+
+@contextmanager
 def interrupts_stay_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt where a library that was interrupted raises another error instead."""
     try:
@@ -162,7 +171,8 @@ class _Output:
 
 @contextmanager
 def _handled(
-    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]
+    numbers: Sequence[signal.Signals],
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
     """Handle signals with `handler` for a while, in the main thread only. Signals that are ignored
     by the end of the block stay ignored.

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydraspec.cli import ranks, report, sweep, torchrun
 from hydraspec.cli.compose import Job
+from hydraspec.cli.rank_environment import num_ranks
 from hydraspec.cli.rank_job import runner
 from hydraspec.cli.ranks import needs_ranks
 from hydraspec.config import RunConfig
@@ -42,7 +43,7 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
         if finished is not None:
             return sweep.take_over(finished, job.folder, job.overrides)
     if needs_ranks(job.config):
-        run_in_ranks = torchrun.run if torchrun.num_ranks() else ranks.run
+        run_in_ranks = torchrun.run if num_ranks() else ranks.run
         summary: dict[str, Any] = run_in_ranks(job, quiet=quiet, logs=logs)
     else:
         run_here = runner(job.config)

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.cli import launchers, report, sweep, torchrun
+from hydraspec.cli import launchers, rank_environment, report, sweep, torchrun
 from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
@@ -35,6 +35,7 @@ from hydraspec.cli.folders import (
 )
 from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
 from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
+from hydraspec.cli.rank_environment import num_ranks
 from hydraspec.cli.translate import translate
 from hydraspec.config.messages import refusal
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
@@ -65,6 +66,10 @@ def main() -> int:
         keeps its traceback. After an interrupt the process must end: further ones are ignored.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
+    try:
+        rank_environment.check()
+    except ConfigurationError as error:
+        return complain(error, error.exit_code)
     if torchrun.is_follower():
         return torchrun.follow()
     with output_may_be_cut(), terminations_as_interrupts(), torchrun.leading():
@@ -79,16 +84,18 @@ def main() -> int:
                 planned = plan(args.overrides, multirun=args.multirun, config_name=name)
                 torchrun.check_size([job.config for job in planned.jobs])
             with _claimed_folder(planned, args.overrides):
-                return _run_jobs(planned)
+                status = _run_jobs(planned)
         except UserError as error:
-            return complain(error, error.exit_code)
+            status = complain(error, error.exit_code)
         except (HydraException, OmegaConfBaseException) as error:
-            return complain(translate(error), ConfigurationError.exit_code)
+            status = complain(translate(error), ConfigurationError.exit_code)
         except KeyboardInterrupt as interrupt:
             ignore_interrupts()
-            return complain(f"interrupted: {str(interrupt) or 'nothing was finished'}", INTERRUPTED)
+            said = f"interrupted: {str(interrupt) or 'nothing was finished'}"
+            status = complain(said, INTERRUPTED)
         except CannotWriteError as error:
-            return complain(folder_message(error), 1)
+            status = complain(folder_message(error), 1)
+        return torchrun.end(status)
 
 
 @contextmanager
@@ -149,7 +156,7 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
     Returns:
         How they ended, and the jobs whose results are to be taken over from a finished one.
     """
-    if torchrun.num_ranks() > 1:
+    if num_ranks() > 1:
         raise refusal(
             LAUNCHER,
             launcher_of(planned.composed),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -46,9 +47,11 @@ def main() -> int:
             records=FileRecords(shared),
             progress=Progress(row),
             each_look=lambda: _stay_with(parent),
+            before_exit=lambda: _clean_up(shared, rank, parent),
         )
         opened.enter_context(watch.watching())
         status = _lead(shared, watch) if rank == 0 else _follow(shared, watch)
+    _clean_up(shared, rank, parent)
     if status or watch.lost:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -59,6 +62,12 @@ def main() -> int:
 def _stay_with(parent: int) -> None:
     if os.getppid() != parent:
         raise ProcessLookupError("the process that started the ranks is gone")
+
+
+def _clean_up(shared: Path, rank: int, parent: int) -> None:
+    """The first rank removes what its parent would have, if that was killed."""
+    if rank == 0 and os.getppid() != parent:
+        shutil.rmtree(shared, ignore_errors=True)
 
 
 def _follow(shared: Path, watch: Watch) -> int:

@@ -52,6 +52,7 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
 
     Raises:
         UserError: the first rank's, or what any rank met.
+        CannotWriteError: of the first rank.
         LostRankError: a rank failed, was killed or stood still; what was finished is saved.
         KeyboardInterrupt: once what was finished is saved.
     """
@@ -74,6 +75,8 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     fault = ended.fault
     if ended.interrupted:
         raise KeyboardInterrupt
+    if result is not None and "cannot_write" in result:  # its message says more than the fault
+        raise CannotWriteError(*result["cannot_write"])
     if fault is not None and fault.kind is not Kind.mistake:
         raise LostRankError(what_happened(fault, folder, started))
     if result is None:
@@ -92,8 +95,6 @@ def _environment(config: RunConfig) -> dict[str, str]:
 
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    if "cannot_write" in result:
-        raise CannotWriteError(*result["cannot_write"])
     if "mistake" in result:
         raise _mistake(**result["mistake"])
     summary: dict[str, Any] = result["summary"]

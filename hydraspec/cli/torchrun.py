@@ -9,37 +9,32 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from hydraspec.cli.complain import complain, tell
 from hydraspec.cli.compose import Job
+from hydraspec.cli.rank_environment import num_ranks
 from hydraspec.cli.rank_job import RankJob, errors_alone_logged, layout_of, runner
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
-from hydraspec.distributed.faults import Kind, LostRankError, culprit
-from hydraspec.distributed.launch import PARENT
+from hydraspec.distributed.faults import Kind, LostRankError
 from hydraspec.errors import ConfigurationError, UserError
-from hydraspec.signals import ignore_interrupts
+from hydraspec.signals import ignore_interrupts, interrupts_end_process
 
 if TYPE_CHECKING:
     from hydraspec.distributed.torchrun import Fleet
 
 TO_SAVE_S = 10.0  # for the first rank, once this one has failed
-
-
-def num_ranks() -> int:
-    """How many ranks there are; 0 where torchrun did not start this process."""
-    if PARENT in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return 0
-    return int(os.environ["WORLD_SIZE"])
+SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
 
 
 def is_follower() -> bool:
     """Whether this is not the first one."""
-    return num_ranks() > 1 and os.environ["RANK"] != "0"
+    return num_ranks() > 1 and int(os.environ["RANK"]) > 0
 
 
 def check_size(jobs: Sequence[RunConfig]) -> None:
@@ -92,9 +87,39 @@ def leading() -> Iterator[None]:
     """The first rank's command: at its end the others end too."""
     try:
         yield
+    except Exception:
+        if not _has_failed():
+            raise
+        traceback.print_exc()
+        end(1)
     finally:
         if num_ranks() > 1:
-            _fleet().end()
+            with suppress(LostRankError):  # they did not meet
+                _fleet().end()
+
+
+def end(status: int) -> int:
+    """The first rank's exit status. Where a rank is lost this process ends here, with that status:
+    taking groups down could wait for the lost one."""
+    if _has_failed():
+        ignore_interrupts()
+        _fleet().end()
+        _fleet().kill_hung()
+        _leave(status)
+    return status
+
+
+def _has_failed() -> bool:
+    try:
+        return num_ranks() > 1 and _fleet().watch.failed
+    except LostRankError:
+        return False  # there is nothing to take down
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
@@ -110,35 +135,44 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
             "  to do: start the sweep again in its folder: finished jobs are not run twice"
         )
     fleet.announce(RankJob.text_of(job, quiet=quiet, logs=logs))
+    ended: BaseException
     try:
         with _joined(fleet, job.config):
             return runner(job.config)(
                 job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
             )
-    except KeyboardInterrupt:
-        _raise_fault(fleet, job, started)
-        raise
+    except KeyboardInterrupt as error:
+        ended = error
     except Exception as error:
         fleet.watch.record(error)
-        _raise_fault(fleet, job, started)
-        raise
+        ended = error
+    # Not in their handlers: an error whose context is an interrupt is taken for one.
+    lost = _fault_of_another(fleet, job, started)
+    if lost is not None:
+        ignore_interrupts()  # torchrun's, for the same reason
+    raise lost or ended
 
 
-def _raise_fault(fleet: Fleet, job: Job, started: float) -> None:
+def _fault_of_another(fleet: Fleet, job: Job, started: float) -> LostRankError | None:
     """The failure of another rank, which torchrun answers with an interrupt of this one."""
     from hydraspec.cli.ranks import what_happened
 
-    fault = culprit(fleet.records.all())
-    if fault is not None and fault.rank != 0 and fault.kind is not Kind.mistake:
-        raise LostRankError(what_happened(fault, job.folder.absolute(), started)) from None
+    fault = fleet.fault()
+    if fault is None or fault.rank == 0 or fault.kind is Kind.mistake:
+        return None
+    return LostRankError(what_happened(fault, job.folder.absolute(), started))
 
 
 def follow() -> int:
     """Another rank's command: its exit status is 0 unless it fails itself."""
-    ignore_interrupts()  # the first rank ends the others once it has saved
-    from hydraspec import factory
+    with interrupts_end_process():  # until the ranks meet, none of them has anything to save
+        from hydraspec import factory
 
-    fleet = _fleet()
+        try:
+            fleet = _fleet()
+        except LostRankError as error:
+            return complain(error, error.exit_code)
+        ignore_interrupts()  # the first rank ends the others once it has saved
     try:
         while text := fleet.next_job():
             job = RankJob.of_text(text)
@@ -148,9 +182,11 @@ def follow() -> int:
         fleet.watch.record(error)
         if not (fleet.watch.lost or isinstance(error, UserError)):
             traceback.print_exc()
-        sys.stderr.flush()
         fleet.leave(TO_SAVE_S)
-        os._exit(1)  # taking groups and devices down could wait for a rank that is lost
+        fault = fleet.loss_of_first()
+        if fault is not None and fleet.watch.rank == SPEAKS_FOR_FIRST:
+            tell(f"{fault}\n  so the run has ended\n  saved: only what rank 0 had written by then")
+        _leave(1)  # taking groups and devices down could wait for a rank that is lost
     fleet.close()
     return 0
 
@@ -162,8 +198,25 @@ def _joined(fleet: Fleet, config: RunConfig) -> Any:
     return fleet.joined(layout_of(config), config.parallelism.timeout_s, on_cuda=on_cuda)
 
 
-@cache
 def _fleet() -> Fleet:
+    """This rank's end of all ranks.
+
+    Raises:
+        LostRankError: they did not meet.
+    """
+    found = _meet()
+    if isinstance(found, LostRankError):
+        raise found
+    return found
+
+
+@cache
+def _meet() -> Fleet | LostRankError:
+    """Wait for the others, once only."""
     from hydraspec.distributed.torchrun import Fleet
 
-    return Fleet(int(os.environ["RANK"]), num_ranks())
+    try:
+        with interrupts_end_process():  # torch does not return to handle them
+            return Fleet(int(os.environ["RANK"]), num_ranks())
+    except LostRankError as error:
+        return error

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -71,7 +72,11 @@ class FileRecords:
         self._folder = folder
 
     def add(self, fault: Fault) -> None:
-        """See Records."""
+        """See Records. Where the folder has gone with the parent, no reader is left."""
+        with suppress(FileNotFoundError):
+            self._add(fault)
+
+    def _add(self, fault: Fault) -> None:
         own = self._folder / f"fault-{fault.rank}-{os.getpid()}-{time.monotonic_ns()}"
         own.write_text(to_json(fault), encoding="utf-8")
         try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydraspec.distributed.faults import Fault, FileRecords, culprit, of_exit
+from hydraspec.distributed.hosts import is_stopped
 from hydraspec.distributed.progress import ROW, Judge, read
 from hydraspec.signals import interrupts_held_back
 
@@ -24,7 +25,7 @@ SIGNS, PORT = "signs", "port"  # files in the folder that ranks and parent share
 LOOK_EVERY_S = 0.1
 TO_SAVE_S = 8.0  # for the first rank, after a fault
 TO_END_S = 5.0  # for the first rank after SIGTERM; for the others after a fault
-TO_LEAVE_S = 1.0  # for the others after a fault, if the first rank is gone
+TO_LEAVE_S = 1.0  # for the others after a fault or an interrupt, if the first rank is gone
 TO_END_WELL_S = 60.0  # for the others to free what they hold after a run without a fault
 PARENT = "HYDRASPEC_PARENT"  # environment: its process id; ranks end with it
 
@@ -72,7 +73,7 @@ class _Ranks:
         self._command, self._num_ranks = command, num_ranks
         self._shared, self._logs, self._environment = shared, logs, environment
         self._records = FileRecords(shared)
-        self._judge = Judge(num_ranks, timeout_s)
+        self._judge = Judge(num_ranks, timeout_s, is_stopped=self._is_stopped)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed_at = 0.0  # time.monotonic() of the first fault
         self._first_ended_at = 0.0
@@ -150,6 +151,9 @@ class _Ranks:
             self._records.add(hung)
             self._send(hung.rank, signal.SIGKILL)  # its peers notice that, and no other signal
 
+    def _is_stopped(self, rank: int) -> bool:
+        return is_stopped(self._processes[rank].pid)
+
     def _end(self, alive: Sequence[int], now: float) -> None:
         """The first rank gets time to save; the others have nothing to."""
         if self._failed_at:
@@ -158,7 +162,9 @@ class _Ranks:
                 self._send(0, signal.SIGKILL if late > TO_SAVE_S + TO_END_S else signal.SIGTERM)
             limit = TO_END_S if 0 in alive else TO_LEAVE_S
         elif self._first_ended_at:
-            late, limit = now - self._first_ended_at, TO_END_WELL_S
+            # An interrupted first rank may leave others in a wait for what it was to start.
+            late = now - self._first_ended_at
+            limit = TO_LEAVE_S if self._interrupted else TO_END_WELL_S
         else:
             return
         for rank in alive:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -17,6 +17,7 @@ from hydraspec.distributed.faults import Fault, Kind
 
 ROW = struct.Struct("<4Q")
 STOPPED_S = 10.0  # without a sign of life; the thread that gives it needs the processor rarely
+TO_IMPORT_S = 60.0  # as much before the first step: a library that is loaded stops all threads
 OWN_PAUSE_S = 2.0  # a judge that slept for so long was stopped itself
 
 
@@ -100,10 +101,14 @@ class Judge:
 
     Attributes:
         timeout_s: how long a step may go without any progress.
+        silence: a guess why a process gives no sign of life.
+        is_stopped: whether the process of a rank is known to be stopped by a signal.
     """
 
     num_ranks: int
     timeout_s: float
+    silence: str = "it was stopped (SIGSTOP), or got no processor"
+    is_stopped: Callable[[int], bool] = lambda rank: False
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float = 0.0
 
@@ -132,10 +137,13 @@ class Judge:
 
     def _stopped(self, now: float) -> Fault | None:
         for rank, seen in self._seen.items():
-            if seen.signs.ticks and now - seen.ticked > self.stopped_s:
-                what = f"gave no sign of life for {self.stopped_s:g} s"
-                why = "it was stopped (SIGSTOP), or got no processor"
-                return self._fault(rank, seen, what, why)
+            if not seen.signs.ticks or now - seen.ticked <= self.stopped_s:
+                continue
+            may_import = not (seen.signs.steps or self.is_stopped(rank))
+            limit_s = TO_IMPORT_S if may_import else self.stopped_s
+            if now - seen.ticked > limit_s:
+                what = f"gave no sign of life for {limit_s:g} s"
+                return self._fault(rank, seen, what, self.silence)
         return None
 
     def _stuck(self, now: float) -> Fault | None:

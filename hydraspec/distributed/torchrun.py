@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from hydraspec.distributed.faults import Fault, from_json, to_json
+from hydraspec.distributed.faults import Fault, Kind, LostRankError, culprit, from_json, to_json
+from hydraspec.distributed.hosts import Process, this_process
 from hydraspec.distributed.layout import Layout
 from hydraspec.distributed.processes import TO_START, joined
 from hydraspec.distributed.progress import Judge, Progress, Signs, read
@@ -26,6 +27,7 @@ from hydraspec.distributed.watch import Watch
 NUM_JUDGES = 2  # one may be the rank that stands still
 PUBLISH_EVERY_S = 1.0
 POLL_S = 0.05
+SILENCE = "it was stopped (SIGSTOP), got no processor, or was killed"
 JOB, FAULTS, SIGNS = "job", "faults", "signs"
 
 
@@ -36,9 +38,9 @@ class Fleet:
         """Wait until every rank is there.
 
         Raises:
-            DistStoreError, DistNetworkError: they are not, or the address cannot be reached.
+            LostRankError: they are not, or the address cannot be reached.
         """
-        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TO_START))
+        store = _found_store(rank, num_ranks)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = PrefixStore(f"hydraspec/{attempt}", store)  # stubs lack its methods
         self.records = _StoreRecords(_another(self._store))
@@ -49,6 +51,7 @@ class Fleet:
             records=self.records,
             progress=self._signs.own,
             each_look=self._signs.publish,
+            before_exit=self.kill_hung,
         )
         self._watching = self.watch.watching()
         self._watching.__enter__()
@@ -59,8 +62,9 @@ class Fleet:
 
     def end(self) -> None:
         """The first rank: there is no further job."""
-        self.announce("")
-        self.close()
+        self.close()  # first, as ranks that have ended are lost ones until then
+        with suppress(dist.DistError):  # the store has gone with torchrun
+            self.announce("")
 
     def close(self) -> None:
         """End the thread that publishes: Python aborts if it ends while that is in the store."""
@@ -88,18 +92,54 @@ class Fleet:
         with joined(layout, self.watch.rank, store, self.watch, on_cuda=on_cuda) as ranks:
             yield ranks
 
+    def fault(self) -> Fault | None:
+        """What failed first, also if no rank has recorded it yet."""
+        self._signs.record_gone()
+        return culprit(self.records.all())
+
     def leave(self, limit_s: float) -> None:
         """Another rank: after a fault, let the first one save before this one's exit ends it, as
         torchrun ends all ranks once one has."""
         until = time.monotonic() + limit_s
         key = f"{JOB}/{self._number}"
-        while time.monotonic() < until:
-            try:
-                if self._store.check([key]):
-                    return
-            except dist.DistError:  # the store has gone with the first rank
-                return
-            time.sleep(POLL_S)
+        with suppress(dist.DistError):  # the store has gone with the first rank
+            while time.monotonic() < until and not self._store.check([key]):
+                if self.loss_of_first() is not None:
+                    break
+                time.sleep(POLL_S)
+        self.kill_hung()
+
+    def loss_of_first(self) -> Fault | None:
+        """What became of the first rank, if it can neither save nor say anything more."""
+        with suppress(dist.DistError):
+            fault = culprit(self.records.all())
+            if fault is not None and fault.rank == 0 and fault.kind in (Kind.ended, Kind.hung):
+                return fault
+        return None
+
+    def kill_hung(self) -> None:
+        """Send SIGKILL to a rank of this host that stands still: torchrun's would come 30 s later,
+        and a rank that was stopped ends by no other signal."""
+        with suppress(dist.DistError):
+            fault = culprit(self.records.all())
+            if fault is not None and fault.kind is Kind.hung and fault.rank != self.watch.rank:
+                self._signs.process(fault.rank).kill()
+
+
+def _found_store(rank: int, num_ranks: int) -> Any:
+    """The store at MASTER_ADDR, which torchrun or the first rank holds."""
+    try:
+        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TO_START))
+    except (dist.DistError, OSError) as error:
+        place = " ".join(f"{key}={os.environ[key]}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).partition("\n")[0]
+        raise LostRankError(
+            f"rank {rank} of {num_ranks} did not meet the others at {place} within "
+            f"{TO_START.total_seconds():g} s: {reason}\n"
+            "  allowed: the address and a free port of rank 0's host, the same for every rank\n"
+            f"  to do: start all {num_ranks} ranks at about the same time, best by torchrun"
+        ) from None
+    return store
 
 
 def _another(store: Any) -> Any:
@@ -132,11 +172,17 @@ class _StoreRecords:
 
 
 class _Signs:
-    """Signs of life of all ranks, in the store."""
+    """Signs of life of all ranks, in the store: the row of each, and which process it is."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int, records: _StoreRecords) -> None:
-        self._row = bytearray(32)
-        self.own, self.judge = Progress(self._row), Judge(num_ranks, timeout_s=15.0)
+        self._row, self._process = bytearray(32), this_process()
+        self.own = Progress(self._row)
+        self.judge = Judge(
+            num_ranks,
+            timeout_s=15.0,
+            silence=SILENCE,
+            is_stopped=lambda other: self.process(other).is_stopped(),
+        )
         self._store, self._rank, self._records = store, rank, records
         self._keys = [f"{SIGNS}/{other}" for other in range(num_ranks)]
         self._next = 0.0
@@ -147,16 +193,39 @@ class _Signs:
         if now < self._next:
             return
         self._next = now + PUBLISH_EVERY_S
-        self._store.set(self._keys[self._rank], bytes(self._row).hex())
+        self._store.set(self._keys[self._rank], f"{bytes(self._row).hex()} {self._process}")
         if self._rank < NUM_JUDGES:
-            fault = self.judge.look(self._all())
+            self.record_gone()
+            fault = self.judge.look({rank: signs for rank, (signs, _) in self._all().items()})
             if fault is not None and fault.rank != self._rank:
                 self._records.add(fault)
 
-    def _all(self) -> dict[int, Signs]:
+    def record_gone(self) -> None:
+        """Record ranks whose processes have ended, of this host."""
+        for rank, (signs, process) in self._all().items():
+            if process.is_gone():
+                self._records.add(
+                    Fault(
+                        rank=rank,
+                        num_ranks=len(self._keys),
+                        kind=Kind.ended,
+                        step=signs.steps,
+                        what="was killed or has exited",
+                        why="torchrun's report says which",
+                        time=time.time(),
+                    )
+                )
+
+    def process(self, rank: int) -> Process:
+        """Of a rank that has given signs of life."""
+        return _parsed(self._store.get(self._keys[rank]))[1]
+
+    def _all(self) -> dict[int, tuple[Signs, Process]]:
         there = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
-        rows = self._store.multi_get([self._keys[rank] for rank in there])
-        return {
-            rank: read(bytearray.fromhex(row.decode()))
-            for rank, row in zip(there, rows, strict=True)
-        }
+        values = self._store.multi_get([self._keys[rank] for rank in there])
+        return {rank: _parsed(value) for rank, value in zip(there, values, strict=True)}
+
+
+def _parsed(value: bytes) -> tuple[Signs, Process]:
+    row, _, process = value.decode().partition(" ")
+    return read(bytearray.fromhex(row)), Process.of_text(process)

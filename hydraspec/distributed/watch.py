@@ -68,14 +68,16 @@ class Watch:
         progress: Progress | None = None,
         timeout_s: float = 15.0,
         each_look: Callable[[], None] = lambda: None,
+        before_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """timeout_s: for a wait of devices for each other, which no host sees. each_look: called by
-        the thread every LOOK_EVERY_S; raises where the run cannot go on."""
+        the thread every LOOK_EVERY_S; raises where the run cannot go on. before_exit: called by it
+        before it ends a process whose main thread does not leave."""
         self.timeout_s = timeout_s
         self.look_at_device: Callable[[], None] = lambda: None  # raises where it lost another one
         self.rank, self.num_ranks = rank, num_ranks
         self.progress = progress or Progress(bytearray(32))
-        self._records, self._each_look = records, each_look
+        self._records, self._each_look, self._before_exit = records, each_look, before_exit
         self._lost: Fault | None = None
         self._recorded = False
         self._ends = threading.Event()
@@ -170,13 +172,15 @@ class Watch:
             raise LostRankError(str(self._first_fault(error))) from error
 
     def _first_fault(self, error: Exception) -> Fault:
-        """The fault of another rank, or, where none comes, this one's own, recorded as a symptom:
-        this rank must not be taken for the first that failed."""
+        """The fault of another rank, what the thread has lost, or, where neither comes, this rank's
+        own, recorded as a symptom: it must not be taken for the first that failed."""
         until = time.monotonic() + NAMING_S
         while time.monotonic() < until:
             fault = self._fault_of_another()
             if fault is not None and fault.kind is not Kind.symptom:
                 return fault
+            if self._lost is not None and self._lost.rank == self.rank:
+                return self._lost  # the parent is gone, or the store: others are lost as this one
             time.sleep(LOOK_EVERY_S / 5)
         own = self._own(error, Kind.symptom, "lost contact to another rank")
         self._add(own)
@@ -234,6 +238,7 @@ class Watch:
             if time.monotonic() - lost_at > (TO_SAVE_S if self.rank == 0 else TO_LEAVE_S):
                 sys.stderr.write(f"hydraspec: ended: {self._lost}\n")
                 sys.stderr.flush()
+                self._before_exit()
                 os._exit(1)
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
 
 import hydraspec
+from hydraspec.cli import ranks
+from hydraspec.cli.compose import plan
+from hydraspec.cli.folders import folder_message
+from hydraspec.distributed.faults import FileRecords
+from hydraspec.distributed.launch import Ended
+from hydraspec.distributed.watch import Watch
+from hydraspec.errors import CannotWriteError
 
 QUICK = ["method=none", "tracker=none", "engine.device=cpu", "workload.limit=12"]
-FAULTS = str(Path(__file__).parents[1] / "support" / "faulty_site")
 ENDS_WITHIN_S = 30.0
-MARK = "TEST_MARK"
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -28,53 +31,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def tokens(folder: Path) -> dict[str, list[int]]:
     return {row["id"]: row["output_token_ids"] for row in rows(folder)}
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class Command:
-    """A command that is under way, in a folder of its own."""
-
-    def __init__(
-        self, folder: Path, *typed: str, fault: str | None = None, in_background: bool = False
-    ) -> None:
-        self.folder, self.reached = folder / "run", folder / "reached"
-        self.mark = uuid.uuid4().hex
-        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
-        if fault is not None:
-            more = {"FAULT": fault, "FAULT_FILE": str(self.reached), "PYTHONPATH": FAULTS}
-            environment |= more
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hydraspec", *typed, f"hydra.run.dir={self.folder}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            # as a shell's & and nohup do
-            preexec_fn=_ignore_interrupts if in_background else None,
-        )
-
-    def wait(self) -> str:
-        """Its errors, once it has ended."""
-        self.output, errors = self.process.communicate(timeout=170)
-        return errors
-
-    def processes(self) -> list[int]:
-        """Those of this command that there are."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if f"{MARK}={self.mark}".encode() in entry.read_bytes():
-                    found.append(int(entry.parent.name))
-            except OSError:
-                continue
-        return found
-
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return found
 
 
 def test_two_ranks_decode_what_one_does(tmp_path: Path) -> None:
@@ -91,6 +47,38 @@ def test_a_mistake_of_every_rank_is_told_once(tmp_path: Path) -> None:
     errors = command.wait()
     assert command.process.returncode == 2, errors
     assert errors.count("parallelism.tensor=3") == 1
+    assert "Traceback" not in errors
+    assert not command.processes()
+
+
+def test_a_full_disk_is_told_as_one_process_tells_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches the fault of rank 0, which has no remedy, being told instead."""
+    (job,) = plan(["parallelism=tp2", f"hydra.run.dir={tmp_path}"]).jobs
+    full = CannotWriteError(errno.ENOSPC, "No space left on device", "outputs/requests.jsonl")
+
+    def run_ranks(command: object, num_ranks: int, *, shared: Path, **_: object) -> Ended:
+        watch = Watch(0, num_ranks, records=FileRecords(shared))
+        watch.record(full)
+        written = {"cannot_write": [full.errno, full.strerror, full.filename]}
+        (shared / ranks.RESULT).write_text(json.dumps(written))
+        return Ended(fault=FileRecords(shared).all()[0], interrupted=False)
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    with pytest.raises(CannotWriteError) as told:
+        ranks.run(job, quiet=True, logs=False)
+    assert folder_message(told.value) == folder_message(full)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    typed = ["parallelism=tp2", "sampling.max_tokens=8"]
+    command = Command(tmp_path, *QUICK, *typed, fault="0:40:disk")
+    errors = command.wait()
+    assert command.process.returncode == 1, errors
+    assert errors.count("hydraspec: ") == 1
+    assert "hydraspec: outputs/requests.jsonl: there is no space left\n  allowed: " in errors
     assert "Traceback" not in errors
     assert not command.processes()
 
@@ -146,8 +134,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path, rank: int, fault: str, s
 def test_an_interrupt_saves_what_was_finished(tmp_path: Path, number: signal.Signals) -> None:
     typed = ["parallelism=tp2", "sampling.max_tokens=8", "workload.limit=64"]
     command = Command(tmp_path, *QUICK, *typed, fault="0:40:none")
-    while not command.reached.exists() and command.process.poll() is None:
-        time.sleep(0.05)
+    command.reaches_fault()
     command.process.send_signal(number)
     errors = command.wait()
     assert command.process.returncode == 130, errors
@@ -162,8 +149,7 @@ def test_an_interrupt_saves_what_was_finished(tmp_path: Path, number: signal.Sig
 def test_a_termination_saves_in_the_background_too(tmp_path: Path, split: str) -> None:
     typed = [f"parallelism={split}", "sampling.max_tokens=8", "workload.limit=64"]
     command = Command(tmp_path, *QUICK, *typed, fault="0:40:none", in_background=True)
-    while not command.reached.exists() and command.process.poll() is None:
-        time.sleep(0.05)
+    command.reaches_fault()
     command.process.send_signal(signal.SIGTERM)
     errors = command.wait()
     assert command.process.returncode == 130, errors
@@ -182,6 +168,24 @@ def test_a_sweep_over_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_parent_is_named_in_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it would have removed is removed."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    typed = ["parallelism=tp2", "sampling.max_tokens=8", "workload.limit=64"]
+    command = Command(tmp_path, *QUICK, *typed, fault="0:40:none")
+    command.reaches_fault()
+    command.process.kill()
+    command.process.communicate(timeout=60)
+    command.ends_within(ENDS_WITHIN_S)
+    (warning,) = (w for w in command.summary()["warnings"] if "ended early" in w)
+    assert "the process that started the ranks is gone" in warning
+    assert not list((tmp_path / "tmp").glob("hydraspec-*"))
+
+
+@pytest.mark.slow
 def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     command = Command(tmp_path, *QUICK, "parallelism=tp2", fault="9:1:none")
     while len(command.processes()) < 3:
@@ -189,7 +193,4 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     time.sleep(3)
     command.process.kill()
     command.process.communicate(timeout=60)
-    until = time.monotonic() + ENDS_WITHIN_S
-    while command.processes():
-        assert time.monotonic() < until, "a rank outlives its parent"
-        time.sleep(0.2)
+    command.ends_within(ENDS_WITHIN_S)

@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +88,30 @@ def test_the_rank_that_failed_is_named(
     assert ("said by rank 1" in log) == (rank == 0 or fault in ("raise", "memory"))
 
 
+def test_a_rank_that_imports_for_long_is_no_stopped_one(tmp_path: Path) -> None:
+    ended = run(tmp_path, "0:0:import", num_ranks=1)  # others would wait for it in their step
+    assert ended == Ended(fault=None, interrupted=False)
+    assert none_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stop", "gave no sign of life for 1 s before its first step: it was stopped (SIGSTOP)"),
+        ("kill", "was killed by SIGKILL before its first step"),
+        ("raise", "failed before its first step: ValueError: the seventh head is missing"),
+    ],
+)
+def test_a_rank_that_fails_before_its_first_step_is_found_as_soon(
+    tmp_path: Path, fault: str, said: str
+) -> None:
+    started = time.monotonic()
+    found = run(tmp_path, f"1:0:{fault}").fault
+    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert str(found).startswith(f"rank 1 of 2 {said}")
+    assert none_is_left(tmp_path)
+
+
 def test_a_mistake_of_every_rank_is_one(tmp_path: Path) -> None:
     found = run(tmp_path, "*:1:mistake", num_ranks=3).fault
     assert found is not None
@@ -93,17 +119,36 @@ def test_a_mistake_of_every_rank_is_one(tmp_path: Path) -> None:
     assert found.why == "parallelism.tensor=2 does not divide 3 heads"
 
 
-def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
+@contextmanager
+def interrupted_at(file: Path) -> Iterator[None]:
+    """An interrupt of this process once the file exists."""
+
     def interrupt() -> None:
-        while not (tmp_path / "shared" / "at-1-5").exists():
+        while not file.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    ended = run(tmp_path, "9:0:none")
+    yield
     thread.join()
+
+
+def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
+    with interrupted_at(tmp_path / "shared" / "at-1-5"):
+        ended = run(tmp_path, "9:0:none")
     assert ended.interrupted
+    assert saved(tmp_path) == "interrupted"
+    assert none_is_left(tmp_path)
+
+
+def test_an_interrupt_does_not_wait_for_a_rank_that_waits_for_the_first(tmp_path: Path) -> None:
+    """Catches Ctrl-C while ranks start, after which they waited a minute for rank 0's port."""
+    started = time.monotonic()
+    with interrupted_at(tmp_path / "shared" / "at-0-1"):
+        ended = run(tmp_path, "1:0:late")
+    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert ended == Ended(fault=None, interrupted=True)
     assert saved(tmp_path) == "interrupted"
     assert none_is_left(tmp_path)
 

@@ -44,6 +44,23 @@ def test_lost_contact_is_no_culprit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("Connection reset by peer")
 
 
+def test_a_lost_parent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the lost connection to a rank that ended for the same reason being named."""
+    monkeypatch.setattr(watching, "LOOK_EVERY_S", 0.05)
+
+    def look() -> None:
+        raise ProcessLookupError("the process that started the ranks is gone")
+
+    watch = Watch(0, 2, records=FileRecords(tmp_path), each_look=look)
+    told = pytest.raises(LostRankError, match="the process that started the ranks is gone")
+    with watch.watching(), told, watch.naming_the_lost():
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_fault_after_the_folder_is_gone_is_no_error(tmp_path: Path) -> None:
+    watch_of(tmp_path / "removed").record(ValueError("the last one"))
+
+
 def test_a_mistake_keeps_its_exit_status(tmp_path: Path) -> None:
     watch = watch_of(tmp_path)
     watch.record(ConfigurationError("parallelism.tensor=3 does not divide"))
@@ -144,3 +161,25 @@ def test_ranks_outside_a_step_may_take_their_time(monkeypatch: pytest.MonkeyPatc
     for tick in range(100):
         now[0] += 1
         assert judge.look({0: Signs(tick, 9, 4, State.idle)}) is None
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "steps", "found_after"), [(False, 0, 60), (True, 0, 10), (False, 1, 10)]
+)
+def test_a_rank_may_be_silent_while_it_imports(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool, steps: int, found_after: int
+) -> None:
+    """Catches a cold import of torch, in which no thread runs, being taken for a stopped process,
+    and one that is stopped being waited for as long."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    judge = Judge(2, timeout_s=15.0, is_stopped=lambda rank: is_stopped)
+    for waited in range(100):
+        now[0] = 100.0 + waited
+        ticks = {0: Signs(waited, 1, steps, State.idle), 1: Signs(1, 1, steps, State.idle)}
+        if fault := judge.look(ticks):
+            break
+    assert fault is not None
+    assert fault.rank == 1
+    assert waited == found_after + 1
+    assert fault.what == f"gave no sign of life for {found_after} s"

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -17,7 +19,7 @@ from hydraspec.distributed.faults import FileRecords
 from hydraspec.distributed.launch import SIGNS
 from hydraspec.distributed.progress import ROW, Progress
 from hydraspec.distributed.watch import STILL_WAITING, Watch
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import CannotWriteError, ConfigurationError
 
 NUM_STEPS, STEP_S = 20, 0.02
 
@@ -59,6 +61,8 @@ def misbehave(fault: str) -> None:
         raise MemoryError("out of memory: 20 GiB asked for")
     if fault == "mistake":
         raise ConfigurationError("parallelism.tensor=2 does not divide 3 heads")
+    if fault == "disk":
+        raise CannotWriteError(errno.ENOSPC, "No space left on device", "outputs/requests.jsonl")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
@@ -73,6 +77,16 @@ def misbehave(fault: str) -> None:
         pass
 
 
+def start(fault: str) -> None:
+    """Misbehave before the first step: come late, import for long, or be stopped there."""
+    if fault == "late":
+        time.sleep(300)
+    elif fault == "import":
+        ctypes.PyDLL(None).sleep(3)  # no other thread runs, as while a library is loaded
+    else:
+        misbehave(fault)
+
+
 def main() -> None:
     shared, (who, when, fault) = Path(sys.argv[1]), sys.argv[2].split(":")
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -85,6 +99,8 @@ def main() -> None:
     saved = shared / f"saved-{rank}"
     try:
         with watch.watching():
+            if who == str(rank) and int(when) == 0:
+                start(fault)
             for step in range(1, NUM_STEPS + 1):
                 with watch.step():
                     if who in (str(rank), "*") and step == int(when):

@@ -1,0 +1,80 @@
+"""Processes as /proc of their host shows them. Of other hosts' processes, and on systems without
+/proc, nothing is known: they are neither gone nor stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(slots=True, frozen=True)
+class Process:
+    """A process, named so that other hosts can tell that it is not theirs."""
+
+    host: str  # its boot and its namespace of process ids; "-": unknown
+    pid: int
+    started: str  # a later process can have the same id, and starts later
+
+    @staticmethod
+    def of_text(text: str) -> Process:
+        """What `str` wrote."""
+        host, pid, started = text.split()
+        return Process(host, int(pid), started)
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.pid} {self.started}"
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, reaped or not."""
+        if not self._is_here():
+            return False
+        state, started = _stat(self.pid)
+        return state in ("", "Z", "X") or started != self.started
+
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal."""
+        return self._is_here() and is_stopped(self.pid)
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it is a process of this host."""
+        if self._is_here() and not self.is_gone():
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _is_here(self) -> bool:
+        return self.host == _host() != "-"
+
+
+def this_process() -> Process:
+    """The one that calls."""
+    return Process(_host(), os.getpid(), _stat(os.getpid())[1] or "-")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped by a signal, as SIGSTOP."""
+    return _stat(pid)[0] == "T"
+
+
+@cache
+def _host() -> str:
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{(PROC / 'self/ns/pid').readlink()}"
+    except OSError:
+        return "-"
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Its state, one letter, and when it started; empty where there is no such process."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
