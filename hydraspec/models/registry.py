@@ -68,7 +68,8 @@ def load_target(
         **_of_ranks(load, group, stage, model_type),
     )
     check_length(max_model_len, model.max_position_embeddings)
-    check_whole(stage, model.num_layers)
+    if stage.count == 1 and stage.num_layers is not None:
+        check_whole(stage.num_layers, model.num_layers)
     return model
 
 

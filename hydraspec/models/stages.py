@@ -77,12 +77,12 @@ def layers_of_stage(stage: Stage, facts: LayerFacts) -> range:
     return range(bounds[stage.index], bounds[stage.index + 1])
 
 
-def check_whole(stage: Stage, num_layers: int) -> None:
-    """Refuse a number of layers that is not the target's, where there is one stage."""
-    if stage.count == 1 and stage.num_layers not in (None, (num_layers,)):
+def check_whole(split: tuple[int, ...], num_layers: int) -> None:
+    """Refuse a split into one stage that is not the target's number of layers."""
+    if split != (num_layers,):
         raise ConfigurationError(
-            f"{KEY}={list(stage.num_layers or ())} is no split of the target's {num_layers} layers "
-            f"into one stage\n  allowed: null, or [{num_layers}]\n  to do: leave the key out"
+            f"{KEY}={list(split)} is no split of the target's {num_layers} layers into one stage\n"
+            f"  allowed: null, or [{num_layers}]\n  to do: leave the key out"
         )
 
 

@@ -59,8 +59,8 @@ def rehearse_where_it_decodes(patch: pytest.MonkeyPatch) -> None:
     """A planted bug: the runner that rehearses decodes, as it did for every second engine."""
     true_runner = loading.build_runner
 
-    def runner(*args: object) -> object:
-        made = true_runner(*args)  # type: ignore[arg-type]
+    def runner(*args: object, **given: object) -> object:
+        made = true_runner(*args, **given)  # type: ignore[arg-type]
         if isinstance(made, DeviceRunner):
             loading._compile(made)
         return made
