@@ -215,12 +215,14 @@ def scatter(
 
 
 def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> Mark:
-    """A label beside a point, where it covers no other; its place is added to `taken`."""
+    """A label beside a point, in the chart, where it covers no other; its place is added to
+    `taken`."""
     half = 4.0 * len(label)
     places = [(x + side * (7 + half), y + dy) for dy in (-8, 12) for side in (1, -1)]
     chosen = max(
         places,
         key=lambda at: (
+            at[0] + half <= WIDTH,
             min(
                 (
                     max(abs(at[0] - u) - half, 0) + abs(at[1] - v)
@@ -229,7 +231,7 @@ def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> 
                 ),
                 default=0.0,
             )
-            > 9
+            > 9,
         ),
     )
     taken.append(chosen)
