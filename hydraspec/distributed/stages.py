@@ -88,7 +88,7 @@ class ProcessLink:
                 self.send(x)
             elif border == self._index - 1:
                 self.receive(x)
-        self._finish(self._broadcast(x), x)
+        self._finish(self._broadcast_results(x), x)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -108,31 +108,29 @@ class ProcessLink:
         what gloo sends never says that it is done.
         """
         source, group = self._ranks[border], self._groups.borders[border]
+        if not x.is_cuda:
+            return self._broadcast(x, source, group)
         with self._watch.naming_the_lost():
-            work: Work | None
-            if not x.is_cuda:
-                work = dist.broadcast(x, source, group=group, async_op=True)
-            elif border == self._index:
-                work = dist.isend(x, self._ranks[border + 1], group=group)
-            else:
-                work = dist.irecv(x, source, group=group)
-        return work
+            if border == self._index:
+                return dist.isend(x, self._ranks[border + 1], group=group)
+            return dist.irecv(x, source, group=group)
 
-    def _broadcast(self, x: Tensor) -> Work | None:
+    def _broadcast_results(self, x: Tensor) -> Work | None:
+        return self._broadcast(x, self._ranks[-1], self._groups.results)
+
+    def _broadcast(self, x: Tensor, source: int, group: Group) -> Work | None:
         with self._watch.naming_the_lost():
-            work: Work | None = dist.broadcast(
-                x, self._ranks[-1], group=self._groups.results, async_op=True
-            )
+            work: Work | None = dist.broadcast(x, source, group=group, async_op=True)
         return work
 
     def send_results(self, x: Tensor) -> None:
         """See StageLink."""
         x = x.contiguous()
-        self._keep(self._broadcast(x), x)
+        self._keep(self._broadcast_results(x), x)
 
     def receive_results(self, x: Tensor) -> None:
         """See StageLink."""
-        self._finish(self._broadcast(x), x)
+        self._finish(self._broadcast_results(x), x)
 
     def share(self, found: Any) -> Any:
         """See StageLink."""

@@ -195,14 +195,15 @@ class _Signs:
         self._next = now + PUBLISH_EVERY_S
         self._store.set(self._keys[self._rank], f"{bytes(self._row).hex()} {self._process}")
         if self._rank < NUM_JUDGES:
-            self.record_gone()
-            fault = self.judge.look({rank: signs for rank, (signs, _) in self._all().items()})
+            found = self.record_gone()
+            fault = self.judge.look({rank: signs for rank, (signs, _) in found.items()})
             if fault is not None and fault.rank != self._rank:
                 self._records.add(fault)
 
-    def record_gone(self) -> None:
-        """Record ranks whose processes have ended, of this host."""
-        for rank, (signs, process) in self._all().items():
+    def record_gone(self) -> dict[int, tuple[Signs, Process]]:
+        """Record ranks whose processes have ended, of this host; returns what all say."""
+        found = self._all()
+        for rank, (signs, process) in found.items():
             if process.is_gone():
                 self._records.add(
                     Fault(
@@ -215,6 +216,7 @@ class _Signs:
                         time=time.time(),
                     )
                 )
+        return found
 
     def process(self, rank: int) -> Process:
         """Of a rank that has given signs of life."""

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from hydraspec.distributed.control import ALONE, Control
+from hydraspec.engine.machine import GIB
 from hydraspec.engine.native.inputs import PlanTensors
 from hydraspec.engine.native.plans import is_uniform
 from hydraspec.engine.native.results import StepOutputs
@@ -38,7 +39,6 @@ NOT_CAPTURED = (
     "engine.kv_cache.memory_gib to have them"
 )
 OF_ANOTHER = "that of another rank"
-GIB = 1 << 30
 SPARE_BYTES = GIB // 4  # what a capture takes beside its tensors, at most
 SAMPLING_COPIES = 8  # of float32 logits, in a step that samples with every option, at most
 
