@@ -78,6 +78,8 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     if result is not None and "cannot_write" in result:  # its message says more than the fault
         raise CannotWriteError(*result["cannot_write"])
     if fault is not None and fault.kind is not Kind.mistake:
+        if fault.rank == 0 and result is None:
+            save_for_first(job, fault, started, quiet=quiet)
         raise LostRankError(what_happened(fault, folder, started))
     if result is None:
         assert fault is not None, "the first rank ends with a result or a fault"
@@ -106,6 +108,22 @@ def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) ->
     known = {kind.__name__: kind for kind in MISTAKES}
     by_status = {2: ConfigurationError, 3: CheckpointError}
     return known.get(name, by_status.get(exit_code, UserError))(text, **fields)
+
+
+def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: bool) -> None:
+    """Save what the first rank had finished, which can no longer; see what_happened."""
+    if is_bench(job.config):
+        return
+    from hydraspec.lab.lost import save_finished
+
+    save_finished(
+        job.config,
+        run_dir=job.folder.absolute(),
+        overrides=job.overrides,
+        error=LostRankError(str(fault)),
+        since_s=started,
+        quiet=quiet,
+    )
 
 
 def what_happened(fault: Fault, folder: Path, started: float) -> str:

@@ -173,9 +173,10 @@ def follow() -> int:
         except LostRankError as error:
             return complain(error, error.exit_code)
         ignore_interrupts()  # the first rank ends the others once it has saved
+    job, started = None, 0.0
     try:
         while text := fleet.next_job():
-            job = RankJob.of_text(text)
+            job, started = RankJob.of_text(text), time.time()
             with errors_alone_logged(), _joined(fleet, job.config):
                 factory.follow_first_rank(job.config)
     except BaseException as error:
@@ -183,12 +184,23 @@ def follow() -> int:
         if not (fleet.watch.lost or isinstance(error, UserError)):
             traceback.print_exc()
         fleet.leave(TO_SAVE_S)
-        fault = fleet.loss_of_first()
-        if fault is not None and fleet.watch.rank == SPEAKS_FOR_FIRST:
-            tell(f"{fault}\n  so the run has ended\n  saved: only what rank 0 had written by then")
+        if fleet.watch.rank == SPEAKS_FOR_FIRST and job is not None:
+            _speak_for_first(fleet, job, started)
         _leave(1)  # taking groups and devices down could wait for a rank that is lost
     fleet.close()
     return 0
+
+
+def _speak_for_first(fleet: Fleet, job: RankJob, started: float) -> None:
+    """Save what the first rank had finished, if it is lost and its folder is one of this host."""
+    from hydraspec.cli.ranks import save_for_first, what_happened
+
+    fault = fleet.loss_of_first()
+    if fault is None:
+        return
+    fleet.close()  # its thread ends a process that does not leave at once
+    save_for_first(job, fault, started, quiet=job.quiet)
+    tell(what_happened(fault, job.folder.absolute(), started))
 
 
 def _joined(fleet: Fleet, config: RunConfig) -> Any:

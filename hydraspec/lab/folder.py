@@ -28,6 +28,7 @@ from hydraspec.metrics.run_files import (
     COSTS,
     DOCTOR,
     ENVIRONMENT,
+    JOURNAL,
     OVERRIDES,
     POSITIONS,
     PREDICTION,
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 OF_A_RUN = (
     *(COSTS, PREDICTION, PREDICTION_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
+    JOURNAL,
     *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
 

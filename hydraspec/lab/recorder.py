@@ -10,6 +10,7 @@ import torch
 import hydraspec
 from hydraspec.config.schema import MetricsConfig
 from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.journal import Journal
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile
@@ -41,13 +42,16 @@ class Recorder:
         sides: Sequence[Side],
         tracker: WandbSink | None,
         decode: Callable[[Sequence[int]], str] | None,
+        journal: Journal | None,
         quiet: bool,
     ) -> None:
-        """decode: the text of token ids, None without a tokenizer."""
+        """decode: the text of token ids, None without a tokenizer. journal: removed once the run
+        is saved."""
         self._folder, self._tracker = folder, tracker
         self._started = time.strftime("%Y-%m-%d %H:%M")
         self._console = run_console(quiet=quiet)
         self._files: list[Sink] = []
+        self._journal = journal
         if metrics.steps:
             self._files.append(StepsFile(folder.path / STEPS))
         self._scored: list[TraceFile | PositionsFile] = []
@@ -63,8 +67,7 @@ class Recorder:
         sizes = dict.fromkeys(sides, len(requests))
         self._progress = ConsoleSink(self._console, method=method, sizes=sizes)
         self.sinks: list[Sink] = [*self._files, self._samples, self._progress]
-        if tracker is not None:
-            self.sinks.append(tracker)
+        self.sinks += [sink for sink in (journal, tracker) if sink is not None]
 
     def add_scores(self, scores: PositionScores) -> None:
         """Record the drafts from every place of a request's output, in the files that show them."""
@@ -83,6 +86,8 @@ class Recorder:
                     file.close()
                 self._folder.write_requests(rows)
                 self._write(summary, rows)
+                if self._journal is not None:
+                    self._journal.remove()
             if self._tracker is not None:
                 self._tracker.on_requests(rows)
                 if failures := self._tracker.on_summary(summary):
@@ -98,6 +103,8 @@ class Recorder:
     def close(self) -> None:
         """Give the terminal back, also where saving failed."""
         self._progress.close()
+        if self._journal is not None:
+            self._journal.remove()
 
     def _write(self, summary: Summary, rows: Sequence[Json]) -> None:
         self._folder.write_summary(summary)

@@ -54,7 +54,8 @@ class Measurement:
     """Both sides of a run, and the sinks that watch them.
 
     Attributes:
-        method: the engine under study, and what it did.
+        sides: what each of the engines did.
+        method: the engine under study.
         baseline: the same target without a drafter, where it runs too.
     """
 
@@ -71,7 +72,7 @@ class Measurement:
         self._arrivals = arrivals
         self._sinks = sinks
         self._concurrency = concurrency
-        self._sides = {
+        self.sides = {
             side: Measured(
                 engine=engine,
                 meter=Meter(
@@ -82,8 +83,8 @@ class Measurement:
             )
             for side, engine in engines.items()
         }
-        self.method = self._sides[Side.method]
-        self.baseline = self._sides.get(Side.baseline)
+        self.method = self.sides[Side.method]
+        self.baseline = self.sides.get(Side.baseline)
 
     def warm_up(self) -> None:
         """Have every engine build what the workload needs, then run a few tokens of a few requests;
@@ -96,7 +97,7 @@ class Measurement:
             for r in in_turn[:count]
         ]
         whole = in_turn[: FULL_WARM_UP_BATCHES * count]
-        for engine in (side.engine for side in self._sides.values()):
+        for engine in (side.engine for side in self.sides.values()):
             engine.prepare(self.requests)
             for requests in (few, *[whole] * MAX_FULL_WARM_UPS):
                 built_before = engine.num_built()
@@ -112,7 +113,7 @@ class Measurement:
         with _model_kept_from_garbage_collection():
             for number, share in enumerate(_parts(self.requests), start=1):
                 part = self._arrivals.offered(share, number)
-                for side, measured in self._sides.items():
+                for side, measured in self.sides.items():
                     for sink in self._sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
                     built_before = measured.engine.num_built()
@@ -122,7 +123,7 @@ class Measurement:
                         closing_run(measured.engine, part, self._concurrency) as events,
                     ):
                         for event in events:
-                            self._record(side, event)
+                            self.record(side, event)
                     measured.built += measured.engine.num_built() - built_before
 
     def profile(self) -> None:
@@ -130,12 +131,13 @@ class Measurement:
         steps of the first requests."""
         firsts = [request for request in self.requests if request.after is None]
         few = firsts[: min(self._concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
-        for measured in self._sides.values():
+        for measured in self.sides.values():
             measured.step_profile = measured.engine.profile_step(few)
             measured.phase_ms = measured.engine.profile_phases(few)
 
-    def _record(self, side: Side, event: StepRecord | Completion) -> None:
-        measured, meter = self._sides[side], self._sides[side].meter
+    def record(self, side: Side, event: StepRecord | Completion) -> None:
+        """Count a step or a completion of the round that has begun."""
+        measured, meter = self.sides[side], self.sides[side].meter
         if isinstance(event, StepRecord):
             record = replace(event, step=meter.num_steps)  # steps count on through rounds
             meter.add_step(record)

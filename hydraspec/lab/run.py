@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +13,16 @@ import torch
 
 from hydraspec import factory
 from hydraspec.config import to_dict
+from hydraspec.config.engines import NATIVE
 from hydraspec.config.schema import RunConfig, Verification
-from hydraspec.engine.base import Engine
+from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.lab import (
     environment,
     generated,
     positions,
     prediction,
     sampled,
-    summary,
+    saving,
     token_texts,
     tracking,
     verdict,
@@ -30,14 +30,14 @@ from hydraspec.lab import (
 )
 from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.journal import Beginning, Journal
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
-from hydraspec.lab.run_warnings import warnings_of
+from hydraspec.lab.saving import Loaded
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side
-from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
-from hydraspec.metrics.tracker import WandbSink
+from hydraspec.metrics.summary import Lossless, RunFacts
 from hydraspec.types import NotFiniteError, WorkloadError
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def run(
             concurrency=config.workload.concurrency,
             arrivals=_arrivals(config),
         )
-        save = partial(_save, loaded, measurement, recorder)
+        save = partial(saving.save, loaded, measurement, recorder)
         try:
             measurement.warm_up()
             if (costs := measurement.method.engine.info.costs) is not None:
@@ -94,7 +94,7 @@ def run(
             save("interrupted", _judge_if_possible(loaded, measurement))
             raise
         except Exception as error:
-            _save_despite(error, loaded, measurement, recorder)
+            saving.save_despite(error, loaded, measurement, recorder)
             raise
         if lossless["not_finite_in"] is not None:
             save("failed", lossless)
@@ -111,23 +111,8 @@ def _arrivals(config: RunConfig) -> ArrivalProcess:
 # ------------------------------------------------------------------ load
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class _Loaded:
-    """What a run has before its first step."""
-
-    config: RunConfig
-    typed: Sequence[str]  # its overrides
-    engines: Mapping[Side, Engine]
-    workload: Workload
-    expected: prediction.Expected
-    tracker: WandbSink | None
-    decode: Callable[[Sequence[int]], str] | None  # text of tokens, where the run shows any
-    load_s: float
-    loaded_at: float  # time.perf_counter()
-
-
 @contextmanager
-def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterator[_Loaded]:
+def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterator[Loaded]:
     """Read the workload, load the engine and tokenise; closes engines and tracker at the end."""
     workload, expected = workloads.read(config), prediction.read(config)
     with ExitStack() as open_parts:
@@ -156,7 +141,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         for warning in (*arrivals, *expected.warnings):
             log.warning(warning)
             workload.warnings.append(warning)
-        yield _Loaded(
+        yield Loaded(
             config=config,
             typed=typed,
             engines=engines,
@@ -164,9 +149,19 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             expected=expected,
             tracker=tracker,
             decode=token_texts.decoder(config),
-            load_s=load_s,
-            loaded_at=loaded_at,
+            facts=partial(_facts, load_s, loaded_at),
         )
+
+
+def _facts(load_s: float, loaded_at: float, info: EngineInfo) -> RunFacts:
+    """As they are now; `loaded_at`: time.perf_counter()."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,
+        "memory_bytes": {**info.memory_bytes, "peak_rss": environment.peak_rss_bytes()},
+        "load_s": load_s,
+        "run_s": time.perf_counter() - loaded_at,
+    }
 
 
 def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> Workload:
@@ -182,7 +177,7 @@ def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> 
     return workload
 
 
-def _recorder(loaded: _Loaded, folder: RunFolder, quiet: bool) -> Recorder:
+def _recorder(loaded: Loaded, folder: RunFolder, quiet: bool) -> Recorder:
     """The run's recorder; its tracker knows the loaded engine, and has started."""
     info = loaded.engines[Side.method].info
     if loaded.tracker is not None:
@@ -196,14 +191,24 @@ def _recorder(loaded: _Loaded, folder: RunFolder, quiet: bool) -> Recorder:
         sides=list(loaded.engines),
         tracker=loaded.tracker,
         decode=loaded.decode,
+        journal=_journal(loaded, folder),
         quiet=quiet,
     )
+
+
+def _journal(loaded: Loaded, folder: RunFolder) -> Journal | None:
+    """Where several ranks run: if this one is lost, others can save what it had finished."""
+    if loaded.config.engine.name != NATIVE or loaded.config.parallelism.num_ranks == 1:
+        return None
+    infos = {side: engine.info for side, engine in loaded.engines.items()}
+    facts = loaded.facts(infos[Side.method])
+    return Journal(folder.path, Beginning(infos, facts, loaded.workload.warnings))
 
 
 # ------------------------------------------------------------------ verdict
 
 
-def _judge(loaded: _Loaded, measurement: Measurement) -> Lossless:
+def _judge(loaded: Loaded, measurement: Measurement) -> Lossless:
     method, baseline = measurement.method, measurement.baseline
     requests = loaded.workload.requests
     if baseline is None:
@@ -222,7 +227,7 @@ def _judge(loaded: _Loaded, measurement: Measurement) -> Lossless:
     )
 
 
-def _judge_if_possible(loaded: _Loaded, measurement: Measurement) -> Lossless:
+def _judge_if_possible(loaded: Loaded, measurement: Measurement) -> Lossless:
     """The verdict after an interrupt; a second one, or an engine left unusable, skips it."""
     try:
         return _judge(loaded, measurement)
@@ -240,59 +245,3 @@ def _not_finite(request_id: str, lossless: Lossless, measurement: Measurement) -
         index = next(r.index for r in measurement.requests if r.id == request_id)
         position = len(method.completions[index].output_token_ids) - 1
     return NotFiniteError(request_id, position, method.engine.info.dtype)
-
-
-# ------------------------------------------------------------------ save
-
-
-def _save(
-    loaded: _Loaded,
-    measurement: Measurement,
-    recorder: Recorder,
-    status: Status,
-    lossless: Lossless,
-    warnings: Sequence[str] = (),
-) -> Summary:
-    rows = summary.request_rows(loaded.workload.requests, measurement)
-    return recorder.save(partial(_summarise, loaded, measurement, status, lossless, warnings), rows)
-
-
-def _save_despite(
-    error: Exception, loaded: _Loaded, measurement: Measurement, recorder: Recorder
-) -> None:
-    """Save what had finished before an error, if the disk allows; the error itself matters more."""
-    lossless = verdict.not_checked(
-        "the run ended early", loaded.workload.requests, measurement.method.completions
-    )
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, NotFiniteError):
-        lossless["not_finite_in"], reason = error.request_id, error.finding
-    warnings = [f"the run ended early: {reason}"]
-    try:
-        _save(loaded, measurement, recorder, "failed", lossless, warnings)
-    except OSError as other:
-        error.add_note(f"and what had finished could not be saved: {other}")
-
-
-def _summarise(
-    loaded: _Loaded,
-    measurement: Measurement,
-    status: Status,
-    lossless: Lossless,
-    warnings: Sequence[str],
-) -> Summary:
-    info = measurement.method.engine.info
-    facts: RunFacts = {
-        "num_threads": torch.get_num_threads(),
-        "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,
-        "memory_bytes": {**info.memory_bytes, "peak_rss": environment.peak_rss_bytes()},
-        "load_s": loaded.load_s,
-        "run_s": time.perf_counter() - loaded.loaded_at,
-    }
-    result = summary.build(
-        loaded.config, measurement, lossless, status=status, facts=facts, expected=loaded.expected
-    )
-    known = (*loaded.config.warnings, *loaded.workload.warnings, *info.warnings, *warnings)
-    found = warnings_of(loaded.config, result, measurement, loaded.typed)
-    result["warnings"] = list(dict.fromkeys((*known, *found)))
-    return result
