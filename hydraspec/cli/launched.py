@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class Task:
         if os.getpid() != self.starter:  # which it is with joblib and n_jobs=1
             # An interrupt from a terminal reaches every process; here only the stop file counts.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if os.getppid() == self.starter:  # joblib's; Slurm's processes outlive the command
+                _end_with(self.starter)
         hydra: Any = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
         name = folder.relative_to(self.sweep).as_posix()
@@ -206,6 +209,18 @@ def _watch(stop: Path, parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=look, daemon=True, name="stop").start()
+
+
+@cache
+def _end_with(starter: int) -> None:
+    """End this process once its parent is gone; the job's process then saves, and ends too."""
+
+    def look() -> None:
+        while os.getppid() == starter:
+            time.sleep(LOOK_EVERY_S)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True, name="starter").start()
 
 
 def as_ended(value: Any, name: str) -> Ended:

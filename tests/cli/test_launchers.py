@@ -248,6 +248,26 @@ def test_an_interrupt_saves_what_is_finished(n_jobs: int, tmp_path: Path) -> Non
 
 @needs_launchers
 @pytest.mark.slow
+def test_jobs_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    """Catches processes that decode on for hours, and a job that is not saved."""
+    process = start(tmp_path / "s", "hydra/launcher=joblib", "seed=1,2,3", *ENDLESS)
+    files = [tmp_path / "s" / job / "env.json" for job in "01"]
+    deadline = time.monotonic() + 120
+    while not all(file.is_file() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(3)
+    process.kill()
+    process.communicate(timeout=60)  # until no process holds its pipes
+    assert not (tmp_path / "s" / "2" / "config.yaml").exists()
+    deadline = time.monotonic() + 30
+    while not all(file.with_name("summary.json").is_file() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert {summary(file.parent)["status"] for file in files} == {"interrupted"}
+
+
+@needs_launchers
+@pytest.mark.slow
 def test_a_job_that_is_killed_leaves_the_others_running(tmp_path: Path) -> None:
     typed = ("seed=1,2", *ENDLESS[:-2], "sampling.max_tokens=64")
     process = start(tmp_path / "s", "hydra/launcher=joblib", *typed)
