@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from hydraspec.comparison.baselines import baseline_keys
 from hydraspec.comparison.pairs import (
     ALL,
     Figure,
@@ -23,6 +22,7 @@ from hydraspec.comparison.pairs import (
     slowest_requests,
 )
 from hydraspec.comparison.runs import Job
+from hydraspec.comparison.setups import baseline_keys
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import ratio
 

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
-from hydraspec.comparison.baselines import baseline_keys
-from hydraspec.comparison.baselines import titles as setup_titles
 from hydraspec.comparison.ranking import Ranked, Ranking, rank
 from hydraspec.comparison.runs import (
     Job,
@@ -25,6 +23,7 @@ from hydraspec.comparison.runs import (
     refuse,
     short_names,
 )
+from hydraspec.comparison.setups import baseline_keys, setup_titles
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary

@@ -1,7 +1,8 @@
-"""Which jobs share a baseline: they decode without drafts on the same setup.
+"""Setups of jobs: split, device, engine and its settings, and which jobs share a baseline.
 
-A setup is split, device, engine and its settings. Speedups, each over its own baseline, say which
-job is faster only among jobs of one setup; others are compared by their tokens per second.
+Jobs of one setup and load decode without drafts at the same speed. Speedups, each over its own
+baseline, say which job is faster only among jobs of one setup; others are compared by their tokens
+per second.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
     return [str([each[key] for key in common]) for each in found]
 
 
-def titles(firsts: Sequence[Run]) -> list[str]:
+def setup_titles(firsts: Sequence[Run]) -> list[str]:
     """What tells the setups of runs apart: "tp2", "engine vllm"; further settings where these are
     equal."""
     found = [_settings(run, load=False) for run in firsts]

@@ -12,8 +12,8 @@ from studied_runs import configure, divide, edit, slow_down, stretch
 
 import hydraspec
 from hydraspec.cli.compare import main
-from hydraspec.comparison.baselines import baseline_keys, titles
 from hydraspec.comparison.runs import read_run
+from hydraspec.comparison.setups import baseline_keys, setup_titles
 
 
 def of(found: dict[str, Any], name: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_what_makes_another_setup(studied: Path) -> None:
     assert len(keys("device")) == 2
     assert len(keys("moved")) == 1
     found = [read_run(studied / name) for name in ("1", "threads", "device")]
-    assert titles(found) == [
+    assert setup_titles(found) == [
         "device cpu, num_threads -",
         "device cpu, num_threads 7",
         "device cuda",
