@@ -94,14 +94,14 @@ def _margin(text: str) -> float:
 
 def _write(file: Path, folders: Sequence[Path]) -> int:
     from hydraspec.comparison import baseline
-    from hydraspec.comparison.gate import label
+    from hydraspec.comparison.gate import labels
     from hydraspec.comparison.runs import Job
 
     found = baseline.usable(folders)
     baseline.write(file, found)
-    for runs in found:
-        about = label(Job(name="", label="", runs=runs))
-        _say(f"{about}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
+    about = labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
+    for label, runs in zip(about, found, strict=True):
+        _say(f"{label}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
     _say(f"Baseline: {file}")
     return 0
 
@@ -132,10 +132,9 @@ def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> 
 
 def _lines(outcome: Outcome) -> Iterator[str]:
     """A job's result: what is worse, one line each, then the rest in short."""
-    from hydraspec.comparison import gate
     from hydraspec.comparison.words import in_words
 
-    yield f"{gate.label(outcome.job)}: {'REGRESSION' if outcome.failed else 'no worse'}"
+    yield f"{outcome.job.label}: {'REGRESSION' if outcome.failed else 'no worse'}"
     for text in outcome.broken:
         yield f"  worse: {text}"
     for check in outcome.worse:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hydraspec.comparison import outputs
 from hydraspec.comparison.pairs import ALL, Figure, figures, paired
-from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, refuse
+from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, labels_of, refuse
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_lengths import drafts_name, drafts_of
 from hydraspec.metrics.files import Json
@@ -132,7 +132,7 @@ Sided = tuple[Job, Json]
 
 def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Sided, Sided]]:
     """Pairs of jobs of the same method, K, engine and devices; where several have these in common,
-    of the same settings.
+    of the same settings. Sets their labels.
 
     Raises:
         ConfigurationError: a job that only one side has, or has twice.
@@ -148,6 +148,10 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
             allowed="a job once, with any number of its repeats",
             remedy="give the folders of one commit only",
         )
+    every = [job for job, _ in (*jobs, *baseline)]
+    named = labels(every) if key is _long_key else [_name(job) for job in every]
+    for job, label in zip(every, named, strict=True):
+        job.label = label
     for here, there, side, remedy in (
         (mine, theirs, "the baseline has", "leave the run out, or write a baseline with it"),
         (theirs, mine, "the folders have", "run it too, or write a baseline without it"),
@@ -156,15 +160,21 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
             if name not in there:
                 raise refuse(
                     job.runs[0].folder,
-                    f"{side} no job {label(job)}",
+                    f"{side} no job {job.label}",
                     allowed="the same jobs on both sides: "
-                    + "; ".join(sorted(label(each) for each, _ in there.values())),
+                    + "; ".join(sorted(each.label for each, _ in there.values())),
                     remedy=remedy,
                 )
     return [(mine[name], theirs[name]) for name in mine]
 
 
-def label(job: Job) -> str:
+def labels(jobs: Sequence[Job]) -> list[str]:
+    """What jobs are called: "tiny_gemma4, gemma4_mtp, K=3, native", and settings that tell apart
+    jobs that have these in common: "…, native, max_num_seqs=8"."""
+    return labels_of([_name(job) for job in jobs], [job.runs[0] for job in jobs])
+
+
+def _name(job: Job) -> str:
     """ "tiny_gemma4, gemma4_mtp, K=3, native"; "…, native, tp2" with several ranks, and
     "…, native, block" with a verification other than the standard one."""
     summary = job.summary

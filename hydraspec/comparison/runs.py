@@ -30,6 +30,7 @@ from hydraspec.metrics.summary import Summary
 POOLED = ("seed", "tracker", "metrics", "warnings")
 # Settings that one word of a split says: "tp2".
 SPLIT = tuple(f"parallelism.{key}" for key in ("name", "tensor", "pipeline", "data"))
+MAX_TOLD = 2  # settings in a label; further ones only where they tell jobs apart
 Key = tuple[str, tuple[int, ...]]  # a request's id and its prompt
 
 
@@ -211,11 +212,11 @@ def pool(runs: Sequence[Run]) -> list[Job]:
     if len(groups) < 2:
         groups = [[run] for run in runs]
     firsts = [group[0] for group in groups]
-    differing = differing_settings(firsts)
     names = short_names([run.folder for run in firsts])
+    labels = labels_of([_method(run) for run in firsts], firsts)
     return [
-        Job(name=name, label=_label(run, firsts, differing), runs=group)
-        for run, group, name in zip(firsts, groups, names, strict=True)
+        Job(name=name, label=label, runs=group)
+        for name, label, group in zip(names, labels, groups, strict=True)
     ]
 
 
@@ -242,36 +243,55 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def differing_keys(settings: Sequence[Mapping[str, object]]) -> list[str]:
-    """The keys in which they differ, apart from those that repeats may differ in."""
-    keys = dict.fromkeys(key for one in settings for key in one)
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """The keys for `Run.setting` in which runs differ, apart from those that repeats may differ in;
+    those of a split are one."""
+    settings = (key for run in runs for key in run.settings)
+    keys = dict.fromkeys("parallelism" if key in SPLIT else key for key in settings)
     return [
         key
         for key in keys
-        if key.partition(".")[0] not in POOLED and len({str(one.get(key)) for one in settings}) > 1
+        if key.partition(".")[0] not in POOLED and len({str(run.setting(key)) for run in runs}) > 1
     ]
 
 
-def differing_settings(runs: Sequence[Run]) -> list[str]:
-    """The keys for `Run.setting` in which runs differ; those of a split are one."""
-    keys = differing_keys([run.settings for run in runs])
-    return list(dict.fromkeys("parallelism" if key in SPLIT else key for key in keys))
+def labels_of(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Names of runs, with settings in which runs of the same name differ: "…, tp2, check=True"."""
+    found = list(zip(names, runs, strict=True))
+    keys = {
+        name: _telling([run for its, run in found if its == name]) for name in dict.fromkeys(names)
+    }
+    return [", ".join([name, *_told(run, keys[name])]) for name, run in found]
 
 
-def _label(run: Run, others: Sequence[Run], differing: Sequence[str]) -> str:
-    """The method and K, and settings that differ from a run with both the same."""
-    method, drafts = _method(run)
-    parts = [method, *([f"K={drafts}"] if drafts else [])]
-    alike = [other for other in others if _method(other) == _method(run)]
-    for key in differing:
-        if len({str(each.setting(key)) for each in alike}) > 1:
-            name = key.removesuffix(".name").rpartition(".")[2]
-            parts.append(f"{'' if key == 'parallelism' else f'{name}='}{run.setting(key)}")
-    return ", ".join(parts[:4])
+def _telling(runs: Sequence[Run]) -> list[str]:
+    """The first MAX_TOLD settings in which runs differ, and others that tell runs apart for which
+    these are equal."""
+    keys: list[str] = []
+    for key in differing_settings(runs):
+        more = [*keys, key]
+        if len(keys) < MAX_TOLD or _num_told(runs, more) > _num_told(runs, keys):
+            keys = more
+    return keys
 
 
-def _method(run: Run) -> tuple[str, int | str]:
-    return run.summary["method"], drafts_of(run.summary)
+def _num_told(runs: Sequence[Run], keys: Sequence[str]) -> int:
+    return len({tuple(_told(run, keys)) for run in runs})
+
+
+def _told(run: Run, keys: Sequence[str]) -> list[str]:
+    """ "max_num_seqs=7", "engine=vllm", "tp2"."""
+    names = [key.removesuffix(".name").rpartition(".")[2] for key in keys]
+    return [
+        str(run.setting(key)) if key == "parallelism" else f"{name}={run.setting(key)}"
+        for key, name in zip(keys, names, strict=True)
+    ]
+
+
+def _method(run: Run) -> str:
+    """ "gemma4_mtp, K=3"."""
+    drafts = drafts_of(run.summary)
+    return ", ".join([run.summary["method"], *([f"K={drafts}"] if drafts else [])])
 
 
 # ---------------------------------------------------------------- what may be compared

@@ -1,4 +1,4 @@
-"""What jobs of several splits are called."""
+"""What tells jobs apart by name: splits, and other settings."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ def test_a_choice_of_a_group_is_called_by_the_group(studied: Path) -> None:
     assert jobs[1].label == "gemma4_mtp, K=3, engine=vllm"
 
 
+def test_a_label_of_many_settings_tells_jobs_apart(studied: Path) -> None:
+    """Catches the third setting left out, which alone tells two of them apart; others are."""
+    other = Path(shutil.copytree(studied / "1", studied / "other"))
+    configure(other, engine__name="vllm", engine__device="cuda", engine__num_threads=7)
+    configure(Path(shutil.copytree(studied / "1", studied / "more")), engine__max_num_seqs=8)
+    jobs = pool([read_run(studied / name) for name in ("1", "other", "more")])
+    assert [job.label for job in jobs] == [
+        "gemma4_mtp, K=3, engine=native, device=auto, max_num_seqs=16",
+        "gemma4_mtp, K=3, engine=vllm, device=cuda, max_num_seqs=16",
+        "gemma4_mtp, K=3, engine=native, device=auto, max_num_seqs=8",
+    ]
+
+
 def test_the_gate_names_the_split_that_is_missing(
     studied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,3 +59,24 @@ def test_the_gate_names_the_split_that_is_missing(
     edit(two, verification="block")
     assert gate([stored, str(two)]) == 2
     assert "K=3, fake, tp2, block\n" in capsys.readouterr().err
+
+
+def test_the_gate_tells_jobs_apart_by_their_settings(
+    studied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches one label for two jobs that differ in a setting of the engine alone."""
+    for number in (8, 9):
+        run = Path(shutil.copytree(studied / "1", studied / f"seqs{number}"))
+        configure(run, engine__max_num_seqs=number)
+    stored, both = str(studied / "gate.json"), [str(studied / name) for name in ("1", "seqs8")]
+    assert gate(["--write", stored, *both]) == 0
+    assert gate([stored, *both]) == 0
+    printed = capsys.readouterr().out
+    for number in (16, 8):
+        name = f"tiny_fake, gemma4_mtp, K=3, fake, max_num_seqs={number}"
+        assert f"{name}: 1 run, 6 requests\n" in printed
+        assert f"{name}: no worse\n" in printed
+    assert gate([stored, str(studied / "1"), str(studied / "seqs9")]) == 2
+    said = capsys.readouterr().err
+    assert "the baseline has no job tiny_fake, gemma4_mtp, K=3, fake, max_num_seqs=9\n" in said
+    assert said.count("max_num_seqs=16") == said.count("max_num_seqs=8") == 1
