@@ -1,4 +1,4 @@
-"""What is told of two jobs over the same requests: speedup, acceptance and accuracy, paired."""
+"""What is told of two jobs over the same requests: speed, acceptance and accuracy, paired."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hydraspec.metrics.paired import (
 )
 
 Says = Literal["better", "worse", "cannot_tell"]
-Main = Literal["speedup", "tokens_per_second"]  # measures that jobs are ranked by
-Measure = Literal[Main, "acceptance_length", "accuracy"]
+RankedBy = Literal["speedup", "tokens_per_second"]
+Measure = Literal[RankedBy, "acceptance_length", "accuracy"]
 ALL = ""  # the scope of a figure over all requests; other scopes are categories
-SPEED = slice(0, 4)  # columns of `Pairs`: tokens and ms of the method, then of the baseline
+METHOD, BASELINE = slice(0, 2), slice(2, 4)  # columns of `Pairs`: tokens and ms
 ACCEPTANCE = slice(4, 6)  # tokens of verifications (accepted and the one after), verifications
 CORRECT = 6  # 1, 0 or NaN
 # Columns of each measure, and the signs with which they make its figure.
 COLUMNS: dict[Measure, tuple[slice, tuple[int, ...]]] = {
-    "tokens_per_second": (slice(0, 2), (1, -1)),
-    "speedup": (SPEED, (1, -1, -1, 1)),
+    "tokens_per_second": (METHOD, (1, -1)),
+    "speedup": (slice(METHOD.start, BASELINE.stop), (1, -1, -1, 1)),
     "acceptance_length": (ACCEPTANCE, (1, -1)),
 }
 PER_SECOND = 1000.0  # tokens per millisecond → per second
@@ -159,7 +159,7 @@ def accuracy(rows: Array) -> float | None:
 
 
 def own_figure(job: Job, pairs: Pairs, measure: Measure, scope: str) -> PairedRatio:
-    """A job's speedup or acceptance length with its interval; `pairs` are the job's with itself."""
+    """A measure of one job with its interval, not accuracy; `pairs` are the job's with itself."""
     part, signs = COLUMNS[measure]
     chosen = pairs.of(scope)
     found = _ratio(chosen, chosen.job[:, part], signs, measure, _at_once(job))

@@ -10,9 +10,11 @@ from itertools import zip_longest
 
 from hydraspec.comparison.pairs import (
     ALL,
+    BASELINE,
+    PER_SECOND,
     Figure,
-    Main,
     Measure,
+    RankedBy,
     RequestFigures,
     accuracy,
     corrected,
@@ -36,8 +38,8 @@ class Ranked:
 
     Attributes:
         rank: by the ranking's measure, from 1; None without one.
-        speeds, speedups, lengths: by scope: ALL or a category. Speeds are tokens per second, only
-            where these rank.
+        throughputs, speedups, lengths: by scope: ALL or a category. Throughputs are in tokens per
+            second, and there only where these rank.
         versus, slowest: against the reference, and the requests that lost most; empty for the
             reference.
         told_from_best: whether it differs from the best job beyond noise, in the ranking's measure.
@@ -50,7 +52,7 @@ class Ranked:
     accuracy: float | None
     baseline_tokens_per_second: float | None
     by_position: list[float | None]
-    speeds: dict[str, PairedRatio] = field(default_factory=dict)
+    throughputs: dict[str, PairedRatio] = field(default_factory=dict)
     versus: list[Figure] = field(default_factory=list)
     slowest: list[RequestFigures] = field(default_factory=list)
     told_from_best: bool = False
@@ -60,9 +62,9 @@ class Ranked:
         wanted = (measure, scope)
         return next((f for f in self.versus if (f.measure, f.scope) == wanted), None)
 
-    def own(self, measure: Main) -> PairedRatio:
+    def own(self, measure: RankedBy) -> PairedRatio:
         """Its speedup or its tokens per second, over all requests."""
-        return (self.speedups if measure == "speedup" else self.speeds)[ALL]
+        return (self.speedups if measure == "speedup" else self.throughputs)[ALL]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class Ranking:
 
     ranked: list[Ranked]
     reference: Ranked
-    by: Main = "speedup"
+    by: RankedBy = "speedup"
 
     @property
     def others(self) -> list[Ranked]:
@@ -88,8 +90,8 @@ class Ranking:
         return list(dict.fromkeys(scope for each in self.ranked for scope in each.speedups))
 
     def drift(self) -> tuple[Ranked, Ranked] | None:
-        """The slowest and the fastest job of the same baseline, if these differ by DRIFT; of
-        several baselines, of the one that differs most."""
+        """The jobs in which their common baseline was slowest and fastest, if that differs by
+        DRIFT; of several such baselines, of the one that differs most."""
         known = [each for each in self.ranked if each.baseline_tokens_per_second]
         groups: dict[str, list[Ranked]] = {}
         for each, key in zip(known, baseline_keys([r.job.runs[0] for r in known]), strict=True):
@@ -103,14 +105,14 @@ def _baseline(each: Ranked) -> float:
     return each.baseline_tokens_per_second or 0.0
 
 
-def fitting_measure(jobs: Sequence[Job]) -> Main:
+def fitting_measure(jobs: Sequence[Job]) -> RankedBy:
     """What tells which job is faster: "speedup" where all share a baseline, which cancels the
     machine, else "tokens_per_second"."""
     keys = baseline_keys([job.runs[0] for job in jobs], load=False)
     return "speedup" if len(set(keys)) == 1 else "tokens_per_second"
 
 
-def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: Main = "speedup") -> Ranking:
+def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "speedup") -> Ranking:
     """Rank jobs that are alike (`runs.check_alike`) by their paired speedup or throughput.
 
     Args:
@@ -132,7 +134,7 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: Main = "speed
 
 
 def _versus(
-    made: Sequence[Ranked], against: Ranked, num_pairs: int | None, by: Main
+    made: Sequence[Ranked], against: Ranked, num_pairs: int | None, by: RankedBy
 ) -> dict[int, list[Figure]]:
     measured = by == "tokens_per_second"
     pairs = {
@@ -144,7 +146,7 @@ def _versus(
     return {int(i): figures_of for i, figures_of in found.items()}
 
 
-def _mark_told(made: Sequence[Ranked], best: Ranked, against: Ranked, by: Main) -> None:
+def _mark_told(made: Sequence[Ranked], best: Ranked, against: Ranked, by: RankedBy) -> None:
     if against is best:
         for each in made:
             speed = each.against(by)
@@ -153,19 +155,21 @@ def _mark_told(made: Sequence[Ranked], best: Ranked, against: Ranked, by: Main) 
         against.told_from_best = speed.says != "cannot_tell"
 
 
-def _ranked(job: Job, by: Main) -> Ranked:
+def _ranked(job: Job, by: RankedBy) -> Ranked:
     pairs = paired(job, job)
     scopes = pairs.scopes()
     measured = scopes if by == "tokens_per_second" else []
-    baselines = pairs.job[:, 2:4].sum(axis=0)
+    num_tokens, milliseconds = pairs.job[:, BASELINE].sum(axis=0)
     return Ranked(
         job=job,
         rank=None,
         speedups={scope: own_figure(job, pairs, "speedup", scope) for scope in scopes},
         lengths={scope: own_figure(job, pairs, "acceptance_length", scope) for scope in scopes},
-        speeds={scope: own_figure(job, pairs, "tokens_per_second", scope) for scope in measured},
+        throughputs={
+            scope: own_figure(job, pairs, "tokens_per_second", scope) for scope in measured
+        },
         accuracy=accuracy(pairs.job),
-        baseline_tokens_per_second=ratio(1000 * baselines[0], baselines[1]),
+        baseline_tokens_per_second=ratio(PER_SECOND * num_tokens, milliseconds),
         by_position=acceptance_by_position(job),
     )
 

@@ -86,17 +86,20 @@ def drift_words(ranking: Ranking) -> str | None:
     if (drift := ranking.drift()) is None:
         return None
     slow, fast = drift
+    if ranking.by == "speedup":
+        so = "so tokens/s cannot be compared; speedups, each against its own baseline, can."
+    else:
+        so = "so the ranking by tokens/s may be the machine's."
     return (
         f"The same baseline ran at {slow.baseline_tokens_per_second:,.0f} tokens/s in "
         f"{slow.job.name} and at {fast.baseline_tokens_per_second:,.0f} in {fast.job.name}: the "
-        "machine changed between jobs, so tokens/s cannot be compared; speedups, each against its "
-        "own baseline, can."
+        f"machine changed between jobs, {so}"
     )
 
 
 def verdicts(ranking: Ranking, *, brief: bool = False) -> Iterator[str]:
-    """A sentence for each measure over all requests, and for categories where a job differs;
-    `brief` leaves what the jobs are ranked by over all requests."""
+    """A sentence for each measure over all requests, and for categories where a job differs; with
+    `brief` for the measure that ranks the jobs alone, over all requests."""
     for each in ranking.others:
         for figure in each.versus:
             if brief and (figure.measure, figure.scope) != (ranking.by, ALL):
@@ -127,7 +130,7 @@ def _job_json(each: Ranked, ranking: Ranking) -> Json:
         "folders": [str(run.folder) for run in each.job.runs],
         "rank": each.rank,
         "told_from_best": each.told_from_best,
-        "tokens_per_second": as_interval(each.speeds[ALL]) if each.speeds else None,
+        "tokens_per_second": as_interval(each.throughputs[ALL]) if each.throughputs else None,
         "num_devices": each.job.num_devices,
         "speedup": as_interval(each.speedups[ALL]),
         "acceptance_length": as_interval(each.lengths[ALL]),
@@ -172,7 +175,7 @@ def table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     for each in ranking.ranked:
         for scope in each.speedups:
             for measure, found in (
-                ("tokens_per_second", each.speeds.get(scope)),
+                ("tokens_per_second", each.throughputs.get(scope)),
                 ("speedup", each.speedups[scope]),
                 ("acceptance_length", each.lengths[scope]),
             ):

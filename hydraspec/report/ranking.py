@@ -108,7 +108,7 @@ def cells(each: Ranked, ranking: Ranking) -> list[str]:
 
 def _speeds(each: Ranked) -> list[str]:
     """Tokens per second, in all and per device."""
-    total = each.speeds[ALL].ratio
+    total = each.throughputs[ALL].ratio
     return [number(total, 0), number(None if total is None else total / each.job.num_devices, 0)]
 
 

@@ -48,7 +48,8 @@ def test_splits_are_ranked_by_tokens_per_second(
     assert speed["says"] == "worse"
     assert speed["value"] == pytest.approx(two["tokens_per_second"]["mean"])
     assert speed["ratio"] == pytest.approx(speed["value"] / speed["reference_value"])
-    assert (speed["ratio"] < 0.2, speedup["ratio"] > 1.2) == (True, True)
+    assert speed["ratio"] < 0.2
+    assert speedup["ratio"] > 1.2
     assert main([str(splits / "one"), str(splits / "two"), "--write", str(splits / "out")]) == 0
     printed = capsys.readouterr().out
     assert "tok/s per device" in printed
@@ -74,6 +75,7 @@ def test_drift_is_judged_within_a_split(splits: Path) -> None:
     found = hydraspec.compare([splits / name for name in ("one", "two", "again")])
     assert " in again and at " in found["drift"]
     assert " in one: the machine changed" in found["drift"]
+    assert found["drift"].endswith("so the ranking by tokens/s may be the machine's.")
 
 
 def test_another_load_is_no_drift(splits: Path) -> None:
