@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hydraspec.comparison.pairs import ALL
 from hydraspec.metrics.assessment import WORDS
@@ -164,7 +164,8 @@ def _speedup(one: JobFigures) -> float:
 
 
 def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
-    named: Sequence[Mapping[str, object]] = summaries
+    """As text; a key that only some versions know is of these alone."""
+    found: list[object] = [summary.get(key) for summary in summaries if key in summary]
     if key == "num_speculative_tokens":
-        return list(dict.fromkeys(str(drafts_of(summary)) for summary in summaries))
-    return list(dict.fromkeys(str(summary.get(key)) for summary in named))
+        found = [drafts_of(summary) for summary in summaries]
+    return list(dict.fromkeys(map(str, found)))
