@@ -35,11 +35,8 @@ READ = (  # keys of summary.json
     *("time_breakdown_ms", "time_breakdown_from", "output_tokens_per_second"),
     *("time_per_output_token_ms", "baseline", "warnings"),
 )
-READ_IF_PRESENT = (
-    "acceptance_by_output_place",
-    "teacher_forced",
-    "parallelism",
-)  # earlier versions lack them
+# Keys that summaries of earlier versions lack.
+READ_IF_PRESENT = ("acceptance_by_output_place", "teacher_forced", "parallelism")
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
 
@@ -159,21 +156,22 @@ def _groups(runs: Sequence[Run], family: str) -> list[Group]:
     groups: dict[tuple[str, str], list[Run]] = {}
     for run, load, setup in zip(runs, loads, setups, strict=True):
         groups.setdefault((load, setup), []).append(run)
-    of_load = dict(zip(loads, _each(runs, loads, partial(_titles, load=True)), strict=True))
-    of_setup = dict(zip(setups, _each(runs, setups, setup_titles), strict=True))
+    of_load = _by_key(runs, loads, partial(_titles, load=True))
+    of_setup = _by_key(runs, setups, setup_titles)
     return [
         _group(members, family, of_load[load], of_setup[setup])
         for (load, setup), members in groups.items()
     ]
 
 
-def _each(
+def _by_key(
     runs: Sequence[Run], keys: Sequence[str], titles: Callable[[Sequence[Run]], list[str]]
-) -> list[str]:
-    """A title for each run; those of equal keys share it."""
-    firsts = dict(zip(reversed(keys), reversed(runs), strict=True))
-    named = dict(zip(firsts, titles(list(firsts.values())), strict=True))
-    return [named[key] for key in keys]
+) -> dict[str, str]:
+    """A title for each key, of the first run that has it."""
+    firsts: dict[str, Run] = {}
+    for key, run in zip(keys, runs, strict=True):
+        firsts.setdefault(key, run)
+    return dict(zip(firsts, titles(list(firsts.values())), strict=True))
 
 
 def _group(runs: Sequence[Run], family: str, load: str, setup: str) -> Group:
@@ -181,17 +179,17 @@ def _group(runs: Sequence[Run], family: str, load: str, setup: str) -> Group:
     Raises:
         ConfigurationError: their prompts differ.
     """
-    jobs = pool(runs)
-    if len(jobs) < 2:
-        return Group(family=family, load=load, setup=setup, jobs=jobs)
+    group = Group(family=family, load=load, setup=setup, jobs=pool(runs))
+    if len(group.jobs) < 2:
+        return group
     bare = [run.name for run in runs if not _has_baseline(run)]
     if bare:
-        why = f"Not ranked: {', '.join(bare)} ran without a baseline"
-        return Group(family=family, load=load, setup=setup, jobs=jobs, unranked=why)
-    check_alike(jobs)
-    ranking = rank(jobs)
-    ordered = [each.job for each in ranking.ranked]
-    return Group(family=family, load=load, setup=setup, jobs=ordered, ranking=ranking)
+        group.unranked = f"Not ranked: {', '.join(bare)} ran without a baseline"
+        return group
+    check_alike(group.jobs)
+    group.ranking = rank(group.jobs)
+    group.jobs = [each.job for each in group.ranking.ranked]
+    return group
 
 
 def _has_baseline(run: Run) -> bool:
