@@ -218,22 +218,13 @@ def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> 
     """A label beside a point, in the chart, where it covers no other; its place is added to
     `taken`."""
     half = 4.0 * len(label)
+    others = [other for other in taken if other != (x, y)]
+
+    def is_free(at: tuple[float, float]) -> bool:
+        return all(max(abs(at[0] - u) - half, 0) + abs(at[1] - v) > 9 for u, v in others)
+
     places = [(x + side * (7 + half), y + dy) for dy in (-8, 12) for side in (1, -1)]
-    chosen = max(
-        places,
-        key=lambda at: (
-            at[0] + half <= WIDTH,
-            min(
-                (
-                    max(abs(at[0] - u) - half, 0) + abs(at[1] - v)
-                    for u, v in taken
-                    if (u, v) != (x, y)
-                ),
-                default=0.0,
-            )
-            > 9,
-        ),
-    )
+    chosen = max(places, key=lambda at: (at[0] + half <= WIDTH, is_free(at)))
     taken.append(chosen)
     return _text(chosen[0], chosen[1] + 4, label, "middle")
 

@@ -357,8 +357,9 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _label(column: str, value: object) -> str:
+    shown = _shown(column, value)
     if column in ("method", "parallelism"):
-        return _shown(column, value)
+        return shown
     if column == "num_speculative_tokens":
-        return f"K={_shown(column, value)}"
-    return f"{TITLES.get(column, column.rpartition('.')[2])} {_shown(column, value)}"
+        return f"K={shown}"
+    return f"{TITLES.get(column, column.rpartition('.')[2])} {shown}"

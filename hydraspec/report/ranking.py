@@ -30,8 +30,7 @@ NOTE_OF_SPEEDS = (
     "there, not which job is faster."
 )
 NAMES = ("", "job", "settings", "runs")
-SPEEDS = ("tok/s", "tok/s per device")  # where jobs are ranked by them
-HEADER = ("speedup", "acceptance length")
+THROUGHPUTS = ("tok/s", "tok/s per device")  # where jobs are ranked by them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class Blocks:
     speedups: Chart | None
     lengths: Chart | None
     sentences: Sequence[str]
-    brief: Sequence[str]  # of several jobs their speedups only
+    brief: Sequence[str]  # of several jobs only what ranks them
     notes: Sequence[str]
     slowest: Sequence[Sequence[str]]  # of two jobs: requests that lost most against the reference
 
@@ -74,9 +73,17 @@ def blocks(ranking: Ranking, title: str) -> Blocks:
 
 
 def _header(ranking: Ranking) -> list[str]:
-    against, (speedup, length) = "against the reference", HEADER
-    told = [speedup, against] if ranking.by == "speedup" else [*SPEEDS, against, speedup]
-    return [*NAMES, *told, length, _correct(ranking), "baseline tok/s"]
+    speeds = _in_order(ranking, THROUGHPUTS, "speedup", "against the reference")
+    return [*NAMES, *speeds, "acceptance length", _correct(ranking), "baseline tok/s"]
+
+
+def _in_order(
+    ranking: Ranking, throughputs: Sequence[str], speedup: str, against: str
+) -> list[str]:
+    """The columns of speed: what ranks the jobs, its ratio to the reference's, and the other."""
+    if ranking.by == "speedup":
+        return [speedup, against]
+    return [*throughputs, against, speedup]
 
 
 def _correct(ranking: Ranking) -> str:
@@ -93,21 +100,22 @@ def mark(each: Ranked, ranking: Ranking) -> str:
 def cells(each: Ranked, ranking: Ranking) -> list[str]:
     """A job's line in the table of jobs."""
     versus, speedup = each.against(ranking.by), estimate(each.speedups[ALL], "x")
-    against = (
-        "reference" if each is ranking.reference else estimate(versus.ratio) if versus else "-"
-    )
-    told = [speedup, against] if ranking.by == "speedup" else [*_speeds(each), against, speedup]
+    against = estimate(versus.ratio) if versus else "-"
+    if each is ranking.reference:
+        against = "reference"
     return [
         *(mark(each, ranking), each.job.name, each.job.label, str(len(each.job.runs))),
-        *told,
+        *_in_order(ranking, _throughputs(each), speedup, against),
         estimate(each.lengths[ALL]),
         number(each.accuracy, 3),
         number(each.baseline_tokens_per_second, 0),
     ]
 
 
-def _speeds(each: Ranked) -> list[str]:
-    """Tokens per second, in all and per device."""
+def _throughputs(each: Ranked) -> list[str]:
+    """Tokens per second, in all and per device; empty where jobs are not ranked by them."""
+    if not each.throughputs:
+        return []
     total = each.throughputs[ALL].ratio
     return [number(total, 0), number(None if total is None else total / each.job.num_devices, 0)]
 
