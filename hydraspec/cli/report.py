@@ -116,11 +116,11 @@ def _read(folders: Sequence[Path], *, asked: str | None = None) -> tuple[Study, 
     of_runs = [folder for folder in folders if not benchmarks[folder] or _holds_runs(folder)]
     runs = groups.read(of_runs) if of_runs else None
     made = study(runs, asked=asked) if runs else None
-    found = (result for results in benchmarks.values() for result in results)
     # A folder that was given twice, or beside its sweep, counts once.
-    if results := list({folder.resolve(): (folder, result) for folder, result in found}.values()):
+    results = {result[0].resolve(): result for found in benchmarks.values() for result in found}
+    if results:
         notes = () if runs else [f"Left out: {one}." for one in groups.without_result(folders)]
-        made = bench_study.extended(made, results, asked=asked, notes=notes)
+        made = bench_study.extended(made, list(results.values()), asked=asked, notes=notes)
     assert made is not None, "there is a folder"
     return made, runs
 

@@ -11,7 +11,7 @@ OTHER = "correct"  # of several kinds, or of one that this version does not know
 
 
 def accuracy_name(accuracies: Iterable[Accuracy | None]) -> str:
-    """By the `scoring` of runs' accuracies; else OTHER."""
+    """What correct outputs are called, by the `scoring` of runs' accuracies."""
     scorings = [each.get("scoring", "text") for each in accuracies if each]
     names = {NAMES.get(scoring, OTHER) for scoring in scorings} or {NAMES["text"]}
     return names.pop() if len(names) == 1 else OTHER

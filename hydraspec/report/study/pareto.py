@@ -20,7 +20,7 @@ from hydraspec.report.study.figures import Speeds, figures_of, own_baseline
 from hydraspec.report.study.groups import Family, Group
 
 PER_USER, TOTAL = "tokens_per_second_per_user", "output_tokens_per_second"
-MAX_LABEL = 10  # characters of a job's name beside its point
+MAX_LABEL = 10  # characters beside a point
 BASELINE = "none"
 TOTAL_OF = "tokens_per_second"  # as Speeds calls the total
 CORRECTED = (
