@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from studied_runs import configure, divide, edit
+from studied_runs import copied, divide, edit
 
 from hydraspec.cli.gate import main as gate
 from hydraspec.comparison.runs import pool, read_run
@@ -15,8 +14,8 @@ from hydraspec.comparison.runs import pool, read_run
 def test_a_label_names_the_split_as_its_choice(studied: Path) -> None:
     """Catches "name=tp2, tensor=2"; settings that are no sizes stand beside it."""
     for name, check in (("two", False), ("checked", True)):
-        run = divide(Path(shutil.copytree(studied / "1", studied / name)), name, time=1.0, tensor=2)
-        configure(run, parallelism__check=check)
+        run = copied(studied / "1", name, parallelism__check=check)
+        divide(run, name, time=1.0, tensor=2)
     jobs = pool([read_run(studied / name) for name in ("1", "two", "checked")])
     assert [job.label for job in jobs] == [
         "gemma4_mtp, K=3, single, check=False",
@@ -27,16 +26,16 @@ def test_a_label_names_the_split_as_its_choice(studied: Path) -> None:
 
 def test_a_choice_of_a_group_is_called_by_the_group(studied: Path) -> None:
     """Catches "name=vllm"."""
-    configure(Path(shutil.copytree(studied / "1", studied / "other")), engine__name="vllm")
+    copied(studied / "1", "other", engine__name="vllm")
     jobs = pool([read_run(studied / name) for name in ("1", "other")])
     assert jobs[1].label == "gemma4_mtp, K=3, engine=vllm"
 
 
 def test_a_label_of_many_settings_tells_jobs_apart(studied: Path) -> None:
     """Catches the third setting left out, which alone tells two of them apart; others are."""
-    other = Path(shutil.copytree(studied / "1", studied / "other"))
-    configure(other, engine__name="vllm", engine__device="cuda", engine__num_threads=7)
-    configure(Path(shutil.copytree(studied / "1", studied / "more")), engine__max_num_seqs=8)
+    changes = {"engine__name": "vllm", "engine__device": "cuda", "engine__num_threads": 7}
+    copied(studied / "1", "other", **changes)
+    copied(studied / "1", "more", engine__max_num_seqs=8)
     jobs = pool([read_run(studied / name) for name in ("1", "other", "more")])
     assert [job.label for job in jobs] == [
         "gemma4_mtp, K=3, engine=native, device=auto, max_num_seqs=16",
@@ -49,8 +48,8 @@ def test_the_gate_names_the_split_that_is_missing(
     studied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches "has no job X; allowed: X": all that tells jobs apart is in their label."""
-    stored, two = str(studied / "gate.json"), studied / "two"
-    divide(Path(shutil.copytree(studied / "1", two)), "tp2", time=1.0, tensor=2)
+    stored, two = str(studied / "gate.json"), copied(studied / "1", "two")
+    divide(two, "tp2", time=1.0, tensor=2)
     assert gate(["--write", stored, str(studied / "1")]) == 0
     assert gate([stored, str(two)]) == 2
     said = capsys.readouterr().err
@@ -66,8 +65,7 @@ def test_the_gate_tells_jobs_apart_by_their_settings(
 ) -> None:
     """Catches one label for two jobs that differ in a setting of the engine alone."""
     for number in (8, 9):
-        run = Path(shutil.copytree(studied / "1", studied / f"seqs{number}"))
-        configure(run, engine__max_num_seqs=number)
+        copied(studied / "1", f"seqs{number}", engine__max_num_seqs=number)
     stored, both = str(studied / "gate.json"), [str(studied / name) for name in ("1", "seqs8")]
     assert gate(["--write", stored, *both]) == 0
     assert gate([stored, *both]) == 0

@@ -2,69 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from checked_pages import check_page
-from fake_engine import Behaviour, FakeEngine
+from studied_runs import change_prompts, copied, edit, edit_rows
 
 import hydraspec
 from hydraspec.cli.compare import main
-from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.errors import ConfigurationError
-from hydraspec.lab import run as run_module
-
-Use = Callable[[FakeEngine], FakeEngine]
 
 
 @pytest.fixture
-def runs(
-    config: RunConfig, use_engine: Use, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A folder with the runs `good` (K=3), `bad` (K=3, no draft accepted) and `none`. Run once, and
-    copied for each test."""
-    kept = tmp_path_factory.getbasetemp() / "compared_fake_runs"
-    if not kept.exists():
-        for name, method, accepted in (
-            ("good", "gemma4_mtp", (3, 2)),
-            ("bad", "eagle3", (0,)),
-            ("none", "none", (0,)),
-        ):
-            drafts = 0 if method == "none" else 3
-            config.method = MethodConfig(name=method, num_speculative_tokens=drafts)
-            behaviour = Behaviour(accepted=accepted)
-            use_engine(FakeEngine(behaviour, method=method, num_speculative_tokens=drafts))
-            run_module.run(config, run_dir=kept / name, overrides=[], quiet=True)
-    return Path(shutil.copytree(kept, tmp_path / "runs"))
-
-
-def copied(run: Path, name: str, **changes: object) -> Path:
-    """A copy of a run with other values in config.yaml, by dotted key."""
-    made = Path(shutil.copytree(run, run.parent / name))
-    settings = yaml.safe_load((made / "config.yaml").read_text(encoding="utf-8"))
-    for key, value in changes.items():
-        group, _, last = key.rpartition("__")
-        (settings[group] if group else settings)[last] = value
-    (made / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return made
-
-
-def edit_summary(run: Path, **changes: object) -> None:
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    (run / "summary.json").write_text(json.dumps(summary | changes), encoding="utf-8")
-
-
-def edit_rows(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = run / "requests.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        change(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def runs(studied: Path) -> Path:
+    """A folder with the runs `good` (K=3), `bad` (K=3, no draft accepted) and `none`."""
+    for job, name in enumerate(("bad", "good", "none")):
+        (studied / str(job)).rename(studied / name)
+    return studied
 
 
 def overall(found: dict[str, Any], measure: str) -> dict[str, Any]:
@@ -166,11 +121,11 @@ REFUSED = {
     "one run": (lambda runs: [runs / "good"], "is one run"),
     "the same run twice": (lambda runs: [runs / "good", runs / "good"], "is one run"),
     "without a baseline": (
-        lambda runs: [runs / "bad", _edited(runs / "good", baseline=None)],
+        lambda runs: [runs / "bad", edit(runs / "good", baseline=None)],
         "good: has no baseline",
     ),
     "another target": (
-        lambda runs: [runs / "bad", _edited(runs / "good", target="other")],
+        lambda runs: [runs / "bad", edit(runs / "good", target="other")],
         "other target: tiny_fake and other",
     ),
     "another temperature": (
@@ -178,7 +133,7 @@ REFUSED = {
         "other sampling: sampling.temperature=0.0 and sampling.temperature=0.7",
     ),
     "other prompts": (
-        lambda runs: [runs / "bad", _reprompted(runs / "good")],
+        lambda runs: [runs / "bad", change_prompts(runs / "good")],
         "other prompts: request 'task-",
     ),
     "a cut summary": (
@@ -207,19 +162,8 @@ def _benchmark(folder: Path) -> Path:
     return folder
 
 
-def _edited(run: Path, **changes: object) -> Path:
-    edit_summary(run, **changes)
-    return run
-
-
-def _reprompted(run: Path) -> Path:
-    edit_rows(run, lambda row: row["prompt_token_ids"].append(1))
-    return run
-
-
 def _older(run: Path) -> Path:
-    edit_rows(run, lambda row: row.pop("decode_ms"))
-    return run
+    return edit_rows(run, lambda row: row.pop("decode_ms"))
 
 
 def _cut(file: Path) -> Path:
@@ -245,7 +189,7 @@ def test_what_cannot_be_compared_is_one_message(
 def test_an_interrupted_run_is_compared_where_both_finished(runs: Path) -> None:
     path = runs / "good" / "requests.jsonl"
     path.write_text("".join(path.read_text(encoding="utf-8").splitlines(True)[:5]), "utf-8")
-    edit_summary(runs / "good", num_requests=5, status="interrupted")
+    edit(runs / "good", num_requests=5, status="interrupted")
     assert overall(hydraspec.compare([runs / "bad", runs / "good"]), "speedup")["num_requests"] == 5
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from studied_runs import configure, divide, edit, slow_down, stretch
+from studied_runs import copied, divide, edit, slow_down, stretch
 
 import hydraspec
 from hydraspec.cli.compare import main
@@ -25,8 +23,7 @@ def of(found: dict[str, Any], name: str) -> dict[str, Any]:
 def splits(studied: Path) -> Path:
     """`one` (a device, speedup near 1.3) and `two` (tp2: ten times as slow, speedup near 2)."""
     for name, factor in (("one", 0.75), ("two", 0.5)):
-        shutil.copytree(studied / "1", studied / name)
-        slow_down(studied / name, factor)
+        slow_down(copied(studied / "1", name), factor)
     divide(studied / "two", "tp2", time=10.0, tensor=2)
     return studied
 
@@ -69,8 +66,8 @@ def test_one_split_is_ranked_by_speedup(splits: Path) -> None:
 
 def test_drift_is_judged_within_a_split(splits: Path) -> None:
     """`one` and `again` ran on one device, while the machine changed by half; tp2 is no drift."""
-    again = Path(shutil.copytree(splits / "one", splits / "again"))
-    edit(configure(again, method__num_speculative_tokens=2), num_speculative_tokens=2)
+    again = copied(splits / "one", "again", method__num_speculative_tokens=2)
+    edit(again, num_speculative_tokens=2)
     stretch(again, 1.5)
     found = hydraspec.compare([splits / name for name in ("one", "two", "again")])
     assert " in again and at " in found["drift"]
@@ -80,8 +77,8 @@ def test_drift_is_judged_within_a_split(splits: Path) -> None:
 
 def test_another_load_is_no_drift(splits: Path) -> None:
     """Catches a baseline with more requests at once taken for a faster machine."""
-    busy = Path(shutil.copytree(splits / "one", splits / "busy"))
-    edit(configure(busy, workload__concurrency=8), concurrency=8)
+    busy = copied(splits / "one", "busy", workload__concurrency=8)
+    edit(busy, concurrency=8)
     stretch(busy, 0.3)
     found = hydraspec.compare([splits / "one", busy])
     assert (found["drift"], found["ranked_by"]) == (None, "speedup")
@@ -91,11 +88,10 @@ def test_what_makes_another_setup(studied: Path) -> None:
     def keys(name: str) -> set[str]:
         return set(baseline_keys([read_run(studied / each) for each in ("1", name)]))
 
-    for name in ("threads", "moved", "device", "method"):
-        shutil.copytree(studied / "1", studied / name)
-    configure(studied / "threads", engine__num_threads=7)
-    configure(studied / "moved", parallelism__timeout_s=60.0, method__verification="block")
-    edit(studied / "device", device="cuda")
+    copied(studied / "1", "threads", engine__num_threads=7)
+    changes = {"parallelism__timeout_s": 60.0, "method__verification": "block"}
+    copied(studied / "1", "moved", **changes)
+    edit(copied(studied / "1", "device"), device="cuda")
     assert len(keys("threads")) == 2
     assert len(keys("device")) == 2
     assert len(keys("moved")) == 1
@@ -109,8 +105,5 @@ def test_what_makes_another_setup(studied: Path) -> None:
 
 def test_a_setting_of_another_version_makes_no_setup(studied: Path) -> None:
     """Catches two commits taken for two setups since one of them knows one more key."""
-    newer = Path(shutil.copytree(studied / "1", studied / "newer"))
-    settings = yaml.safe_load((newer / "config.yaml").read_text(encoding="utf-8"))
-    settings["engine"]["a_new_key"] = 3
-    (newer / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    newer = copied(studied / "1", "newer", engine__a_new_key=3)
     assert len(set(baseline_keys([read_run(studied / "1"), read_run(newer)]))) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checked_pages import check_page
-from studied_runs import configure, divide, edit, slow_down
+from studied_runs import configure, copied, diverge, divide, edit, slow_down, summary_of
 
 from hydraspec.cli.report import main
 from hydraspec.report.compare import compare
@@ -24,16 +24,15 @@ def splits(studied: Path) -> Path:
     """Jobs 0 (a device: 800 tokens/s, speedup near 1.3) and 1 (pp2: 300 tokens/s, near 2)."""
     for job in ("0", "2"):
         shutil.rmtree(studied / job)
-    shutil.copytree(studied / "1", studied / "0")
+    copied(studied / "1", "0")
     for job, factor, speed in (("0", 0.75, 800.0), ("1", 0.5, 3000.0)):
         slow_down(studied / job, factor)
-        summary = json.loads((studied / job / "summary.json").read_text(encoding="utf-8"))
         own = {"output_tokens_per_second": speed * factor, "time_per_output_token_ms": 2.0}
         edit(
             studied / job,
             output_tokens_per_second=speed,
             time_per_output_token_ms=2.0 * factor,
-            baseline=summary["baseline"] | own,
+            baseline=summary_of(studied / job)["baseline"] | own,
         )
     divide(studied / "1", "pp2", time=10.0, pipeline=2)
     for job, name in (("0", "single"), ("1", "pp2")):
@@ -69,10 +68,9 @@ def test_the_answer_names_the_split_with_most_tokens_per_second(
 def test_a_run_that_does_not_say_its_split_asks_for_none(splits: Path) -> None:
     """Catches "Which split" of one device now and in an earlier version, which has no such key."""
     divide(splits / "1", "single", time=1.0)
-    path = splits / "0" / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = summary_of(splits / "0")
     del summary["parallelism"]
-    path.write_text(json.dumps(summary), encoding="utf-8")
+    (splits / "0" / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     assert study(read([splits])).question == "Which settings for tiny_fake on workload jsonl?"
 
 
@@ -103,13 +101,8 @@ def test_the_chart_leaves_the_speeds_of_two_splits_as_measured(splits: Path) -> 
 
 
 def test_outputs_that_diverged_are_not_the_fastest(splits: Path) -> None:
-    faster = Path(shutil.copytree(splits / "0", splits / "2"))
-    summary = json.loads((faster / "summary.json").read_text(encoding="utf-8"))
-    unknown = ("target_margin", "allowed_margin", "method_token", "baseline_token")
-    first = {"request": "task-0", "index": 0, "position": 3, **dict.fromkeys(unknown)}
-    lossless = summary["lossless"] | {"verdict": "diverged", "first_beyond_margin": first}
-    edit(configure(faster, method__name="odd"), method="odd", lossless=lossless)
-    edit(faster, output_tokens_per_second=9000.0)
+    faster = configure(diverge(copied(splits / "0", "2")), method__name="odd")
+    edit(faster, method="odd", output_tokens_per_second=9000.0)
     assert "(job 0): 800; pp2" in study(read([splits])).verdicts[0].sentence
 
 
@@ -130,8 +123,7 @@ def test_a_split_is_one_column_of_the_settings_that_differ(splits: Path) -> None
 def test_a_sweep_over_splits_names_them(splits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches {'tensor': 1, 'pipeline': 2, …} in the table and on the page."""
     for job, like in (("2", "0"), ("3", "1")):
-        made = Path(shutil.copytree(splits / like, splits / job))
-        edit(made, num_speculative_tokens=2)
+        edit(copied(splits / like, job), num_speculative_tokens=2)
         for each, drafts in ((like, 3), (job, 2)):
             path = splits / each / "overrides.yaml"
             typed = f"- method.num_speculative_tokens={drafts}\n"

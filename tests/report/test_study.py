@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +10,16 @@ from typing import Any
 import pytest
 from checked_pages import check_page
 from fake_engine import FakeEngine
-from studied_runs import configure, damage, edit, slow_down
+from studied_runs import (
+    change_prompts,
+    configure,
+    copied,
+    damage,
+    diverge,
+    edit,
+    slow_down,
+    summary_of,
+)
 
 from hydraspec.cli import main as command_line
 from hydraspec.cli import report
@@ -78,7 +85,7 @@ def test_what_the_verdict_says(studied: Path) -> None:
         "No job is worth it: the fastest, gemma4_mtp, K=3 (job 1), is"
     )
     slow_down(studied / "0", 0.4)
-    edit(studied / "0", lossless=_diverged(studied / "0"))
+    diverge(studied / "0")
     kind, sentence = says(studied)
     assert kind == "bad"
     assert "Outputs of eagle3, K=3 (job 0) differ from the target's" in sentence
@@ -91,18 +98,10 @@ def test_what_the_verdict_says(studied: Path) -> None:
     assert "Not ranked: 1 ran without a baseline" in made_of([studied]).notes
 
 
-def _diverged(run: Path) -> dict[str, Any]:
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    unknown = ("target_margin", "allowed_margin", "method_token", "baseline_token")
-    first = {"request": "task-0", "index": 0, "position": 3, **dict.fromkeys(unknown)}
-    return dict(summary["lossless"]) | {"verdict": "diverged", "first_beyond_margin": first}
-
-
 def test_groups_by_target_and_load(studied: Path) -> None:
     """A drafter at two loads, and another target: ranked apart, in one report."""
-    loaded = shutil.copytree(studied / "1", studied / "4")
-    configure(loaded, workload__concurrency=8)
-    other = edit(shutil.copytree(studied / "1", studied / "5"), target="tiny_other")
+    copied(studied / "1", "4", workload__concurrency=8)
+    other = edit(copied(studied / "1", "5"), target="tiny_other")
     configure(other, target__name="tiny_other", target__checkpoint="zoo:other")
     runs = read([studied])
     assert [family.title for family in runs.families] == [
@@ -122,7 +121,7 @@ def test_groups_by_target_and_load(studied: Path) -> None:
 
 def test_jobs_of_two_folders_are_told_apart(studied: Path) -> None:
     """Two targets in two sweeps, with the same numbers of jobs: each row says whose it is."""
-    other = Path(shutil.copytree(studied, studied.parent / "other"))
+    other = copied(studied, "other")
     for job in ("0", "1", "2"):
         configure(edit(other / job, target="tiny_other"), target__name="tiny_other")
     made = made_of([studied, other])
@@ -137,7 +136,7 @@ def test_jobs_of_two_folders_are_told_apart(studied: Path) -> None:
 def test_curves_of_all_jobs_in_the_colours_of_their_drafters(studied: Path) -> None:
     """More jobs than colours: catches curves that are left out, and K that takes a colour."""
     for number in range(4, 14):
-        job = Path(shutil.copytree(studied / "1", studied / str(number)))
+        job = copied(studied / "1", str(number))
         edit(configure(job, method__num_speculative_tokens=number), num_speculative_tokens=number)
     blocks = {b.title: b for section in made_of([studied]).sections for b in section.blocks}
     chart = blocks["Accepted drafts by position"].chart
@@ -212,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
         "summary.json: teacher_forced is 3: damaged",
     ),
     "other prompts": (
-        lambda studied: [_reprompted(studied / "0").parent],
+        lambda studied: [change_prompts(studied / "0").parent],
         "other prompts: request",
     ),
 }
@@ -225,14 +224,6 @@ def _made(folder: Path) -> Path:
 
 def _without_rows(run: Path) -> Path:
     (run / "requests.jsonl").write_text("", encoding="utf-8")
-    return run
-
-
-def _reprompted(run: Path) -> Path:
-    path = run / "requests.jsonl"
-    path.write_text(
-        path.read_text(encoding="utf-8").replace('"prompt_token_ids": [', '"prompt_token_ids": [9,')
-    )
     return run
 
 
@@ -353,7 +344,7 @@ def test_a_drifting_machine_does_not_move_the_points(studied: Path) -> None:
 
     for job, factor in (("0", 1.0), ("1", 2.0)):
         speeds = {"output_tokens_per_second": 300.0, "time_per_output_token_ms": 5.0}
-        own = json.loads((studied / job / "summary.json").read_text(encoding="utf-8"))["baseline"]
+        own = summary_of(studied / job)["baseline"]
         scaled = {
             "output_tokens_per_second": 300 * factor,
             "time_per_output_token_ms": 5 / factor,
@@ -388,7 +379,7 @@ def test_a_sweep_that_is_cut_short_is_not_closed(
     def run_job(job: Any) -> dict[str, Any]:
         if interrupted:
             raise KeyboardInterrupt
-        return dict(json.loads((studied / "1" / "summary.json").read_text(encoding="utf-8")))
+        return summary_of(studied / "1")
 
     monkeypatch.setattr(command_line, "run_job", run_job)
     monkeypatch.setattr(report, "close_sweep", lambda *args, **kwargs: closed.append(True))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checked_pages import check_page
-from studied_runs import configure, edit
+from studied_runs import configure, copied, edit, summary_of
 
 from hydraspec.cli.gate import main as gate
 from hydraspec.cli.report import main
@@ -25,10 +22,9 @@ def test_the_question_of_a_run_that_chose_k(studied: Path) -> None:
     edit(studied / "1", num_speculative_tokens_used=used)
     asked = study(read([studied / "1"])).question
     assert asked == "Is gemma4_mtp with K=auto (0 to 3) worth it for tiny_fake on workload jsonl?"
-    copied = Path(shutil.copytree(studied / "1", studied.parent / "fixed"))
-    edit(copied, num_speculative_tokens_used=None)
+    fixed = edit(copied(studied / "1", "fixed"), num_speculative_tokens_used=None)
     configure(studied / "1", method__num_speculative_tokens="auto")
-    runs = read([studied / "1", copied])
+    runs = read([studied / "1", fixed])
     assert question(runs).startswith("Which number of draft tokens for tiny_fake")
     column = COLUMNS.index("num_speculative_tokens")
     assert {row[column] for row in job_table(runs).rows} == {"auto", "3"}
@@ -41,7 +37,7 @@ def test_each_warning_once_with_its_jobs(studied: Path) -> None:
     edit(studied / "1", warnings=["the same"])
     edit(studied / "2", warnings=["everywhere"])
     for job in ("0", "1"):
-        edit(studied / job, warnings=[*_summary(studied / job)["warnings"], "everywhere"])
+        edit(studied / job, warnings=[*summary_of(studied / job)["warnings"], "everywhere"])
     made = study(read([studied]))
     (block,) = [b for section in made.sections for b in section.blocks if b.title == "Warnings"]
     first, second = "gemma4_mtp, K=3 (job 1)", "eagle3, K=3 (job 0)"
@@ -58,16 +54,11 @@ def test_each_warning_once_with_its_jobs(studied: Path) -> None:
     ]
 
 
-def _summary(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return found
-
-
 def test_the_gate_takes_a_run_that_chose_k_for_another_job(
     studied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches `auto` taken for its maximum: compared as "other setting", both named K=3."""
-    chosen = Path(shutil.copytree(studied / "1", studied.parent / "chosen"))
+    chosen = copied(studied / "1", "chosen")
     edit(chosen, num_speculative_tokens_used={"mean": 2.0, "histogram": [0, 10, 0, 10]})
     configure(chosen, method__num_speculative_tokens="auto", method__max_speculative_tokens=3)
     fixed, stored = str(studied / "1"), str(studied / "gate.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -36,11 +37,20 @@ def studied(
     return Path(shutil.copytree(kept, tmp_path / "sweep"))
 
 
+def copied(run: Path, name: str, **changes: Any) -> Path:
+    """A copy of a run or a sweep beside it; a run with these changes of `configure`."""
+    made = Path(shutil.copytree(run, run.parent / name))
+    return configure(made, **changes) if changes else made
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text(encoding="utf-8")))
+
+
 def edit(run: Path, **changes: Any) -> Path:
     """A run with other values in its summary."""
-    path = run / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) | changes
-    path.write_text(json.dumps(summary), encoding="utf-8")
+    text = json.dumps(summary_of(run) | changes)
+    (run / "summary.json").write_text(text, encoding="utf-8")
     return run
 
 
@@ -49,19 +59,43 @@ def configure(run: Path, **changes: Any) -> Path:
     path = run / "config.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     for key, value in changes.items():
-        group, _, name = key.partition("__")
-        settings[group][name] = value
+        group, _, name = key.rpartition("__")
+        (settings[group] if group else settings)[name] = value
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return run
 
 
-def slow_down(run: Path, factor: float) -> None:
-    """The method's times of each request multiplied, with some noise."""
+def edit_rows(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A run whose requests were changed, each by `change`."""
     path = run / "requests.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for i, row in enumerate(rows):
-        row["decode_ms"] = row["baseline"]["decode_ms"] * factor * (1 + 0.01 * (i % 3))
+    for row in rows:
+        change(row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return run
+
+
+def change_prompts(run: Path) -> Path:
+    """A run over prompts that are a token longer."""
+    return edit_rows(run, lambda row: row["prompt_token_ids"].append(1))
+
+
+def diverge(run: Path) -> Path:
+    """A run whose outputs are not the target's."""
+    unknown = ("target_margin", "allowed_margin", "method_token", "baseline_token")
+    first = {"request": "task-0", "index": 0, "position": 3, **dict.fromkeys(unknown)}
+    found = {"verdict": "diverged", "first_beyond_margin": first}
+    return edit(run, lossless=summary_of(run)["lossless"] | found)
+
+
+def slow_down(run: Path, factor: float) -> None:
+    """The method's times of each request multiplied, with some noise."""
+    noise = itertools.cycle((1.0, 1.01, 1.02))
+
+    def change(row: dict[str, Any]) -> None:
+        row["decode_ms"] = row["baseline"]["decode_ms"] * factor * next(noise)
+
+    edit_rows(run, change)
 
 
 def divide(run: Path, name: str, *, time: float, **ranks: int) -> Path:
@@ -71,7 +105,7 @@ def divide(run: Path, name: str, *, time: float, **ranks: int) -> Path:
     configure(
         run, **{f"parallelism__{key}": value for key, value in (sizes | {"name": name}).items()}
     )
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = summary_of(run)
     sides = [summary, *([summary["baseline"]] if summary["baseline"] else [])]
     for side in sides:
         side["output_tokens_per_second"] /= time
@@ -84,13 +118,13 @@ def divide(run: Path, name: str, *, time: float, **ranks: int) -> Path:
 
 def stretch(run: Path, time: float) -> None:
     """All times of each request multiplied: a slower machine."""
-    path = run / "requests.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
+
+    def change(row: dict[str, Any]) -> None:
         for side in (row, row["baseline"]):
             if side:
                 side["decode_ms"] *= time
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    edit_rows(run, change)
 
 
 def damage(sweep: Path, seed: int) -> None:
