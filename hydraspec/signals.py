@@ -42,7 +42,7 @@ def terminations_as_interrupts() -> Iterator[None]:
                 return
         raise KeyboardInterrupt
 
-    with _handled([n for n in INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN], interrupt):
+    with _handled(_not_ignored(), interrupt):
         yield
 
 
@@ -87,8 +87,7 @@ def on_interrupts(react: Callable[[], None]) -> Iterator[None]:
 def interrupts_end_process() -> Iterator[None]:
     """Let interrupts end the process at once for a while, in calls of libraries that do not return
     for a handler. Ignored ones stay ignored."""
-    handled = [n for n in INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN]
-    with _handled(handled, signal.SIG_DFL):
+    with _handled(_not_ignored(), signal.SIG_DFL):
         yield
 
 
@@ -184,6 +183,10 @@ def _handled(
         for number, former in previous.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, former)
+
+
+def _not_ignored() -> list[signal.Signals]:
+    return [number for number in INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _in_main_thread() -> bool:

@@ -1,4 +1,4 @@
-"""The environment that makes a process a rank: torchrun sets it, and people may."""
+"""The environment that makes a process a rank of torchrun, which sets it; people may, too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ MAX_PORT = 65535
 
 
 def num_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks there are; 0 where this process is none, or one of our own launcher.
+    """How many ranks torchrun started; 0 where this process is none of them: a run of one process,
+    or a rank that hydraspec itself started.
 
     Raises:
-        ConfigurationError: WORLD_SIZE is no such number.
+        ConfigurationError: WORLD_SIZE is no whole number from 1.
     """
     if PARENT in environment or not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return 0
@@ -59,8 +60,9 @@ def _refusal(
     environment: Mapping[str, str], name: str, problem: str, allowed: str
 ) -> ConfigurationError:
     if name not in environment:
-        set_to = ", ".join(f"{key}={environment[key]}" for key in ("RANK", "WORLD_SIZE"))
+        rank, size = environment["RANK"], environment["WORLD_SIZE"]
+        problem = f"is not set, and RANK={rank} and WORLD_SIZE={size} are"
         return ConfigurationError(
-            f"{name} is not set, and {set_to} is\n  allowed: {allowed}\n  to do: {REMEDY}", key=name
+            f"{name} {problem}\n  allowed: {allowed}\n  to do: {REMEDY}", key=name
         )
     return refusal(name, environment[name], problem, allowed=allowed, remedy=REMEDY)

@@ -17,7 +17,6 @@ from hydraspec.cli.main import main
 from hydraspec.distributed import torchrun as fleets
 from hydraspec.distributed.launch import PARENT
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 GOOD = {
     **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
     **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
@@ -32,9 +31,9 @@ GOOD = {
         ({"RANK": ""}, "RANK='' is no whole number\n  allowed: 0 to 1"),
         ({"RANK": "2"}, "RANK=2 is out of range\n  allowed: 0 to 1"),
         ({"LOCAL_RANK": "gpu"}, "LOCAL_RANK=gpu is no whole number\n  allowed: 0 to 1"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set, and RANK=1, WORLD_SIZE=2 is\n  allowed: "),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set, and RANK=1 and WORLD_SIZE=2 are\n"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR='' names no host"),
-        ({"MASTER_PORT": None}, "MASTER_PORT is not set, and RANK=1, WORLD_SIZE=2 is"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set, and RANK=1 and WORLD_SIZE=2 are"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT=-1 is out of range\n  allowed: 1 to 65535"),
     ],
     ids=str,
