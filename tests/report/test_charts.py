@@ -47,8 +47,6 @@ def test_points_and_labels_stay_inside_and_apart() -> None:
 def test_a_label_of_the_rightmost_point_is_to_its_left() -> None:
     far = Points(name="m", color="red", values=[(590.0, 1.0, "t", "single 3"), (9.0, 9.0, "t", "")])
     chart = scatter([far], [], x_name="x", y_name="y", description="d")
-    (point, *_), (label,) = (
-        [m for m in chart.marks if m.tag == "circle"],
-        [m for m in chart.marks if m.text == "single 3"],
-    )
+    point, _ = (mark for mark in chart.marks if mark.tag == "circle")
+    (label,) = (mark for mark in chart.marks if mark.text == "single 3")
     assert float(str(label.attributes["x"])) < float(str(point.attributes["cx"]))
