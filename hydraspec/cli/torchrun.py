@@ -126,7 +126,7 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     """The first rank: run a resolved job with the others, and return its summary.
 
     Raises:
-        as cli.ranks.run_in_ranks does.
+        as cli.ranks.run does.
     """
     fleet, started = _fleet(), time.time()
     if fleet.watch.failed:

@@ -128,7 +128,7 @@ def interrupted_at(file: Path) -> Iterator[None]:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)  # there may be no such file
     thread.start()
     yield
     thread.join()

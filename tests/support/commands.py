@@ -28,17 +28,16 @@ class Command:
         folder: Path,
         *typed: str,
         fault: str | None = None,
-        site: Path = FAULTS,
         in_background: bool = False,
         torchrun: int = 0,
     ) -> None:
-        """fault: see the module of `site`, which every process imports. torchrun: how many ranks it
+        """fault: see faulty_site, which every process imports. torchrun: how many ranks it
         starts; 0: the command is started without it."""
         self.folder, self.reached = folder / "run", folder / "reached"
         self.mark = uuid.uuid4().hex
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
         if fault is not None:
-            more = {"FAULT": fault, "FAULT_FILE": str(self.reached), "PYTHONPATH": str(site)}
+            more = {"FAULT": fault, "FAULT_FILE": str(self.reached), "PYTHONPATH": str(FAULTS)}
             environment |= more
         started = [sys.executable]
         if torchrun:
