@@ -1,0 +1,233 @@
+"""Splits that a target cannot have: refused before a rank is started, as the ranks refuse them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+
+import hydraspec
+from hydraspec import factory, splits
+from hydraspec.cli import main as cli
+from hydraspec.cli import ranks, report
+from hydraspec.cli.compose import plan
+from hydraspec.config import RunConfig
+from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.models.checkpoint import reader
+from hydraspec.shipped import SHAPES, ZOO
+
+CONF = Path(__file__).parents[2] / "conf"
+QUICK = ["tracker=none", "engine.device=cpu", "workload.limit=2", "sampling.max_tokens=4"]
+TARGETS = sorted(path.stem for path in (CONF / "target").glob("*.yaml") if path.stem != "custom")
+CHOICES = sorted(path.stem for path in (CONF / "parallelism").glob("*.yaml"))
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64, 128)
+RANKS_STARTED = "ranks were started"
+
+TENSOR = ["method=none", "parallelism.tensor=3"]
+STAGES = ["method=none", "parallelism.pipeline=100"]
+# Layers 10 to 13 of 14 read KV of layers 8 and 9.
+BORDER = ["target=tiny_gemma4_e", "parallelism.pipeline=2", "parallelism.pipeline_layers=[10,4]"]
+SHAPE = ["target=gemma4_31b", "target.weights=random", "method=none", "parallelism.tensor=6"]
+WHOLE = ["method=none", "parallelism.data=2", "parallelism.pipeline_layers=[6]"]
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_ranks(*_: object, **__: object) -> None:
+        raise AssertionError(RANKS_STARTED)
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+
+
+def config_of(*typed: str) -> RunConfig:
+    (job,) = plan([*QUICK, *typed]).jobs
+    return job.config
+
+
+def call(folder: Path, *typed: str) -> dict[str, Any]:
+    return hydraspec.run([*QUICK, *typed, f"hydra.run.dir={folder}"], quiet=True)
+
+
+def config_json(source: Path, folder: Path, **changed: object) -> Path:
+    """A checkpoint folder without weights, some keys of whose text model are changed."""
+    config = json.loads((source / "config.json").read_text())
+    (config.get("text_config") or config).update(changed)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        pytest.param(TENSOR, "parallelism.tensor=3 does not divide checkpoint", id="tensor"),
+        pytest.param(STAGES, "pipeline=100 does not go with the target's 16 layers", id="stages"),
+        pytest.param(BORDER, "layers 10 to 13 read KV of layers from 8 on", id="border"),
+        pytest.param(SHAPE, "num_attention_heads is 32", id="random weights"),
+        pytest.param(WHOLE, r"\[6\] is no split of the target's 16 layers", id="one stage"),
+    ],
+)
+def test_a_split_is_refused_before_ranks_are_started(
+    tmp_path: Path, typed: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        call(tmp_path, *typed)
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_folders_are_checked_without_their_weights(tmp_path: Path) -> None:
+    target = config_json(ZOO / "tiny_qwen3", tmp_path / "target", num_attention_heads=6)
+    typed = ["target=custom", f"target.checkpoint={target}", "method=none"]
+    with pytest.raises(ConfigurationError, match="num_attention_heads is 6"):
+        call(tmp_path / "run", *typed, "parallelism.tensor=4")
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_an_assistant_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    """Catches a target whose weights are read before its drafter's config.json is."""
+    source = ZOO / "tiny_gemma4-assistant"
+    drafter = config_json(source, tmp_path / "drafter", num_attention_heads=6)
+    with pytest.raises(ConfigurationError, match=r"drafter': num_attention_heads is 6"):
+        call(tmp_path / "run", f"method.checkpoint={drafter}", "parallelism=tp4")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        TENSOR,
+        pytest.param(BORDER, marks=pytest.mark.slow),
+        pytest.param(WHOLE, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "border", "one stage"],
+)
+def test_the_message_is_that_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: list[str]
+) -> None:
+    told = []
+    for folder in (tmp_path / "before", tmp_path / "by ranks"):
+        with pytest.raises(UserError) as refused:
+            call(folder, *typed)
+        told.append((type(refused.value), refused.value.exit_code, str(refused.value)))
+        monkeypatch.setattr(splits, "check", lambda config: None)
+    assert told[0] == told[1]
+
+
+def test_a_device_that_is_refused_as_well_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_few(config: RunConfig) -> str:
+        raise ConfigurationError("needs 100 CUDA devices")
+
+    monkeypatch.setattr(factory, "device_type", too_few)
+    with pytest.raises(ConfigurationError, match="needs 100 CUDA devices"):
+        splits.check(config_of(*STAGES))
+
+
+def test_hub_ids_and_targets_of_plugins_are_left_to_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches the parent downloading weights, and a plugin's loader without its weights."""
+    monkeypatch.setattr(reader, "download", lambda name: pytest.fail(f"{name} is downloaded"))
+    typed = ["target=custom", "method=none", "parallelism.tensor=3"]
+    splits.check(config_of(*typed, "target.checkpoint=someone/model"))
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "of_a_plugin"}))
+    splits.check(config_of(*typed, f"target.checkpoint={folder}"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sizes_pass_no_split_that_the_models_refuse(target: str) -> None:
+    """Catches a family that divides something of which `splits` does not know, or shares more."""
+    config = config_of(f"target={target}", "target.weights=random")
+    folder = splits._folder(config.target.checkpoint)
+    assert folder is not None
+    methods = ("none", "gemma4_mtp") if "gemma4" in target else ("none",)
+    layers = splits._sizes(folder)["num_hidden_layers"]
+    axes = [{axis: size} for axis in ("tensor", "pipeline") for size in SIZES]
+    axes += [
+        {"pipeline": 2, "pipeline_layers": [first, layers - first + more]}
+        for first in (1, *range(2, layers, 3), layers - 1)
+        for more in (0, 1)
+    ]
+    fitting = 0
+    for axis, method in product(axes, methods):
+        tried = copy.deepcopy(config)
+        tried.method.name = method
+        tried.parallelism = replace(tried.parallelism, **axis)
+        if splits._plainly_fits(tried, folder, None):
+            splits._check_target(tried)
+            fitting += 1
+    assert 0 < fitting < len(axes) * len(methods)
+
+
+def test_ranks_that_fit_plainly_import_no_torch_here() -> None:
+    """Catches a run that waits for torch twice: in this process, and then in its ranks."""
+    code = (
+        "import sys; from hydraspec import splits; from hydraspec.cli import jobs;"
+        "from hydraspec.cli.compose import plan;"
+        "[splits.check(job.config) for typed in sys.argv[1:]"
+        " for job in plan(typed.split(), multirun=True).jobs];"
+        "print('torch' in sys.modules)"
+    )
+    most = "parallelism=tp4,pp4"
+    typed = [f"target={target} target.weights=random method=none {most}" for target in TARGETS]
+    typed.append(f"parallelism={','.join(CHOICES)}")
+    typed.append("parallelism.pipeline=2 parallelism.pipeline_layers=[7,9]")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *typed], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["hydraspec", *argv])
+    return cli.main()
+
+
+def test_other_jobs_of_a_sweep_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Sequence[str]] = []
+
+    def run(job: Any, **_: object) -> dict[str, Any]:
+        started.append(job.overrides)
+        summary = {"status": "ok"}
+        (job.folder / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+    monkeypatch.setattr(ranks, "run", run)
+    monkeypatch.setattr(report, "compare", lambda folder: None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it: restored afterwards
+    sweep = ["-m", *QUICK, "method=none", "parallelism.tensor=3,2,6"]
+    assert command(monkeypatch, *sweep, f"hydra.sweep.dir={tmp_path}") == 2
+    assert [typed[-1] for typed in started] == ["parallelism.tensor=2"]
+    errors = capfd.readouterr().err
+    assert errors.count("parallelism.tensor=3 does not divide") == 1
+    assert errors.count("parallelism.tensor=6 does not divide") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_tells_it_once(tmp_path: Path) -> None:
+    under_way = Command(tmp_path, *QUICK, *TENSOR, torchrun=3)
+    errors = under_way.wait()
+    assert under_way.process.returncode != 0
+    assert errors.count("hydraspec: parallelism.tensor=3 does not divide") == 1
+    assert "exitcode: 2" in errors
+    assert "exitcode: 1" not in errors
+    assert not under_way.processes()
+
+
+def test_every_shape_has_a_target() -> None:
+    """So that the targets above are all that ship."""
+    drafters = ("-assistant", "-eagle", "-eagle3", "-peagle")
+    shapes = {path.name for path in SHAPES.iterdir() if not path.name.endswith(drafters)}
+    assert shapes - set(TARGETS) == {"deepseek_v3_6_layers"}
