@@ -112,7 +112,7 @@ def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json
         "seconds": seconds,
         "num_output_tokens": num_tokens,
         "tokens_per_second": rate,
-        "num_steps": meter.num_steps or None,  # an engine may report completions only
+        "num_steps": meter.steps.num_steps or None,  # an engine may report completions only
         "acceptance_length": meter.acceptance_length().mean,
     }
 

@@ -189,7 +189,7 @@ def _row(
             seconds,
         ),
         "acceptance_length": meter.acceptance_length().mean,
-        "num_steps": meter.num_steps or None,
+        "num_steps": meter.steps.num_steps or None,
         "num_built": passes.num_built,
     }
     offered = "all at once" if rate is None else f"{rate:.2f} requests per second"

@@ -171,7 +171,7 @@ def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json
         "hit_rate": hit_rate,
         "eligible_hit_rate": None if hits is None else hits.eligible_hit_rate(),
         "acceptance_length": meter.acceptance_length().mean,
-        "num_steps": meter.num_steps or None,
+        "num_steps": meter.steps.num_steps or None,
         "num_built": passes.num_built,
         "turns": turns,
     }

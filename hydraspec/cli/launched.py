@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -166,8 +167,8 @@ def main() -> None:
         _watch(job.sweep / STOP, parent)
         ended = _run(job, name, seeds)
         ignore_interrupts()
-    with os.fdopen(answer, "w") as write:
-        json.dump(asdict(ended), write)
+    with suppress(BrokenPipeError), os.fdopen(answer, "w") as write:
+        json.dump(asdict(ended), write)  # to nobody, if the command is gone
     sys.exit(ended.outcome.status)
 
 

@@ -30,7 +30,7 @@ from hydraspec.errors import (
     UserError,
     WorkloadError,
 )
-from hydraspec.metrics.run_files import RANKS, SUMMARY
+from hydraspec.metrics.run_files import JOURNAL, RANKS, SUMMARY, read_result
 
 JOB, RESULT = "job.json", "result.json"
 MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)
@@ -73,13 +73,13 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
         _remove_empty(folder / RANKS)
         result = _read(shared / RESULT)
     fault = ended.fault
+    if fault is not None and fault.kind is not Kind.mistake and result is None:
+        save_for_first(job, fault, started, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
     if result is not None and "cannot_write" in result:  # its message says more than the fault
         raise CannotWriteError(*result["cannot_write"])
     if fault is not None and fault.kind is not Kind.mistake:
-        if fault.rank == 0 and result is None:
-            save_for_first(job, fault, started, quiet=quiet)
         raise LostRankError(what_happened(fault, folder, started))
     if result is None:
         assert fault is not None, "the first rank ends with a result or a fault"
@@ -111,7 +111,8 @@ def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) ->
 
 
 def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: bool) -> None:
-    """Save what the first rank had finished, which can no longer; see what_happened."""
+    """Save what the first rank had finished, if it left that in a journal: it is gone, whichever
+    rank failed first. See what_happened."""
     if is_bench(job.config):
         return
     from hydraspec.lab.lost import save_finished
@@ -129,10 +130,12 @@ def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: b
 def what_happened(fault: Fault, folder: Path, started: float) -> str:
     """The message of a run that lost a rank; `started`: time.time() before it."""
     lines = [f"{fault}\n  so the run has ended"]
-    summary = folder / SUMMARY
-    if summary.is_file() and summary.stat().st_mtime >= started:
+    summary, kept = (_since(started, folder / name) for name in (SUMMARY, JOURNAL))
+    if summary and read_result(folder).get("num_requests") == 0:
+        lines.append(f"  saved: that no request was finished, in {folder}")
+    elif summary:
         lines.append(f"  saved: the requests that were finished, in {folder}")
-    elif fault.rank == 0:
+    elif kept or fault.rank == 0:
         lines.append(f"  saved: only what rank 0 had written by then, in {folder}")
     else:
         lines.append("  saved: nothing, as the run had not begun to decode")
@@ -140,6 +143,10 @@ def what_happened(fault: Fault, folder: Path, started: float) -> str:
     look = f"look into {log}, " if log.is_file() else ""
     lines.append(f"  to do: {look}mend what it names, and start the run again")
     return "\n".join(lines)
+
+
+def _since(started: float, file: Path) -> bool:
+    return file.is_file() and file.stat().st_mtime >= started
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
-from hydraspec.distributed.faults import Kind, LostRankError
+from hydraspec.distributed.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.signals import ignore_interrupts, interrupts_end_process
 
@@ -179,26 +179,34 @@ def follow() -> int:
             job, started = RankJob.of_text(text), time.time()
             with errors_alone_logged(), _joined(fleet, job.config):
                 factory.follow_first_rank(job.config)
+            job = None  # and the first rank has saved it
     except BaseException as error:
         fleet.watch.record(error)
         if not (fleet.watch.lost or isinstance(error, UserError)):
             traceback.print_exc()
         fleet.leave(TO_SAVE_S)
-        if fleet.watch.rank == SPEAKS_FOR_FIRST and job is not None:
+        if fleet.watch.rank == SPEAKS_FOR_FIRST:
             _speak_for_first(fleet, job, started)
         _leave(1)  # taking groups and devices down could wait for a rank that is lost
     fleet.close()
     return 0
 
 
-def _speak_for_first(fleet: Fleet, job: RankJob, started: float) -> None:
-    """Save what the first rank had finished, if it is lost and its folder is one of this host."""
+def _speak_for_first(fleet: Fleet, job: RankJob | None, started: float) -> None:
+    """Where the first rank is lost, whichever failed first: save what it had finished of the job,
+    if its folder is one of this host, and say what happened."""
     from hydraspec.cli.ranks import save_for_first, what_happened
 
-    fault = fleet.loss_of_first()
-    if fault is None:
+    faults: list[Fault] = []
+    with suppress(RuntimeError):  # torch's, where the store has gone with torchrun
+        faults = fleet.records.all()
+    fault, ends = culprit(faults), (Kind.ended, Kind.hung)
+    if fault is None or not any(one.rank == 0 and one.kind in ends for one in faults):
         return
     fleet.close()  # its thread ends a process that does not leave at once
+    if job is None:
+        tell(f"{fault}\n  so the run has ended")
+        return
     save_for_first(job, fault, started, quiet=job.quiet)
     tell(what_happened(fault, job.folder.absolute(), started))
 

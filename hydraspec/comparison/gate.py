@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log, sqrt
 from statistics import NormalDist
 
@@ -137,7 +138,9 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
     Raises:
         ConfigurationError: a job that only one side has, or has twice.
     """
-    for key in (_short_key, _long_key):
+    every = [job for job, _ in (*jobs, *baseline)]
+    long_key = partial(_long_key, _known_keys(every))
+    for key in (_short_key, long_key):
         mine, theirs = ({key(side[0]): side for side in sides} for sides in (jobs, baseline))
         if len(mine) == len(jobs) and len(theirs) == len(baseline):
             break
@@ -148,8 +151,7 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
             allowed="a job once, with any number of its repeats",
             remedy="give the folders of one commit only",
         )
-    every = [job for job, _ in (*jobs, *baseline)]
-    named = labels(every) if key is _long_key else [_name(job) for job in every]
+    named = labels(every) if key is long_key else [_name(job) for job in every]
     for job, label in zip(every, named, strict=True):
         job.label = label
     for here, there, side, remedy in (
@@ -187,9 +189,15 @@ def _short_key(job: Job) -> str:
     return str([drafts_of(job.summary), *(job.summary.get(key) for key in JOB_KEYS)])
 
 
-def _long_key(job: Job) -> str:
-    settings = {k: v for k, v in job.runs[0].identity().items() if k != "commit"}
-    return str(sorted((k, str(v)) for k, v in settings.items()))
+def _long_key(keys: Sequence[str], job: Job) -> str:
+    settings = job.runs[0].identity()
+    return str([str(settings[key]) for key in keys])
+
+
+def _known_keys(jobs: Sequence[Job]) -> list[str]:
+    """The settings that every version knows which a job is of."""
+    found = [job.runs[0].identity() for job in jobs]
+    return [key for key in found[0] if key != "commit" and all(key in each for each in found)]
 
 
 def _other_settings(reference: Job, job: Job) -> Iterator[str]:

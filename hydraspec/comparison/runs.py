@@ -266,9 +266,11 @@ def labels_of(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 def _telling(runs: Sequence[Run]) -> list[str]:
     """The first MAX_TOLD settings in which runs differ, and others that tell runs apart for which
-    these are equal."""
+    these are equal. A key that only one version knows is none."""
     keys: list[str] = []
     for key in differing_settings(runs):
+        if key != "parallelism" and not all(key in run.settings for run in runs):
+            continue
         more = [*keys, key]
         if len(keys) < MAX_TOLD or _num_told(runs, more) > _num_told(runs, keys):
             keys = more

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -105,6 +106,11 @@ class RunFolder:
     def write_costs(self, costs: Json) -> None:
         """costs.json."""
         write_whole(self.path / COSTS, pretty_json(costs))
+
+    def remove_journal(self) -> None:
+        """What it is for is saved, or nobody can."""
+        with suppress(OSError):
+            (self.path / JOURNAL).unlink(missing_ok=True)
 
     def write_requests(self, rows: Sequence[Json]) -> None:
         """requests.jsonl."""

@@ -38,14 +38,18 @@ def save_finished(
 
     Nothing where it left no journal in this folder after `since_s` (time.time()): it had not begun,
     or the folder is another host's. What goes wrong here is logged: the error itself matters more.
-    Steps and traces stay as they are, and so does what the tracker was told.
+    Steps and traces stay as they are, and so does what the tracker was told. Figures over steps are
+    those up to the last request that was finished.
     """
     path = run_dir / JOURNAL
     try:
-        if not _is_of_this_run(path, since_s) or _is_of_this_run(run_dir / SUMMARY, since_s):
+        if not _is_of_this_run(path, since_s):
             return
-        _save(config, run_dir, overrides, error, quiet=quiet)
-        path.unlink(missing_ok=True)
+        folder = RunFolder(run_dir, to_dict(config), overrides)
+        if _is_of_this_run(run_dir / SUMMARY, since_s):
+            folder.remove_journal()
+            return
+        _save(config, folder, overrides, error, quiet=quiet)
     except Exception as other:
         log.warning("%s: what had finished could not be saved: %s", path, other)
 
@@ -55,9 +59,14 @@ def _is_of_this_run(file: Path, since_s: float) -> bool:
 
 
 def _save(
-    config: RunConfig, run_dir: Path, overrides: Sequence[str], error: Exception, *, quiet: bool
+    config: RunConfig,
+    folder: RunFolder,
+    overrides: Sequence[str],
+    error: Exception,
+    *,
+    quiet: bool,
 ) -> None:
-    found = journal.read(run_dir)
+    found = journal.read(folder.path)
     if found is None:
         return
     beginning, events = found
@@ -75,14 +84,13 @@ def _save(
         facts=lambda _: facts,
     )
     recorder = Recorder(
-        RunFolder(run_dir, to_dict(config), overrides),
+        folder,
         workload.requests,
         metrics=replace(config.metrics, steps=False, trace=False, all_positions=False),
         method=info.method,
         sides=list(beginning.infos),
         tracker=None,
         decode=None,
-        journal=None,
         quiet=quiet,
     )
     with closing(recorder):
@@ -101,12 +109,17 @@ def _replay(events: Iterable[journal.Event], measurement: Measurement, at_s: flo
     began_s, before_s = at_s, 0.0
     for event in events:
         measured, at_s = measurement.sides[event.side], event.at_s
-        if isinstance(event.what, int):
+        meter, what = measured.meter, event.what
+        if what is None:
             began_s, before_s = at_s, measured.rounds_s
-            measured.meter.begin_run()
+            meter.begin_run()
+            continue
+        measured.rounds_s = before_s + at_s - began_s
+        if isinstance(what, journal.FirstSteps):
+            meter.first_steps(what.indices)
         else:
-            measured.rounds_s = before_s + at_s - began_s
-            measurement.record(event.side, event.what)
+            meter.counters[what.completion.index], meter.steps = what.counters, what.steps
+            measurement.record(event.side, what.completion)
     return at_s
 
 

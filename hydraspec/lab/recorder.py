@@ -10,7 +10,6 @@ import torch
 import hydraspec
 from hydraspec.config.schema import MetricsConfig
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.journal import Journal
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile
@@ -42,16 +41,13 @@ class Recorder:
         sides: Sequence[Side],
         tracker: WandbSink | None,
         decode: Callable[[Sequence[int]], str] | None,
-        journal: Journal | None,
         quiet: bool,
     ) -> None:
-        """decode: the text of token ids, None without a tokenizer. journal: removed once the run
-        is saved."""
+        """decode: the text of token ids, None without a tokenizer."""
         self._folder, self._tracker = folder, tracker
         self._started = time.strftime("%Y-%m-%d %H:%M")
         self._console = run_console(quiet=quiet)
         self._files: list[Sink] = []
-        self._journal = journal
         if metrics.steps:
             self._files.append(StepsFile(folder.path / STEPS))
         self._scored: list[TraceFile | PositionsFile] = []
@@ -67,7 +63,8 @@ class Recorder:
         sizes = dict.fromkeys(sides, len(requests))
         self._progress = ConsoleSink(self._console, method=method, sizes=sizes)
         self.sinks: list[Sink] = [*self._files, self._samples, self._progress]
-        self.sinks += [sink for sink in (journal, tracker) if sink is not None]
+        if tracker is not None:
+            self.sinks.append(tracker)
 
     def add_scores(self, scores: PositionScores) -> None:
         """Record the drafts from every place of a request's output, in the files that show them."""
@@ -86,8 +83,7 @@ class Recorder:
                     file.close()
                 self._folder.write_requests(rows)
                 self._write(summary, rows)
-                if self._journal is not None:
-                    self._journal.remove()
+                self._folder.remove_journal()
             if self._tracker is not None:
                 self._tracker.on_requests(rows)
                 if failures := self._tracker.on_summary(summary):
@@ -103,18 +99,20 @@ class Recorder:
     def close(self) -> None:
         """Give the terminal back, also where saving failed."""
         self._progress.close()
-        if self._journal is not None:
-            self._journal.remove()
 
     def _write(self, summary: Summary, rows: Sequence[Json]) -> None:
-        self._folder.write_summary(summary)
+        try:
+            self._folder.write_report(self._page(summary, rows))
+        finally:  # last, as a run that has a summary is saved
+            self._folder.write_summary(summary)
+
+    def _page(self, summary: Summary, rows: Sequence[Json]) -> str:
         made = f"{self._started}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
         samples = self._samples.samples({row["id"]: row for row in rows})
-        page = report.render(
+        return report.render(
             summary,
             resolved=self._folder.resolved,
             samples=samples,
             worst=worst_requests(rows, self._trace, self._decode),
             made=made,
         )
-        self._folder.write_report(page)

@@ -139,7 +139,7 @@ class Measurement:
         """Count a step or a completion of the round that has begun."""
         measured, meter = self.sides[side], self.sides[side].meter
         if isinstance(event, StepRecord):
-            record = replace(event, step=meter.num_steps)  # steps count on through rounds
+            record = replace(event, step=meter.steps.num_steps)  # steps count on through rounds
             meter.add_step(record)
             for sink in self._sinks:
                 sink.on_step(side, record, meter)

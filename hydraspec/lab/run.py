@@ -36,7 +36,7 @@ from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.saving import Loaded
 from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.sinks import Side
+from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Lossless, RunFacts
 from hydraspec.types import NotFiniteError, WorkloadError
 
@@ -67,12 +67,13 @@ def run(
     folder = RunFolder(run_dir, to_dict(config), overrides)
     with (
         _load(config, folder, overrides) as loaded,
+        _journal(loaded, folder) as journal,
         closing(_recorder(loaded, folder, quiet)) as recorder,
     ):
         measurement = Measurement(
             loaded.engines,
             loaded.workload.requests,
-            recorder.sinks,
+            [*recorder.sinks, *journal],
             concurrency=config.workload.concurrency,
             arrivals=_arrivals(config),
         )
@@ -191,18 +192,23 @@ def _recorder(loaded: Loaded, folder: RunFolder, quiet: bool) -> Recorder:
         sides=list(loaded.engines),
         tracker=loaded.tracker,
         decode=loaded.decode,
-        journal=_journal(loaded, folder),
         quiet=quiet,
     )
 
 
-def _journal(loaded: Loaded, folder: RunFolder) -> Journal | None:
-    """Where several ranks run: if this one is lost, others can save what it had finished."""
+@contextmanager
+def _journal(loaded: Loaded, folder: RunFolder) -> Iterator[list[Sink]]:
+    """One where several ranks run: if this one is lost, others can save what it had finished."""
     if loaded.config.engine.name != NATIVE or loaded.config.parallelism.num_ranks == 1:
-        return None
+        yield []
+        return
     infos = {side: engine.info for side, engine in loaded.engines.items()}
     facts = loaded.facts(infos[Side.method])
-    return Journal(folder.path, Beginning(infos, facts, loaded.workload.warnings))
+    with closing(Journal(folder.path, Beginning(infos, facts, loaded.workload.warnings))) as made:
+        try:
+            yield [made]
+        finally:
+            folder.remove_journal()
 
 
 # ------------------------------------------------------------------ verdict

@@ -89,7 +89,7 @@ def build(
         "cudagraph": info.cudagraph,
         "warnings": [],
         **_settings(config, info, requests),
-        "peak_kv_usage": meter.peak_kv_usage,
+        "peak_kv_usage": meter.steps.peak_kv_usage,
         **facts,
     }
     return cast(Summary, plain(summary))
@@ -145,7 +145,7 @@ def _acceptance(meter: Meter) -> Acceptance:
         "acceptance_length_by_category": meter.acceptance_length_by_category(),
         "num_reached_per_position": meter.num_reached_per_position(),
         "num_drafts_by_category": meter.num_drafts_by_category(),
-        "num_speculative_tokens_used": meter.draft_lengths.used(meter.num_speculative_tokens),
+        "num_speculative_tokens_used": meter.steps.draft_lengths.used(meter.num_speculative_tokens),
     }
 
 
@@ -182,10 +182,10 @@ def _counts(meter: Meter) -> Counts:
         "num_requests": len(meter.completed),
         "num_errors": sum(not counters.finished for counters in meter.completed),
         "num_output_tokens": meter.num_output_tokens(),
-        "num_steps": meter.num_steps,
-        "num_preemptions": meter.num_preemptions,
+        "num_steps": meter.steps.num_steps,
+        "num_preemptions": meter.steps.num_preemptions,
         "prefix_cache": _prefix_cache(meter),
-        "kv_peak_usage_per_group": meter.peak_kv_usage_per_group,
+        "kv_peak_usage_per_group": meter.steps.peak_kv_usage_per_group,
     }
 
 

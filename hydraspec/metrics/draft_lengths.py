@@ -23,26 +23,20 @@ def drafts_name(summary: Summary) -> str:
     return f"K={drafts} (0 to {most})" if drafts == PER_STEP else f"K={drafts}"
 
 
-class DraftLengthCounts:
+class DraftLengthCounts(Counter[int]):
     """Decode steps by drafts per request. Empty where K is fixed."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[int]()
-
-    def __bool__(self) -> bool:
-        return bool(self._counts)
 
     def add(self, record: StepRecord) -> None:
         """Count a step, if any of its requests decodes."""
         if record.draft_length is not None and not all(r.is_prefill for r in record.requests):
-            self._counts[record.draft_length] += 1
+            self[record.draft_length] += 1
 
     def used(self, most: int) -> DraftLengths | None:
         """Steps with 0, 1, … `most` drafts per request, and the mean; None where K is fixed. Over
         all steps, those of requests that did not complete included.
         """
-        if not self._counts:
+        if not self:
             return None
-        histogram = [self._counts[length] for length in range(max(most, *self._counts) + 1)]
+        histogram = [self[length] for length in range(max(most, *self) + 1)]
         total = sum(length * count for length, count in enumerate(histogram))
         return {"mean": total / sum(histogram), "histogram": histogram}

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydraspec.metrics.draft_lengths import DraftLengthCounts
 from hydraspec.metrics.paired import PairedRatio, balanced, paired_ratio
 from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
+from hydraspec.metrics.step_sums import StepSums
 from hydraspec.types import (
-    PHASES,
     Completion,
     PrefixCaching,
     Request,
@@ -162,14 +161,7 @@ class Meter:
             for r in requests
         }
         self.totals = RunningTotals()
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.draft_lengths = DraftLengthCounts()
-        self.peak_kv_usage = 0.0
-        self.peak_kv_usage_per_group: dict[str, float] = {}
-        self._step_ms = 0.0
-        self._phase_sums = dict.fromkeys(PHASES, 0.0)
-        self._phase_steps = dict.fromkeys(PHASES, 0)
+        self.steps = StepSums()
 
     def begin_run(self) -> None:
         """The engine begins a run, with an empty prefix cache."""
@@ -177,28 +169,19 @@ class Meter:
             self.prefix_hits.begin_run()
 
     def add_step(self, record: StepRecord) -> None:
-        """Count a step. Its wall time goes to the requests in it in proportion to their rows. Of
-        replicas at work side by side each has its share of the time.
-        """
-        total_ms = record.total_ms / record.num_replicas
-        self.num_steps += 1
-        self._step_ms += total_ms
-        self.num_preemptions += record.num_preempted
-        self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
-        self.draft_lengths.add(record)
-        peaks = self.peak_kv_usage_per_group
-        for name, usage in record.kv_usage_per_group.items():
-            peaks[name] = max(peaks.get(name, 0.0), usage)
-        for phase, milliseconds in record.phase_ms.items():
-            if milliseconds is not None:
-                self._phase_sums[phase] = self._phase_sums.get(phase, 0.0) + milliseconds
-                self._phase_steps[phase] = self._phase_steps.get(phase, 0) + 1
+        """Count a step. Its wall time goes to the requests in it in proportion to their rows."""
+        total_ms = self.steps.add(record)
         num_rows = sum(step.num_rows for step in record.requests)
         ms_per_row = total_ms / num_rows if num_rows else 0.0
         for step in record.requests:
             self.counters[step.index].add(step, ms_per_row, self.totals)
-            if self.prefix_hits is not None:
-                self.prefix_hits.begun(step.index)
+        self.first_steps(step.index for step in record.requests)
+
+    def first_steps(self, indices: Iterable[int]) -> None:
+        """Requests have a step: those of them that had none look into the prefix cache."""
+        if self.prefix_hits is not None:
+            for index in indices:
+                self.prefix_hits.begun(index)
 
     def add_completion(self, completion: Completion) -> None:
         """Count the output of a request that ended, and the times its user waited."""
@@ -291,7 +274,7 @@ class Meter:
         """
         accepted = self._per_position("accepted_per_position")
         drafts = [self.num_drafts()] * len(accepted)
-        if self.draft_lengths:
+        if self.steps.draft_lengths:
             drafts = self._per_position("drafted_per_position")
         return [ratio(a, n) for a, n in zip(accepted, drafts, strict=True)]
 
@@ -347,16 +330,11 @@ class Meter:
     def total_step_time_s(self) -> float:
         """Wall time of all steps in seconds, those that read prompts included; where replicas work
         side by side, of the run, not their sum."""
-        return self._step_ms / 1000
+        return self.steps.total_ms / 1000
 
     def time_breakdown_ms(self) -> dict[str, float | None]:
-        """Mean milliseconds per step of each phase, over the steps where it was measured; null
-        where none was.
-        """
-        return {
-            phase: ratio(total, self._phase_steps[phase])
-            for phase, total in self._phase_sums.items()
-        }
+        """See StepSums.mean_phase_ms."""
+        return self.steps.mean_phase_ms()
 
     # ------------------------------------------------------------------ helpers
 

@@ -16,10 +16,10 @@ import hydraspec
 from hydraspec.cli import ranks
 from hydraspec.cli.compose import plan
 from hydraspec.cli.folders import folder_message
-from hydraspec.distributed.faults import FileRecords
+from hydraspec.distributed.faults import Fault, FileRecords, Kind
 from hydraspec.distributed.launch import Ended
 from hydraspec.distributed.watch import Watch
-from hydraspec.errors import CannotWriteError
+from hydraspec.errors import CannotWriteError, UserError
 from hydraspec.metrics.run_files import JOURNAL
 
 QUICK = ["method=none", "tracker=none", "engine.device=cpu", "workload.limit=12"]
@@ -70,6 +70,50 @@ def test_a_full_disk_is_told_as_one_process_tells_it(
     with pytest.raises(CannotWriteError) as told:
         ranks.run(job, quiet=True, logs=False)
     assert folder_message(told.value) == folder_message(full)
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "interrupted", "saves"),
+    [
+        (0, Kind.ended, False, True),
+        (0, Kind.hung, True, True),
+        (1, Kind.ended, False, True),
+        (1, Kind.mistake, False, False),
+    ],
+)
+def test_what_a_journal_holds_is_saved_whoever_failed_first(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rank: int,
+    kind: Kind,
+    interrupted: bool,
+    saves: bool,
+) -> None:
+    """Catches the loss of a first rank that is ended after another one, or that hangs until the
+    person who waits presses Ctrl-C."""
+    (job,) = plan(["parallelism=tp2", f"hydra.run.dir={tmp_path}"]).jobs
+    saved: list[Fault] = []
+    fault = Fault(rank=rank, num_ranks=2, kind=kind, step=40, what="failed", exit_code=2)
+    ended = Ended(fault=fault, interrupted=interrupted)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: ended)
+    monkeypatch.setattr(ranks, "save_for_first", lambda job, fault, *_, **__: saved.append(fault))
+    with pytest.raises(KeyboardInterrupt if interrupted else UserError):
+        ranks.run(job, quiet=True, logs=False)
+    assert saved == ([fault] if saves else [])
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_a_first_rank_that_hangs_saves_what_was_finished(tmp_path: Path) -> None:
+    command = Command(
+        tmp_path, *QUICK, "parallelism=tp2", "sampling.max_tokens=8", fault="0:40:stop"
+    )
+    command.reaches_fault()
+    command.process.send_signal(signal.SIGINT)
+    errors = command.wait()
+    assert command.process.returncode == 130, errors
+    assert errors.rstrip().endswith("hydraspec: interrupted: what was finished is saved")
+    assert 0 < len(rows(command.folder)) == command.summary()["num_requests"] < 12
+    assert not command.processes()
 
 
 @pytest.mark.slow

@@ -78,3 +78,20 @@ def test_the_gate_tells_jobs_apart_by_their_settings(
     said = capsys.readouterr().err
     assert "the baseline has no job tiny_fake, gemma4_mtp, K=3, fake, max_num_seqs=9\n" in said
     assert said.count("max_num_seqs=16") == said.count("max_num_seqs=8") == 1
+
+
+def test_a_baseline_of_another_version_has_the_same_jobs(
+    studied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches "has no job …, a_new_key=None": a setting that one version alone knows."""
+    stored, folders = str(studied / "gate.json"), []
+    for number in (8, 9):
+        folders.append(str(copied(studied / "1", f"old{number}", engine__max_num_seqs=number)))
+    assert gate(["--write", stored, *folders]) == 0
+    for number in (8, 9):
+        changes = {"engine__max_num_seqs": number, "engine__a_new_key": 3}
+        folders[number - 8] = str(copied(studied / "1", f"new{number}", **changes))
+    assert gate([stored, *folders]) == 0
+    printed = capsys.readouterr()
+    assert "K=3, fake, max_num_seqs=8: no worse\n" in printed.out
+    assert "a_new_key" not in printed.out + printed.err
