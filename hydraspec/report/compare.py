@@ -43,7 +43,7 @@ RECORDED = {
     *("target", "target.dtype", "method", "method.num_speculative_tokens", "method.verification"),
     *("method.draft_sampling", "engine", "engine.device", "engine.num_threads", "workload"),
     *("workload.concurrency", "workload.request_rate", "workload.burstiness"),
-    *("sampling.temperature", "seed"),
+    *("sampling.temperature", "seed", "parallelism"),
 }
 MEASURES = (
     "acceptance_length",
@@ -162,8 +162,11 @@ def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
         zip(ALWAYS, (summary["method"], drafts_of(summary)), strict=True)
     )
     for key, value in typed.items():
-        name = key.rpartition(".")[2] if key in RECORDED else key
-        settings.setdefault(name, summary.get(name, value))
+        if key in RECORDED:
+            name = key.rpartition(".")[2]
+            settings.setdefault(name, summary.get(name, value))
+        else:  # "baseline" and "cudagraph" are more in a summary than what was typed
+            settings.setdefault(key, value)
     return settings
 
 

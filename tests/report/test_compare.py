@@ -154,6 +154,17 @@ def test_jobs_are_ranked_within_each_setting_around_the_method(sweep: Path) -> N
     assert [title for title, _ in comparison.rankings] == ["at once 1"]
 
 
+def test_what_was_typed_stands_in_its_column(sweep: Path) -> None:
+    """Catches the summary's own "cudagraph" and "baseline", which are dictionaries of figures, in
+    their place: a column of a screen's width, and no job ranked, as no two are alike."""
+    for job, mode in (("0", "none"), ("1", "full"), ("2", "none")):
+        type_in(sweep / job, "method=x", f"cudagraph={mode}", "baseline=true")
+    comparison = read(sweep)
+    assert comparison.columns == ["method", "num_speculative_tokens", "cudagraph"]
+    assert [row.settings["cudagraph"] for row in comparison.rows] == ["none", "full", "none"]
+    assert [title for title, _ in comparison.rankings] == ["cudagraph none"]
+
+
 def scale(folder: Path, *, method: float, both: float) -> None:
     """The run as on another machine: the method's times and all times multiplied."""
     path = folder / "requests.jsonl"
