@@ -14,7 +14,16 @@ import numpy as np
 
 from hydraspec.comparison import outputs
 from hydraspec.comparison.pairs import ALL, Figure, figures, paired
-from hydraspec.comparison.runs import Job, Key, Run, check_alike, key_of, labels_of, refuse
+from hydraspec.comparison.runs import (
+    Job,
+    Key,
+    Run,
+    check_alike,
+    key_of,
+    known_to_all,
+    labels_of,
+    refuse,
+)
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_lengths import drafts_name, drafts_of
 from hydraspec.metrics.files import Json
@@ -139,7 +148,8 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
         ConfigurationError: a job that only one side has, or has twice.
     """
     every = [job for job, _ in (*jobs, *baseline)]
-    long_key = partial(_long_key, _known_keys(every))
+    known = known_to_all([job.runs[0].identity() for job in every])
+    long_key = partial(_long_key, [key for key in known if key != "commit"])
     for key in (_short_key, long_key):
         mine, theirs = ({key(side[0]): side for side in sides} for sides in (jobs, baseline))
         if len(mine) == len(jobs) and len(theirs) == len(baseline):
@@ -192,12 +202,6 @@ def _short_key(job: Job) -> str:
 def _long_key(keys: Sequence[str], job: Job) -> str:
     settings = job.runs[0].identity()
     return str([str(settings[key]) for key in keys])
-
-
-def _known_keys(jobs: Sequence[Job]) -> list[str]:
-    """The settings that every version knows which a job is of."""
-    found = [job.runs[0].identity() for job in jobs]
-    return [key for key in found[0] if key != "commit" and all(key in each for each in found)]
 
 
 def _other_settings(reference: Job, job: Job) -> Iterator[str]:

@@ -243,6 +243,11 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
+def known_to_all(found: Sequence[Mapping[str, object]]) -> list[str]:
+    """The keys that every one of several settings has: others are of some versions alone."""
+    return [key for key in found[0] if all(key in each for each in found)] if found else []
+
+
 def differing_settings(runs: Sequence[Run]) -> list[str]:
     """The keys for `Run.setting` in which runs differ, apart from those that repeats may differ in;
     those of a split are one."""

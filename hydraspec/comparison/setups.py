@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hydraspec.comparison.runs import SPLIT, Run
+from hydraspec.comparison.runs import SPLIT, Run, known_to_all
 from hydraspec.metrics.splits import split_words
 
 SETUP = ("parallelism", "engine", "device", "dtype")  # keys of summary.json
@@ -31,7 +31,7 @@ def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
         load: whether the load counts.
     """
     found = [_settings(run, load=load) for run in runs]
-    common = [key for key in found[0] if all(key in each for each in found)] if found else []
+    common = known_to_all(found)
     return [str([each[key] for key in common]) for each in found]
 
 
