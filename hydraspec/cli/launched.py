@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -164,7 +164,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the parent ignores
     job, name, seeds = pickle.load(sys.stdin.buffer)  # from the parent's memory, through a pipe
     with terminations_as_interrupts():
-        _watch(job.sweep / STOP, parent)
+        stop = job.sweep / STOP
+        _watch(
+            lambda: stop.exists() or os.getppid() != parent,
+            lambda: os.kill(os.getpid(), signal.SIGTERM),
+        )
         ended = _run(job, name, seeds)
         ignore_interrupts()
     with suppress(BrokenPipeError), os.fdopen(answer, "w") as write:
@@ -201,27 +205,21 @@ def _said(text: str) -> str:
     return text
 
 
-def _watch(stop: Path, parent: int) -> None:
-    """Interrupt this process once the stop file exists, or the process that started it is gone."""
+def _watch(is_over: Callable[[], bool], end: Callable[[], None]) -> None:
+    """Have a thread end this process once `is_over`."""
 
     def look() -> None:
-        while not stop.exists() and os.getppid() == parent:
+        while not is_over():
             time.sleep(LOOK_EVERY_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+        end()
 
-    threading.Thread(target=look, daemon=True, name="stop").start()
+    threading.Thread(target=look, daemon=True, name="watch").start()
 
 
 @cache
 def _end_with(starter: int) -> None:
     """End this process once its parent is gone; the job's process then saves, and ends too."""
-
-    def look() -> None:
-        while os.getppid() == starter:
-            time.sleep(LOOK_EVERY_S)
-        os._exit(1)
-
-    threading.Thread(target=look, daemon=True, name="starter").start()
+    _watch(lambda: os.getppid() != starter, lambda: os._exit(1))
 
 
 def as_ended(value: Any, name: str) -> Ended:
