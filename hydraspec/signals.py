@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)  # docker stop, Slurm; a terminal that is closed
 INTERRUPTS = (signal.SIGINT, *TERMINATIONS)
@@ -89,6 +89,13 @@ def interrupts_end_process() -> Iterator[None]:
     for a handler. Ignored ones stay ignored."""
     with _handled(_not_ignored(), signal.SIG_DFL):
         yield
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, with what it has said: nothing is taken down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from hydraspec.errors import CannotWriteError, UserError
 from hydraspec.signals import (
     ignore_interrupts,
     interrupts_stay_interrupts,
+    leave,
     output_may_be_cut,
     terminations_as_interrupts,
 )
@@ -53,9 +54,7 @@ def main() -> int:
         status = _lead(shared, watch) if rank == 0 else _follow(shared, watch)
     _clean_up(shared, rank, parent)
     if status or watch.lost:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # taking groups and devices down could wait for a rank that is lost
+        leave(status)  # taking groups and devices down could wait for a rank that is lost
     return status
 
 

@@ -20,7 +20,7 @@ from hydraspec.cli.compose import Job
 from hydraspec.cli.rank_job import RankJob
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
-from hydraspec.config.engines import NATIVE
+from hydraspec.config.engines import runs_over_ranks
 from hydraspec.distributed.faults import Fault, Kind, LostRankError
 from hydraspec.distributed.launch import run_ranks
 from hydraspec.errors import (
@@ -30,7 +30,7 @@ from hydraspec.errors import (
     UserError,
     WorkloadError,
 )
-from hydraspec.metrics.run_files import JOURNAL, RANKS, SUMMARY, read_result
+from hydraspec.metrics.run_files import JOURNAL, RANKS, SUMMARY, read_result, written_since
 
 JOB, RESULT = "job.json", "result.json"
 MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)
@@ -40,8 +40,7 @@ WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
 def needs_ranks(config: RunConfig) -> bool:
     """Whether this run is several processes of ours. A benchmark's own processes are each such a
     run; vLLM starts its own."""
-    several = config.engine.name == NATIVE and config.parallelism.num_ranks > 1
-    return several and not (is_bench(config) and config.bench.isolate)
+    return runs_over_ranks(config) and not (is_bench(config) and config.bench.isolate)
 
 
 def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
@@ -113,13 +112,14 @@ def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) ->
 def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: bool) -> None:
     """Save what the first rank had finished, if it left that in a journal: it is gone, whichever
     rank failed first. See what_happened."""
-    if is_bench(job.config):
-        return
+    folder = job.folder.absolute()
+    if not written_since(folder / JOURNAL, started):
+        return  # without the import of torch
     from hydraspec.lab.lost import save_finished
 
     save_finished(
         job.config,
-        run_dir=job.folder.absolute(),
+        run_dir=folder,
         overrides=job.overrides,
         error=LostRankError(str(fault)),
         since_s=started,
@@ -130,7 +130,7 @@ def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: b
 def what_happened(fault: Fault, folder: Path, started: float) -> str:
     """The message of a run that lost a rank; `started`: time.time() before it."""
     lines = [f"{fault}\n  so the run has ended"]
-    summary, kept = (_since(started, folder / name) for name in (SUMMARY, JOURNAL))
+    summary, kept = (written_since(folder / name, started) for name in (SUMMARY, JOURNAL))
     if summary and read_result(folder).get("num_requests") == 0:
         lines.append(f"  saved: that no request was finished, in {folder}")
     elif summary:
@@ -143,10 +143,6 @@ def what_happened(fault: Fault, folder: Path, started: float) -> str:
     look = f"look into {log}, " if log.is_file() else ""
     lines.append(f"  to do: {look}mend what it names, and start the run again")
     return "\n".join(lines)
-
-
-def _since(started: float, file: Path) -> bool:
-    return file.is_file() and file.stat().st_mtime >= started
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -5,13 +5,12 @@ others take part in its jobs.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hydraspec.cli.complain import complain, tell
 from hydraspec.cli.compose import Job
@@ -23,7 +22,7 @@ from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
 from hydraspec.distributed.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.errors import ConfigurationError, UserError
-from hydraspec.signals import ignore_interrupts, interrupts_end_process
+from hydraspec.signals import ignore_interrupts, interrupts_end_process, leave
 
 if TYPE_CHECKING:
     from hydraspec.distributed.torchrun import Fleet
@@ -105,7 +104,7 @@ def end(status: int) -> int:
         ignore_interrupts()
         _fleet().end()
         _fleet().kill_hung()
-        _leave(status)
+        leave(status)
     return status
 
 
@@ -114,12 +113,6 @@ def _has_failed() -> bool:
         return num_ranks() > 1 and _fleet().watch.failed
     except LostRankError:
         return False  # there is nothing to take down
-
-
-def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
@@ -187,7 +180,7 @@ def follow() -> int:
         fleet.leave(TO_SAVE_S)
         if fleet.watch.rank == SPEAKS_FOR_FIRST:
             _speak_for_first(fleet, job, started)
-        _leave(1)  # taking groups and devices down could wait for a rank that is lost
+        leave(1)  # taking groups and devices down could wait for a rank that is lost
     fleet.close()
     return 0
 

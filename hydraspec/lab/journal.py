@@ -72,7 +72,7 @@ class Journal(Sink):
         self._file: TextIO | None = None
         with suppress(OSError):
             self._file = (folder / JOURNAL).open("w", encoding="utf-8")
-        infos = {side.value: plain(info) for side, info in beginning.infos.items()}
+        infos = {side.value: info for side, info in beginning.infos.items()}
         self._write(infos, beginning.facts, beginning.warnings, beginning.at_s)
 
     def on_round(self, side: Side, number: int, num_rounds: int) -> None:

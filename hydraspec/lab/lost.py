@@ -16,7 +16,7 @@ from hydraspec.lab import generated, journal, prediction, saving, workloads
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
-from hydraspec.metrics.run_files import JOURNAL, SUMMARY
+from hydraspec.metrics.run_files import JOURNAL, SUMMARY, written_since
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Request
 
@@ -43,19 +43,15 @@ def save_finished(
     """
     path = run_dir / JOURNAL
     try:
-        if not _is_of_this_run(path, since_s):
+        if not written_since(path, since_s):
             return
         folder = RunFolder(run_dir, to_dict(config), overrides)
-        if _is_of_this_run(run_dir / SUMMARY, since_s):
+        if written_since(run_dir / SUMMARY, since_s):
             folder.remove_journal()
             return
         _save(config, folder, overrides, error, quiet=quiet)
     except Exception as other:
         log.warning("%s: what had finished could not be saved: %s", path, other)
-
-
-def _is_of_this_run(file: Path, since_s: float) -> bool:
-    return file.is_file() and file.stat().st_mtime >= since_s
 
 
 def _save(

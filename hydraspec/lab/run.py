@@ -13,7 +13,7 @@ import torch
 
 from hydraspec import factory
 from hydraspec.config import to_dict
-from hydraspec.config.engines import NATIVE
+from hydraspec.config.engines import runs_over_ranks
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.lab import (
@@ -199,7 +199,7 @@ def _recorder(loaded: Loaded, folder: RunFolder, quiet: bool) -> Recorder:
 @contextmanager
 def _journal(loaded: Loaded, folder: RunFolder) -> Iterator[list[Sink]]:
     """One where several ranks run: if this one is lost, others can save what it had finished."""
-    if loaded.config.engine.name != NATIVE or loaded.config.parallelism.num_ranks == 1:
+    if not runs_over_ranks(loaded.config):
         yield []
         return
     infos = {side: engine.info for side, engine in loaded.engines.items()}

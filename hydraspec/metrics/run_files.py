@@ -44,6 +44,11 @@ def job_number(folder: Path) -> tuple[int, str]:
     return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
 
 
+def written_since(file: Path, time_s: float) -> bool:
+    """Whether there is such a file, which was written after `time_s` (time.time())."""
+    return file.is_file() and file.stat().st_mtime >= time_s
+
+
 def result_file(folder: Path) -> Path | None:
     """The file with the result of a run or a benchmark; None where there is none."""
     return next((file for name in RESULTS if (file := folder / name).is_file()), None)

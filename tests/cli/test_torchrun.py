@@ -107,7 +107,7 @@ def test_the_first_rank_takes_nothing_down_once_one_is_lost(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torchrun, "_meet", lambda: fleet)
-    monkeypatch.setattr(torchrun, "_leave", MagicMock(side_effect=Left))
+    monkeypatch.setattr(torchrun, "leave", MagicMock(side_effect=Left))
     monkeypatch.setattr(torchrun, "ignore_interrupts", lambda: None)
     with pytest.raises(Left) if failed else nullcontext():
         assert torchrun.end(3) == 3
