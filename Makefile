@@ -7,9 +7,9 @@ VENV := .venv
 ORACLE := .venv-oracle
 ORACLE_TESTS := tests/models/test_eagle_speculators.py tests/models/test_mtp.py
 # What test-fast runs: seconds of CPU per file, chosen by measurement; whole engines, oracles and kernels are left out.
-FAST_TESTS := tests/config tests/metrics tests/test_architecture.py tests/test_plugins.py tests/docs/test_design.py tests/graphs \
+FAST_TESTS := tests/config tests/metrics tests/test_architecture.py tests/test_house_rules.py tests/test_plugins.py tests/docs/test_design.py tests/graphs \
 	$(addprefix tests/engine/test_,scheduler.py kv_cache.py finish.py upload.py bounded.py machine.py lossless.py) \
-	$(addprefix tests/lab/test_,workloads.py verdict.py outcome.py) tests/sampling/test_verifier.py
+	$(addprefix tests/lab/test_,verdict.py outcome.py) tests/sampling/test_verifier.py tests/workloads/test_reading.py
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE_FILES := pyproject.toml constraints.txt

@@ -1,42 +1,30 @@
-"""Names of the configuration → classes, one lazy table. Nothing is imported before it is built."""
+"""Engines and devices by the names of the configuration, as a lazy table: an engine's module is
+imported when it is built. Speculators are in speculators/registry.py."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hydraspec import plugins
 from hydraspec.config.checks import check_method
 from hydraspec.config.derive import named_drafter, no_drafter, take_over
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.schema import AUTO, Device, RunConfig
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from hydraspec.engine.base import Engine
-    from hydraspec.speculators.base import BaseSpeculator
 
 ENGINES = {
-    "native": "hydraspec.engine.native.engine:NativeEngine",
-    "transformers": "hydraspec.engine.transformers.engine:TransformersEngine",
-    "vllm": "hydraspec.engine.vllm.engine:VllmEngine",
+    "native": "hydraspec.engine.native:NativeEngine",
+    "transformers": "hydraspec.adapters.transformers.engine:TransformersEngine",
+    "vllm": "hydraspec.adapters.vllm.engine:VllmEngine",
 }
-FOLLOW = "hydraspec.engine.vllm.follow:follow"
-PARALLEL = "hydraspec.engine.parallel.engine:ParallelEngine"  # native, over several ranks
-RANKS = "hydraspec.distributed.ranks:current"
+FOLLOW = "hydraspec.adapters.vllm.follow:follow"
+PARALLEL = "hydraspec.parallel.engines.engine:ParallelEngine"  # native, over several ranks
+RANKS = "hydraspec.parallel.ranks:current"
 DETECTION = "hydraspec.models.detect:resolve"
-BASE_SPECULATOR = "hydraspec.speculators.base:BaseSpeculator"
-OF_OTHER_RANKS = "hydraspec.engine.parallel.calls:follow"
+OF_OTHER_RANKS = "hydraspec.parallel.engines.calls:follow"
 DEVICE = "hydraspec.engine.machine:pick_device"
-SPECULATORS = {
-    "none": "hydraspec.speculators.none:NoSpeculator",
-    "eagle": "hydraspec.speculators.eagle:EagleSpeculator",
-    "eagle3": "hydraspec.speculators.eagle:EagleSpeculator",
-    "peagle": "hydraspec.speculators.peagle:PEagleSpeculator",
-    "mtp": "hydraspec.speculators.mtp:MTPSpeculator",
-    "gemma4_mtp": "hydraspec.speculators.gemma4:Gemma4Speculator",
-}
 
 
 def build_engine(config: RunConfig) -> Engine:
@@ -80,30 +68,6 @@ def device_type(config: RunConfig) -> str:
     return found
 
 
-def build_speculator(config: RunConfig) -> BaseSpeculator:
-    """The speculator that `method.name` names, not loaded yet.
-
-    Raises:
-        ConfigurationError: another package names a class that is no speculator.
-    """
-    point = _speculator(config.method.name)
-    found = plugins.load(point)
-    if not (isinstance(found, type) and issubclass(found, _attribute(BASE_SPECULATOR))):
-        raise plugins.broken(point, f"{found!r} is no subclass of BaseSpeculator")
-    speculator: BaseSpeculator = found(config)
-    return speculator
-
-
-def check_speculator(config: RunConfig) -> None:
-    """Refuse a method that only a YAML file knows. Imports no speculator.
-
-    Raises:
-        ConfigurationError: naming the methods that have a class.
-    """
-    if config.method.name != AUTO:
-        _speculator(config.method.name)
-
-
 def check_device(config: RunConfig) -> None:
     """Refuse a device that was asked for and is not there, before anything is read.
 
@@ -143,19 +107,6 @@ def resolve_drafter(config: RunConfig) -> None:
     name = method.name if chosen else found.method
     take_over(config, name, found.drafter, found.target, found.num_speculative_tokens)
     check_method(config)
-
-
-def _speculator(name: str) -> EntryPoint:
-    points = plugins.offered(plugins.SPECULATORS, SPECULATORS)
-    if name not in points:
-        raise refusal(
-            "method.name",
-            name,
-            "has no speculator",
-            allowed=listing(points),
-            remedy=f'install the package with the entry point {name} of "{plugins.SPECULATORS}"',
-        )
-    return points[name]
 
 
 def _attribute(place: str) -> Any:

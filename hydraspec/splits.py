@@ -112,16 +112,16 @@ def _check_target(config: RunConfig) -> None:
     """Build the first rank's part of the target, without memory."""
     import torch
 
-    from hydraspec import factory
-    from hydraspec.distributed.group import SoloGroup
     from hydraspec.models import load_target
     from hydraspec.models.checkpoint.reader import open_checkpoint
     from hydraspec.models.registry import TARGETS
     from hydraspec.models.stages import Stage
     from hydraspec.models.weights import EMPTY
+    from hydraspec.parallel.group import SoloGroup
+    from hydraspec.speculators.registry import build_speculator
     from hydraspec.types import DTYPES
 
-    axes, speculator = config.parallelism, factory.build_speculator(config)
+    axes, speculator = config.parallelism, build_speculator(config)
     if open_checkpoint(config.target.checkpoint).config.get("model_type") not in TARGETS:
         return  # a plugin's loader knows no empty weights
     group, split = SoloGroup(), axes.pipeline_layers

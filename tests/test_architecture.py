@@ -1,109 +1,84 @@
-"""The house rules that a machine can hold: arrows, owners, sizes, and never asking the device."""
+"""Who may import whom, no circles, and which room owns which package."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from source_tree import ROOT, SOURCES, parsed
 
-ROOT = Path(__file__).parents[1]
-SOURCES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in ("hydraspec", "kernels")
-    for path in (ROOT / folder).rglob("*.py")
-)
-TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
-
-# Room → rooms it may import; itself and errors always. Arrows point down the table of the design.
+# Room → rooms it may import, itself and errors always. Rooms stand in the order of the layers: one
+# imports only rooms that are listed before it. The longest prefix of a module names its room.
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
     "types": {"kernels"},  # for their records
     "signals": set(),
-    "costs": set(),
     "shipped": set(),
+    "version": set(),
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
-    "sampling": {"kernels", "types", "distributed"},
-    "distributed": {"kernels", "types", "signals"},
+    "factory": {"config", "types", "plugins"},  # classes by string only
+    "parallel": {"kernels", "types", "signals"},
+    "sampling": {"kernels", "types", "parallel"},
     "graphs": {"kernels", "types"},
-    "models": {"kernels", "types", "plugins", "shipped", "distributed"},
-    "speculators": {"kernels", "types", "config", "sampling", "models", "graphs", "distributed"},
-    "teacher_forcing": {"kernels", "models", "types"},
-    "engine": {
-        *("kernels", "types", "config", "sampling", "models", "graphs", "distributed"),
-        *(
-            "speculators",
-            "teacher_forcing",
-            "factory",
-            "signals",
-            "costs",
-        ),  # the factory knows speculators by string only
+    "models": {"kernels", "types", "plugins", "shipped", "parallel"},
+    "speculators": {
+        *("kernels", "types", "plugins", "config", "sampling", "models", "graphs", "parallel"),
     },
-    "splits": {"types", "shipped", "config", "models", "distributed", "factory"},
+    "splits": {"types", "shipped", "config", "models", "speculators", "parallel", "factory"},
+    "engine": {
+        *("kernels", "types", "config", "sampling", "models", "graphs", "parallel"),
+        *("speculators", "factory", "signals"),
+    },
+    "parallel.engines": {"types", "config", "signals", "parallel", "engine"},
+    "adapters": {"kernels", "types", "config", "sampling", "models", "engine"},
     "metrics": {"types"},
-    "comparison": {"metrics"},
-    "report": {"types", "metrics", "comparison"},
+    "study": {"types", "metrics"},
+    "workloads": {"types", "config", "metrics", "plugins", "shipped", "factory"},
     "lab": {
-        *("root", "signals", "types", "plugins", "config", "metrics", "engine.base", "factory"),
-        *("report", "shipped", "costs", "models.tokenizer", "models.checkpoint.reader"),
+        *("signals", "types", "plugins", "config", "metrics", "engine", "factory"),
+        *("study", "shipped", "version", "models", "speculators", "workloads"),
     },
     "bench": {
-        *("types", "config", "metrics", "engine.base", "factory", "report"),
-        *("lab.arrivals", "lab.conversations", "lab.environment", "lab.folder", "lab.workloads"),
+        *("types", "config", "metrics", "engine", "factory", "study", "lab", "workloads"),
         "signals",
     },
-    "doctor": {
-        *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "report"),
-        *("lab.environment", "lab.folder", "lab.generated", "lab.workloads"),
-        "teacher_forcing",
+    "analysis": {
+        *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "study"),
+        *("engine", "lab", "workloads"),
     },
-    "predict": {
-        *("types", "costs", "config", "engine.base", "factory", "metrics", "report"),
-        *("lab.environment", "lab.folder", "lab.generated", "lab.rounds", "lab.workloads"),
-    },
-    "replay": {"comparison", "config", "metrics", "report"},
-    "factory": {"config", "types", "plugins"},
     "zoo": {"types", "config", "models"},
     "cli": {
-        *("signals", "config", "lab", "bench", "report", "metrics.run_files"),
-        *("distributed", "factory", "comparison", "doctor", "predict", "replay", "engine.base"),
-        "splits",
+        *("signals", "config", "lab", "bench", "study", "metrics", "workloads"),
+        *("parallel", "factory", "analysis", "engine", "splits"),
     },
-    "root": {"cli", "signals", "engine.base"},  # hydraspec/__init__.py, and what python -m runs
+    "root": {"cli", "signals", "engine", "version"},  # what python -m runs, and __init__.py
 }
-ROOMS_OF_FILES = {
-    "hydraspec/__init__.py": "root",
-    "hydraspec/__main__.py": "root",
-    "hydraspec/compare.py": "root",
-    "hydraspec/gate.py": "root",
-    "hydraspec/matrix.py": "root",
-    "hydraspec/doctor/__main__.py": "root",
-    "hydraspec/replay/__main__.py": "root",
-    "hydraspec/report/__main__.py": "root",
-    "hydraspec/predict/__main__.py": "root",
-}
+ROOT_FILES = {"__init__", "__main__", "compare", "doctor", "gate", "matrix", "predict", "replay"}
+ROOT_FILES |= {"report"}
+# Above the engine a room reads its interface and its tables of costs, not the native engine.
+ENGINE_INTERFACE = {"hydraspec.engine.base", "hydraspec.engine.costs"}
+ABOVE_THE_ENGINE = {"lab", "bench", "analysis", "cli", "root"}
+MAX_FOLDERS = 16  # directly under hydraspec/
 
 # Package → files that may import it. What is not listed here belongs to nobody yet.
 EVERYWHERE_BUT_THE_COMMAND_LINE = [
     "kernels/*",
     "hydraspec/types.py",
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
-    *(f"hydraspec/{room}/*" for room in ("distributed", "lab", "bench", "report", "metrics")),
-    "hydraspec/doctor/*",
-    "hydraspec/predict/*",
-    "hydraspec/teacher_forcing/*",
+    *(f"hydraspec/{room}/*" for room in ("parallel", "lab", "bench", "study", "metrics")),
+    *(f"hydraspec/{room}/*" for room in ("adapters", "analysis", "graphs", "workloads")),
     "hydraspec/splits.py",
-    "hydraspec/replay/*",
-    "hydraspec/graphs/*",
-    "hydraspec/comparison/*",
 ]
 OWNERS = {
     "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,
     "torch.distributed": [
-        "hydraspec/distributed/*",
+        "hydraspec/parallel/*",
         "kernels/hydraspec_kernels/collectives/memory.py",
         "kernels/benchmarks/bench_all_reduce.py",
     ],
@@ -118,81 +93,49 @@ OWNERS = {
     "huggingface_hub": ["hydraspec/models/checkpoint/hub.py"],
     "transformers": [
         "hydraspec/models/tokenizer.py",
-        "hydraspec/engine/transformers/*",
-        "hydraspec/engine/vllm/configs.py",
+        "hydraspec/adapters/transformers/*",
+        "hydraspec/adapters/vllm/configs.py",
         "hydraspec/zoo/*",
     ],
     "tokenizers": ["hydraspec/zoo/*"],
     "speculators": ["hydraspec/zoo/*"],
-    "vllm": ["hydraspec/engine/vllm/*"],
-    "wandb": ["hydraspec/metrics/tracker.py", "hydraspec/report/study/wandb_report.py"],
-    "wandb_workspaces": ["hydraspec/report/study/wandb_report.py"],
+    "vllm": ["hydraspec/adapters/vllm/*"],
+    "wandb": ["hydraspec/metrics/tracker.py", "hydraspec/study/pages/wandb_report.py"],
+    "wandb_workspaces": ["hydraspec/study/pages/wandb_report.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
     "paged_caches": ["kernels/benchmarks/*"],
     "round_trip_kernel": ["kernels/benchmarks/*"],
     "rich": [
-        *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "report", "zoo")),
+        *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "study", "zoo")),
         "hydraspec/graphs/progress.py",
     ],
-    "yaml": ["hydraspec/lab/*", "hydraspec/report/*", "hydraspec/comparison/*"],
-    "datasets": ["hydraspec/lab/*"],
-    "jinja2": ["hydraspec/report/html.py"],
+    "yaml": ["hydraspec/lab/*", "hydraspec/study/*"],
+    "datasets": ["hydraspec/workloads/*"],
+    "jinja2": ["hydraspec/study/report/html.py"],
 }
 LAZY = {"wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
 
-# Files of the step, and in them the functions that run outside it, while loading.
-STEP_FILES = [
-    "kernels/hydraspec_kernels/*/__init__.py",
-    "kernels/hydraspec_kernels/*/cpu.py",
-    "kernels/hydraspec_kernels/*/plan.py",
-    "kernels/hydraspec_kernels/*/tiling.py",
-    "kernels/hydraspec_kernels/*kernel.py",
-    "kernels/hydraspec_kernels/sampling/*.py",
-    "kernels/hydraspec_kernels/step_inputs/*.py",
-    "hydraspec/sampling/*.py",
-    "hydraspec/speculators/*.py",
-    "hydraspec/models/*.py",
-    "hydraspec/engine/native/inputs.py",
-    "hydraspec/engine/native/runner.py",
-    "hydraspec/engine/native/state.py",
-    "hydraspec/engine/native/device_runner.py",
-    "hydraspec/engine/native/step_graphs.py",
-    "hydraspec/engine/native/upload.py",
-    "hydraspec/graphs/*.py",
-]
-OUTSIDE_THE_STEP: dict[str, set[str]] = {
-    "hydraspec/engine/native/upload.py": {"wait_for"},  # a copy of some steps ago
-    "hydraspec/models/gemma4/model.py": {"rounded"},
-    "hydraspec/models/gemma4/layer.py": {"finish"},
-}
-ASKS_THE_DEVICE = {"cpu", "item", "tolist", "numpy", "synchronize", "nonzero", "masked_select"}
-
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-MAX_KERNEL_FUNCTION_LINES = 120  # *kernel.py
-MAX_LEAF_LINES = 130  # a speculator is a list of differences
-SPECULATOR_BASES = {"base.py", "draft_model.py", "autoregressive.py", "parallel.py"}
-
-
-def parsed(path: str) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
-
 
 def room_of(path: str) -> str:
-    if path in ROOMS_OF_FILES:
-        return ROOMS_OF_FILES[path]
-    if path.startswith("kernels/"):
-        return "kernels"
-    return path.split("/")[1].removesuffix(".py")
+    return room_of_module(module_name(path))
+
+
+def module_name(path: str) -> str:
+    """The dotted name of a file of ours; of a benchmark, a name in the room of the kernels."""
+    parts = list(Path(path).with_suffix("").parts)
+    if parts[0] == "kernels":
+        parts = parts[1:] if parts[1] == "hydraspec_kernels" else ["hydraspec_kernels", *parts[1:]]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def room_of_module(module: str) -> str:
-    if module.split(".")[0] == "hydraspec_kernels":
+    top, *rest = module.split(".")
+    if top == "hydraspec_kernels":
         return "kernels"
-    parts = module.split(".")
-    if len(parts) == 1:
+    if not rest or (len(rest) == 1 and rest[0] in ROOT_FILES):
         return "root"
-    return room_of("/".join(parts[:2]) + ("" if (ROOT / "/".join(parts[:2])).is_dir() else ".py"))
+    rooms = (".".join(rest[:length]) for length in (2, 1))
+    return next((room for room in rooms if room in MAY_IMPORT), rest[0])
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -208,7 +151,8 @@ def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
             assert node.level == 0, "imports are absolute"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                at = ROOT / inner.replace(".", "/")
+                folder = ROOT if inner.startswith("hydraspec.") else ROOT / "kernels"
+                at = folder / inner.replace(".", "/")
                 is_module = at.is_dir() or at.with_suffix(".py").is_file()
                 yield (inner if is_module else str(node.module), lazy)
         else:
@@ -217,149 +161,80 @@ def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
-    tree.body = [node for node in tree.body if not is_type_checking(node)]
-    return tree
-
-
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+    return ast.Module([node for node in tree.body if not is_type_checking(node)], [])
 
 
 def is_owned(path: str, owners: list[str]) -> bool:
     return any(fnmatch(path, owner) for owner in owners)
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_arrows_point_down(path):
-    room = room_of(path)
-    assert room in MAY_IMPORT, f"{path}: give the room {room} its place in MAY_IMPORT"
-    tree = parsed(path)
-    if room == "factory":  # it names classes by string; only its annotations know them
-        tree = without_type_checking(tree)
+def ours(path: str) -> Iterator[str]:
+    """Modules of ours that a file imports, within functions too; not for annotations only."""
+    tree = without_type_checking(parsed(path))
     for module, _ in imports(tree):
-        if module.split(".")[0] not in ("hydraspec", "hydraspec_kernels"):
-            continue
-        other = room_of_module(module)
-        allowed = MAY_IMPORT[room]
-        below = {entry for entry in allowed if module.startswith(f"hydraspec.{entry}")}
-        assert other in {room, "errors"} | allowed or below, f"{path} ({room}) imports {module}"
+        if module.split(".")[0] in ("hydraspec", "hydraspec_kernels"):
+            yield module
 
 
-def test_nobody_imports_the_zoo_or_the_command_line():
+def named_modules(path: str) -> Iterator[str]:
+    """Modules of ours that a file names as "module:attribute", to import them later."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = re.fullmatch(r"(hydraspec[\w.]*):\w+", node.value)
+            if found:
+                yield found.group(1)
+
+
+def test_rooms_stand_in_the_order_of_layers():
+    """A room's row names only rooms above it: rooms do not import each other in a circle."""
+    above: set[str] = set()
+    for room, allowed in MAY_IMPORT.items():
+        assert allowed <= above, f"{room} may import {allowed - above}, which come after it"
+        above.add(room)
+    folders = {path.split("/")[1] for path in SOURCES if path.count("/") > 1}
+    ours_only = {folder for folder in folders if (ROOT / "hydraspec" / folder).is_dir()}
+    assert len(ours_only) <= MAX_FOLDERS, sorted(ours_only)
+
+
+def test_arrows_point_down():
+    wrong = []
     for path in SOURCES:
-        rooms = {room_of_module(m) for m, _ in imports(parsed(path)) if m.startswith("hydraspec")}
-        assert "zoo" not in rooms or room_of(path) == "zoo", path
-        assert "cli" not in rooms or room_of(path) in ("cli", "root"), path
+        room = room_of(path)
+        assert room in MAY_IMPORT, f"{path}: give the room {room} its place in MAY_IMPORT"
+        for module in ours(path):
+            other = room_of_module(module)
+            hidden = other == "engine" and room in ABOVE_THE_ENGINE
+            if other not in {room, "errors"} | MAY_IMPORT[room] or (
+                hidden and module not in ENGINE_INTERFACE
+            ):
+                wrong.append(f"{path} ({room}) imports {module}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_packages_are_imported_by_their_owners(path):
-    for module, lazy in imports(parsed(path)):
-        top = module.split(".")[0]
-        if top in sys.stdlib_module_names or top in ("hydraspec", "hydraspec_kernels"):
-            continue
-        assert top in OWNERS, f"{path}: {top} has no owner in OWNERS"
-        for name in {top, ".".join(module.split(".")[:2])} & set(OWNERS):
-            assert is_owned(path, OWNERS[name]), f"{path} imports {name}"
-        assert lazy or top not in LAZY, f"{path}: import {top} inside the function that needs it"
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if any(fnmatch(path, step) for step in STEP_FILES)]
-)
-def test_the_device_is_never_asked(path):
-    outside = OUTSIDE_THE_STEP.get(path, set())
-    tree = parsed(path)
-    skipped = {
-        id(inner)
-        for function in functions(tree)
-        if function.name in outside
-        for inner in ast.walk(function)
+def test_no_modules_import_each_other_in_a_circle():
+    """Within functions and by name counts too: what is imported late is still a dependency."""
+    files = {module_name(path): path for path in SOURCES if not path.startswith("kernels/bench")}
+    graph = {
+        name: {other for other in (*ours(path), *named_modules(path)) if other in files} - {name}
+        for name, path in files.items()
     }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or id(node) in skipped:
-            continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        to_cpu = called == "to" and any(
-            isinstance(a, ast.Constant) and a.value == "cpu" for a in node.args
-        )
-        assert called not in ASKS_THE_DEVICE, f"{path}:{node.lineno} calls .{called}() in the step"
-        assert not to_cpu, f"{path}:{node.lineno} copies to the host in the step"
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" imports ".join(circle.args[1][::-1]))
 
 
-def test_functions_outside_the_step_exist():
-    """A stale exception would let the next one through."""
-    for path, names in OUTSIDE_THE_STEP.items():
-        assert names <= {function.name for function in functions(parsed(path))}, path
-
-
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS])
-def test_files_and_functions_stay_small(path):
-    assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) < MAX_FILE_LINES, path
-    if path in TESTS:
-        return
-    limit = MAX_KERNEL_FUNCTION_LINES if path.endswith("kernel.py") else MAX_FUNCTION_LINES
-    for function in functions(parsed(path)):
-        length = (function.end_lineno or function.lineno) - function.lineno + 1
-        assert length < limit, f"{path}: {function.name} has {length} lines"
-
-
-@pytest.mark.parametrize("path", SOURCES)
-def test_folders_stay_flat_and_modules_say_what_they_are(path):
-    package = path.removeprefix("kernels/")
-    assert package.count("/") <= 3, f"{path} is more than two folders deep"
-    tree = parsed(path)
-    assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
-
-
-def public_names(path: str) -> Iterator[tuple[str, bool]]:
-    """Public classes, functions and methods of a file, and whether each has a docstring."""
-    documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    tree = parsed(path)
-    for node in tree.body:
-        if not isinstance(node, documented) or node.name.startswith("_"):
-            continue
-        yield node.name, bool(ast.get_docstring(node))
-        for inner in node.body if isinstance(node, ast.ClassDef) else ():
-            is_public = isinstance(inner, documented) and not inner.name.startswith("_")
-            if is_public and ast.unparse(inner.body[0]) != "...":  # a protocol's declaration
-                yield f"{node.name}.{inner.name}", bool(ast.get_docstring(inner))
-
-
-def test_public_names_say_what_they_are():
-    """A method may leave it to a class that documents the same method: its base or its protocol."""
-    names = [
-        (path, name, has)
-        for path in SOURCES
-        if not path.startswith("kernels/benchmarks/")  # scripts
-        for name, has in public_names(path)
-    ]
-    inherited = {name.partition(".")[2] for _, name, has in names if has and "." in name}
-    silent = [
-        f"{path}: {name}"
-        for path, name, has in names
-        if not has and name.partition(".")[2] not in inherited
-    ]
-    assert not silent, f"without a docstring: {', '.join(silent)}"
-
-
-def test_speculators_are_lists_of_differences():
-    for path in (ROOT / "hydraspec" / "speculators").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if path.name in SPECULATOR_BASES:
-            called = {n.func.id for n in ast.walk(ast.parse(text)) if _calls_name(n)}
-            assert "isinstance" not in called, f"{path.name} asks which leaf it is"
-        else:
-            assert len(text.splitlines()) < MAX_LEAF_LINES, path.name
-
-
-def _calls_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-
-
-def test_kernels_folder_is_no_package():
-    """`import kernels` from the checkout would shadow the package of that name."""
-    assert not (ROOT / "kernels" / "__init__.py").exists()
-    assert not list((ROOT / "tests").rglob("__init__.py"))
+def test_packages_are_imported_by_their_owners():
+    wrong = []
+    for path in SOURCES:
+        for module, lazy in imports(parsed(path)):
+            top = module.split(".")[0]
+            if top in sys.stdlib_module_names or top in ("hydraspec", "hydraspec_kernels"):
+                continue
+            assert top in OWNERS, f"{path}: {top} has no owner in OWNERS"
+            for name in {top, ".".join(module.split(".")[:2])} & set(OWNERS):
+                if not is_owned(path, OWNERS[name]):
+                    wrong.append(f"{path} imports {name}")
+            if not lazy and top in LAZY:
+                wrong.append(f"{path}: import {top} inside the function that needs it")
+    assert not wrong, "\n".join(wrong)

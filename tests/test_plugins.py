@@ -10,13 +10,14 @@ import pytest
 import torch
 from installed import install, on_path
 
-from hydraspec import factory, plugins
+from hydraspec import plugins
 from hydraspec.cli.compose import plan
-from hydraspec.distributed.group import SoloGroup
-from hydraspec.lab import workloads
 from hydraspec.models import load_target
 from hydraspec.models.stages import Stage
+from hydraspec.parallel.group import SoloGroup
+from hydraspec.speculators import registry
 from hydraspec.types import ConfigurationError, WorkloadError
+from hydraspec.workloads import reading as workloads
 
 
 @dataclass
@@ -52,8 +53,8 @@ def test_a_speculator_of_another_package_is_built(tmp_path: Path) -> None:
     silent(tmp_path, "acme_a.drafts:Silent", {"acme_a/drafts.py": SPECULATOR})
     with on_path(tmp_path):
         config = plan([method_dir(tmp_path), "method=silent"]).jobs[0].config
-        factory.check_speculator(config)
-        assert type(factory.build_speculator(config)).__name__ == "Silent"
+        registry.check_speculator(config)
+        assert type(registry.build_speculator(config)).__name__ == "Silent"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_broken_entry_point_is_one_message_that_names_its_package(
     with on_path(tmp_path):
         config = plan([method_dir(tmp_path), "method=silent"]).jobs[0].config
         with pytest.raises(ConfigurationError) as refused:
-            factory.build_speculator(config)
+            registry.build_speculator(config)
     first, _, remedy = str(refused.value).splitlines()
     assert first.startswith(f'acme-drafts 1.0: entry point silent = "{value}" of hydraspec.spec')
     assert reason in first
@@ -86,14 +87,14 @@ def test_a_method_that_only_a_yaml_file_knows_is_refused_before_anything_is_read
     with on_path(tmp_path):
         config = plan([method_dir(tmp_path), "method=silent"]).jobs[0].config
         with pytest.raises(ConfigurationError, match=r"method\.name=silent has no speculator"):
-            factory.check_speculator(config)
+            registry.check_speculator(config)
 
 
 def test_the_name_of_a_built_in_method_is_refused(tmp_path: Path) -> None:
     points = {plugins.SPECULATORS: {"eagle3": "acme_c:Silent"}}
     install(tmp_path, "acme-drafts", points=points)
     with on_path(tmp_path), pytest.raises(ConfigurationError) as refused:
-        factory.check_speculator(plan([]).jobs[0].config)
+        registry.check_speculator(plan([]).jobs[0].config)
     assert "takes a name that hydraspec has" in str(refused.value)
     assert "uninstall acme-drafts 1.0" in str(refused.value)
 

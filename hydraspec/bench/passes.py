@@ -9,9 +9,9 @@ import numpy as np
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
-from hydraspec.lab.workloads import fixed_length_sampling
 from hydraspec.metrics.meter import Meter
 from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.workloads.reading import fixed_length_sampling
 
 STREAM = 0x62656E63  # of the prompts' random numbers
 

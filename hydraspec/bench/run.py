@@ -30,8 +30,8 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.run_files import BENCH, BENCH_REPORT
-from hydraspec.report.console import table_console
 from hydraspec.signals import interrupts_held_back
+from hydraspec.study.report.console import table_console
 
 log = logging.getLogger(__name__)
 

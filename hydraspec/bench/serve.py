@@ -11,11 +11,11 @@ from hydraspec.bench.benchmark import Benchmark, Curve, figure
 from hydraspec.bench.passes import Passes
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
-from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.latency import Limits, goodput, percentiles, waits
 from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Request
+from hydraspec.workloads.arrivals import ArrivalProcess
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from hydraspec.bench.passes import Passes, make_requests
 from hydraspec.bench.serve import summary_of
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
-from hydraspec.lab.conversations import in_conversations
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Completion, Request
+from hydraspec.workloads.conversations import in_conversations
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m hydraspec.doctor`: the command line of an examination; hydraspec/doctor/ does it."""
+"""`python -m hydraspec.doctor`: the command line of an examination."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def doctor(
     overrides: Sequence[str], *, config_dir: str | None = None, quiet: bool = False
 ) -> dict[str, Any]:
     """An examination from Python; returns the content of doctor.json and `run_dir`."""
-    from hydraspec.doctor.run import check, examine
+    from hydraspec.analysis.doctor.run import check, examine
 
     refuse_no_folder(overrides)
     torchrun.refuse_calls()

@@ -120,19 +120,19 @@ PROOFS = (
         },
     ),
     Proof(
-        "tests/engine/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines",
+        "tests/adapters/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines",
         {"engine": ("transformers",), "method": ("none",)},
     ),
     Proof(
-        "tests/engine/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines",
+        "tests/adapters/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines",
         {"engine": ("transformers",), "method": ("gemma4_mtp",)},
     ),
     Proof(
-        "tests/engine/test_vllm_mapping.py::test_one_key_changes_one_argument",
+        "tests/adapters/test_vllm_mapping.py::test_one_key_changes_one_argument",
         {"engine": ("vllm",)},
     ),
     Proof(
-        "tests/engine/test_vllm_mapping.py::test_the_speculative_configuration",
+        "tests/adapters/test_vllm_mapping.py::test_the_speculative_configuration",
         {"engine": ("vllm",), "method": DRAFTERS},
     ),
 )

@@ -18,11 +18,11 @@ from typing import Any
 
 from hydraspec.cli.rank_job import RankJob, layout_of
 from hydraspec.cli.ranks import JOB, RESULT
-from hydraspec.distributed.faults import FileRecords
-from hydraspec.distributed.launch import PARENT, SIGNS
-from hydraspec.distributed.progress import ROW, Progress
-from hydraspec.distributed.watch import Watch
 from hydraspec.errors import CannotWriteError, UserError
+from hydraspec.parallel.faults import FileRecords
+from hydraspec.parallel.launch import PARENT, SIGNS
+from hydraspec.parallel.progress import ROW, Progress
+from hydraspec.parallel.watch import Watch
 from hydraspec.signals import (
     ignore_interrupts,
     interrupts_stay_interrupts,
@@ -114,7 +114,7 @@ def _lead(shared: Path, watch: Watch) -> int:
 
 def _joined(job: RankJob, shared: Path, watch: Watch) -> AbstractContextManager[object]:
     from hydraspec import factory
-    from hydraspec.distributed.processes import joined, local_store
+    from hydraspec.parallel.processes import joined, local_store
 
     on_cuda = factory.device_type(job.config) == "cuda"
     store = local_store(shared, watch.rank, watch.num_ranks)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 
 from hydraspec.config.messages import refusal
-from hydraspec.distributed.launch import PARENT
 from hydraspec.errors import ConfigurationError
+from hydraspec.parallel.launch import PARENT
 
 REMEDY = (
     "start ranks by torchrun, which sets it, or unset RANK and WORLD_SIZE for a run of one command"

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from hydraspec.cli.compose import Job
 from hydraspec.config import RunConfig, from_dict, to_dict
 from hydraspec.config.benches import is_bench
-from hydraspec.distributed.layout import Layout
+from hydraspec.parallel.layout import Layout
 
 
 @dataclass(slots=True, kw_only=True)

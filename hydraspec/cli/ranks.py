@@ -21,8 +21,6 @@ from hydraspec.cli.rank_job import RankJob
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import runs_over_ranks
-from hydraspec.distributed.faults import Fault, Kind, LostRankError
-from hydraspec.distributed.launch import run_ranks
 from hydraspec.errors import (
     CannotWriteError,
     CheckpointError,
@@ -31,6 +29,8 @@ from hydraspec.errors import (
     WorkloadError,
 )
 from hydraspec.metrics.run_files import JOURNAL, RANKS, SUMMARY, read_result, written_since
+from hydraspec.parallel.faults import Fault, Kind, LostRankError
+from hydraspec.parallel.launch import run_ranks
 
 JOB, RESULT = "job.json", "result.json"
 MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)

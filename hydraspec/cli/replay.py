@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _replay(folder: Path, rules: Sequence[str]) -> None:
-    from hydraspec.replay import console, run
+    from hydraspec.analysis.replay import console, run
 
     result = run.replayed(folder, rules)
     console.show(result, run.write(result, folder))

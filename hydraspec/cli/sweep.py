@@ -89,7 +89,7 @@ def note_idle_seed(config: RunConfig, seeds: Sequence[int]) -> None:
     seeds = list(dict.fromkeys(seeds))
     if len(seeds) < 2 or is_bench(config):
         return
-    from hydraspec.lab.workloads import depends_on_seed
+    from hydraspec.workloads.reading import depends_on_seed
 
     if not depends_on_seed(config):
         typed = ",".join(map(str, seeds))

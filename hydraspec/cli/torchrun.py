@@ -20,12 +20,12 @@ from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
-from hydraspec.distributed.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.signals import ignore_interrupts, interrupts_end_process, leave
 
 if TYPE_CHECKING:
-    from hydraspec.distributed.torchrun import Fleet
+    from hydraspec.parallel.torchrun import Fleet
 
 TO_SAVE_S = 10.0  # for the first rank, once this one has failed
 SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
@@ -226,7 +226,7 @@ def _fleet() -> Fleet:
 @cache
 def _meet() -> Fleet | LostRankError:
     """Wait for the others, once only."""
-    from hydraspec.distributed.torchrun import Fleet
+    from hydraspec.parallel.torchrun import Fleet
 
     try:
         with interrupts_end_process():  # torch does not return to handle them

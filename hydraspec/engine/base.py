@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydraspec.costs import CostTable
+from hydraspec.engine.costs import CostTable
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, StepRecord
 

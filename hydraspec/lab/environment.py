@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-import hydraspec
+from hydraspec import version
 from hydraspec.engine.base import EngineInfo
 from hydraspec.metrics.files import Json
 
@@ -86,7 +86,7 @@ def _gpus() -> list[str]:
 
 def _git() -> Json:
     """Commit of the checkout the package runs from; null for an installed package."""
-    root = Path(hydraspec.__file__).resolve().parent.parent
+    root = Path(version.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     commit = _git_output(root, "rev-parse", "HEAD")

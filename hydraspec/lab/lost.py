@@ -12,13 +12,15 @@ from typing import NoReturn
 from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
-from hydraspec.lab import generated, journal, prediction, saving, workloads
+from hydraspec.lab import journal, prediction, saving
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.run_files import JOURNAL, SUMMARY, written_since
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Request
+from hydraspec.workloads import generated
+from hydraspec.workloads import reading as workloads
 
 GONE = "the process of this engine is gone"
 

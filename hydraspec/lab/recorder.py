@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import hydraspec
 from hydraspec.config.schema import MetricsConfig
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json
@@ -16,12 +15,13 @@ from hydraspec.metrics.sinks import Side, Sink, StepsFile
 from hydraspec.metrics.summary import Summary
 from hydraspec.metrics.trace import PositionsFile, TraceFile
 from hydraspec.metrics.tracker import WandbSink
-from hydraspec.report import page as report
-from hydraspec.report.console import ConsoleSink, run_console
-from hydraspec.report.samples import SampleSink
-from hydraspec.report.worst import worst_requests
 from hydraspec.signals import interrupts_held_back
+from hydraspec.study.report import page as report
+from hydraspec.study.report.console import ConsoleSink, run_console
+from hydraspec.study.report.samples import SampleSink
+from hydraspec.study.report.worst import worst_requests
 from hydraspec.types import PositionScores, Request
+from hydraspec.version import __version__
 
 
 class Recorder:
@@ -107,7 +107,7 @@ class Recorder:
             self._folder.write_summary(summary)
 
     def _page(self, summary: Summary, rows: Sequence[Json]) -> str:
-        made = f"{self._started}, hydraspec {hydraspec.__version__}, torch {torch.__version__}"
+        made = f"{self._started}, hydraspec {__version__}, torch {torch.__version__}"
         samples = self._samples.samples({row["id"]: row for row in rows})
         return report.render(
             summary,

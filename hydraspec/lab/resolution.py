@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig
+from hydraspec.speculators.registry import check_speculator
 
 
 def resolve(config: RunConfig) -> None:
     """Check the device and fill in, in place, what checkpoints decide; see `factory`."""
-    factory.check_speculator(config)
+    check_speculator(config)
     factory.check_device(config)
     factory.resolve_drafter(config)

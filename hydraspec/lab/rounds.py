@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hydraspec.engine.base import Built, Engine, StepProfile
-from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import TeacherForced
 from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.workloads.arrivals import ArrivalProcess
 
 NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8

@@ -18,7 +18,6 @@ from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.lab import (
     environment,
-    generated,
     positions,
     prediction,
     sampled,
@@ -26,19 +25,20 @@ from hydraspec.lab import (
     token_texts,
     tracking,
     verdict,
-    workloads,
 )
-from hydraspec.lab.arrivals import ArrivalProcess
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.journal import Beginning, Journal
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.saving import Loaded
-from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Lossless, RunFacts
 from hydraspec.types import NotFiniteError, WorkloadError
+from hydraspec.workloads import generated
+from hydraspec.workloads import reading as workloads
+from hydraspec.workloads.arrivals import ArrivalProcess
+from hydraspec.workloads.reading import Workload
 
 log = logging.getLogger(__name__)
 

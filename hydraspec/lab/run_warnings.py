@@ -16,13 +16,13 @@ from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
 from hydraspec.lab.doctor_command import doctor_command
 from hydraspec.lab.rounds import Measurement
-from hydraspec.lab.scoring import score_completion
 from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.paired import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
-from hydraspec.report.figures import interval
+from hydraspec.study.report.figures import interval
 from hydraspec.types import Completion, Request
+from hydraspec.workloads.scoring import score_completion
 
 LOW_LENGTH = 1.3  # tokens per verification; a drafter that fits its target has more
 IDLE = 0.1  # drafts a step on average, where the engine chooses K

@@ -14,12 +14,12 @@ import numpy as np
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.lab.rounds import Measurement, closing_run
-from hydraspec.lab.workloads import request_seed
 from hydraspec.metrics.distribution import ENDED, LEVEL, Samples, same_distribution
 from hydraspec.metrics.lossless import MORE_VARIED
 from hydraspec.metrics.paired import POWER, balanced
 from hydraspec.metrics.summary import Distribution
 from hydraspec.types import Completion, Request
+from hydraspec.workloads.reading import request_seed
 
 FAILED = ENDED - 1  # in place of the tokens of an output with an error
 STREAMS = {"method": 1 << 40, "baseline": 1 << 41}  # places of requests that no workload has

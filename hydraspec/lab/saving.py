@@ -12,11 +12,11 @@ from hydraspec.lab import prediction, summary, verdict
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.run_warnings import warnings_of
-from hydraspec.lab.workloads import Workload
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
 from hydraspec.metrics.tracker import WandbSink
 from hydraspec.types import NotFiniteError
+from hydraspec.workloads.reading import Workload
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import EngineInfo
 from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
-from hydraspec.lab.scoring import accuracy, score_completion
 from hydraspec.metrics import assessment
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.latency import Limits, goodput, latencies, percentiles
@@ -35,6 +34,7 @@ from hydraspec.metrics.summary import (
 )
 from hydraspec.metrics.turns import by_turn
 from hydraspec.types import Completion, Request
+from hydraspec.workloads.scoring import accuracy, score_completion
 
 NOTHING = Expected()  # is predicted
 

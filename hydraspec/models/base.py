@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.kv_groups import BlockSize
 from hydraspec.models.stages import Stage
+from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 

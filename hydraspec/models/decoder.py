@@ -13,8 +13,6 @@ from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.linear import linear
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder_config import DecoderConfig
@@ -31,6 +29,8 @@ from hydraspec.models.needed_rows import reduced
 from hydraspec.models.parts import Tensors, held
 from hydraspec.models.stages import WHOLE, LayerFacts, layers_of_stage
 from hydraspec.models.weights import EMPTY, fill, memory_bytes
+from hydraspec.parallel.group import SOLO
+from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 

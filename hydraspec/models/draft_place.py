@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from hydraspec.distributed.group import SOLO
 from hydraspec.models.base import TargetModel
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Divided, Tensors, held
+from hydraspec.parallel.group import SOLO
 
 # Measured on H200s, in CUDA graphs: weights as decoding reads them, and a sum or an exchange of a
 # few rows over 2 or 4 ranks.

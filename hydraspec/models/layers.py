@@ -26,10 +26,10 @@ from hydraspec_kernels.norms import (
 from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO, TensorGroup
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.parts import Part, Share, Tensors, Weight
 from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.parallel.group import SOLO, TensorGroup
+from hydraspec.parallel.vocabulary import Vocabulary
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from hydraspec import plugins
-from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.stages import WHOLE, Stage, check_whole
+from hydraspec.parallel.group import SOLO, TensorGroup
 
 TARGETS: dict[str, str] = {
     "deepseek_v3": "hydraspec.models.deepseek.model:load_deepseek",

@@ -13,7 +13,7 @@ from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
 from hydraspec_kernels.sampling.verification import verify_prefix, verify_synthetic
 from torch import Tensor
 
-from hydraspec.distributed.vocabulary import WHOLE, Vocabulary
+from hydraspec.parallel.vocabulary import WHOLE, Vocabulary
 from hydraspec.types import Batch, ConfigurationError, RequestState, SamplingFlags, Verdict
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.stages import StageLink
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.kv_groups import BlockSize
+from hydraspec.parallel.stages import StageLink
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import (
     Batch,

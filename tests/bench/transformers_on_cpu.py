@@ -26,7 +26,7 @@ from tiny_targets import run_config
 from transformers import AutoTokenizer, Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from hydraspec.config.schema import Dtype, Weights
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.types import Request, SamplingParams, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import hydraspec
 from hydraspec.cli import main as cli
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.lab.rounds import Measurement
 
 MOST_FUNCTIONS = 8  # from main to step, both counted

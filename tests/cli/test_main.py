@@ -392,7 +392,7 @@ def test_module_and_exit_status():
 def test_the_lab_has_the_hooks_we_call():
     """Catches a stand-in that no longer has the signature of the real lab."""
     from hydraspec.lab import run
-    from hydraspec.report import compare
+    from hydraspec.study.report import compare
 
     inspect.signature(run.run).bind(None, run_dir=None, overrides=[], quiet=True)
     inspect.signature(compare.compare).bind(None)

@@ -14,8 +14,8 @@ import pytest
 
 from hydraspec.cli import rank_environment, torchrun
 from hydraspec.cli.main import main
-from hydraspec.distributed import torchrun as fleets
-from hydraspec.distributed.launch import PARENT
+from hydraspec.parallel import torchrun as fleets
+from hydraspec.parallel.launch import PARENT
 
 GOOD = {
     **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},

@@ -16,11 +16,11 @@ import hydraspec
 from hydraspec.cli import ranks
 from hydraspec.cli.compose import plan
 from hydraspec.cli.folders import folder_message
-from hydraspec.distributed.faults import Fault, FileRecords, Kind
-from hydraspec.distributed.launch import Ended
-from hydraspec.distributed.watch import Watch
 from hydraspec.errors import CannotWriteError, UserError
 from hydraspec.metrics.run_files import JOURNAL
+from hydraspec.parallel.faults import Fault, FileRecords, Kind
+from hydraspec.parallel.launch import Ended
+from hydraspec.parallel.watch import Watch
 
 QUICK = ["method=none", "tracker=none", "engine.device=cpu", "workload.limit=12"]
 ENDS_WITHIN_S = 30.0

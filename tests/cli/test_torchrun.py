@@ -13,9 +13,9 @@ from commands import Command
 import hydraspec
 from hydraspec.cli import torchrun
 from hydraspec.cli.compose import Job, plan
-from hydraspec.distributed.faults import LostRankError, of_exit
-from hydraspec.distributed.launch import PARENT
 from hydraspec.errors import ConfigurationError
+from hydraspec.parallel.faults import LostRankError, of_exit
+from hydraspec.parallel.launch import PARENT
 from hydraspec.signals import interrupts_stay_interrupts
 
 QUICK = ["method=none", "workload.limit=2", "tracker=none", "engine.device=cpu"]

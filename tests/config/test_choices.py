@@ -15,6 +15,7 @@ from hydraspec.config.checks import ALIASES
 from hydraspec.config.choices import choices_of, packaged
 from hydraspec.config.schema import AUTO, RunConfig
 from hydraspec.config.workloads import KEYS, OF_TEXTS, SIZES, SOURCES, TEXT_KEYS
+from hydraspec.speculators import registry
 
 GROUPS = (
     "target",
@@ -48,7 +49,7 @@ WITHOUT_WEIGHTS = {
     if name == "none" or not packaged("method", name).get("needs_checkpoint", True)
 }
 NEEDED |= {
-    f"method={name}": [DRAFTER] for name in factory.SPECULATORS if name not in WITHOUT_WEIGHTS
+    f"method={name}": [DRAFTER] for name in registry.SPECULATORS if name not in WITHOUT_WEIGHTS
 }
 YAML_FILES = sorted(
     path.relative_to(str(files("hydraspec.conf"))).as_posix()
@@ -150,7 +151,7 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
 
 
 def test_names_in_yaml_have_a_class():
-    assert set(choices_of("method")) - ALIASES == set(factory.SPECULATORS)
+    assert set(choices_of("method")) - ALIASES == set(registry.SPECULATORS)
     assert set(choices_of("engine")) == set(factory.ENGINES)
 
 

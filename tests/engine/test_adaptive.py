@@ -26,8 +26,8 @@ from graph_runs import (
 from recorded_graphs import RecordedOps
 
 from hydraspec.config.schema import DraftSampling, PerStep, RunConfig, Verification
-from hydraspec.costs import CostTable
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.costs import CostTable
+from hydraspec.engine.native import NativeEngine
 from hydraspec.graphs import GraphBackend
 from hydraspec.types import Completion, Request, StepRecord
 

@@ -16,7 +16,7 @@ import pytest
 from graph_runs import PAIRS, graph_config, make_graph_engine
 
 from hydraspec.config.schema import Dtype, PerStep
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.metrics.meter import Meter, finished_pairs
 from hydraspec.metrics.paired import PairedRatio, paired_ratio
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord

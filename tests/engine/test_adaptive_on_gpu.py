@@ -19,7 +19,7 @@ from graph_runs import (
 from recorded_graphs import CalledAgain
 
 from hydraspec.config.schema import Device, Dtype, PerStep, RunConfig
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.graphs import GraphBackend
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from graph_runs import graph_config, make_graph_engine, run_requests
 from many_ranks import few, over_ranks, requests_of
 
 from hydraspec.config.schema import PerStep
-from hydraspec.distributed.layout import Layout
 from hydraspec.engine.base import Engine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, StepRecord
 
 LAYOUTS = {

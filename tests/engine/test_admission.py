@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hydraspec.engine.native.admission import LONGEST_SLEEP_S, Arrivals, Pending
+from hydraspec.engine.schedule.admission import LONGEST_SLEEP_S, Arrivals, Pending
 from hydraspec.types import Request, SamplingParams
 
 

@@ -15,12 +15,12 @@ import pytest
 from graph_runs import graph_config
 from many_ranks import few, over_ranks
 
+from hydraspec.adapters.transformers.engine import TransformersEngine
+from hydraspec.adapters.vllm.engine import VllmEngine
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.layout import Layout
 from hydraspec.engine.base import Engine
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.transformers.engine import TransformersEngine
-from hydraspec.engine.vllm.engine import VllmEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
 
 # Two at once, then a pause that no step of the tiny target is as long as, then one after another.

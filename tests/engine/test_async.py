@@ -30,14 +30,14 @@ from tiny_targets import assistant_config, gemma4_config, run_config, write_fold
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import DraftSampling, Weights
-from hydraspec.engine.native.collect import Collected, Collector, Flight
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.results import LaunchedStep
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Scheduled, Sequence
-from hydraspec.engine.native.step_graphs import RunnerLimits
-from hydraspec.engine.native.timing import StepClock
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.collect import Collected, Collector, Flight
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.results import LaunchedStep
+from hydraspec.engine.run.step_graphs import RunnerLimits
+from hydraspec.engine.run.timing import StepClock
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.factory import build_speculator
 from hydraspec.graphs import no_graphs
 from hydraspec.speculators.base import BaseSpeculator

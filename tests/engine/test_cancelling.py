@@ -14,11 +14,11 @@ from many_ranks import over_ranks
 from side_by_side import assert_nothing_is_held
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.layout import Layout
 from hydraspec.engine.base import Engine
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.parallel import replicas
-from hydraspec.engine.parallel.engine import ParallelEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.engines import replicas
+from hydraspec.parallel.engines.engine import ParallelEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
 
 METHOD = "gemma4_mtp"

@@ -13,8 +13,8 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from hydraspec.config.schema import Device, Dtype
-from hydraspec.engine.native import loading
-from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.run import loading
+from hydraspec.engine.run.device_runner import DeviceRunner
 
 pytestmark = pytest.mark.gpu
 

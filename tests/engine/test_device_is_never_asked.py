@@ -1,7 +1,7 @@
 """A whole step under FakeTensorMode, which has no data to read: any `.item()`, mask index or data-
 dependent shape raises.
 
-The source-level half of this rule is in tests/test_architecture.py.
+The source-level half of this rule is in tests/test_house_rules.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiny_targets import assistant_config, gemma4_config, run_config, write_fold
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hydraspec.config.schema import DraftSampling, RunConfig, Verification
-from hydraspec.engine.native.sequence import Sequence
+from hydraspec.engine.schedule.sequence import Sequence
 from hydraspec.factory import build_speculator
 from hydraspec.models import load_target
 from hydraspec.types import Request, SamplingParams

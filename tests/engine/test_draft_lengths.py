@@ -13,13 +13,13 @@ import pytest
 from tiny_targets import run_config
 
 from hydraspec.config.schema import PerStep
-from hydraspec.costs import CostTable
-from hydraspec.engine.native.draft_lengths import (
+from hydraspec.engine.costs import CostTable
+from hydraspec.engine.run.step_costs import rising
+from hydraspec.engine.schedule.draft_lengths import (
     DraftLengths,
     build_draft_lengths,
     offered_lengths,
 )
-from hydraspec.engine.native.step_costs import rising
 from hydraspec.types import ConfigurationError, RequestStep
 
 MOST = 6

@@ -27,7 +27,7 @@ from rehearsed import living_tensors
 import hydraspec
 from hydraspec import factory
 from hydraspec.config.schema import PerStep
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.graphs import MODES
 from hydraspec.types import ConfigurationError
 

@@ -12,7 +12,7 @@ from graph_runs import graph_config, run_requests, zoo_requests
 
 from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -10,7 +10,7 @@ from device_ranks import checked, num_devices
 from graph_runs import graph_config, zoo_requests
 from thread_ranks import as_ranks
 
-from hydraspec.distributed.layout import Layout
+from hydraspec.parallel.layout import Layout
 
 LIMIT_S = 2400.0  # of all pairs along both axes: two engines each compile their kernels
 CHECKS = {

@@ -16,8 +16,8 @@ from staged import assert_same_everywhere, assert_same_run, config_of, run_over
 from step_ahead import Watch
 
 from hydraspec.config.schema import Dtype, RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Request, SamplingParams
 
 EVERY_STEP = {"_prepare_rows", "_commit_tokens"}

@@ -10,8 +10,8 @@ from scenarios import assert_near_tie
 from thread_ranks import as_ranks
 
 from hydraspec.config.schema import Dtype, RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
 
 TARGETS = (

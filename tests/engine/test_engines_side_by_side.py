@@ -20,7 +20,7 @@ from fuzz_stages import PAIRS, RANDOM_PAIRS, Pair
 from graph_runs import attention_as_on_devices
 from rehearsed import rehearse_on_cpu, rehearse_where_it_decodes
 
-from hydraspec.engine.native import loading
+from hydraspec.engine.run import loading
 
 QUICK = {("random mimo", "graphs"), ("random sharing", "eager")}
 ORDERS = tuple(permutations(["k", "own", "none"]))

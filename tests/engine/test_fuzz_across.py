@@ -15,7 +15,7 @@ from graph_runs import attention_as_on_devices
 from rehearsed import rehearse_on_cpu, rehearse_where_it_decodes
 
 from hydraspec.config.schema import Dtype
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 
 SMALL = tuple(pair for pair in RANDOM_PAIRS if "eagle" not in pair.stage)
 CHOICES = replace(ON_DEVICE, pairs=SMALL, dtypes=(Dtype.float64,))

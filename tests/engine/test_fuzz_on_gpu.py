@@ -18,7 +18,7 @@ from fuzz_cases import ON_DEVICE, Case
 from fuzz_engines import build
 from fuzz_stages import ZOO_PAIRS
 
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 

@@ -29,12 +29,12 @@ from graph_runs import (
 from late_device import LateDevice
 from recorded_graphs import CalledAgain, RecordedOps
 
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.device_tables import DeviceTables
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.inputs import PlanTensors
-from hydraspec.engine.native.runner import Runner
-from hydraspec.engine.native.upload import PlanUpload
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.device_tables import DeviceTables
+from hydraspec.engine.run.inputs import PlanTensors
+from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.run.upload import PlanUpload
 from hydraspec.speculators import autoregressive
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.types import Batch, StepPlan

@@ -33,8 +33,8 @@ from hydraspec.config.schema import (
     Verification,
     Weights,
 )
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.graphs import GraphBackend
 
 pytestmark = pytest.mark.gpu

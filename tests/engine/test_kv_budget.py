@@ -14,11 +14,8 @@ from many_ranks import over_ranks
 
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import current
-from hydraspec.engine.native import sizing
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_budget import (
+from hydraspec.engine.cache import sizing
+from hydraspec.engine.cache.kv_budget import (
     SMALLEST,
     CacheSize,
     bytes_of,
@@ -26,8 +23,11 @@ from hydraspec.engine.native.kv_budget import (
     longest_request,
     plan_num_blocks,
 )
-from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.native import NativeEngine
 from hydraspec.errors import ConfigurationError
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import current
 from hydraspec.types import Completion, GroupShape, KVGroupSpec, Request, SamplingParams
 
 F32 = torch.float32

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hydraspec.engine.native.kv_budget import row_bytes
-from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine.cache.kv_budget import row_bytes
+from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.types import GroupShape, KVGroupSpec
 
 FULL = KVGroupSpec(

@@ -28,10 +28,10 @@ from graph_runs import (
 )
 from recorded_graphs import RecordedOps
 
-from hydraspec.engine.native import device_runner, step_graphs
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.runners import launch_bound_rows
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import device_runner, step_graphs
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.runners import launch_bound_rows
 from hydraspec.graphs import modes
 from hydraspec.models import decoder
 from hydraspec.models.decoder import Decoder

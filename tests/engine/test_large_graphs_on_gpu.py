@@ -26,9 +26,9 @@ from recorded_graphs import CalledAgain
 from tiny_targets import run_config
 
 from hydraspec.config.schema import Device, Dtype, RunConfig, Weights
-from hydraspec.engine.native import step_graphs
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import step_graphs
+from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.graphs import GraphBackend, modes
 from hydraspec.types import Request, SamplingParams
 

@@ -19,10 +19,10 @@ from recorded_graphs import AMPLE, RecordedOps, SmallMemory
 from thread_ranks import as_ranks
 
 from hydraspec.config.schema import DraftSampling, Verification
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks, current
-from hydraspec.engine.native import loading
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import loading
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks, current
 
 T = TypeVar("T")
 

@@ -29,10 +29,11 @@ from scenarios import (
 from tiny_targets import assistant_config, gemma4_config, write_folder
 from torch import Tensor
 
-from hydraspec.engine.native import engine, runner
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Sequence
+from hydraspec.engine import native as engine
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.run import runner
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Sequence
 from hydraspec.models import load_target
 from hydraspec.sampling import verifier
 from hydraspec.speculators.gemma4 import Gemma4Speculator

@@ -15,8 +15,8 @@ import pytest
 from graph_runs import PAIRS, graph_config, make_graph_engine
 
 from hydraspec.config.schema import Dtype
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_budget import bytes_of
+from hydraspec.engine.cache.kv_budget import bytes_of
+from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Completion, Request, SamplingParams
 
 log = logging.getLogger(__name__)

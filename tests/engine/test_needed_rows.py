@@ -28,11 +28,11 @@ from scenarios import make_engine
 from tiny_targets import gemma4_config, run_config, write_folder
 
 from hydraspec.config.schema import RunConfig, Weights
-from hydraspec.engine.native import device_runner, inputs
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.runner import Runner
-from hydraspec.engine.native.sequence import Sequence
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import device_runner, inputs
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.schedule.sequence import Sequence
 from hydraspec.factory import build_speculator
 from hydraspec.graphs import GraphBackend
 from hydraspec.models import load_target

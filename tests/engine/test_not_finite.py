@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hydraspec.cli import main as cli
 from hydraspec.config.schema import Device, DraftSampling, Dtype, Verification
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.models.gemma4.model import Gemma4Target
 from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload

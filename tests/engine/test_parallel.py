@@ -16,16 +16,17 @@ from many_ranks import Outputs, few, outputs, over_ranks, requests_of
 from recorded_graphs import SmallMemory
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.control import Control, RankError
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks, acting_as, current
 from hydraspec.engine.base import Engine
-from hydraspec.engine.native import loading, sizing
-from hydraspec.engine.native.collect import Collected
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.parallel import outcome
-from hydraspec.engine.parallel.calls import follow
-from hydraspec.engine.parallel.engine import ParallelEngine
+from hydraspec.engine.cache import sizing
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import loading
+from hydraspec.engine.run.collect import Collected
+from hydraspec.parallel.control import Control, RankError
+from hydraspec.parallel.engines import outcome
+from hydraspec.parallel.engines.calls import follow
+from hydraspec.parallel.engines.engine import ParallelEngine
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks, acting_as, current
 from hydraspec.types import CheckpointError, NotFiniteError, Request
 
 PAIR, REPLICAS = Layout(tensor=2), Layout(data=2)

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hydraspec.config.schema import Dtype, RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks
-from hydraspec.engine.native import loading, prompt_rows, step_graphs
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import loading, step_graphs
+from hydraspec.engine.schedule import prompt_rows
 from hydraspec.graphs import modes
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks
 from hydraspec.types import CheckpointError, ConfigurationError, Request
 
 PP2 = Layout(pipeline=2)

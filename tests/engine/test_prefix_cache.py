@@ -21,12 +21,12 @@ from prefix_model import Model
 from prefix_prompts import DRAFT, FULL, PROMPT, SLIDING, hit, served
 from prefix_setting import VOCAB_SIZE, Setting
 
-from hydraspec.engine.native.block_pool import BlockPool
-from hydraspec.engine.native.kv_budget import ceil_div
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.kv_group import KVGroup
-from hydraspec.engine.native.prefix import PrefixKeys, root_key
-from hydraspec.engine.native.sequence import Scheduled
+from hydraspec.engine.cache.block_pool import BlockPool
+from hydraspec.engine.cache.kv_budget import ceil_div
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.cache.kv_group import KVGroup
+from hydraspec.engine.cache.prefix import PrefixKeys, root_key
+from hydraspec.engine.schedule.sequence import Scheduled
 
 SIZES = st.sampled_from([16, 16, 32])
 # No window is a multiple of a block; 18 and 34 see one token further than 17 and 33.

@@ -19,7 +19,7 @@ from fuzz_stages import PAIRS, Pair
 from side_by_side import run_alone
 from step_ahead import Watch
 
-from hydraspec.engine.native.kv_group import KVGroup
+from hydraspec.engine.cache.kv_group import KVGroup
 from hydraspec.speculators.base import BaseSpeculator
 
 NUM_SHARDS, SHARD = 5, 72  # 360 cases

@@ -15,9 +15,9 @@ from staged import assert_same_everywhere, assert_same_run, config_of, run_over
 from step_ahead import Watch
 
 from hydraspec.config.schema import Dtype, RunConfig
-from hydraspec.distributed.layout import Layout
 from hydraspec.engine.base import Engine
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request
 
 TP2, PP2, DP2 = Layout(tensor=2), Layout(pipeline=2), Layout(data=2)

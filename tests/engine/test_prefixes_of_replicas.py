@@ -7,8 +7,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from hydraspec.engine.parallel.prefixes import NUM_TOKENS, by_prefix
-from hydraspec.engine.parallel.replicas import Share, SharedQueue
+from hydraspec.parallel.engines.prefixes import NUM_TOKENS, by_prefix
+from hydraspec.parallel.engines.replicas import Share, SharedQueue
 from hydraspec.types import Request, SamplingParams
 
 

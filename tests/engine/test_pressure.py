@@ -10,9 +10,9 @@ import pytest
 import torch
 from graph_runs import cache_gib, graph_config, make_graph_engine, run_requests, zoo_requests
 
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Scheduled, Sequence
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 
 K, SLOTS, BUDGET, MAX_LEN = 3, 6, 32, 64

@@ -18,16 +18,16 @@ from graph_runs import (
 )
 from recorded_graphs import RecordedOps
 
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.profiling import (
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.profiling import (
     MAX_STEPS,
     EventClock,
     milliseconds,
     profile_phases,
     profile_step,
 )
-from hydraspec.engine.native.sequence import Sequence
+from hydraspec.engine.schedule.sequence import Sequence
 from hydraspec.types import PHASES
 
 VERB_MS = {"place": 1.0, "prepare": 2.0, "forward": 30.0, "verify": 4.0, "commit": 5.0}

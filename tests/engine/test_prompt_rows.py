@@ -8,10 +8,10 @@ from collections import deque
 import pytest
 import torch
 
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.prompt_rows import LEAST_CHUNK, LEAST_PROMPT_ROWS, PromptRows
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Scheduled, Sequence
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.schedule.prompt_rows import LEAST_CHUNK, LEAST_PROMPT_ROWS, PromptRows
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.graphs import mixed_row_sizes
 from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 

@@ -11,11 +11,11 @@ from graph_runs import graph_config, run_requests, zoo_requests
 from thread_ranks import as_ranks
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.rank_check import RankCheck, RanksDiffer
-from hydraspec.engine.native.results import StepResult
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.rank_check import RankCheck, RanksDiffer
+from hydraspec.engine.run.results import StepResult
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks
 
 
 def checked_config() -> RunConfig:

@@ -10,10 +10,10 @@ import torch
 from graph_runs import PAIRS, graph_config, make_graph_engine
 from recorded_graphs import RecordedOps
 
-from hydraspec.engine.native import loading
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.plans import dummy_plans
-from hydraspec.engine.native.runner import Runner
+from hydraspec.engine.run import loading
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.schedule.plans import dummy_plans
 from hydraspec.types import Batch, StepPlan
 
 

@@ -19,9 +19,9 @@ from side_by_side import assert_same_run, has_graphs, run_alone
 from tiny_targets import run_config
 
 from hydraspec.config.schema import DraftSampling, Dtype, MethodConfig, RunConfig, Weights
-from hydraspec.engine.native import loading
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.sizing import Models
+from hydraspec.engine.cache.sizing import Models
+from hydraspec.engine.run import loading
+from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.types import Request, SamplingParams
 

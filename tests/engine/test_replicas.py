@@ -7,9 +7,9 @@ from graph_runs import PAIRS, graph_config, zoo_requests
 from many_ranks import NUM_REQUESTS, Outputs, few, outputs, over_ranks, requests_of
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.layout import Layout
 from hydraspec.engine.base import Engine
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
 
 REPLICAS = Layout(data=2)

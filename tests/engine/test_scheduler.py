@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Scheduled, Sequence
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 
 

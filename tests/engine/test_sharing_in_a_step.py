@@ -13,8 +13,8 @@ from prefix_model import Model
 from prefix_prompts import DRAFT, FULL, PROMPT, SLIDING, served, starts
 from prefix_setting import Setting
 
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.sequence import Scheduled
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.types import Completion, Request, SamplingParams
 
 

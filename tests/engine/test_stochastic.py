@@ -22,7 +22,7 @@ from scipy.stats import chi2
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
-from hydraspec.engine.native import state
+from hydraspec.engine.run import state
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.gemma4 import Gemma4Speculator
@@ -163,7 +163,7 @@ def test_probabilities_of_another_slot_are_caught(
         if into.draft_probs is not None:
             into.draft_probs.copy_(into.draft_probs.roll(1, 0))
 
-    monkeypatch.setattr("hydraspec.engine.native.runner.store_draft", store)
+    monkeypatch.setattr("hydraspec.engine.run.runner.store_draft", store)
     verification, draft_sampling = Verification.standard, DraftSampling.probabilistic
     value = p_value(world, verification, draft_sampling, disturbed=False, num_requests=5_000)
     assert value < ALPHA

@@ -18,11 +18,11 @@ from thread_ranks import as_ranks
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.models import draft_place
 from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks
 from hydraspec.types import Request, SamplingParams
 
 SAMPLED = {"temperature": 1.1, "top_k": 30, "top_p": 0.95, "min_p": 0.01}

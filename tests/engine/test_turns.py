@@ -13,14 +13,14 @@ from fake_engine import make_info
 from many_ranks import over_ranks
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
-from hydraspec.distributed.layout import Layout
 from hydraspec.engine.base import Engine
-from hydraspec.engine.native.admission import Pending
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.prompts import ANSWER, tokenize
+from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import Conversations, followed_prompt
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord, WorkloadError
 
 NEW_TOKENS = 9  # of a turn
@@ -331,7 +331,7 @@ def test_vllm_sends_a_turn_after_the_answer(start: Callable[..., Engine]) -> Non
 
 
 def test_transformers_sends_a_turn_after_the_answer(method: NativeEngine) -> None:
-    from hydraspec.engine.transformers.engine import TransformersEngine
+    from hydraspec.adapters.transformers.engine import TransformersEngine
 
     config = replace(method.parts.config)
     config.target = replace(config.target, dtype=type(config.target.dtype)("float32"))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.plans import split_plan
-from hydraspec.engine.native.results import RESULT_RING, ResultRing
-from hydraspec.engine.native.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.run.results import RESULT_RING, ResultRing
+from hydraspec.engine.run.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
+from hydraspec.engine.schedule.plans import split_plan
 from hydraspec.graphs import Descriptor
 from hydraspec.types import (
     BlockTable,

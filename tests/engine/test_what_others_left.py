@@ -15,7 +15,7 @@ from graph_runs import (
 from recorded_graphs import CalledAgain
 
 from hydraspec.config.schema import DraftSampling
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Request, SamplingParams, StepRecord
 
 DRAFTERS = [name for name in PAIRS if name != "none"]

@@ -21,7 +21,7 @@ SAVE_S = 20.0  # pytest writes its report within this when it is interrupted
 # A test over its limit ends its worker (a device that hangs cannot be interrupted): the run goes on
 # with a new one.
 MAX_RESTARTS = 200
-SPANNING = ("tests/engine", "tests/distributed")  # faults of ranks take minutes: test-multi-gpu
+SPANNING = ("tests/engine", "tests/parallel")  # faults of ranks take minutes: test-multi-gpu
 CRASHED = re.compile(r"worker '\w+' crashed while running")
 Key = tuple[str, str]  # class name as in the report, test name
 

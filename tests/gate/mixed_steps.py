@@ -29,9 +29,9 @@ from hydraspec.bench.load import requests_of
 from hydraspec.bench.passes import make_requests
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.results import LaunchedStep
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.results import LaunchedStep
 from hydraspec.types import Completion, StepPlan, StepRecord
 
 PASSES = 3

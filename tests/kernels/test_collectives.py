@@ -1,6 +1,6 @@
 """Exchanges between ranks: every order of their steps on a model, tiles and limits, references,
 and that the kernels compile for sm_90. What they compute is tested where there are devices, in
-tests/distributed/test_symmetric.py.
+tests/parallel/test_symmetric.py.
 """
 
 from __future__ import annotations

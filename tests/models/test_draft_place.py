@@ -12,9 +12,6 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models import draft_place, load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
@@ -26,6 +23,9 @@ from hydraspec.models.gemma4.assistant import load_assistant
 from hydraspec.models.layers import Place
 from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.models.parts import Part, held
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks
+from hydraspec.parallel.vocabulary import Vocabulary
 
 HEADS = {
     "assistant": ("tiny_gemma4", "tiny_gemma4-assistant"),

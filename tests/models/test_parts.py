@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydraspec.distributed.group import SoloGroup
 from hydraspec.models.checkpoint import mistral_names, reader
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, Share, Tensors, held
 from hydraspec.models.weights import memory_bytes, randomise
+from hydraspec.parallel.group import SoloGroup
 
 
 @dataclass

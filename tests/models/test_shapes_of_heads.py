@@ -12,7 +12,7 @@ import pytest
 from tiny_targets import run_config
 
 from hydraspec.config.schema import Verification
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft

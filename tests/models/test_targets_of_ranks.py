@@ -21,8 +21,6 @@ from thread_ranks import as_ranks
 from tiny_targets import gemma4_config, write_folder
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO, SoloGroup, TensorGroup
-from hydraspec.distributed.layout import Layout
 from hydraspec.errors import ConfigurationError
 from hydraspec.models import load_target
 from hydraspec.models.checkpoint import mistral_names
@@ -38,6 +36,8 @@ from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, held
 from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.parallel.group import SOLO, SoloGroup, TensorGroup
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import IntermediateTensors
 
 TOLERANCE = 1e-12  # of float64 sums in another order, relative to the largest number

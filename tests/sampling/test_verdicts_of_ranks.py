@@ -10,9 +10,9 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks
-from hydraspec.distributed.vocabulary import Vocabulary
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks
+from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import Verdict
 

@@ -25,8 +25,8 @@ from hydraspec_kernels.collectives.reference import (
 from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda
 from torch import Tensor
 
-from hydraspec.distributed.group import LostPeerError
-from hydraspec.distributed.symmetric import SIZES, Sizes, SymmetricGroup
+from hydraspec.parallel.group import LostPeerError
+from hydraspec.parallel.symmetric import SIZES, Sizes, SymmetricGroup
 
 EPS = 1e-6
 # A norm's sum in another order moves a float32 result by some units in the last place, and a narrow

@@ -11,11 +11,11 @@ import torch
 from graph_runs import PAIRS, Run, graph_config, run_requests, zoo_requests
 
 from hydraspec.config.schema import Device, Dtype, RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import ALONE, Ranks, acting_as
-from hydraspec.distributed.stages import link_stages
-from hydraspec.distributed.watch import ALONE as UNWATCHED
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import ALONE, Ranks, acting_as
+from hydraspec.parallel.stages import link_stages
+from hydraspec.parallel.watch import ALONE as UNWATCHED
 from hydraspec.types import Request
 
 WAIT_S = 120.0  # for the other ranks, which compile and run an engine of one device before

@@ -15,11 +15,12 @@ SCHEMA_VERSION = 1
 PARTS = ("cells", "tests", "memcheck", "speed")
 COVERED = (
     "hydraspec/engine",
+    "hydraspec/adapters",
     "hydraspec/models",
     "hydraspec/sampling",
     "hydraspec/speculators",
     "hydraspec/graphs",
-    "hydraspec/distributed",
+    "hydraspec/parallel",
     "hydraspec/factory.py",
     "hydraspec/types.py",
     "kernels/hydraspec_kernels",

@@ -12,8 +12,8 @@ from eagle_oracle import PlainEagle
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.models.checkpoint.mistral_names import consolidated_name, interleaved
+from hydraspec.parallel.vocabulary import Vocabulary
 
 SIZE, VOCAB, ROWS = 16, 40, 33  # of a small head; ROWS in a vocabulary of its own
 LAYER: dict[str, Any] = {

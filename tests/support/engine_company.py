@@ -16,7 +16,7 @@ from step_ahead import Watch
 from tiny_targets import run_config
 
 from hydraspec.config.schema import Device, DraftSampling, Dtype, RunConfig, Weights
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Request, SamplingParams
 
 LAUNCHES = ["eager", "graphs"]

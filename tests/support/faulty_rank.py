@@ -15,11 +15,11 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from hydraspec.distributed.faults import FileRecords
-from hydraspec.distributed.launch import SIGNS
-from hydraspec.distributed.progress import ROW, Progress
-from hydraspec.distributed.watch import STILL_WAITING, Watch
 from hydraspec.errors import CannotWriteError, ConfigurationError
+from hydraspec.parallel.faults import FileRecords
+from hydraspec.parallel.launch import SIGNS
+from hydraspec.parallel.progress import ROW, Progress
+from hydraspec.parallel.watch import STILL_WAITING, Watch
 
 NUM_STEPS, STEP_S = 20, 0.02
 

@@ -12,7 +12,7 @@ from fuzz_engines import build, check_steps, near_tie, run_together
 from side_by_side import assert_same_run, run_alone
 from step_ahead import Watch
 
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
 
 # A tie of one device is within 8 eps max|logit|. Two devices add in other orders through up to 18
 # layers, so the margin that either sees is off by a few more of these.

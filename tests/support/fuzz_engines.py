@@ -21,13 +21,13 @@ from recorded_graphs import CalledAgain, RecordedOps
 from side_by_side import Following, assert_same_run, interleave, run_alone
 from step_ahead import Watch, outputs
 
-from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype, RunConfig
-from hydraspec.engine.native import step_graphs
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_budget import plan_num_blocks, row_bytes
-from hydraspec.engine.native.sizing import Models
+from hydraspec.engine.cache.kv_budget import plan_num_blocks, row_bytes
+from hydraspec.engine.cache.sizing import Models
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import step_graphs
 from hydraspec.graphs import GraphBackend, modes
+from hydraspec.speculators import registry
 from hydraspec.types import Request
 
 GIB = 1 << 30
@@ -49,7 +49,7 @@ def build(case: Case, device: str = "cpu", found: Stage | None = None) -> Native
 
 def _memory_gib(config: RunConfig, found: Stage, room: int) -> float:
     """A cache of as many full-length requests as `room`."""
-    speculator = factory.build_speculator(config)
+    speculator = registry.build_speculator(config)
     speculator.load(found.target)
     length = config.target.max_model_len
     assert length is not None

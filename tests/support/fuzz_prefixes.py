@@ -25,8 +25,8 @@ from tiny_targets import run_config
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.sequence import Sequence as Admitted
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.schedule.sequence import Sequence as Admitted
 from hydraspec.types import Request, SamplingParams
 
 

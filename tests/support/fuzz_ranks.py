@@ -14,9 +14,9 @@ from step_ahead import Watch, outputs
 from thread_ranks import as_ranks
 
 from hydraspec.config.schema import Dtype
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks
 from hydraspec.types import Request
 
 

@@ -18,16 +18,16 @@ from mtp_folders import agreeable
 from scenarios import LetterTokenizer, random_prompt
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
-from hydraspec import factory
 from hydraspec.config.schema import Dtype, RunConfig, Weights
-from hydraspec.distributed.group import SOLO, TensorGroup
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.loading import assemble
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.loading import assemble
 from hydraspec.graphs import GraphBackend
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import load_tokenizer
+from hydraspec.parallel.group import SOLO, TensorGroup
+from hydraspec.speculators import registry
 from hydraspec.types import Completion, Request, SamplingParams
 from hydraspec.zoo.recipe.evaluate import read_workload
 
@@ -120,7 +120,7 @@ class Stage:
 
     def engine(self, config: RunConfig, backend: GraphBackend | None = None) -> NativeEngine:
         """An engine over the target that is loaded, with its own drafter and cache."""
-        speculator = factory.build_speculator(config)
+        speculator = registry.build_speculator(config)
         speculator.load(self.target)
         loaded = assemble(config, self.target, self.tokenizer, speculator, None, backend=backend)
         return NativeEngine(config, loaded)

@@ -13,9 +13,9 @@ from tiny_targets import run_config
 
 from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype, RunConfig, Weights
-from hydraspec.engine.native import loading
-from hydraspec.engine.native.device_runner import CapturedStep, DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run import loading
+from hydraspec.engine.run.device_runner import CapturedStep, DeviceRunner
 from hydraspec.graphs import GraphBackend
 from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload

@@ -17,7 +17,7 @@ import pytest
 from kernel_places import mend_loops
 from recorded_graphs import CalledAgain
 
-from hydraspec.engine.native import loading
+from hydraspec.engine.run import loading
 from hydraspec.models.layers import Place
 
 

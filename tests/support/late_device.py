@@ -12,10 +12,10 @@ import pytest
 import torch
 from oracle import OracleSpeculator
 
-from hydraspec.engine.native import engine as engine_module
-from hydraspec.engine.native.block_pool import BlockPool
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_cache import KVCache
+from hydraspec.engine import native as engine_module
+from hydraspec.engine.cache.block_pool import BlockPool
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Batch, Draft, RequestState, StepPlan, TargetStep, Verdict
 
 

@@ -12,12 +12,12 @@ from thread_ranks import as_ranks
 
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig
-from hydraspec.distributed.group import SOLO
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks, acting_as
 from hydraspec.engine.base import Engine
-from hydraspec.engine.parallel.calls import follow
-from hydraspec.engine.parallel.engine import ParallelEngine
+from hydraspec.parallel.engines.calls import follow
+from hydraspec.parallel.engines.engine import ParallelEngine
+from hydraspec.parallel.group import SOLO
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks, acting_as
 from hydraspec.types import Completion, Request, StepRecord
 
 T = TypeVar("T")

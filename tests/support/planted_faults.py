@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hydraspec import factory
+from hydraspec.analysis.doctor.feeding import UnnormedFeedback
+from hydraspec.analysis.doctor.patient import Patient, few, loaded
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.doctor.feeding import UnnormedFeedback
-from hydraspec.doctor.patient import Patient, few, loaded
-from hydraspec.lab import workloads
 from hydraspec.lab.resolution import resolve
 from hydraspec.models.checkpoint.reader import resolve_folder
-from hydraspec.teacher_forcing.texts import Texts
-from hydraspec.teacher_forcing.trial import Trial
+from hydraspec.speculators import registry
+from hydraspec.speculators.teacher_forcing.texts import Texts
+from hydraspec.speculators.teacher_forcing.trial import Trial
+from hydraspec.workloads import reading as workloads
 
 PAIRS = (
     ("tiny_gemma4", "gemma4_mtp"),
@@ -294,7 +294,7 @@ class Bed:
         weights.unlink()
         save_file(files.tensors, weights)
         method = replace(self.config.method, checkpoint=str(folder))
-        speculator = factory.build_speculator(replace(self.config, method=method))
+        speculator = registry.build_speculator(replace(self.config, method=method))
         speculator.load(self.patient.target)
         head = speculator.head  # type: ignore[attr-defined]
         return replace(self.patient.trial(), head=head, aux_ids=head.spec.aux_layer_ids)

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from prefix_setting import VOCAB_SIZE, Histories, Setting
 
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.cache.kv_group import KVGroup
+from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import FinishCheck
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.kv_group import KVGroup
-from hydraspec.engine.native.prefix import PrefixKeys
-from hydraspec.engine.native.scheduler import Scheduler
-from hydraspec.engine.native.sequence import Scheduled, Sequence
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
 
 GARBAGE = -1  # of drafts, and of rows that were rejected

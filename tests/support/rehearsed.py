@@ -20,8 +20,8 @@ import torch
 from hydraspec_kernels.runtime.ahead import Rehearsing
 from torch import Tensor
 
-from hydraspec.engine.native import loading
-from hydraspec.engine.native.device_runner import DeviceRunner
+from hydraspec.engine.run import loading
+from hydraspec.engine.run.device_runner import DeviceRunner
 
 
 class RehearsingReferences(Rehearsing):

@@ -13,10 +13,10 @@ from oracle import OracleSpeculator
 from tiny_targets import run_config
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.kv_budget import CacheSize, plan_num_blocks
-from hydraspec.engine.native.kv_cache import KVCache
-from hydraspec.engine.native.loading import assemble
+from hydraspec.engine.cache.kv_budget import CacheSize, plan_num_blocks
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.loading import assemble
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.none import NoSpeculator

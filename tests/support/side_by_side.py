@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from step_ahead import Watch, outputs
 
-from hydraspec.engine.native.device_runner import DeviceRunner
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.types import Request, StepRecord
 
 

@@ -14,8 +14,8 @@ from thread_ranks import as_ranks
 from tiny_targets import run_config
 
 from hydraspec.config.schema import DraftSampling, Dtype, RunConfig
-from hydraspec.distributed.layout import Layout
-from hydraspec.engine.native.engine import NativeEngine
+from hydraspec.engine.native import NativeEngine
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Request, SamplingParams
 
 K = 3

@@ -26,8 +26,8 @@ from scenarios import (
 )
 from tiny_targets import gemma4_config, write_folder
 
-from hydraspec.engine.native.engine import NativeEngine
-from hydraspec.engine.native.sequence import Scheduled
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator

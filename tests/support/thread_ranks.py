@@ -12,10 +12,10 @@ import torch.distributed as dist
 from thread_stages import Lanes, ThreadLink
 from torch import Tensor
 
-from hydraspec.distributed.control import Control
-from hydraspec.distributed.group import TensorGroup
-from hydraspec.distributed.layout import Layout
-from hydraspec.distributed.ranks import Ranks, acting_as
+from hydraspec.parallel.control import Control
+from hydraspec.parallel.group import TensorGroup
+from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.ranks import Ranks, acting_as
 
 WAIT_S = 60.0  # for the slowest rank of a step; a broken barrier raises in every rank
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.lab import workloads
+from hydraspec.workloads import reading as workloads
 
 GOOD = {"prompt": "hello"}
 

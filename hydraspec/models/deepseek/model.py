@@ -13,7 +13,6 @@ import torch
 from hydraspec_kernels.attention import GroupShape
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.models.checkpoint.names import name_in_model
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
@@ -23,6 +22,7 @@ from hydraspec.models.deepseek.layer import DeepseekLayer, unpack_experts
 from hydraspec.models.kv_groups import RopeTable
 from hydraspec.models.layers import Place
 from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.parallel.group import SOLO, TensorGroup
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")

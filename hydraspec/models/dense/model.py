@@ -13,7 +13,6 @@ from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO, TensorGroup
 from hydraspec.models.checkpoint.names import name_in_text_model
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
@@ -22,6 +21,7 @@ from hydraspec.models.dense.layer import DenseLayer, dense_group
 from hydraspec.models.kv_groups import RopeTable
 from hydraspec.models.layers import Place
 from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.parallel.group import SOLO, TensorGroup
 
 _NOT_OURS = (
     "mtp_layers.",  # MiMo's draft layers

@@ -15,7 +15,6 @@ from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
-from hydraspec.distributed.vocabulary import WHOLE
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer, dense_attention, dense_group, dense_mlp
 from hydraspec.models.draft_spec import DraftSpec
@@ -30,6 +29,7 @@ from hydraspec.models.kv_groups import (
 from hydraspec.models.layers import Norm, Place, add_and_norm, prefixed
 from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import memory_bytes
+from hydraspec.parallel.vocabulary import WHOLE
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
 

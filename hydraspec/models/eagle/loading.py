@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import check_aux_layer_ids, default_aux_layer_ids
 from hydraspec.models.base import TargetModel
@@ -23,6 +22,7 @@ from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
 from hydraspec.models.eagle.head import EagleHead
 from hydraspec.models.weights import fill
+from hydraspec.parallel.vocabulary import Vocabulary
 
 Entries = Mapping[str, TensorEntry]
 

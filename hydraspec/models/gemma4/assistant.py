@@ -18,7 +18,6 @@ from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.errors import CheckpointError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.detect import check_method, open_draft
@@ -31,6 +30,7 @@ from hydraspec.models.kv_groups import TARGET_GROUPS, GroupPass
 from hydraspec.models.layers import Norm, Place, prefixed
 from hydraspec.models.parts import Tensors
 from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, RowSegment
 
 

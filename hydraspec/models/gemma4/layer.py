@@ -7,13 +7,13 @@ from __future__ import annotations
 from hydraspec_kernels.linear import linear_partials, scaled_gelu_linear
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO
 from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
 from hydraspec.models.gemma4.experts import Experts
 from hydraspec.models.kv_groups import GroupPass
 from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
 from hydraspec.models.parts import Tensors
+from hydraspec.parallel.group import SOLO
 
 
 class PerLayerInput:

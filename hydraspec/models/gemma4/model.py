@@ -18,8 +18,6 @@ from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import Frequencies, rope_frequencies, rope_table
 from torch import Tensor
 
-from hydraspec.distributed.group import SOLO, TensorGroup
-from hydraspec.distributed.vocabulary import Vocabulary
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.names import name_in_text_model
 from hydraspec.models.checkpoint.reader import Checkpoint
@@ -30,6 +28,8 @@ from hydraspec.models.kv_groups import SLIDING, RopeTable
 from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, Share, Tensors, Weight
 from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.parallel.group import SOLO, TensorGroup
+from hydraspec.parallel.vocabulary import Vocabulary
 
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hydraspec_kernels.collectives import BOX_BYTES, MAX_BOXES, Mailboxes
 from hydraspec_kernels.collectives.messages_kernel import receive, send
+from hydraspec_kernels.collectives.records import BOX_BYTES, MAX_BOXES, Mailboxes
 from hydraspec_kernels.norms import AddNorm
 from hydraspec_kernels.runtime.gluon_kernel import start_next, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from hydraspec_kernels.collectives import MAX_BOXES, Fault, Mailboxes, num_bytes
+from hydraspec_kernels.collectives.records import MAX_BOXES, Fault, Mailboxes, num_bytes
 
 
 def open_mailboxes(group: dist.ProcessGroup, device: torch.device, wait_s: float) -> Mailboxes:

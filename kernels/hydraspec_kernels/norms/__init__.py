@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.norms.cpu import NormGain, add_norm_cpu, rms_norm_cpu
-from hydraspec_kernels.norms.reference import AddNorm, add_norm_reference, rms_norm_reference
+from hydraspec_kernels.norms.records import MAX_WIDTH, AddNorm
+from hydraspec_kernels.norms.reference import add_norm_reference, rms_norm_reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
@@ -31,9 +32,6 @@ class AddNormOptions(TypedDict):
     eps: float
     scale: NotRequired[float | None]
     has_post_norm: NotRequired[bool]
-
-
-MAX_WIDTH = 16384  # a longer row does not fit the registers of one program
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

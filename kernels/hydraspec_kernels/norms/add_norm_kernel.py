@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.norms import MAX_WIDTH, AddNorm
+from hydraspec_kernels.norms.records import MAX_WIDTH, AddNorm
 from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 

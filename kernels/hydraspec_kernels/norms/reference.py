@@ -4,10 +4,10 @@ the residual sum between two blocks of a decoder layer with the norms around it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from hydraspec_kernels.norms.records import AddNorm
 
 
 def rms_norm_reference(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -15,13 +15,6 @@ def rms_norm_reference(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     a = x.to(torch.promote_types(x.dtype, torch.float32))
     y = a * torch.pow(a.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     return (y if w is None else y * w.to(y.dtype)).to(x.dtype)
-
-
-class AddNorm(NamedTuple):
-    """The residual stream after a block, and the input of the next block."""
-
-    h: Tensor  # [T, D], the tensor that was given, changed in place
-    y: Tensor | None  # [T, D] norm(h), None without a next norm
 
 
 def add_norm_reference(

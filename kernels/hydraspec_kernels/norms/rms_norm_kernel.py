@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.norms import MAX_WIDTH
+from hydraspec_kernels.norms.records import MAX_WIDTH
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 MIN_TILE = 1024  # numbers of a program at least: 16 bytes per thread and two warps

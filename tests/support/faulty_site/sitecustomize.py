@@ -13,7 +13,7 @@ if "FAULT" in os.environ and "LOCAL_RANK" in os.environ:
     sys.path.append(str(Path(__file__).parents[1]))
     from faulty_rank import misbehave
 
-    from hydraspec.distributed.progress import Progress
+    from hydraspec.parallel.progress import Progress
 
     who, when, fault = os.environ["FAULT"].split(":")
     step = Progress.step

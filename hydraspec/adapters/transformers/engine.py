@@ -1,0 +1,199 @@
+"""transformers' generate() as an engine: the reference that a native run is compared with.
+
+Plain decoding in static, left-padded batches; assisted decoding one request at a time. Batches run
+to their end before their records are yielded. The only cost added to transformers is one read of
+the newest tokens per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hydraspec.adapters.transformers.loading import TransformersParts, load_parts
+from hydraspec.adapters.transformers.watch import AssistedWatch, StepWatch, StreamSampler
+from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.engine.finish import FinishCheck, OfferedRequest
+from hydraspec.engine.machine import log_once, model_length
+from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.schedule.admission import Pending
+from hydraspec.engine.turns import History
+from hydraspec.types import Completion, Request, StepRecord
+
+log = logging.getLogger(__name__)
+
+ONE_AT_A_TIME = (
+    "engine=transformers decodes method=gemma4_mtp one request at a time, and so its baseline: "
+    "workload.concurrency and engine.max_num_seqs have no effect (assisted generation takes "
+    "batches of 1 only)"
+)
+
+
+class TransformersEngine(Engine):
+    """generate() with an observer; method=none, or gemma4_mtp as assisted generation with a
+    constant K."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: TransformersParts | None = None,
+        *,
+        one_at_a_time: bool = False,
+    ) -> None:
+        """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
+        self.parts = parts or load_parts(config)
+        self.info = _info(self.parts)
+        self._one_at_a_time = one_at_a_time or self.parts.assistant is not None
+        decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
+        self._finish = FinishCheck(self.parts.eos_token_ids, self.info.max_model_len, decode)
+
+    def tokenize(self, requests: Seq[Request]) -> None:
+        tokenize(requests, self.parts.tokenizer, self.info, self.parts.config.target.checkpoint)
+
+    def run(
+        self, requests: Seq[Request], *, concurrency: int | None
+    ) -> Iterator[StepRecord | Completion]:
+        pending = Pending(requests, 1 if self._one_at_a_time else concurrency)
+        history = History(requests)
+        num_steps = 0
+        while joining := pending.joining(0):
+            offered = [
+                history.offer(OfferedRequest, request, pending.offered_at(request))
+                for request in joining
+            ]
+            for event in self._events(offered, num_steps):
+                if isinstance(event, Completion):
+                    history.add(event)
+                    pending.ended(event.index)
+                else:
+                    num_steps = event.step + 1
+                yield event
+
+    def _events(
+        self, offered: Seq[OfferedRequest], num_steps: int
+    ) -> Iterator[StepRecord | Completion]:
+        """Decode what is offered together, in batches; `num_steps` came before."""
+        for sequence in offered:
+            sequence.fail_if_too_long(self.info.max_model_len)
+            if sequence.finish_reason:
+                yield self._finish.completion(sequence)
+        waiting = [sequence for sequence in offered if not sequence.finish_reason]
+        size = 1 if self._one_at_a_time else self.parts.config.engine.max_num_seqs
+        for at in range(0, len(waiting), size):
+            batch = waiting[at : at + size]
+            records = self._decode(batch, num_steps)
+            num_steps += len(records)
+            yield from self._in_order(batch, records)
+
+    def _in_order(
+        self, batch: Seq[OfferedRequest], records: Seq[StepRecord]
+    ) -> Iterator[StepRecord | Completion]:
+        """Each record, then the completions of the requests that were last in it."""
+        last = {step.index: record.step for record in records for step in record.requests}
+        for record in records:
+            yield record
+            for sequence in batch:
+                if last[sequence.request.index] == record.step:
+                    yield self._finish.completion(sequence)
+
+    @torch.inference_mode()
+    def _decode(self, batch: Seq[OfferedRequest], first_step: int) -> list[StepRecord]:
+        """Run a batch to the end of all its requests."""
+        for sequence in batch:
+            sequence.note_slot(time.perf_counter())
+        ids, mask, num_padding = _left_padded(batch, self.parts.device)
+        assistant = self.parts.assistant
+        if assistant is not None:
+            watch: StepWatch = AssistedWatch(batch[0], self._finish, first_step)
+            max_length = self.info.max_model_len
+        else:
+            watch = StepWatch(batch, self._finish, first_step)
+            max_length = ids.shape[1] + max(self._num_left(sequence) for sequence in batch)
+        sampled = any(sequence.request.sampling.temperature > 0 for sequence in batch)
+        self.parts.model.generate(
+            ids,
+            attention_mask=mask,
+            assistant_model=assistant,
+            max_length=max_length,
+            do_sample=False,
+            stopping_criteria=[watch],
+            logits_processor=(
+                [StreamSampler(batch, num_padding, self.parts.device)] if sampled else []
+            ),
+        )
+        assert all(sequence.finish_reason for sequence in batch), "generate() stopped early"
+        return watch.records
+
+    def _num_left(self, sequence: OfferedRequest) -> int:
+        room = self.info.max_model_len - sequence.num_tokens
+        return min(sequence.request.sampling.max_tokens, room)
+
+    def baseline(self) -> TransformersEngine:
+        plain = MethodConfig(name="none", num_speculative_tokens=0)
+        config = replace(self.parts.config, method=plain)
+        parts = replace(self.parts, config=config, assistant=None)
+        return TransformersEngine(config, parts, one_at_a_time=self._one_at_a_time)
+
+    @torch.inference_mode()
+    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+        ids = torch.tensor([list(token_ids)], device=self.parts.device)
+        logits: torch.Tensor = self.parts.model(ids, use_cache=False).logits[0, -1].double().cpu()
+        logits[list(self.parts.suppress_token_ids)] = -torch.inf
+        return logits.numpy()
+
+
+def _left_padded(
+    batch: Seq[OfferedRequest], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Token ids and attention mask [B, longest], and each row's number of padding tokens."""
+    longest = max(sequence.num_tokens for sequence in batch)
+    padding = [longest - sequence.num_tokens for sequence in batch]
+    rows = list(zip(padding, batch, strict=True))
+    ids = torch.tensor([[0] * count + sequence.token_ids for count, sequence in rows])
+    mask = torch.tensor([[0] * count + [1] * (longest - count) for count in padding])
+    return ids.to(device), mask.to(device), padding
+
+
+def _info(parts: TransformersParts) -> EngineInfo:
+    config, warnings = parts.config, []
+    requested = config.cudagraph.name
+    reason = None
+    if requested != "none":
+        reason = "engine=transformers runs its steps eagerly"
+        log_once(f"cudagraph={requested} is not used: {reason}")
+    spec: dict[str, object] | None = None
+    if parts.assistant is not None:
+        if config.workload.concurrency != 1:
+            warnings.append(ONE_AT_A_TIME)
+            log.warning(ONE_AT_A_TIME)
+        spec = {
+            "drafter": type(parts.assistant).__name__,
+            "num_assistant_tokens": config.method.most_drafts,
+            "schedule": "constant",
+            "confidence_threshold": 0.0,
+        }
+    memory = {"weights": parts.model.get_memory_footprint()}
+    if parts.assistant is not None:
+        memory["draft_weights"] = parts.assistant.get_memory_footprint()
+    return EngineInfo(
+        engine="transformers",
+        target=config.target.name,
+        method=config.method.name,
+        num_speculative_tokens=config.method.most_drafts,
+        device=str(parts.device),
+        dtype=config.target.dtype.value,
+        vocab_size=parts.vocab_size,
+        max_model_len=model_length(config, parts.max_positions),
+        greedy_is_exact=False,
+        cudagraph={"requested": requested, "target": "none", "draft": "none", "reason": reason},
+        memory_bytes=memory,
+        draft_spec=spec,
+        warnings=warnings,
+    )

@@ -1,0 +1,114 @@
+"""Random weights for vLLM that equal the native engine's, in place of its dummy weights.
+
+With dummy weights (at most 0.001 everywhere, norms and layer scalars among them) the residual
+stream of Gemma 4 becomes exact zeros on its way up, which a device at its power limit multiplies in
+less time: vLLM prefills the 31B shape in 1.36 s with them and in 1.57 s with weights of a model's
+size. Knows names and numbers; vLLM's own loaders cut out each rank's part. Drafters keep vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.decoder import Decoder
+from hydraspec.models.parts import held
+from hydraspec.models.registry import TARGETS, load_target
+from hydraspec.models.weights import EMPTY, drawn_whole
+
+LOAD_FORMAT = "hydraspec"  # the name of our loader in vLLM
+EXTENSION = "hydraspec.adapters.vllm.worker.Extension"  # which every worker process imports
+DUMMY_WEIGHTS = (
+    "vLLM keeps its dummy weights, since the native engine does not know the target: activations "
+    "may become zeros, which take less time to multiply"
+)
+UNFILLED = "hydraspec_unfilled"  # its method
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)  # all of a model that is not quantised
+_PACKED = ".mlp.experts."  # of DeepSeek, whose experts vLLM reads one by one
+
+
+def is_known(opened: Checkpoint) -> bool:
+    """Whether the native engine draws weights for such a target."""
+    return opened.config.get("model_type") in TARGETS
+
+
+def random_weights(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a target by its Hugging Face name, whole, as the native engine draws it on
+    such a device; one at a time.
+
+    The target is one of models/registry.py's: `is_known`.
+    """
+    shapes = load_target(
+        str(folder),
+        weights=EMPTY,
+        dtype=dtype,
+        device=torch.device("meta"),
+        seed=seed,
+        max_model_len=None,
+    )
+    assert isinstance(shapes, Decoder)
+    tensors = {name: held(weight) for name, weight in shapes.tensors().items()}
+    for name, tensor in drawn_whole(tensors, seed, device):
+        prefix = "" if name.startswith("lm_head.") else "model."
+        yield from _single_experts(prefix + name, tensor)
+
+
+def _single_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A layer's experts [E, 2 I, D] or [E, D, I] one by one, if vLLM reads them so."""
+    before, packed, projection = name.partition(_PACKED)
+    if not packed or tensor.dim() != 3:
+        yield name, tensor
+        return
+    for i, expert in enumerate(tensor):
+        parts = {projection: expert}
+        if projection == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+        for part, weight in parts.items():
+            yield f"{before}{packed}{i}.{part}.weight", weight
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Load `weights` into a rank's model through its own `load_weights`.
+
+    Returns:
+        Parameters that no weight reached, or that one reached in part: these are zero there.
+    """
+    loaded: Any = model
+    parameters = {n: p for n, p in model.named_parameters() if p.dtype in _PLAIN}
+    for parameter in parameters.values():
+        parameter.fill_(torch.nan)
+    loaded.load_weights(weights)
+    missed = [name for name, parameter in parameters.items() if parameter.isnan().any()]
+    for name in missed:
+        parameters[name].nan_to_num_(nan=0.0)
+    return missed
+
+
+def order_tokens(model: nn.Module) -> None:
+    """Give the centroids of a Gemma 4 assistant their tokens in order. vLLM's dummy weights leave
+    out these ids, and what its memory held before may lie outside the vocabulary.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("token_ordering"):
+            buffer.copy_(torch.arange(buffer.numel(), device=buffer.device).view_as(buffer))
+
+
+def unequal_weights(engine: Any, opened: Checkpoint) -> list[str]:
+    """Warnings of a running vLLM engine about random weights that differ from the native
+    engine's.
+    """
+    if not is_known(opened):
+        return [DUMMY_WEIGHTS]
+    found = sorted({name for names in engine.collective_rpc(UNFILLED) for name in names})
+    if not found:
+        return []
+    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return [f"vLLM has weights that the native engine has not, which are zero: {named}"]

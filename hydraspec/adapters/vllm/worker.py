@@ -1,0 +1,56 @@
+"""What vLLM imports in each of its worker processes: a loader of random weights.
+
+vLLM finds it by name (`worker_extension_cls`), so that processes on other hosts do too. The package
+must be importable there. Checked against vLLM 0.26.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hydraspec.adapters.vllm.weights import LOAD_FORMAT, fill, order_tokens, random_weights
+
+_unfilled: list[str] = []  # of this process
+
+
+class Extension:
+    """Methods that vLLM adds to its worker, for `collective_rpc`."""
+
+    def hydraspec_unfilled(self) -> list[str]:
+        """Parameters of this worker's target that the native engine does not have."""
+        return _unfilled
+
+
+def register_loader() -> None:
+    """Make LOAD_FORMAT known to vLLM."""
+    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
+    from vllm.model_executor.model_loader.weight_utils import initialize_dummy_weights
+
+    @register_model_loader(LOAD_FORMAT)
+    class RandomLoader(BaseModelLoader):  # type: ignore[misc]
+        """Fills a target with the weights that the native engine draws; drafters keep vLLM's dummy
+        weights.
+        """
+
+        def download_model(self, model_config: Any) -> None:
+            """There is nothing to download."""
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            """Fill this rank's part of the model, on the model's own device."""
+            if model_config.runner_type == "draft":
+                initialize_dummy_weights(model, model_config)
+                order_tokens(model)
+                return
+            weights = random_weights(
+                Path(model_config.model),
+                dtype=model_config.dtype,
+                device=next(model.parameters()).device,
+                seed=int(self.load_config.model_loader_extra_config["seed"]),
+            )
+            _unfilled[:] = fill(model, weights)
+
+
+register_loader()

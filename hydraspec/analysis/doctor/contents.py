@@ -1,0 +1,389 @@
+"""Variants of what a head holds: norms on or off, order and sign of its projections, its
+vocabulary map, rotary base, and layouts that converters get wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import torch
+from hydraspec_kernels.rope import Frequencies, mirrored
+from torch import Tensor
+
+from hydraspec.analysis.doctor.variants import (
+    Family,
+    Matrix,
+    Subject,
+    Variant,
+    decoder_layers,
+    edited,
+    edited_trial,
+    swapped_gate,
+    unit_norm,
+    with_combine,
+    with_layers,
+    with_norm_weight,
+)
+from hydraspec.models.attention import Attention
+from hydraspec.models.checkpoint.mistral_names import half_split, interleaved
+from hydraspec.models.layers import Norm
+from hydraspec.speculators.teacher_forcing.trial import Trial
+
+THETAS = (1e4, 5e5, 1e6)  # that releases have
+CONVERT = "the converter that wrote the drafter's files is wrong here: convert again"
+
+
+# ------------------------------------------------------------------ projections
+
+
+def entry_matrices(trial: Trial) -> Iterator[Matrix]:
+    """Projections at a head's entry, whose inputs are a concatenation."""
+    head = trial.head
+    if trial.kind == "target_cache":
+        names, weight = ("embedding", "state"), head.pre
+        yield Matrix(
+            name="pre_projection",
+            blocks=names,
+            weight=weight,
+            put=lambda w: edited_trial(trial, edited(head, pre=w)),
+        )
+    elif hasattr(head, "blocks"):
+        yield from _mtp_matrices(trial)
+    elif head.fc is not None:
+        yield Matrix(
+            name="fc",
+            blocks=("embedding", "state"),
+            weight=head.fc,
+            put=lambda w: edited_trial(trial, edited(head, fc=w)),
+        )
+    else:
+        yield from _eagle3_matrices(trial)
+
+
+def _mtp_matrices(trial: Trial) -> Iterator[Matrix]:
+    head = trial.head
+    layer = head.layers[0]
+    names = ("embedding", "state")[:: layer.order]
+
+    def put(weight: Tensor) -> Trial:
+        layers = [edited(layer, projection=weight), *head.layers[1:]]
+        return edited_trial(trial, edited(head, layers=layers))
+
+    projection = layer.layout.projection
+    yield Matrix(name=projection, blocks=names, weight=layer.projection, put=put)
+
+
+def _eagle3_matrices(trial: Trial) -> Iterator[Matrix]:
+    head = trial.head
+    if head.combine is not None and len(trial.aux_ids) <= 4:
+        yield Matrix(
+            name="fc",
+            blocks=tuple(f"aux {i}" for i in range(len(trial.aux_ids))),
+            weight=head.combine.fc,
+            put=lambda w: with_combine(trial, edited(head.combine, fc=w)),
+        )
+    first = head.first
+
+    def put(weight: Tensor) -> Trial:
+        layer = edited(first, attention=edited(first.attention, qkv=weight))
+        return edited_trial(trial, edited(head, first=layer))
+
+    names = ("embedding", "state")
+    yield Matrix(name="layer 0's q, k and v", blocks=names, weight=first.attention.qkv, put=put)
+
+
+def block_order(subject: Subject) -> Iterator[Variant]:
+    """The blocks of each entry projection in another order."""
+    for matrix in entry_matrices(subject.trial):
+        count = len(matrix.blocks)
+        straight = tuple(range(count))
+        for order in itertools.permutations(straight):
+            if order == straight:
+                continue
+            found = ", ".join(matrix.blocks[i] for i in order)
+            yield Variant(
+                cause="block_order",
+                says=f"{matrix.name} reads its blocks as {', '.join(matrix.blocks)}",
+                tried=found,
+                remedy=CONVERT,
+                trial=matrix.arranged(order, (1,) * count),
+            )
+
+
+def block_signs(subject: Subject) -> Iterator[Variant]:
+    """Some blocks of each entry projection negated."""
+    for matrix in entry_matrices(subject.trial):
+        count = len(matrix.blocks)
+        for signs in itertools.product((1, -1), repeat=count):
+            if min(signs) > 0:
+                continue
+            turned = [name for name, sign in zip(matrix.blocks, signs, strict=True) if sign < 0]
+            what = "all of it" if len(turned) == count else ", ".join(turned)
+            yield Variant(
+                cause="negated",
+                says=f"{matrix.name} is as in the file",
+                tried=f"{what} negated",
+                remedy=CONVERT,
+                trial=matrix.arranged(tuple(range(count)), signs),
+            )
+
+
+# ------------------------------------------------------------------ norms
+
+
+def norm_flags(subject: Subject) -> Iterator[Variant]:
+    """norm_before_residual, norm_before_fc, fc_norm, and the final norm before the logits."""
+    trial, head = subject.trial, subject.trial.head
+    if trial.kind == "target_cache" or hasattr(head, "blocks"):
+        return
+    if head.first is not None:
+        value = head.first.norm_before_residual
+        layer = edited(head.first, norm_before_residual=not value)
+        yield _flag("norm_before_residual", value, edited_trial(trial, edited(head, first=layer)))
+    if head.combine is not None:
+        yield from _combine_norms(subject)
+    if head.norm is not None:
+        yield _flag("final_norm", True, edited_trial(trial, edited(head, norm=None)))
+    else:
+        shape = head.shape
+        norm = unit_norm(torch.empty(shape.hidden_size), shape.rms_norm_eps, head.place)
+        yield _flag("final_norm", False, edited_trial(trial, edited(head, norm=norm)))
+
+
+def _combine_norms(subject: Subject) -> Iterator[Variant]:
+    trial, head = subject.trial, subject.trial.head
+    combine, count = head.combine, len(trial.aux_ids)
+    eps, place = head.shape.rms_norm_eps, head.place
+    has_one, has_many = combine.norm is not None, bool(combine.state_norms)
+    if has_one or has_many:
+        without = edited(combine, norm=None, state_norms=[])
+        name = "norm_before_fc" if has_one else "fc_norm"
+        yield _flag(name, True, with_combine(trial, without))
+    if has_many:
+        joined = torch.cat([norm.weight for norm in combine.state_norms])
+    elif has_one:
+        joined = combine.norm.weight
+    else:
+        joined = torch.ones_like(combine.fc[:, 0])
+    one = with_norm_weight(unit_norm(joined, eps, place), joined)
+    many = [with_norm_weight(unit_norm(w, eps, place), w) for w in joined.chunk(count)]
+    if not has_one:
+        yield _flag(
+            "norm_before_fc", False, with_combine(trial, edited(combine, norm=one, state_norms=[]))
+        )
+    if not has_many:
+        yield _flag(
+            "fc_norm", False, with_combine(trial, edited(combine, norm=None, state_norms=many))
+        )
+
+
+def _flag(name: str, value: bool, trial: Trial) -> Variant:
+    other = str(not value).lower()
+    return Variant(
+        cause=name,
+        says=f"{name} is {str(value).lower()}",
+        tried=other,
+        remedy=f"set {name} of the drafter's config.json to {other}",
+        trial=trial,
+    )
+
+
+def norm_weights(subject: Subject) -> Iterator[Variant]:
+    """Norm weights stored as 1 + w, or as w where 1 + w is meant (Gemma 2 and 3 store w)."""
+    for add, words in ((1.0, "1 + the file's"), (-1.0, "the file's - 1")):
+        yield Variant(
+            cause="norm_weights",
+            says="norms multiply by the file's weights",
+            tried=words,
+            remedy=CONVERT,
+            trial=_with_norms(subject.trial, add),
+        )
+
+
+def _with_norms(trial: Trial, add: float) -> Trial:
+    def moved(thing: Any) -> Any:
+        found = copy(thing)
+        for name, value in vars(thing).items():
+            if isinstance(value, Norm):
+                setattr(found, name, with_norm_weight(value, value.weight + add))
+        return found
+
+    found = with_layers(trial, moved)
+    head = moved(found.head)
+    if trial.kind == "target_cache":
+        head.next_norms = [*(layer.input_norm for layer in head.layers[1:]), head.norm]
+    elif hasattr(head, "blocks"):
+        head.layers = [moved(layer) for layer in head.layers]
+    elif head.combine is not None:
+        combine = moved(head.combine)
+        combine.state_norms = [
+            with_norm_weight(norm, norm.weight + add) for norm in combine.state_norms
+        ]
+        return with_combine(edited_trial(found, head), combine)
+    return edited_trial(found, head)
+
+
+# ------------------------------------------------------------------ vocabulary
+
+
+def vocabulary_map(subject: Subject) -> Iterator[Variant]:
+    """Other readings of d2t: moved by one, absolute ids, no map, sorted."""
+    head, size = subject.trial.head, subject.target.vocab_size
+    ids = getattr(head, "vocab_map", None)
+    if ids is None:
+        return
+    k = torch.arange(ids.shape[0], device=ids.device)
+    is_sorted = bool((ids[1:] > ids[:-1]).all())
+    readings = [
+        ("d2t_offset", "one lower", ids - 1, 1),
+        ("d2t_offset", "one higher", ids + 1, 1),
+        ("d2t_offset", "the file's numbers as ids", ids - k, 2),
+        ("d2t_offset", "offsets added twice", ids + k, 2),
+        ("d2t_permuted", "none: draft ids are the target's", k, 2),
+        ("d2t_permuted", "the same ids in descending order", ids.sort().values.flip(0), 2),
+    ]
+    if not is_sorted:
+        readings.append(("d2t_permuted", "the same ids in ascending order", ids.sort().values, 0))
+    for cause, words, found, doubt in readings:
+        yield Variant(
+            cause=cause,
+            says="draft ids mean the target's " + ("k + d2t[k]" if is_sorted else "unsorted d2t"),
+            tried=words,
+            remedy="d2t holds the difference of target and draft id, of ascending target ids: "
+            "mend d2t (and t2d) or convert again",
+            trial=edited_trial(subject.trial, edited(head, vocab_map=found.clamp(0, size - 1))),
+            doubt=doubt,
+        )
+
+
+def tables(subject: Subject) -> Iterator[Variant]:
+    """The target's embedding and output projection in place of the head's."""
+    head, target = subject.trial.head, subject.target
+    own = getattr(head, "own", {})
+    if target.vocabulary.group.size > 1:
+        return
+    if "embed_tokens.weight" in own and head.embedding.shape == target.table.shape:
+        yield Variant(
+            cause="embedding_table",
+            says="it has an embedding of its own",
+            tried="the target's",
+            remedy="remove embed_tokens.weight from the drafter's files: the target's is used then",
+            trial=edited_trial(subject.trial, edited(head, embedding=target.table)),
+        )
+    if "lm_head.weight" in own and head.head.shape[1] == target.head.shape[1]:
+        ids = head.vocab_map
+        theirs = target.head if ids is None else target.head.index_select(0, ids)
+        yield Variant(
+            cause="output_head",
+            says="it has an lm_head of its own",
+            tried="the target's",
+            remedy="remove lm_head.weight from the drafter's files: the target's is used then",
+            trial=edited_trial(subject.trial, edited(head, head=theirs)),
+        )
+
+
+# ------------------------------------------------------------------ layers
+
+
+def rope_theta(subject: Subject) -> Iterator[Variant]:
+    """Other rotary bases: a thousand times more or less, and those that releases have."""
+    head = subject.trial.head
+    if subject.trial.kind == "target_cache":
+        for factor in (1e3, 1e-3):
+            by_kind = {kind: _rescaled(f, factor) for kind, f in head.frequencies.items()}
+            trial = edited_trial(subject.trial, edited(head, frequencies=by_kind))
+            yield _theta("the config's", f"{factor:g} times as much", trial)
+        return
+    base = base_of(head.theta)
+    for theta in dict.fromkeys(float(f"{t:.4g}") for t in (base * 1e3, base / 1e3, *THETAS)):
+        if theta > 1 and not 0.99 < theta / base < 1.01:
+            found = _rescaled(head.theta, theta / base)
+            trial = edited_trial(subject.trial, edited(head, theta=found))
+            yield _theta(f"{base:.4g}", f"{theta:.4g}", trial)
+
+
+def _theta(value: str, tried: str, trial: Trial) -> Variant:
+    return Variant(
+        cause="rope_theta",
+        says=f"rope_theta is {value}",
+        tried=tried,
+        remedy="set rope_theta of the drafter's config.json so",
+        trial=trial,
+    )
+
+
+def base_of(frequencies: Frequencies) -> float:
+    """The base of unscaled frequencies, from their ratio."""
+    half = frequencies.cos.shape[0] // 2
+    theta = frequencies.cos[:half].double()
+    return float((theta[0] / theta[1]) ** half)
+
+
+def _rescaled(frequencies: Frequencies, factor: float) -> Frequencies:
+    """The frequencies of a base that is `factor` times as large."""
+    half = frequencies.cos.shape[0] // 2
+    theta = frequencies.cos[:half]
+    exponent = torch.arange(half, device=theta.device, dtype=theta.dtype) / half
+    return mirrored(theta * factor**-exponent)
+
+
+def rotary_layout(subject: Subject) -> Iterator[Variant]:
+    """Query and key rows in interleaved pairs where halves are meant, or the reverse."""
+    if not all(
+        isinstance(layer.attention, Attention) for layer in decoder_layers(subject.trial.head)
+    ):
+        return
+    for reorder, words in ((half_split, "interleaved pairs"), (interleaved, "halves, twice over")):
+
+        def edit(layer: Any, reorder: Any = reorder) -> Any:
+            return edited(layer, attention=_reordered(layer.attention, reorder))
+
+        yield Variant(
+            cause="rotary_layout",
+            says="rows of q_proj and k_proj are in halves",
+            tried=words,
+            remedy=CONVERT,
+            trial=with_layers(subject.trial, edit),
+        )
+
+
+def _reordered(attention: Attention, reorder: Any) -> Attention:
+    size, qkv = attention.shape.head_dim, attention.qkv.clone()
+    first = 0
+    for heads in (attention.queries.count, attention.num_key_heads):
+        if heads:
+            part = slice(first, first + heads * size)
+            qkv[:, part] = reorder(qkv[:, part].t().contiguous(), heads=heads).t()
+            first = part.stop
+    found: Attention = edited(attention, qkv=qkv)
+    return found
+
+
+def gate_order(subject: Subject) -> Iterator[Variant]:
+    """Gate and up projections of the MLPs changed over."""
+    layers = decoder_layers(subject.trial.head)
+    if not all(hasattr(getattr(layer, "mlp", None), "gate_up") for layer in layers):
+        return
+    yield Variant(
+        cause="gate_order",
+        says="gate_proj goes through the activation",
+        tried="up_proj",
+        remedy=CONVERT,
+        trial=with_layers(subject.trial, lambda layer: edited(layer, mlp=swapped_gate(layer.mlp))),
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    block_order,
+    block_signs,
+    norm_flags,
+    norm_weights,
+    vocabulary_map,
+    tables,
+    rope_theta,
+    rotary_layout,
+    gate_order,
+)

@@ -1,0 +1,129 @@
+"""Ranks the variants of a drafter by acceptance, and says what the matter is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from hydraspec.analysis.doctor import contents, feeding
+from hydraspec.analysis.doctor.scores import MIN_TEXTS, Gain, Scores, gain, score
+from hydraspec.analysis.doctor.variants import Subject, Variant
+from hydraspec.models.base import TargetModel
+from hydraspec.speculators.teacher_forcing.texts import Texts
+from hydraspec.speculators.teacher_forcing.trial import Trial
+
+FAMILIES = (*feeding.FAMILIES, *contents.FAMILIES)
+MAX_ROUNDS = 3  # a drafter may have several faults: the best variant is kept, and all tried again
+MIN_GAIN = 0.02  # drafts more per start, below which a difference of acceptance is no cause
+MIN_NATS = 0.02  # per start, the same of likelihood
+NEAR = 0.9  # variants with this share of the best one's gain are told apart by likelihood
+POOR = 1.3  # acceptance length below which a drafter is called poor where nothing explains it
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Ranked:
+    """A variant and what it brings."""
+
+    variant: Variant
+    scores: Scores
+    gain: Gain  # drafts accepted per start
+    nats: Gain  # log likelihood of the target's distribution, over the K drafts of a start
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether the drafter is surely better so: more is accepted; or as much is, and the
+        target's tokens are likelier.
+        """
+        accepts = self.gain.is_sure and self.gain.mean >= MIN_GAIN
+        is_likelier = self.nats.is_sure and self.nats.mean >= MIN_NATS
+        return accepts or (is_likelier and self.gain.mean >= 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Diagnosis:
+    """What was found, round after round.
+
+    Attributes:
+        base: the drafter as it is.
+        rounds: of each round all variants, best first.
+        found: the variant that each round kept, in order; empty for a healthy drafter.
+        best: the scores, and the trial, after the last variant that was kept.
+    """
+
+    base: Scores
+    rounds: list[list[Ranked]] = field(default_factory=list)
+    found: list[Ranked] = field(default_factory=list)
+    best: Scores
+    trial: Trial
+
+    @property
+    def state(self) -> str:
+        """`faulty`, `healthy`, `poor` (nothing explains it), or `unsure` (too few texts)."""
+        if sum(count > 0 for count in self.base.num_of) < MIN_TEXTS:
+            return "unsure"
+        if self.found:
+            return "faulty"
+        return "poor" if self.base.acceptance < POOR else "healthy"
+
+
+def diagnose(
+    trial: Trial,
+    texts: Texts,
+    target: TargetModel,
+    k: int,
+    *,
+    max_rounds: int = MAX_ROUNDS,
+    on_variant: Callable[[int, int], None] = lambda done, total: None,
+) -> Diagnosis:
+    """Try every variant, keep the best if it is surely better, and try again from there.
+
+    on_variant(done, total) is called after each.
+    """
+    base = score(trial, texts, k)
+    result = Diagnosis(base=base, best=base, trial=trial)
+    for _ in range(max_rounds):
+        subject = Subject(trial=result.trial, texts=texts, target=target, k=k)
+        ranked = _ranked(subject, result.best, on_variant)
+        result.rounds.append(ranked)
+        if not ranked or not ranked[0].is_cause:
+            break
+        result.found.append(ranked[0])
+        result.best, result.trial = ranked[0].scores, ranked[0].variant.trial
+    return result
+
+
+def variants(subject: Subject) -> Iterator[Variant]:
+    """The variants of all families that apply."""
+    for family in FAMILIES:
+        yield from family(subject)
+
+
+def _ranked(subject: Subject, base: Scores, on_variant: Callable[[int, int], None]) -> list[Ranked]:
+    """All variants by acceptance. Causes come first, and of those that accept about as much the
+    likeliest; of those that draft alike the least doubtful.
+    """
+    with torch.inference_mode():
+        tried = list(variants(subject))
+        found = []
+        for number, variant in enumerate(tried, start=1):
+            found.append(_compared(variant, subject, base, len(tried)))
+            on_variant(number, len(tried))
+    found.sort(key=lambda each: (-round(each.gain.mean, 9), each.variant.doubt))
+    causes = [each for each in found if each.is_cause]
+    near = [each for each in causes if each.gain.mean >= NEAR * causes[0].gain.mean]
+    near.sort(key=lambda each: (-round(each.nats.mean, 6), each.variant.doubt))
+    first = near[:1]
+    return first + [each for each in found if each not in first]
+
+
+def _compared(variant: Variant, subject: Subject, base: Scores, num_compared: int) -> Ranked:
+    scores = score(variant.trial, subject.texts, subject.k)
+    likelier = scores.log_probs.sum(1), base.log_probs.sum(1)
+    return Ranked(
+        variant=variant,
+        scores=scores,
+        gain=gain(scores.accepted, base.accepted, base.num_of, num_compared=num_compared),
+        nats=gain(*likelier, base.num_of, num_compared=num_compared),
+    )

@@ -1,0 +1,162 @@
+"""A loaded drafter and its target, and the texts that the target writes for the workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydraspec import factory
+from hydraspec.config.schema import RunConfig
+from hydraspec.models.base import TargetModel
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.tokenizer import Tokenizer
+from hydraspec.speculators.teacher_forcing.texts import Text, Texts, read_texts
+from hydraspec.speculators.teacher_forcing.trial import Trial
+from hydraspec.types import Completion, Request, SamplingParams
+
+MAX_PROMPTS = 32  # where workload.limit does not say how many
+MAX_OUTPUT = 64  # tokens of each, where sampling.max_tokens says more
+MAX_ROWS = 8192  # of all texts together
+MAX_STATE_BYTES = 4 << 30  # of the target's states that are kept
+SHARE_OF_FREE_MEMORY = 0.5  # that the engine's own cache takes, where the configuration is silent
+
+
+@dataclass(slots=True, kw_only=True)
+class Patient:
+    """An engine whose drafter is examined."""
+
+    engine: Any  # a NativeEngine
+    config: RunConfig
+
+    @property
+    def target(self) -> TargetModel:
+        """Its target."""
+        target: TargetModel = self.engine.parts.target
+        return target
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's."""
+        tokenizer: Tokenizer | None = self.engine.parts.tokenizer
+        return tokenizer
+
+    @property
+    def spec(self) -> DraftSpec:
+        """The drafter's conventions as the engine reads them."""
+        spec: DraftSpec = self.engine.parts.runner.speculator.spec
+        return spec
+
+    @property
+    def k(self) -> int:
+        """Drafts a step."""
+        return self.config.method.most_drafts
+
+    def trial(self) -> Trial:
+        """The drafter as the engine uses it."""
+        return Trial.of(self.engine.parts.runner.speculator.head)
+
+    def texts(self, requests: Sequence[Request]) -> Texts | None:
+        """What the target answers to tokenised requests, greedily, and what it computed then. None
+        where no answer has two tokens.
+        """
+        found = list(self._answers(requests))
+        kept: list[Text] = []
+        num_rows = 0
+        for text in found:
+            num_rows += len(text.token_ids)
+            if text.num_chains and (num_rows <= MAX_ROWS or not kept):
+                kept.append(text)
+        if not kept:
+            return None
+        num_rows = sum(len(text.token_ids) for text in kept)
+        keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
+        return read_texts(self.target, kept, k=self.k, keep=keep)
+
+    def _answers(self, requests: Sequence[Request]) -> Iterator[Text]:
+        engine = self.engine.baseline()
+        greedy = [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
+        first = _completed(engine, greedy)
+        # What the target would go on with after its last token: drafts there are compared too.
+        onward = [
+            replace(
+                request,
+                index=i,
+                prompt_token_ids=[*done.prompt_token_ids, *done.output_token_ids],
+                sampling=SamplingParams(max_tokens=self.k + 1, ignore_eos=True),
+            )
+            for i, request in enumerate(greedy)
+            if (done := first.get(request.index)) is not None
+        ]
+        more = _completed(engine, onward)
+        for i, request in enumerate(greedy):
+            done, rest = first.get(request.index), more.get(i)
+            if done is None or rest is None or len(rest.output_token_ids) < self.k + 1:
+                continue
+            yield Text(
+                index=request.index,
+                token_ids=[*rest.prompt_token_ids, *rest.output_token_ids],
+                num_prompt=len(done.prompt_token_ids),
+                num_output=len(done.output_token_ids),
+                category=request.category,
+            )
+
+
+def _kept_layers(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
+    """The layers whose states variants may read; those near `wanted` alone where not all fit."""
+    everything = list(range(target.num_layers + 1))
+    a_state = num_rows * target.hidden_size * target.dtype.itemsize
+    if len(everything) * a_state <= MAX_STATE_BYTES:
+        return everything
+    near = {i + d for i in wanted for d in (-2, -1, 0, 1, 2)} | {target.num_layers}
+    return [i for i in everything if i in near]
+
+
+def _greedy(sampling: SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=min(sampling.max_tokens, MAX_OUTPUT),
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _completed(engine: Any, requests: Sequence[Request]) -> dict[int, Completion]:
+    """Finished requests by index; those that failed are left out."""
+    return {
+        event.index: event
+        for event in engine.run(requests, concurrency=None)
+        if isinstance(event, Completion) and event.finish_reason != "error"
+    }
+
+
+@contextmanager
+def loaded(config: RunConfig) -> Iterator[Patient]:
+    """The engine of a configuration, loaded for an examination: one device, no graphs."""
+    engine_config = config.engine
+    cache = engine_config.kv_cache
+    is_silent = cache.memory_gib is None and cache.memory_fraction is None
+    if is_silent and factory.device_type(config) != "cpu":
+        # The other half of a device is for the texts' own states and KV.
+        cache = replace(cache, memory_fraction=SHARE_OF_FREE_MEMORY)
+        engine_config = replace(engine_config, kv_cache=cache)
+    config = replace(config, cudagraph=replace(config.cudagraph, name="none"), engine=engine_config)
+    engine = factory.build_engine(config)
+    try:
+        yield Patient(engine=engine, config=config)
+    finally:
+        engine.close()
+
+
+def few(requests: Sequence[Request], count: int) -> list[Request]:
+    """`count` requests, of every category as many, evenly spread over each."""
+    if len(requests) <= count:
+        return list(requests)
+    categories = dict.fromkeys(r.category for r in requests)
+    share = -(-count // len(categories))
+    found = []
+    for category in categories:
+        those = [r for r in requests if r.category == category]
+        take = min(share, len(those))
+        found += [those[i * len(those) // take] for i in range(take)]
+    return sorted(found, key=lambda r: r.index)[:count] if len(found) > count else found

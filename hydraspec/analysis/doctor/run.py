@@ -1,0 +1,323 @@
+"""One examination, from configuration to doctor.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from hydraspec.analysis.doctor import console, words
+from hydraspec.analysis.doctor.diagnosis import Diagnosis, Ranked, diagnose
+from hydraspec.analysis.doctor.figures import figures
+from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
+from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
+from hydraspec.analysis.doctor.scores import Gain, Scores, score
+from hydraspec.analysis.doctor.words import Files
+from hydraspec.config import to_dict
+from hydraspec.config.messages import refusal
+from hydraspec.config.own_drafter import check_own_drafter
+from hydraspec.config.schema import RunConfig
+from hydraspec.lab import environment
+from hydraspec.lab.folder import RunFolder
+from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.run_files import DOCTOR
+from hydraspec.models.tokenizer import Tokenizer
+from hydraspec.speculators.draft_model import DraftModelSpeculator
+from hydraspec.speculators.teacher_forcing.texts import Texts
+from hydraspec.speculators.teacher_forcing.trial import Trial
+from hydraspec.types import Request, StepRecord, WorkloadError
+from hydraspec.workloads import generated
+from hydraspec.workloads import reading as workloads
+
+MAX_LISTED = 40  # variants of each round in doctor.json
+TIMED_REQUESTS = 4
+SCHEMA_VERSION = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompted:
+    """How another wording of the prompts does."""
+
+    wording: Wording
+    texts: Texts | None
+    scores: Scores | None
+    gain: Gain
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether drafts are surely accepted more often."""
+        return self.gain.is_sure and self.gain.mean >= MIN_GAIN
+
+
+@dataclass(slots=True, kw_only=True)
+class Examination:
+    """All that was found about a drafter."""
+
+    patient: Patient
+    files: Files | None
+    diagnosis: Diagnosis
+    first: Scores | None  # of prompts and drafter as they are; None: the target does not answer
+    texts: Texts
+    prompted: list[Prompted] = field(default_factory=list)
+    draft_share: float | None = None  # of a decode step's time
+
+    @property
+    def wording(self) -> Prompted | None:
+        """The other wording that is a cause, if any."""
+        found = next(iter(self.prompted), None)
+        return found if found is not None and found.is_cause else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Acceptance length of prompts and drafter as they are."""
+        return None if self.first is None else self.first.acceptance
+
+    @property
+    def state(self) -> str:
+        """As Diagnosis.state."""
+        return "faulty" if self.wording is not None else self.diagnosis.state
+
+
+def examine(
+    config: RunConfig, *, run_dir: Path, overrides: Sequence[str], quiet: bool = False
+) -> Json:
+    """Examine the drafter of a resolved configuration; what is returned is also
+    `run_dir`/doctor.json.
+
+    Raises:
+        ConfigurationError: no drafter with weights, or an engine or layout that is not examined.
+        CheckpointError, WorkloadError: as a run.
+    """
+    check(config)
+    folder = RunFolder(run_dir, to_dict(config), overrides)
+    with console.progress(quiet=quiet) as on_variant:
+        workload = workloads.read(config)
+        with loaded(config) as patient, torch.inference_mode():
+            if workload is None:
+                workload = generated.random_requests(config, patient.target.vocab_size)
+            patient.engine.tokenize(workload.requests)
+            count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
+            folder.replace_older_run()
+            folder.write_environment(environment.describe(patient.engine.info))
+            firsts = [r for r in workload.requests if r.after is None]  # of their conversations
+            found = _examined(patient, few(firsts, count), on_variant)
+            result = as_json(found)
+    write_whole(folder.path / DOCTOR, pretty_json(result))
+    console.show(result, folder.path / DOCTOR, quiet=quiet)
+    return result
+
+
+def check(config: RunConfig) -> None:
+    """Refuse what cannot be examined, before anything is loaded.
+
+    Raises:
+        ConfigurationError: naming the key.
+    """
+    check_own_drafter(
+        config,
+        verb="examined",
+        none=("has no drafter to examine", "give method=… and method.checkpoint=…"),
+        engine="variants are tried in our own draft heads",
+        ranks="leave parallelism out, and take a smaller target of the same family if it does not "
+        "fit one device",
+    )
+
+
+def _examined(
+    patient: Patient, requests: Sequence[Request], on_variant: Callable[[int, int], None]
+) -> Examination:
+    speculator = patient.engine.parts.runner.speculator
+    if not isinstance(speculator, DraftModelSpeculator) or not hasattr(speculator.spec, "kv_mode"):
+        raise refusal(
+            "method.name",
+            patient.config.method.name,
+            "is not examined: its drafter is no head of ours",
+            allowed="eagle, eagle3, peagle, mtp, gemma4_mtp",
+            remedy="choose one of them",
+        )
+    files = None
+    checkpoint = patient.config.method.checkpoint or patient.config.target.checkpoint
+    if patient.config.method.weights.value == "checkpoint":
+        files = words.files_of(checkpoint, speculator.head)
+    texts = patient.texts(requests)
+    trial = patient.trial()
+    first = None if texts is None else score(trial, texts, patient.k)
+    drafters = None if files is None else files.tokenizer
+    prompted = other_wordings(patient, requests, trial, drafters, (texts, first))
+    best = next((each for each in prompted if each.is_cause), None)
+    if best is not None:
+        texts = best.texts
+    if texts is None:
+        raise WorkloadError(
+            "workload: the target answers none of its prompts with two tokens or more, so there is "
+            "nothing to draft; give prompts that it answers, through its chat template (messages)"
+        )
+    diagnosis = diagnose(trial, texts, patient.target, patient.k, on_variant=on_variant)
+    return Examination(
+        patient=patient,
+        files=files,
+        diagnosis=diagnosis,
+        first=first,
+        texts=texts,
+        prompted=prompted,
+        draft_share=_draft_share(patient, requests),
+    )
+
+
+def other_wordings(
+    patient: Patient,
+    requests: Sequence[Request],
+    trial: Trial,
+    drafters: Tokenizer | None,
+    now: tuple[Texts | None, Scores | None],
+) -> list[Prompted]:
+    """Other wordings of tokenised requests, the best first; `now` are the texts and scores of the
+    requests as they are, `drafters` the tokenizer in the drafter's folder.
+    """
+    found = []
+    others = list(wordings(requests, patient.tokenizer, drafters))
+    for wording in others:
+        texts = patient.texts(wording.requests)
+        scores = None if texts is None else score(trial, texts, patient.k)
+        gained = gain_of_wording(_indexed(texts, scores), _indexed(*now), len(others))
+        found.append(Prompted(wording=wording, texts=texts, scores=scores, gain=gained))
+    return sorted(found, key=lambda each: -each.gain.mean)
+
+
+def _indexed(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
+    """Accepted drafts per start, by the request that a text answers."""
+    if texts is None or scores is None:
+        return {}
+    found, first = {}, 0
+    for text, count in zip(texts.texts, scores.num_of, strict=True):
+        found[text.index] = float(scores.accepted[first : first + count].mean())
+        first += count
+    return found
+
+
+def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
+    """The share of a decode step's time that drafting takes, from a short run."""
+    few_requests = [replace(r, arrival_s=None) for r in requests[:TIMED_REQUESTS]]
+    phases = patient.engine.profile_phases(few_requests)
+    if phases is None:
+        sums = {"propose": 0.0, "all": 0.0}
+        for event in patient.engine.run(few_requests, concurrency=1):
+            decodes = isinstance(event, StepRecord) and not any(
+                part.is_prefill for part in event.requests
+            )
+            if decodes and event.phase_ms.get("propose") is not None:
+                sums["propose"] += event.phase_ms["propose"]
+                sums["all"] += event.total_ms
+        return sums["propose"] / sums["all"] if sums["all"] else None
+    total = sum(phases.values())
+    return phases.get("propose", 0.0) / total if total else None
+
+
+# ------------------------------------------------------------------ doctor.json
+
+
+def as_json(found: Examination) -> Json:
+    """The content of doctor.json; see docs/doctor.md."""
+    patient, diagnosis = found.patient, found.diagnosis
+    spec, tokenizer = patient.spec, patient.tokenizer
+    files = found.files
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "state": found.state,
+        "verdict": verdict(found),
+        "target": patient.config.target.name,
+        "method": patient.config.method.name,
+        "drafter": patient.config.method.checkpoint or patient.config.target.checkpoint,
+        "num_speculative_tokens": patient.k,
+        "num_texts": len(found.texts.texts),
+        "num_starts": found.texts.chains.count,
+        "acceptance": found.acceptance,
+        "best_acceptance": diagnosis.best.acceptance,
+        "causes": causes(found),
+        "drafter_in_words": words.sentences(spec, files),
+        "draft_spec": asdict(spec),
+        "tensors": None
+        if files is None
+        else {"expected": files.expected, "read": files.read, "unread": files.unread},
+        "prompts": [_prompt_row(each) for each in found.prompted],
+        "rounds": [[_row(each) for each in round_[:MAX_LISTED]] for round_ in diagnosis.rounds],
+        "figures": figures(
+            diagnosis.base, found.texts, None if tokenizer is None else tokenizer.decode
+        ),
+        "draft_share_of_step": found.draft_share,
+    }
+
+
+def causes(found: Examination) -> list[Json]:
+    """What was named, in order."""
+    rows = []
+    before = found.acceptance
+    if found.wording is not None:
+        rows.append({**_prompt_row(found.wording), "acceptance_before": before})
+        before = found.diagnosis.base.acceptance
+    for ranked in found.diagnosis.found:
+        rows.append({**_row(ranked), "acceptance_before": before})
+        before = ranked.scores.acceptance
+    return rows
+
+
+def verdict(found: Examination) -> str:
+    """One sentence, or one for each cause."""
+    accepted = f"acceptance length {found.diagnosis.base.acceptance:.2f} at K={found.patient.k}"
+    count = sum(len(round_) for round_ in found.diagnosis.rounds[:1]) + len(found.prompted)
+    if found.state == "faulty":
+        return " ".join(_sentence(row) for row in causes(found))
+    if found.state == "unsure":
+        return (
+            f"Cannot tell: {len(found.texts.texts)} prompts have answers to draft, and an interval "
+            f"needs 5 ({accepted}): give more prompts."
+        )
+    if found.state == "poor":
+        return (
+            f"Poor and not explained: {accepted}, and none of {count} variants is better. The "
+            "drafter was made for another target or other texts, or its files are damaged."
+        )
+    return f"Healthy: none of {count} variants is better ({accepted})."
+
+
+def _sentence(row: Json) -> str:
+    before, after = row["acceptance_before"], row["acceptance"]
+    now = "the target does not answer" if before is None else f"acceptance is {before:.2f}"
+    sentence = f"As configured, {row['says']}; {now}. "
+    sentence += f"With {row['tried']} it is {after:.2f}"
+    low, high = row["gain_interval"]
+    sentence += f" ({row['gain']:+.2f} drafts a start, {low:+.2f} to {high:+.2f})."
+    if row.get("nats") is not None and low <= 0:
+        sentence += f" The target's tokens are likelier so ({row['nats']:+.2f} nats)."
+    return sentence
+
+
+def _row(ranked: Ranked) -> Json:
+    variant, gained, nats = ranked.variant, ranked.gain, ranked.nats
+    return {
+        "cause": variant.cause,
+        "says": variant.says,
+        "tried": variant.tried,
+        "remedy": variant.remedy,
+        "acceptance": ranked.scores.acceptance,
+        "gain": gained.mean,
+        "gain_interval": [gained.low, gained.high],
+        "nats": nats.mean,
+        "nats_interval": [nats.low, nats.high],
+        "is_cause": ranked.is_cause,
+    }
+
+
+def _prompt_row(each: Prompted) -> Json:
+    return {
+        "cause": "chat_template",
+        "says": each.wording.says,
+        "tried": each.wording.tried,
+        "remedy": "write the workload's prompts so, or mend the template in the target's folder",
+        "acceptance": None if each.scores is None else each.scores.acceptance,
+        "gain": each.gain.mean,
+        "gain_interval": [each.gain.low, each.gain.high],
+        "is_cause": each.is_cause,
+    }

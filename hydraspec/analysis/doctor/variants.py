@@ -1,0 +1,164 @@
+"""What a variant of a drafter is, and the tools that make one without touching the loaded head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydraspec.models.base import TargetModel
+from hydraspec.models.layers import Norm
+from hydraspec.speculators.teacher_forcing.texts import Texts
+from hydraspec.speculators.teacher_forcing.trial import Trial
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Variant:
+    """One convention changed.
+
+    Attributes:
+        cause: a name for machines, such as "aux_layer_ids"; variants of one convention share it.
+        says: how the drafter is read now, "aux layer ids are [2, 16, 29]".
+        tried: what is tried in its place, "[1, 15, 28]".
+        remedy: what to change where the variant is better.
+        doubt: among variants that draft the same, the one with the least is named.
+    """
+
+    cause: str
+    says: str
+    tried: str
+    remedy: str
+    trial: Trial
+    doubt: int = 1
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Subject:
+    """What families of variants look at."""
+
+    trial: Trial
+    texts: Texts
+    target: TargetModel
+    k: int
+
+
+Family = Callable[[Subject], Iterator[Variant]]
+
+
+# ------------------------------------------------------------------ edited copies
+
+
+def with_norm_weight(norm: Norm, weight: Tensor) -> Norm:
+    """A norm with another weight."""
+    edited = copy(norm)
+    edited.__dict__.pop("gain", None)  # cached from the weight
+    edited.weight = weight
+    return edited
+
+
+def unit_norm(like: Tensor, eps: float, place: Any) -> Norm:
+    """A norm with weight one, as wide as `like` [size]."""
+    norm = Norm(like.shape[0], eps, place)
+    norm.weight.fill_(1.0)
+    return norm
+
+
+def edited(thing: Any, **changes: Any) -> Any:
+    """A shallow copy, of which some attributes differ."""
+    found = copy(thing)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Matrix:
+    """A projection [in, out] whose inputs are equally wide blocks, and how to put another there."""
+
+    name: str  # as files have it
+    blocks: tuple[str, ...]
+    weight: Tensor
+    put: Callable[[Tensor], Trial]
+
+    def arranged(self, order: tuple[int, ...], signs: tuple[int, ...]) -> Trial:
+        """Block i of the new matrix is block order[i], times signs[i]."""
+        parts = self.weight.chunk(len(self.blocks), 0)
+        pairs = zip(order, signs, strict=True)
+        found = torch.empty_like(self.weight)  # with the strides that products expect
+        return self.put(found.copy_(torch.cat([parts[i] * sign for i, sign in pairs], 0)))
+
+
+def with_combine(trial: Trial, combine: Any) -> Trial:
+    """An EAGLE-3 head with another way into it; P-EAGLE's mask state is projected anew."""
+    head = edited(trial.head, combine=combine)
+    if head.mask_state is not None:
+        count = len(head.spec.aux_layer_ids)
+        states = head.mask_state.view(count, 1, -1).unbind()
+        head.mask_hidden = combine.forward(states).view(-1)
+    return edited_trial(trial, head)
+
+
+def edited_trial(trial: Trial, head: Any) -> Trial:
+    """The same trial of another head."""
+    return replace(trial, head=head)
+
+
+def decoder_layers(head: Any) -> list[Any]:
+    """The decoder layers of a head, first to last."""
+    if hasattr(head, "blocks"):  # MTP
+        return list(head.blocks)
+    first = getattr(head, "first", None)
+    return [*([] if first is None else [first]), *head.layers]
+
+
+def with_layers(trial: Trial, edit: Callable[[Any], Any]) -> Trial:
+    """Every decoder layer replaced by its edited copy."""
+    head = copy(trial.head)
+    if hasattr(head, "blocks"):
+        head.blocks = [edit(block) for block in head.blocks]
+        pairs = zip(head.layers, head.blocks, strict=True)
+        head.layers = [edited(layer, block=block) for layer, block in pairs]
+        return edited_trial(trial, head)
+    if getattr(head, "first", None) is not None:
+        head.first = edit(head.first)
+    head.layers = [edit(layer) for layer in head.layers]
+    if hasattr(head, "next_norms"):  # of the edited layers
+        head.next_norms = [*(layer.input_norm for layer in head.layers[1:]), head.norm]
+    return edited_trial(trial, head)
+
+
+def swapped_gate(mlp: Any) -> Any:
+    """An MLP, or experts, whose gate and up projections change places."""
+    inner = mlp.columns.count
+    found = edited(mlp, gate_up=mlp.gate_up.clone())
+    found.gate_up[..., :inner] = mlp.gate_up[..., inner:]
+    found.gate_up[..., inner:] = mlp.gate_up[..., :inner]
+    if getattr(mlp, "gate_up_bias", None) is not None:
+        found.gate_up_bias = mlp.gate_up_bias.roll(inner)
+    if hasattr(mlp, "shared"):
+        found.shared = swapped_gate(mlp.shared)
+    return found
+
+
+class ScaledTokens:
+    """Stands for a target or a vocabulary whose token embeddings are `scale` times as long."""
+
+    def __init__(self, inner: Any, scale: float) -> None:
+        self._inner, self._scale = inner, scale
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def embed(self, *args: Any) -> Tensor:
+        """As the inner one's, scaled."""
+        found: Tensor = self._inner.embed(*args) * self._scale
+        return found
+
+    def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """As the inner one's, with scaled embeddings."""
+        beside = hidden if rows is None else hidden.index_select(0, rows)
+        return torch.cat((self.embed(token_ids), beside), -1)

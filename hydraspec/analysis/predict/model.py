@@ -1,0 +1,198 @@
+"""The arithmetic of a prediction: acceptance, the steps of a load, and the break-even acceptance.
+
+Measures nothing and knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hydraspec.engine.costs import CostTable
+from hydraspec.metrics.meter import RequestCounters
+
+SEED = 0x70726564  # of the drawn acceptances
+NUM_DRAWS = 8  # simulated passes over a load, whose sums are the prediction
+Array = NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Acceptance:
+    """How many drafts of a step are accepted, of each request.
+
+    With fewer drafts than were measured, position i is accepted as often as it was: a step accepts
+    min(accepted, K). This assumes that acceptance does not depend on where steps begin in the text,
+    which K shifts.
+
+    Attributes:
+        survival: [R, K] probability that a step of the request accepts more than i drafts; falls
+            with i.
+        pooled: [K] the same of all requests together.
+    """
+
+    survival: Array
+    pooled: Array
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest K that this says something about."""
+        return len(self.pooled)
+
+    def length(self, num_drafts: int) -> float:
+        """Acceptance length with K drafts: 1 + Σ of the K first."""
+        return float(1 + self.pooled[:num_drafts].sum())
+
+    def conditional(self) -> list[float]:
+        """[K] accepted at i / accepted at i-1; 0 after a position that is never accepted."""
+        before = np.concatenate([[1.0], self.pooled[:-1]])
+        rates = np.divide(self.pooled, before, out=np.zeros_like(before), where=before > 0)
+        return [float(rate) for rate in rates]
+
+
+def measured_acceptance(counters: Sequence[RequestCounters], num_drafts: int) -> Acceptance:
+    """The acceptance that a pass with `num_drafts` drafts counted; a request without a step with
+    drafts has that of all together."""
+    accepted = np.zeros((len(counters), num_drafts))
+    for row, counted in zip(accepted, counters, strict=True):
+        row[: len(counted.accepted_per_position)] = counted.accepted_per_position
+    steps = np.array([counted.num_drafts for counted in counters], float)
+    pooled = accepted.sum(axis=0) / max(1.0, float(steps.sum()))
+    known = steps > 0
+    survival = np.where(known[:, None], accepted / np.maximum(steps, 1.0)[:, None], pooled)
+    return Acceptance(survival, pooled)
+
+
+def assumed_acceptance(rates: Sequence[float], num_drafts: int, num_requests: int) -> Acceptance:
+    """The same conditional rates in every request; positions after the last one have its rate."""
+    filled = [*rates, *[rates[-1]] * num_drafts][:num_drafts]
+    pooled = np.cumprod(np.array(filled, float))
+    return Acceptance(np.tile(pooled, (num_requests, 1)), pooled)
+
+
+def constant_rate(length: float, num_drafts: int) -> float | None:
+    """The conditional rate that, equal at all K positions, gives an acceptance length; None where
+    even K accepted drafts do not reach it."""
+    if length > num_drafts + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(num_drafts + 1)) < length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def break_even(method: CostTable, plain: CostTable, batch: int, num_drafts: int) -> float:
+    """The acceptance length at which a step with drafts makes tokens as fast as plain steps."""
+    return method.at(batch, num_drafts).step_ms / plain.at(batch, 0).step_ms
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """Requests that are offered at once, of which `concurrency` run at a time.
+
+    Attributes:
+        prompts: [R] tokens of each prompt.
+        outputs: [R] tokens of each output.
+        parts: bounds of the parts of the load that run one after another.
+    """
+
+    prompts: Sequence[int]
+    outputs: Sequence[int]
+    concurrency: int
+    parts: Sequence[tuple[int, int]]
+
+
+@dataclass(slots=True, frozen=True)
+class Speed:
+    """Decode steps of a load, as `Meter.output_tokens_per_second` counts them: a step's time goes
+    to prompts and decodes in proportion to their rows."""
+
+    num_tokens: float
+    milliseconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 where nothing decodes."""
+        return 1000 * self.num_tokens / self.milliseconds if self.milliseconds else 0.0
+
+
+def simulate(
+    load: Load,
+    costs: CostTable,
+    num_drafts: int,
+    *,
+    ms_per_prompt_row: float,
+    acceptance: Acceptance | None = None,
+    max_rows: int,
+) -> Speed:
+    """The decode speed of a load whose steps cost as in the table.
+
+    A request emits one token with its prompt, then each step 1 + the accepted drafts, and leaves
+    after its last token; the next one joins in the following step. Prompts read beside decodes add
+    their rows' time. NUM_DRAWS times with drawn acceptance, once without drafts.
+
+    Args:
+        acceptance: of the load's requests; None without drafts.
+        max_rows: token rows of a step.
+    """
+    rng = np.random.default_rng(SEED)
+    num_tokens = milliseconds = 0.0
+    for _ in range(1 if acceptance is None else NUM_DRAWS):
+        for first, end in load.parts:
+            waiting = list(range(first, end))[::-1]
+            left = {i: load.prompts[i] for i in waiting}  # prompt rows to read
+            running: dict[int, int] = {}  # request → tokens to come
+            reading: list[int] = []
+            while waiting or reading or running:
+                while waiting and len(running) + len(reading) < load.concurrency:
+                    reading.append(waiting.pop())
+                decodes = list(running)
+                num_rows = len(decodes) * (1 + num_drafts)
+                num_read, reading, done = _read(reading, left, max_rows - num_rows)
+                if decodes:
+                    step_ms = costs.at(len(decodes), num_drafts).step_ms
+                    step_ms += num_read * ms_per_prompt_row
+                    milliseconds += step_ms * num_rows / (num_rows + num_read)
+                    emitted = _emitted(decodes, acceptance, num_drafts, rng)
+                    for request, count in zip(decodes, emitted, strict=True):
+                        count = min(count, running[request])
+                        num_tokens += count
+                        running[request] -= count
+                        if not running[request]:
+                            del running[request]
+                running |= {i: load.outputs[i] - 1 for i in done if load.outputs[i] > 1}
+    return Speed(num_tokens, milliseconds)
+
+
+def _read(
+    reading: Sequence[int], left: dict[int, int], budget: int
+) -> tuple[int, list[int], list[int]]:
+    """Read prompts in order: the rows read, the requests with more to read, those without."""
+    num_read = 0
+    unread: list[int] = []
+    done: list[int] = []
+    for request in reading:
+        rows = min(left[request], max(0, budget - num_read))
+        left[request] -= rows
+        num_read += rows
+        (unread if left[request] else done).append(request)
+    return num_read, unread, done
+
+
+def _emitted(
+    requests: Sequence[int],
+    acceptance: Acceptance | None,
+    num_drafts: int,
+    rng: np.random.Generator,
+) -> list[int]:
+    if acceptance is None:
+        return [1] * len(requests)
+    drawn = rng.random(len(requests))[:, None]
+    accepted = (drawn < acceptance.survival[requests, :num_drafts]).sum(axis=1)
+    return [1 + int(count) for count in accepted]

@@ -1,0 +1,113 @@
+"""`python -m hydraspec.predict`: load, measure, predict and save.
+
+Every K is an engine that is loaded, measured beside its own baseline, and closed again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from hydraspec import factory
+from hydraspec.analysis.predict import console, page
+from hydraspec.analysis.predict.prediction import Prediction, Wanted
+from hydraspec.config import to_dict
+from hydraspec.config.checks import check_method
+from hydraspec.config.messages import refusal
+from hydraspec.config.own_drafter import check_own_drafter
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine
+from hydraspec.lab import environment
+from hydraspec.lab.folder import RunFolder
+from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
+from hydraspec.workloads import reading as workloads
+
+
+def predict(
+    config: RunConfig, wanted: Wanted, *, run_dir: Path, overrides: Sequence[str], quiet: bool
+) -> Json:
+    """Predict the speedups of a resolved configuration; what is returned is also
+    `run_dir`/predict.json.
+
+    Raises:
+        ConfigurationError: no drafter, or an engine or layout that is not predicted.
+        CheckpointError, WorkloadError: as a run.
+    """
+    check(config, wanted)
+    folder = RunFolder(run_dir, to_dict(config), overrides)
+    workload = workloads.read(config)  # before anything is loaded
+    prediction = Prediction(config, wanted, workload, console.progress(quiet=quiet))
+    for num_drafts in sorted(wanted.drafts, reverse=True):
+        _add(prediction, config, num_drafts, folder)
+    result = prediction.as_json()
+    write_whole(folder.path / PREDICTION, pretty_json(result))
+    write_whole(folder.path / PREDICTION_REPORT, page.page_of(result))
+    console.show(result, folder.path, quiet=quiet)
+    return result
+
+
+def check(config: RunConfig, wanted: Wanted) -> None:
+    """Refuse what cannot be predicted, before anything is loaded.
+
+    Raises:
+        ConfigurationError: naming the key.
+    """
+    check_own_drafter(
+        config,
+        verb="predicted",
+        none=("is what the others are compared with", "give method=…"),
+        engine="step costs are those of our own engine",
+        ranks="leave parallelism out",
+    )
+    if config.workload.request_rate is not None:
+        raise refusal(
+            "workload.request_rate",
+            config.workload.request_rate,
+            "is not predicted: requests follow each other, so many at once",
+            allowed="null",
+            remedy="leave it out, and give --concurrency",
+        )
+    for num_drafts in wanted.drafts:
+        check_method(_with_drafts(config, num_drafts))
+    if (most := max(wanted.concurrencies)) > config.engine.max_num_seqs:
+        raise refusal(
+            "--concurrency",
+            most,
+            "is more than engine.max_num_seqs",
+            allowed=f"1 to {config.engine.max_num_seqs}",
+            remedy=f"add engine.max_num_seqs={most}",
+        )
+
+
+def _add(prediction: Prediction, config: RunConfig, num_drafts: int, folder: RunFolder) -> None:
+    """Measure one K; its engine ends with this call."""
+    with _engines(config, num_drafts) as (engine, plain):
+        if prediction.texts is None:
+            folder.replace_older_run()
+            folder.write_environment(environment.describe(engine.info))
+            prediction.read(engine)
+        prediction.add(engine, plain)
+
+
+def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:
+    method = replace(
+        config.method, num_speculative_tokens=num_drafts, max_speculative_tokens=None, costs=None
+    )
+    return replace(config, method=method)
+
+
+@contextmanager
+def _engines(config: RunConfig, num_drafts: int) -> Iterator[tuple[Engine, Engine]]:
+    """The engine with K drafts, and the same target without a drafter."""
+    engine = factory.build_engine(_with_drafts(config, num_drafts))
+    try:
+        gc.collect()
+        gc.freeze()
+        yield engine, engine.baseline()
+    finally:
+        gc.unfreeze()
+        engine.close()

@@ -1,0 +1,261 @@
+"""Paged KV cache in groups: block tables and pools on the host, one cache tensor per owning layer
+on the device.
+
+Each group has its own pool (docs/adr/0002): layers of one attention type share a block table,
+sliding groups give blocks back as the window moves. Block 0 of every pool is a null block: freed
+table entries point at it, it stays zero.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.engine.cache.kv_budget import ceil_div
+from hydraspec.engine.cache.kv_group import KVGroup
+from hydraspec.engine.cache.prefix import PrefixKeys
+from hydraspec.types import BlockTable, KVGroupSpec, PrefixCaching
+
+NEVER = sys.maxsize
+
+
+class Lease:
+    """Which run uses a cache: at most one, over all views of its blocks."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """For the length of a run.
+
+        Raises:
+            RuntimeError: another run has it, which would read and write the same blocks.
+        """
+        if self._is_taken:
+            raise RuntimeError(
+                "another run uses this KV cache: finish or close the iterator of the engine's "
+                "earlier run, or of the baseline's, which shares the cache"
+            )
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._is_taken = False
+
+
+class KVCache:
+    """Block tables, pools and cache tensors of all groups.
+
+    `caches[layer]` is [num_blocks * block_size, *page_row] (see GroupShape) for a layer that owns
+    KV, else None.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVGroupSpec],
+        num_blocks: Sequence[int],
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix_root: bytes | None = None,
+    ) -> None:
+        """prefix_root: what the keys of cached blocks start from; None: no blocks are cached."""
+        self.specs = list(specs)
+        self.lease = Lease()
+        self._prefix_root = prefix_root
+        self._groups = [
+            KVGroup(spec, count, num_slots, ceil_div(max_tokens, spec.block_size) + 1)
+            for spec, count in zip(specs, num_blocks, strict=True)
+        ]
+        self._start_over(num_slots)
+        self.caches: list[Tensor | None] = [None] * num_layers
+        for group in self._groups:
+            spec = group.spec
+            shape = (group.num_blocks * spec.block_size, *spec.shape.page_row)
+            for layer in spec.layers:
+                self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
+
+    def _start_over(self, num_slots: int) -> None:
+        self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
+        first = NEVER if self._prefix_root is None else 0
+        self._publish_from = [first] * num_slots  # [S] rows at which a block may get its key
+
+    def leading(self, num_groups: int) -> KVCache:
+        """The first groups alone, over the same blocks, tensors and lease."""
+        view = copy(self)
+        view.specs, view._groups = self.specs[:num_groups], self._groups[:num_groups]
+        view._start_over(len(self._room))
+        return view
+
+    @property
+    def alignment(self) -> int:
+        """Hits are multiples of all block sizes."""
+        return math.lcm(*(group.spec.block_size for group in self._groups))
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks of each group, the null block included."""
+        return [group.num_blocks for group in self._groups]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches if cache is not None)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use, 0..1, over all groups."""
+        total = sum(group.num_blocks - 1 for group in self._groups)
+        return 1.0 - sum(group.pool.num_free for group in self._groups) / total
+
+    @property
+    def usage_per_group(self) -> dict[str, float]:
+        """The same of each group, by its name."""
+        return {
+            group.spec.name: 1.0 - group.pool.num_free / (group.num_blocks - 1)
+            for group in self._groups
+        }
+
+    def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
+        """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
+        be, beside what a drafter writes after each row."""
+        for group in self._groups:
+            spec = group.spec
+            tokens = num_tokens
+            if spec.window is not None:
+                tokens = min(num_tokens, spec.window + spec.block_size)
+            if ceil_div(tokens + num_lookahead_tokens, spec.block_size) > group.num_blocks - 1:
+                return False
+        return True
+
+    def tokens_that_fit(self, slot: int) -> int:
+        """How long the request in `slot` can become with the blocks that are free now."""
+        return min(group.tokens_that_fit(slot) for group in self._groups)
+
+    def allocate(self, slot: int, num_tokens: int) -> bool:
+        """Allocate blocks for positions below `num_tokens`, in every group or in none."""
+        if num_tokens <= self._room[slot]:
+            return True
+        missing = [group.missing(slot, num_tokens) for group in self._groups]
+        if any(
+            count > group.pool.num_free for count, group in zip(missing, self._groups, strict=True)
+        ):
+            return False
+        for count, group in zip(missing, self._groups, strict=True):
+            if count:
+                group.grow(slot, count)
+        self._room[slot] = min(group.reach(slot) for group in self._groups)
+        return True
+
+    def slide(self, slot: int, num_computed: int) -> None:
+        """Free sliding blocks that no query at position `num_computed` or later can see.
+
+        A drafter that reads the target's KV at position num_computed - 1 has been launched before
+        the next step is scheduled, and the device works in order.
+        """
+        for group in self._groups:
+            if group.spec.window is not None:
+                group.release_before(slot, num_computed - group.spec.window + 1)
+
+    def release(self, slot: int) -> None:
+        for group in self._groups:
+            group.release(slot)
+        self._room[slot] = 0
+        self._publish_from[slot] = NEVER if self._prefix_root is None else 0
+
+    def clear(self) -> None:
+        """Give back every block of every slot, and forget what was cached."""
+        for group in self._groups:
+            group.clear()
+        self._start_over(len(self._room))
+
+    # ------------------------------------------------------------------ prefixes
+
+    @property
+    def prefix_caching(self) -> PrefixCaching | None:
+        """What may be taken; None: no blocks are cached."""
+        if self._prefix_root is None:
+            return None
+        has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
+        return PrefixCaching(block_size=self.alignment, has_draft_kv=has_draft_kv)
+
+    def keys_of(self, token_ids: Sequence[int]) -> PrefixKeys:
+        """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow."""
+        unit = math.gcd(*(group.spec.block_size for group in self._groups))
+        return PrefixKeys(token_ids, unit, self._prefix_root or b"")
+
+    def next_key(self, keys: PrefixKeys, count: int, most: int) -> bytes | None:
+        """Stands for all tokens up to the next possible end of a hit after `count` tokens; None:
+        that is after `most` tokens, or no blocks are cached."""
+        end = count - count % self.alignment + self.alignment
+        return None if self._prefix_root is None or end > most else keys.key(end, 0)
+
+    def find_prefix(self, keys: PrefixKeys, most: int) -> int:
+        """How many leading tokens, at most `most`, have their KV in cached blocks of every group:
+        a multiple of all block sizes. `most` leaves a row to compute, and the tokens that the
+        blocks' keys name after it are known: it is below the number of tokens."""
+        if self._prefix_root is None:
+            return 0
+        alignment = self.alignment
+        end = most - most % alignment
+        # Any shorter prefix of a hit is one where all tokens are seen; a window's blocks are asked
+        # for again at each length.
+        for group in self._groups:
+            if group.spec.window is None:
+                end = group.longest_hit(keys, end, alignment)
+        sliding = [group for group in self._groups if group.spec.window is not None]
+        before = -1
+        while end != before:
+            before = end
+            for group in sliding:
+                end = group.longest_hit(keys, end, alignment)
+        return end
+
+    def take_prefix(self, slot: int, keys: PrefixKeys, count: int) -> None:
+        """Let a free slot begin with the blocks of a prefix of `count` tokens that was just found.
+
+        They are shared, and nothing writes them: the slot's own rows begin with its own blocks.
+        """
+        if not count:
+            return
+        for group in self._groups:
+            group.take_hit(slot, keys, count)
+        self._room[slot] = self._publish_from[slot] = count
+
+    def publish(self, slot: int, keys: PrefixKeys, num_final: int) -> None:
+        """Let later requests find the slot's full blocks of rows below `num_final`: those that are
+        computed, or launched and certain to stay."""
+        if num_final < self._publish_from[slot]:
+            return
+        alignment = self.alignment
+        self._publish_from[slot] = min(
+            group.publish(slot, keys, num_final, alignment) for group in self._groups
+        )
+
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """Per group, P: entries of a row."""
+        return tuple(group.width for group in self._groups)
+
+    def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[BlockTable]:
+        """Per group the blocks of `slots`, wide enough for `max_seq_len` tokens. Later
+        allocations and releases do not change them."""
+        places = slots.tolist()
+        return [
+            BlockTable(
+                [group.rows[slot] for slot in places],
+                group.live[slots],
+                min(group.width, ceil_div(max_seq_len, group.spec.block_size)),
+            )
+            for group in self._groups
+        ]

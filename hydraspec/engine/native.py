@@ -1,0 +1,304 @@
+"""The native engine: loads target and drafter, and runs requests step by step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from hydraspec_kernels.runtime.ahead import num_compiled
+
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
+from hydraspec.engine.costs import from_json
+from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.run.collect import Collected, Collector, Flight
+from hydraspec.engine.run.loading import Loaded, load, load_baseline
+from hydraspec.engine.run.positions import (
+    can_be_forced,
+    continued,
+    finished_texts,
+    position_scores,
+)
+from hydraspec.engine.run.profiling import profile_phases, profile_step
+from hydraspec.engine.run.results import LaunchedStep
+from hydraspec.engine.run.state import write_request
+from hydraspec.engine.run.step_costs import NOT_MEASURED, measure_costs
+from hydraspec.engine.run.timing import Clock, StepClock
+from hydraspec.engine.schedule.admission import Admission, Cancels, Pending, obeyed
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
+from hydraspec.engine.turns import History
+from hydraspec.parallel.ranks import current
+from hydraspec.sampling.flags import flags_of
+from hydraspec.types import (
+    Completion,
+    NotFiniteError,
+    PositionScores,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepRecord,
+)
+
+log = logging.getLogger(__name__)
+
+
+class NativeEngine(Engine):
+    """Continuous batching over a paged, hybrid KV cache; each step verifies drafts and proposes the
+    next."""
+
+    def __init__(self, config: RunConfig, loaded: Loaded | None = None) -> None:
+        """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
+        self.parts = loaded or load(config)
+        self._watch = current().watch
+        self._scheduler = self.parts.scheduler
+        decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
+        self._collector = Collector(
+            self._scheduler,
+            FinishCheck(self.parts.target.eos_token_ids, self.parts.info.max_model_len, decode),
+            self.parts.info,
+            self.parts.runner.speculator,
+        )
+        # Launched, not collected. A step leaves as many there as `_num_ahead`.
+        self._in_flight: deque[Flight] = deque()
+        self._cancels = Cancels()  # of the last run
+        self._num_stages = self.parts.target.stage.count
+        self._num_ahead = self._num_stages - 1 + bool(self.parts.info.async_scheduling)
+        on_cpu = self.parts.target.device.type == "cpu"
+        has_phases = on_cpu and not self._num_ahead
+        self.clock = StepClock(has_phases=has_phases)
+        if has_phases:
+            self.parts.runner.clock = self.clock
+
+    @property
+    def info(self) -> EngineInfo:  # type: ignore[override]
+        """Facts as they are now: what is captured while requests run is counted."""
+        info, graphs = self.parts.info, self.parts.runner.graphs
+        if self._scheduler.draft_lengths is not None:
+            info = replace(info, costs=self._scheduler.draft_lengths.costs)
+        if graphs is None:
+            return info
+        memory_bytes = {**info.memory_bytes, "graphs": graphs.num_bytes}
+        return replace(info, memory_bytes=memory_bytes, warnings=[*info.warnings, *graphs.warnings])
+
+    def run(
+        self, requests: Seq[Request], *, concurrency: int | None
+    ) -> Generator[StepRecord | Completion]:
+        self._cancels = Cancels()
+        return self.offer(requests, concurrency, self._cancels)
+
+    def cancel(self, index: int) -> None:
+        """See Engine."""
+        self._cancels.add(index)
+
+    def offer(
+        self, requests: Seq[Request], concurrency: int | None, cancels: Cancels
+    ) -> Generator[StepRecord | Completion]:
+        """As `run`, less the requests that are cancelled."""
+        control = self.parts.control
+        pending = Pending(requests, concurrency, cancels=cancels, watch=control.watch)
+        return self.decode(requests, obeyed(pending, requests, control))
+
+    def decode(
+        self, requests: Seq[Request], admission: Admission
+    ) -> Generator[StepRecord | Completion]:
+        """As `run`, of those of the requests that `admission` lets join."""
+        num_unfinished, history = 0, History(requests)
+        if self._scheduler.draft_lengths is not None:
+            self._scheduler.draft_lengths.start_over()
+        with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
+            while (joining := self._joining(admission, num_unfinished)) is not None:
+                for request in joining:
+                    offered_at = admission.offered_at(request)
+                    self._scheduler.add(history.offer(Sequence, request, offered_at))
+                if cancelled := admission.cancelled():
+                    self._scheduler.cancel(cancelled)
+                collected = self.step()
+                num_unfinished += len(joining) - len(collected.completions)
+                for completion in collected.completions:
+                    history.add(completion)
+                    admission.ended(completion.index)
+                if collected.record is not None:
+                    yield collected.record
+                yield from collected.completions
+                if collected.error is not None:
+                    raise collected.error
+
+    def _joining(self, admission: Admission, num_unfinished: int) -> Seq[Request] | None:
+        """The requests that join. Time without any request is no step's, also where one that was
+        launched ahead, for requests that have ended, is still to be collected."""
+        if num_unfinished:
+            return admission.joining(num_unfinished)
+        with self.clock.paused():
+            return admission.joining(0)
+
+    @torch.inference_mode()
+    def step(self) -> Collected:
+        """Schedule and launch the next step, then collect one: the same or, where the host runs
+        ahead or pipeline stages work on several, the oldest in flight."""
+        with self._watch.step():
+            return self._step()
+
+    def _step(self) -> Collected:
+        clock, runner, flights = self.clock, self.parts.runner, self._in_flight
+        if not flights:
+            clock.start()
+        with clock("schedule"):
+            scheduled, plan = self._schedule()
+        if plan is not None:
+            with clock("launch"), runner.clock("device"):
+                launched = runner.launch(plan)
+            flights.append(self._flight(scheduled, launched))
+        if not flights or (plan is not None and len(flights) <= self._num_ahead):
+            return Collected(None, self._collector.failed())
+        flight = flights.popleft()
+        if self.parts.check is not None:
+            rows = np.array([[item.num_computed, item.num_rows] for item in flight.scheduled])
+            self.parts.check.compare(self._collector.num_steps, rows, flight.step.result())
+        collected = self._collector.collect(flight, clock)
+        clock.start(flight.launch_ms)  # with a step in flight, the next one's time counts from here
+        return collected
+
+    def _schedule(self) -> tuple[list[Scheduled], StepPlan | None]:
+        """The rows of the next step; requests that were admitted get their slot's state."""
+        scheduled = self._scheduler.schedule()
+        for sequence in self._scheduler.admitted:
+            sequence.note_slot(time.perf_counter())
+            if sequence.slot >= 0:
+                self.parts.runner.reassign(sequence.slot)
+                write_request(
+                    self.parts.runner.state,
+                    sequence.slot,
+                    sequence.token_ids,
+                    sequence.request.sampling,
+                    sequence.num_computed,
+                )
+        return scheduled, self._scheduler.plan(scheduled) if scheduled else None
+
+    def _flight(self, scheduled: list[Scheduled], launched: LaunchedStep) -> Flight:
+        scheduler = self._scheduler
+        if self._num_ahead:
+            scheduler.launched(scheduled)
+        return Flight(
+            scheduled,
+            launched,
+            num_preempted=scheduler.take_num_preempted(),
+            kv_usage=scheduler.kv.usage,
+            kv_usage_per_group=scheduler.kv.usage_per_group,
+            launch_ms=self.clock.launch_ms(),
+            draft_length=scheduler.draft_length,
+        )
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """At its end, forget unfinished requests, and wait until the device has done the steps in
+        flight: the cache may serve another engine next (`baseline`)."""
+        scheduler, flights = self._scheduler, self._in_flight  # an engine may be closed meanwhile
+        try:
+            yield
+        finally:
+            scheduler.clear()
+            while flights:
+                flights.popleft().step.result()
+
+    def tokenize(self, requests: Seq[Request]) -> None:
+        checkpoint = self.parts.config.target.checkpoint
+        tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
+
+    def prepare(self, requests: Seq[Request]) -> None:
+        """Capture graphs of the way in which these requests, together, are sampled; where K is
+        chosen by costs that are not known, measure them. All ranks take rank 0's."""
+        lengths = self._scheduler.draft_lengths
+        all_greedy, flags = flags_of(request.sampling for request in requests)
+        if not all_greedy:
+            self.parts.runner.capture_variant(flags)
+        if lengths is None or lengths.costs is not None:
+            return
+        found = measure_costs(
+            *(self, requests, lengths),
+            max_num_seqs=self._scheduler.max_num_seqs,
+            num_micro_batches=self._scheduler.micro_batches.count,
+        )
+        control = self.parts.control
+        message = None if found is None else found.as_json()
+        agreed = control.gather(message, control.all_ranks, "costs")[0]
+        lengths.costs = None if agreed is None else from_json(agreed, "rank 0")
+        if agreed is None:
+            log.warning(NOT_MEASURED)
+
+    def has_eager_steps(self) -> bool:
+        graphs = self.parts.runner.graphs
+        on_device = self.parts.target.device.type != "cpu"
+        return on_device and (graphs is None or graphs.modes.has_eager_steps)
+
+    def num_built(self) -> Built:
+        runner = self.parts.runner
+        num_captured = 0 if runner.graphs is None else runner.graphs.manager.num_captured
+        return Built(num_compiled(runner.target.device), num_captured)
+
+    def profile_step(self, requests: Seq[Request]) -> StepProfile | None:
+        if self._cannot_be_profiled():
+            return None
+        return profile_step(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+
+    def profile_phases(self, requests: Seq[Request]) -> dict[str, float] | None:
+        """None on a CPU, where phases are measured in every step."""
+        if self._cannot_be_profiled():
+            return None
+        return profile_phases(self, requests, lambda: torch.cuda.Event(enable_timing=True))
+
+    def _cannot_be_profiled(self) -> bool:
+        """On a CPU, and where stages work on several steps at once."""
+        return self.parts.target.device.type == "cpu" or self._num_stages > 1
+
+    @contextmanager
+    def timed_by(self, clock: Clock, *, ahead: bool) -> Iterator[None]:
+        """While it lasts, `clock` times what the device does, and no step runs ahead of results
+        unless `ahead` is true."""
+        runner = self.parts.runner
+        before = runner.clock, self._num_ahead
+        runner.clock, self._num_ahead = clock, self._num_ahead if ahead else 0
+        try:
+            yield
+        finally:
+            runner.clock, self._num_ahead = before
+
+    def position_scores(
+        self, requests: Seq[Request], completions: Mapping[int, Completion]
+    ) -> Iterator[PositionScores] | None:
+        if not can_be_forced(self.parts.runner.speculator):
+            return None
+        finished = finished_texts(requests, completions)
+        run = partial(self.run, concurrency=None)
+        num_more = self.parts.info.num_speculative_tokens
+        return position_scores(self.parts, continued(finished, num_more, run))
+
+    def baseline(self) -> NativeEngine:
+        parts = load_baseline(self.parts)
+        return NativeEngine(parts.config, parts)
+
+    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+        request = Request(
+            index=0,
+            id="logits",
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+            prompt_token_ids=list(token_ids),
+        )
+        runner = self.parts.runner
+        with runner.keeping_logits():
+            with suppress(NotFiniteError):  # they are an answer here
+                for _ in self.run([request], concurrency=1):
+                    pass
+            logits = None if runner.kept_logits is None else runner.kept_logits[-1].double().cpu()
+            if runner.io is not None:
+                logits = runner.io.link.share(logits)
+            assert logits is not None, "a prompt that does not fit samples nothing"
+            return logits.numpy()

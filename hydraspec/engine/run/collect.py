@@ -1,0 +1,145 @@
+"""From a step's results to host state, record and completions: the one place where the host waits
+for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from hydraspec.engine.base import EngineInfo
+from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.run.draft_check import check_draft_ids
+from hydraspec.engine.run.results import LaunchedStep
+from hydraspec.engine.run.timing import StepClock
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
+from hydraspec.speculators.base import BaseSpeculator
+from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
+
+
+@dataclass(slots=True, frozen=True)
+class Flight:
+    """A launched step whose results are not in the sequences yet."""
+
+    scheduled: list[Scheduled]
+    step: LaunchedStep
+    num_preempted: int  # while it was scheduled
+    kv_usage: float  # with its blocks
+    kv_usage_per_group: dict[str, float]
+    launch_ms: dict[str, float]  # of the host, for "schedule" and "launch"
+    draft_length: int | None = None  # of the step, where it is chosen
+
+
+@dataclass(slots=True, frozen=True)
+class Collected:
+    """What a step brought."""
+
+    record: StepRecord | None  # None: no step has ended
+    completions: list[Completion] = field(default_factory=list)
+    error: NotFiniteError | None = None  # the first of its requests to have no finite logits
+
+
+class Collector:
+    """Applies results to sequences, ends those that are done, and writes the step's record."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        finish: FinishCheck,
+        info: EngineInfo,
+        speculator: BaseSpeculator,
+    ) -> None:
+        self._scheduler = scheduler
+        self._finish = finish
+        self._info, self._speculator = info, speculator
+        self.num_steps = 0
+
+    def collect(self, flight: Flight, clock: StepClock) -> Collected:
+        """Finished sequences give back slot and blocks.
+
+        What a request did in a step launched before it was known to have ended is dropped. One
+        whose logits are not finite ends with an error, which is that of the run.
+        """
+        result = flight.step.result()
+        check_draft_ids(result.draft_tokens, self._info.vocab_size, self._speculator)
+        now = time.perf_counter()
+        tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
+        num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
+        requests: list[RequestStep] = []
+        completions = self.failed()
+        error: NotFiniteError | None = None
+        for place, item in enumerate(flight.scheduled):
+            sequence = item.sequence
+            if sequence.finish_reason is not None:
+                continue
+            emitted = tokens[place][: num_sampled[place]]
+            valid = emitted[:-1] if not_finite[place] else emitted
+            requests.append(self._apply(item, drafts[place], emitted, valid, now))
+            if len(valid) < len(emitted) and sequence.finish_reason is None:
+                found = self._not_finite(sequence)
+                sequence.fail(found.finding)
+                error = error or found
+            self._scheduler.arrived(item)
+            if sequence.finish_reason is not None:
+                self._scheduler.release(sequence)
+                completions.append(self._finish.completion(sequence))
+        if self._scheduler.draft_lengths is not None:
+            self._scheduler.draft_lengths.observe(requests)
+        record = StepRecord(
+            step=self.num_steps,
+            phase_ms=clock.phase_ms(),
+            total_ms=clock.total_ms(flight.launch_ms),
+            requests=requests,
+            num_preempted=flight.num_preempted,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_usage=flight.kv_usage,
+            kv_usage_per_group=flight.kv_usage_per_group,
+            draft_length=flight.draft_length,
+        )
+        self.num_steps += 1
+        return Collected(record, completions, error)
+
+    def failed(self) -> list[Completion]:
+        """Completions of requests that can never be served."""
+        completions = [self._finish.completion(sequence) for sequence in self._scheduler.failed]
+        self._scheduler.failed.clear()
+        return completions
+
+    def _not_finite(self, sequence: Sequence) -> NotFiniteError:
+        position = len(sequence.output_token_ids)
+        return NotFiniteError(sequence.request.id, position, self._info.dtype)
+
+    def _apply(
+        self,
+        item: Scheduled,
+        drafts: Seq[int],
+        emitted: list[int],
+        valid: list[int],
+        now: float,
+    ) -> RequestStep:
+        sequence = item.sequence
+        num_computed = sequence.num_computed
+        num_accepted = max(0, len(emitted) - 1)
+        num_rejected = item.num_drafts - num_accepted if emitted else 0
+        sequence.num_computed += item.num_rows - num_rejected
+        kept = self._finish.append(sequence, valid)
+        if kept:
+            sequence.decoding = True
+            sequence.note_tokens(now)
+        return RequestStep(
+            index=sequence.request.index,
+            num_rows=item.num_rows,
+            is_prefill=item.is_prefill,
+            num_computed_tokens=num_computed,
+            draft_token_ids=_offered(drafts, item.num_drafts),
+            num_accepted=num_accepted,
+            output_token_ids=kept,
+        )
+
+
+def _offered(drafts: Seq[int], num_drafts: int) -> list[int]:
+    """The drafts under verification, up to the first place where the drafter had none."""
+    offered = list(drafts[:num_drafts])
+    return offered[: offered.index(-1)] if -1 in offered else offered

@@ -1,0 +1,292 @@
+"""A runner whose steps are launched: plans uploaded, batches padded to a graph where one fits,
+results on their way before the step has run.
+
+Every shape here is a host number. Padding requests have the state's last slot, no rows of their
+own, length 0 and do not sample; padding rows have id 0, position 0 and cache row -1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
+from hydraspec.engine.run.results import (
+    DeviceStep,
+    LaunchedStep,
+    ResultRing,
+    StepOutputs,
+    packed_results,
+)
+from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.run.step_graphs import (
+    GREEDY_VARIANT,
+    CapturedStep,
+    RunnerLimits,
+    StepGraphs,
+    descriptors,
+    is_large,
+)
+from hydraspec.engine.run.upload import PlanUpload, UploadShape
+from hydraspec.engine.schedule.plans import dummy_plans, full_decodes, is_uniform, split_plan
+from hydraspec.graphs import Descriptor, GraphBackend, GraphModes
+from hydraspec.graphs.modes import NONE
+from hydraspec.models.base import TargetModel
+from hydraspec.models.needed_rows import padded_needed_rows
+from hydraspec.parallel.control import ALONE, Control
+from hydraspec.sampling.verifier import Verifier
+from hydraspec.speculators.base import BaseSpeculator, DraftGraphs
+from hydraspec.types import (
+    Batch,
+    NeededRows,
+    RequestState,
+    RowSegment,
+    SamplingFlags,
+    StepPlan,
+)
+
+log = logging.getLogger(__name__)
+
+# Without a graph, a step of few prefill rows takes the host longer than the device: its decodes are
+# launched first, as a graph. With many rows decodes cost least in the same pass over the weights.
+MAX_SPLIT_ROWS = 512
+
+
+class DeviceRunner(Runner):
+    """Launches steps, eagerly or as graphs. The same verbs in the same order as any runner's."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        speculator: BaseSpeculator,
+        verifier: Verifier,
+        kv: KVCache,
+        state: RequestState,
+        *,
+        limits: RunnerLimits,
+        modes: GraphModes,
+        backend: GraphBackend | None,
+        control: Control = ALONE,
+    ) -> None:
+        super().__init__(target, speculator, verifier, kv, state)
+        self.limits, self.modes, self.backend = limits, modes, backend
+        self._rows = limits.rows_per_decode
+        self.upload = PlanUpload(
+            UploadShape(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_rows=limits.max_num_batched_tokens,
+                num_speculative_tokens=limits.num_speculative_tokens,
+                table_widths=kv.table_widths,
+            ),
+            target.device,
+        )
+        self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
+        if backend is not None and modes.enabled:
+            self.graphs = StepGraphs(backend, modes, limits, control)
+
+    # ------------------------------------------------------------------ capture
+
+    @torch.inference_mode()
+    def capture(self) -> int:
+        """Capture greedy steps and the drafter's decode pass as the mode asks for; returns the
+        bytes of device memory that they take."""
+        graphs = self.graphs
+        if graphs is None:
+            return 0
+        with graphs.counting_memory():
+            if self.modes.draft != NONE:
+                self.speculator.init_cudagraph_manager(graphs.backend)
+                sizes = self.limits.capture_sizes
+                self.speculator.capture(DraftGraphs(sizes, self._draft_batch, self.state))
+            graphs.capture_greedy(self)
+        return graphs.num_bytes
+
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        if self.graphs is not None:
+            self.graphs.capture_variant(self, flags)
+
+    @torch.inference_mode()
+    def run_padding(self) -> None:
+        """Run the largest possible step, of padding alone."""
+        self.run(self._largest())
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run dummy steps that need every kernel of later steps: the largest one, those that
+        `capture` captures, and some that will run eagerly."""
+        limits = self.limits
+        plans = dummy_plans(
+            *({1, *limits.capture_sizes}, limits.num_speculative_tokens),
+            max_rows=limits.max_num_batched_tokens,
+            max_seq_len=limits.max_seq_len,
+            decodes=self.modes.decode == NONE,
+            mixed=self.modes.mixed == NONE,
+        )
+        with self.eagerly():
+            self.captured_step(self._largest())
+            for descriptor in self._rehearsed():
+                self.captured_step(self.static_inputs(descriptor))
+            for plan in plans:
+                self.state.num_computed.zero_()  # steps would run past the end of the tables
+                self._launch_part(plan, None)
+
+    def _rehearsed(self) -> list[Descriptor]:
+        """Shapes that need the kernels of all that `capture` captures."""
+        found = descriptors(self.modes, self.limits)
+        # Of large ones a few: their kernels change with the powers of two, if at all.
+        large = [each for each in found if is_large(each)]
+        return [each for each in found if each not in large or each in (*large[::3], large[-1])]
+
+    def _largest(self) -> PlanTensors:
+        """The largest step, of padding alone; every row runs through every layer."""
+        limits = self.limits
+        descriptor = Descriptor(
+            num_requests=limits.max_num_seqs,
+            num_rows=limits.max_num_batched_tokens,
+            rows_per_request=None,
+            variant=GREEDY_VARIANT,
+        )
+        self.upload.write(descriptor, None)
+        return self.upload.view(descriptor, self._segments(descriptor), *GREEDY_VARIANT)
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        self._pause_graphs(True)
+        try:
+            yield
+        finally:
+            self._pause_graphs(False)
+
+    def _pause_graphs(self, paused: bool) -> None:
+        if self.graphs is not None:
+            self.graphs.manager.is_paused = paused
+        self.speculator.pause_graphs(paused)
+
+    def static_inputs(self, descriptor: Descriptor) -> PlanTensors:
+        """A batch of padding alone, in the memory that plans of this shape are written to."""
+        needed = self._write(descriptor, None)
+        all_greedy, flags = cast(tuple[bool, SamplingFlags], descriptor.variant)
+        segments, rows = self._segments(descriptor), descriptor.rows_per_request
+        is_chosen = bool(self.limits.draft_lengths) and rows is not None
+        length = rows - 1 if is_chosen and rows is not None else None
+        return self.upload.view(
+            descriptor, segments, all_greedy, flags, needed=needed, draft_length=length
+        )
+
+    def _write(self, descriptor: Descriptor, plan: StepPlan | None) -> NeededRows | None:
+        """Put a plan, or none at all, where graphs of this shape read it; returns its needed rows
+        where these graphs leave out the others."""
+        b, t, k = descriptor.num_requests, descriptor.num_rows, self._rows - 1
+        if (
+            not is_large(descriptor)
+            or 2 * b * (k + 1) > t
+            or self.speculator.reads_all_hidden_states
+        ):
+            self.upload.write(descriptor, plan)
+            return None
+        needed = padded_needed_rows(plan, b, t, k, self.limits.max_seq_len)
+        self.upload.write(descriptor, plan, needed=needed)
+        return needed
+
+    def _segments(self, descriptor: Descriptor) -> tuple[RowSegment, ...]:
+        """Bounds that hold for every batch of this shape."""
+        b, t, longest = descriptor.num_requests, descriptor.num_rows, self.limits.max_seq_len
+        if descriptor.rows_per_request is not None:
+            return (RowSegment(0, 0, b, descriptor.rows_per_request, longest),)
+        whole = RowSegment(0, 0, 1, t, longest)  # one request may have all the rows
+        return (whole, RowSegment(t, 1, b - 1, 0, longest)) if b > 1 else (whole,)
+
+    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
+        step = self.run(inputs, proposes=False)
+        packed = packed_results(step)
+        if not self.modes.holds_propose:
+            return StepOutputs(packed, undrafted=step)
+        self._propose_late(step)
+        return StepOutputs(packed)
+
+    def _propose_late(self, step: DeviceStep) -> None:
+        with self.clock("propose"):
+            self.propose(step.batch, step.target_step, step.verdict)
+
+    def _draft_batch(self, num_requests: int) -> Batch:
+        """A greedy batch of padding, in the memory of tables and slots that every batch uses."""
+        descriptor = Descriptor(
+            num_requests=num_requests,
+            num_rows=num_requests * self._rows,
+            rows_per_request=self._rows,
+            variant=GREEDY_VARIANT,
+        )
+        return self.prepare(self.static_inputs(descriptor))
+
+    # ------------------------------------------------------------------ launch
+
+    def place(self, plan: StepPlan) -> PlanTensors:
+        """Upload a plan that runs eagerly. Requests are padded to where a drafter's decode pass is
+        captured; rows are the plan's own."""
+        count, rows = len(plan.slots), int(plan.num_rows.sum())
+        b = self.speculator.padded_requests(count)
+        longest = max(segment.max_seq_len for segment in plan.segments)
+        segments, needed = plan.segments, needed_unless_all(plan)
+        if is_uniform(plan) and b == count:
+            each, split = None, plan.decode_rows
+        else:
+            split = None
+            each = 0 if not plan.samples.any() else None if plan.num_drafts.any() else 1
+            if b > count:
+                segments = (*segments, RowSegment(rows, count, b - count, 0, longest))
+        shape = Descriptor(num_requests=b, num_rows=rows, rows_per_request=split)
+        self.upload.write(shape, plan, each, needed)
+        return self.upload.view(
+            shape,
+            segments,
+            plan.all_greedy,
+            plan.flags,
+            rows_of_logits=each,
+            has_padding=b > count,
+            needed=needed,
+            # Drafting is then a graph, of K drafts.
+            draft_length=plan.draft_length if self.modes.draft == NONE else None,
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step, in two parts where its decodes have a graph that the whole has not."""
+        *first, last = self._split(plan)
+        # Graphs share memory: the next may write where these results are.
+        parts = [(self._launch_part(*part).clone(), len(part[0].slots)) for part in first]
+        parts.append((self._launch_part(*last), len(last[0].slots)))
+        return self._ring.launched(parts)
+
+    def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
+        """Packed results of the plan's requests, then of padding."""
+        if captured is None:
+            return packed_results(self.run_eagerly(plan))
+        self._write(captured.descriptor, plan)
+        outputs = captured.replay()
+        if outputs.undrafted is not None:
+            self._propose_late(outputs.undrafted)
+        return outputs.packed
+
+    def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:
+        """The parts in which a plan is launched, each with its graph, or None to run eagerly."""
+        graphs = self.graphs
+        whole = plan, None if graphs is None else graphs.serving(self, plan)
+        if graphs is None or self.modes.decode == NONE or whole[1] is not None:
+            return [whole]
+        decodes = full_decodes(plan)
+        count = len(decodes) if decodes.all() else int(decodes.argmin())
+        num_rows_after = int(plan.num_rows[count:].sum())
+        most = min(MAX_SPLIT_ROWS, self.limits.launch_bound_rows)
+        if not 0 < count < len(decodes) or num_rows_after > most:
+            return [whole]
+        first, rest = split_plan(plan, count)
+        captured = graphs.serving(self, first)
+        if captured is None:
+            return [whole]
+        return [(first, captured), (rest, graphs.serving(self, rest))]

@@ -1,0 +1,369 @@
+"""Builds the parts of a native engine from a RunConfig: device, target, drafter, cache, state,
+scheduler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
+
+from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.engine.base import EngineInfo
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.cache.sizing import (
+    Models,
+    check_block_sizes,
+    new_cache,
+    size_warnings,
+    smallest_cache,
+)
+from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.rank_check import RankCheck
+from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.run.runners import build_runner
+from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
+from hydraspec.engine.schedule.scheduler import Scheduler
+from hydraspec.graphs import (
+    CudaGraphBackend,
+    GraphBackend,
+    GraphModes,
+    no_graphs,
+    resolve_modes,
+)
+from hydraspec.models import load_target
+from hydraspec.models.base import TargetModel
+from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.models.stages import Stage
+from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
+from hydraspec.parallel.control import ALONE, Control
+from hydraspec.parallel.ranks import current
+from hydraspec.parallel.stages import StageLink
+from hydraspec.speculators.base import BaseSpeculator
+from hydraspec.speculators.elsewhere import loaded_drafter
+from hydraspec.speculators.none import NoSpeculator
+from hydraspec.speculators.registry import build_speculator
+from hydraspec.types import DTYPES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded:
+    """The parts of one engine. A baseline shares target, tokenizer and cache tensors with its
+    origin."""
+
+    config: RunConfig
+    target: TargetModel
+    tokenizer: Tokenizer | None
+    runner: Runner
+    scheduler: Scheduler
+    info: EngineInfo
+    control: Control = ALONE  # of the ranks that run this engine's steps
+    check: RankCheck | None = None  # of parallelism.check
+    link: StageLink | None = None  # of a pipeline stage
+
+
+def load(config: RunConfig) -> Loaded:
+    """Load target and drafter and size the cache.
+
+    Raises:
+        ConfigurationError: device or length that this machine or checkpoint cannot give.
+        CheckpointError: a checkpoint that cannot be used.
+    """
+    device, ranks = pick_device(config), current()
+    speculator = build_speculator(config)
+    split = config.parallelism.pipeline_layers
+    stage = Stage(
+        index=ranks.at.stage,
+        count=ranks.layout.pipeline,
+        num_layers=None if split is None else tuple(split),
+        drafts=speculator.num_speculative_tokens > 0,
+        drafter_reads_kv=speculator.reads_target_kv,
+    )
+    with _timed("target's weights", device):
+        target = load_target(
+            config.target.checkpoint,
+            weights=config.target.weights.value,
+            dtype=DTYPES[config.target.dtype.value],
+            device=device,
+            seed=config.seed,
+            max_model_len=config.target.max_model_len,
+            group=ranks.group,
+            stage=stage,
+        )
+    if device.type == "cpu":
+        set_num_threads(config.engine.num_threads, target.hidden_size)
+    with _timed("drafter's weights", device):
+        speculator = loaded_drafter(speculator, target, config, ranks.link)
+    tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
+    return assemble(
+        *(config, target, tokenizer, speculator, None), control=ranks.control, link=ranks.link
+    )
+
+
+@contextmanager
+def _timed(part: str, device: torch.device) -> Iterator[None]:
+    """Logs how long a part of loading takes on CUDA."""
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        log.info("%s: %.1f s", part, time.perf_counter() - start)
+
+
+def load_baseline(loaded: Loaded) -> Loaded:
+    """The same target without a drafter, over the same cache tensors: only one of the two may run
+    at a time."""
+    block_size = loaded.config.engine.kv_cache.block_size_of
+    target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
+    config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
+    origin = loaded.runner
+    backend = origin.backend if isinstance(origin, DeviceRunner) else None
+    return assemble(
+        config,
+        loaded.target,
+        loaded.tokenizer,
+        NoSpeculator(config),
+        target_kv,
+        backend=backend,  # the same memory pool: only one of the two runs
+        control=loaded.control,
+        link=loaded.link,
+    )
+
+
+def assemble(
+    config: RunConfig,
+    target: TargetModel,
+    tokenizer: Tokenizer | None,
+    speculator: BaseSpeculator,
+    kv: KVCache | None,
+    *,
+    backend: GraphBackend | None = None,
+    control: Control = ALONE,
+    link: StageLink | None = None,
+) -> Loaded:
+    """Wire loaded models into an engine's parts; `kv` None makes a new cache, as large on every
+    rank. `link` is that of a pipeline stage.
+
+    `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
+    """
+    target = copy(target)  # the same weights; kv_groups sets the block size of this engine alone
+    models = Models(
+        config=config,
+        target=target,
+        speculator=speculator,
+        max_model_len=model_length(config, target.max_position_embeddings),
+        link=link,
+    )
+    if kv is None:
+        check_block_sizes(models)
+    modes = _resolve_modes(models, backend)
+    if modes.enabled and backend is None:
+        backend = CudaGraphBackend(target.device)
+    memory_bytes = {"weights": target.memory_bytes(), "draft_weights": speculator.memory_bytes()}
+    on_cuda = target.device.type == "cuda"
+    if on_cuda or backend is not None:
+        measures = on_cuda and (kv is None or target.vocabulary.group.size > 1)
+        memory_bytes |= _rehearse(models, modes, backend, control, measures=measures)
+        torch.cuda.empty_cache()
+    warnings: list[str] = []
+    if kv is None:
+        with _timed("KV cache", target.device):
+            kv = new_cache(
+                models, control, activation_bytes=_step_bytes(models, modes, memory_bytes)
+            )
+        warnings = size_warnings(models, kv)
+    memory_bytes["kv_cache"] = kv.num_bytes
+    activation_bytes = memory_bytes.get("activations", 0)
+    runner = build_runner(*(models, kv, modes, backend, control), activation_bytes=activation_bytes)
+    if isinstance(runner, DeviceRunner):
+        _capture(runner)
+    return Loaded(
+        config=config,
+        target=target,
+        tokenizer=tokenizer,
+        runner=runner,
+        scheduler=_scheduler(models, kv, runner),
+        info=_info(models, kv, modes, memory_bytes, warnings),
+        control=control,
+        check=_rank_check(config, target),
+        link=link,
+    )
+
+
+def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
+    config, speculator = models.config, models.speculator
+    return Scheduler(
+        kv,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_model_len=models.max_model_len,
+        num_speculative_tokens=speculator.num_speculative_tokens,
+        num_lookahead_tokens=speculator.num_lookahead_tokens,
+        num_micro_batches=models.target.stage.count,
+        runs_ahead=_runs_ahead(config, models.target),
+        graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
+        draft_lengths=build_draft_lengths(config, models.target.stage.count),
+    )
+
+
+def _rank_check(config: RunConfig, target: TargetModel) -> RankCheck | None:
+    group = target.vocabulary.group
+    is_needed = config.parallelism.check and group.size > 1
+    return RankCheck(group, target.device) if is_needed else None
+
+
+def rehearsing_runner(
+    models: Models, modes: GraphModes, backend: GraphBackend | None
+) -> DeviceRunner:
+    """A runner for compiling kernels ahead of time, with the smallest cache and its own state.
+
+    In a rehearsal indices read zeros and products are left out, so whatever a runner computes and
+    keeps is wrong: a runner that has rehearsed never decodes.
+    """
+    runner = build_runner(models, smallest_cache(models), modes, backend)
+    assert isinstance(runner, DeviceRunner)
+    return runner
+
+
+def _rehearse(
+    models: Models,
+    modes: GraphModes,
+    backend: GraphBackend | None,
+    control: Control,
+    *,
+    measures: bool,
+) -> dict[str, int]:
+    """Compile kernels ahead; where it `measures`, returns what the largest step takes."""
+    runner = rehearsing_runner(models, modes, backend)
+    _compile(runner)
+    control.agree_all(True)  # from here on devices wait for each other, and not for long
+    return {"activations": _measure_activations(runner)} if measures else {}
+
+
+def _measure_activations(runner: DeviceRunner) -> int:
+    """Bytes that the largest step takes beside weights, cache and state, from one run on
+    padding."""
+    device = runner.target.device
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.run_padding()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    log.info("largest step: %.2f GiB, %.1f s", peak / (1 << 30), time.perf_counter() - start)
+    return peak
+
+
+def _step_bytes(models: Models, modes: GraphModes, memory_bytes: dict[str, int]) -> int:
+    """What eager steps take, and the pool of large graphs beside it: as much for each of the rows
+    of the largest graph."""
+    most = models.config.engine.max_num_batched_tokens
+    in_graphs = min(modes.max_mixed_rows, most) if modes.has_large else 0
+    return memory_bytes.get("activations", 0) * (most + in_graphs) // most
+
+
+def _compile(runner: DeviceRunner) -> None:
+    """Compile all kernels at once; if that fails, warm-ups compile them one after another."""
+    device = runner.target.device
+    if not can_compile_ahead(device):
+        return
+    log.info("compiling kernels")
+    start = time.perf_counter()
+    try:
+        with compiled_ahead(device) as compiled:
+            runner.rehearse()
+    except Exception as error:
+        log.warning("kernels are compiled one by one, because all at once failed: %r", error)
+        return
+    log.info(
+        "compiled %d kernels in %.1f s (finding them %.1f, compiling %.1f, loading %.1f)",
+        *(compiled.num_kernels, time.perf_counter() - start),
+        *(compiled.stepping_s, compiled.compiling_s, compiled.loading_s),
+    )
+
+
+def _capture(runner: DeviceRunner) -> None:
+    if runner.graphs is None:
+        return
+    start = time.perf_counter()
+    num_bytes = runner.capture()
+    torch.cuda.empty_cache()  # what warm-ups took on the stream of captures
+    log.info(
+        "captured %d graphs (%s) in %.1f s, %.2f GiB",
+        *(runner.graphs.num_graphs, runner.modes.requested, time.perf_counter() - start),
+        num_bytes / (1 << 30),
+    )
+
+
+def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
+    """How the requested mode runs; every downgrade is logged with its reason."""
+    requested, speculator = models.config.cudagraph.name, models.speculator
+    if models.target.device.type == "cpu" and backend is None:
+        modes = no_graphs(requested, "device is cpu")
+    else:
+        modes = resolve_modes(
+            requested,
+            drafts=speculator.num_speculative_tokens > 0,
+            cannot_draft_in_graph=speculator.cannot_be_captured,
+            max_mixed_rows=models.config.cudagraph.max_mixed_rows,
+        )
+    for reason in modes.reasons:
+        log_once(f"cudagraph={requested} does not run as requested: {reason}")
+    return modes
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
+    """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
+    done. Of pipeline stages, whether a step is launched before the results of the one that it
+    follows are read."""
+    wanted = config.engine.async_scheduling
+    return target.device.type == "cuda" if wanted is None else wanted
+
+
+def _info(
+    models: Models,
+    kv: KVCache,
+    modes: GraphModes,
+    memory_bytes: dict[str, int],
+    warnings: list[str],
+) -> EngineInfo:
+    config, target, spec = models.config, models.target, models.speculator.spec
+    notes: list[str] = []
+    if spec is not None:
+        log.info("drafter: %s", spec)
+        other_model = spec.note_on_target(config.target.checkpoint)
+        notes = [*spec.notes, *([other_model] if other_model else [])]
+        for note in notes:
+            log.warning(note)
+    return EngineInfo(
+        engine="native",
+        target=config.target.name,
+        method=config.method.name,
+        num_speculative_tokens=models.speculator.num_speculative_tokens,
+        device=str(target.device),
+        dtype=config.target.dtype.value,
+        vocab_size=target.vocab_size,
+        max_model_len=models.max_model_len,
+        greedy_is_exact=target.dtype in (torch.float32, torch.float64),
+        cudagraph=modes.as_info(),
+        checks_logits=True,
+        async_scheduling=_runs_ahead(config, target),
+        prefix_caching=kv.prefix_caching,
+        memory_bytes=memory_bytes,
+        devices=[_device_name(target.device)],
+        draft_spec=None if spec is None else asdict(spec),
+        warnings=[*warnings, *notes],
+    )

@@ -1,0 +1,130 @@
+"""What a step computes on the device, and how its results reach the host: through pinned memory
+and an event, on which the host waits only when it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.parallel.ranks import current
+from hydraspec.types import Batch, Draft, TargetStep, Verdict
+
+RESULT_RING = 4  # launches whose results may be under way at once
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceStep:
+    """What the device's verbs computed."""
+
+    batch: Batch
+    target_step: TargetStep
+    verdict: Verdict
+    draft: Draft | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class StepOutputs:
+    """Outputs of a captured step."""
+
+    packed: Tensor  # [B, 2K+3], see packed_results
+    undrafted: DeviceStep | None = None  # what `propose` reads, where it runs after the graph
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What the host learns of a step, in the plan's order."""
+
+    tokens: np.ndarray  # [B, K+1] int64, -1 from num_sampled on
+    num_sampled: np.ndarray  # [B] int64
+    not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
+    draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
+
+
+class LaunchedStep:
+    """A step that is running or has run."""
+
+    def __init__(
+        self, fetch: Callable[[], StepResult], event: torch.cuda.Event | None = None
+    ) -> None:
+        self._fetch = fetch
+        self._event = event
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """The step's results; waits for the device if need be."""
+        if self._result is None:
+            if self._event is not None:
+                current().watch.wait_for_device(self._event)
+            self._result = self._fetch()
+        return self._result
+
+
+def launched_on_cpu(step: DeviceStep) -> LaunchedStep:
+    """A step that has run on the CPU."""
+    verdict, drafts = step.verdict, step.batch.draft_tokens
+
+    def fetch() -> StepResult:
+        return StepResult(
+            verdict.tokens.numpy(),
+            verdict.num_sampled.numpy(),
+            verdict.not_finite.numpy(),
+            drafts.numpy(),
+        )
+
+    return LaunchedStep(fetch)
+
+
+def packed_results(step: DeviceStep) -> Tensor:
+    """[B, 2K+3]: tokens, num_sampled, not_finite, drafts under verification, for one copy."""
+    batch, verdict = step.batch, step.verdict
+    count, broken = verdict.num_sampled.unsqueeze(1), verdict.not_finite.unsqueeze(1)
+    return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
+
+
+def unpacked(packed: np.ndarray, k: int) -> StepResult:
+    """The results in [B, 2K+3] of `packed_results`."""
+    return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
+
+
+class ResultRing:
+    """Host memory for the results of the last few launches."""
+
+    def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
+        self._width, self._k = 2 * num_drafts + 3, num_drafts
+        self._is_cuda = device.type == "cuda"
+        shape = (max_num_seqs, self._width)
+        self._buffers = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(RESULT_RING)
+        ]
+        self._users: list[LaunchedStep | None] = [None] * RESULT_RING
+        self._turn = 0
+
+    def launched(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        """parts: packed results of each part of a step and how many of its requests are real.
+
+        An older result that still lies in the memory of this one is fetched first.
+        """
+        place, self._turn = self._turn, (self._turn + 1) % RESULT_RING
+        before = self._users[place]
+        if before is not None:
+            before.result()
+        buffer, row = self._buffers[place], 0
+        for packed, count in parts:
+            buffer[row : row + count].copy_(packed[:count], non_blocking=True)
+            row += count
+        event = torch.cuda.Event() if self._is_cuda else None
+        if event is not None:
+            event.record()
+        k = self._k
+
+        def fetch() -> StepResult:
+            # Copied: the buffer serves another launch later.
+            return unpacked(buffer[:row].numpy().copy(), k)
+
+        launched = self._users[place] = LaunchedStep(fetch, event)
+        return launched

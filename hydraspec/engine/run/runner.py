@@ -1,0 +1,158 @@
+"""The device's part of a step: prepare → forward → verify → commit → propose, over persistent
+state.
+
+Nothing here reads the device from the host: results are copied asynchronously (`LaunchedStep`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.run.draft_check import check_draft, check_drafts_on_cpu
+from hydraspec.engine.run.inputs import PlanPlacer, PlanTensors, prepare
+from hydraspec.engine.run.results import DeviceStep, LaunchedStep, launched_on_cpu
+from hydraspec.engine.run.stage_io import StageIO
+from hydraspec.engine.run.state import commit, of_full_width, store_draft
+from hydraspec.engine.run.step_graphs import StepGraphs
+from hydraspec.engine.run.timing import Clock, no_clock
+from hydraspec.models.base import TargetModel
+from hydraspec.sampling.verifier import Verifier
+from hydraspec.speculators.base import BaseSpeculator
+from hydraspec.types import (
+    Batch,
+    Draft,
+    RequestState,
+    SamplingFlags,
+    StepPlan,
+    TargetStep,
+    Verdict,
+)
+
+
+class Runner:
+    """Runs the verbs of a step, which a graph may hold."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        speculator: BaseSpeculator,
+        verifier: Verifier,
+        kv: KVCache,
+        state: RequestState,
+    ) -> None:
+        self.target = target
+        self.speculator = speculator
+        self.verifier = verifier
+        self.kv = kv
+        self.state = state
+        self._placer = PlanPlacer(target.device)
+        self.clock: Clock = no_clock
+        self.graphs: StepGraphs | None = None
+        self.io: StageIO | None = None  # of a pipeline stage
+        self._keeps_logits = False
+        self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
+        speculator.bind_kv_caches(kv.specs, kv.caches)
+
+    def place(self, plan: StepPlan) -> PlanTensors:
+        """The plan's numbers where the device reads them."""
+        return self._placer.place(plan)
+
+    def prepare(self, plan: PlanTensors) -> Batch:
+        return prepare(plan, self.state, self.kv.specs)
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The target's forward pass; of a pipeline stage, its part of it."""
+        needed = None if self.speculator.reads_all_hidden_states else batch.needed
+        received = () if self.io is None else (self.io.received(batch),)
+        return self.target.forward(
+            batch, self.kv.caches, self.speculator.aux_layer_ids, needed, *received
+        )
+
+    def forward(self, batch: Batch) -> TargetStep:
+        hidden, aux = self.hidden_states(batch)
+        logits = self._logits(batch, hidden)
+        if self._keeps_logits and logits.shape[0]:
+            self.kept_logits = self.target.vocabulary.whole(logits)
+        return TargetStep(hidden_states=hidden, logits=logits, aux_hidden_states=aux)
+
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        if batch.logits_rows is None:
+            return self.target.compute_logits(hidden)
+        if batch.logits_rows.shape[0] == 0:  # no request samples, and no kernel takes zero rows
+            return hidden.new_empty(0, self.target.vocabulary.num_rows)
+        return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
+
+    def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
+        """The verifier's decision on the drafts of a batch."""
+        return self.verifier(target_step.logits, batch, self.state, batch.flags)
+
+    def commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Write the verdict into the request state."""
+        commit(self.state, batch, verdict)
+
+    def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:
+        draft = self.speculator.propose(target_step, verdict, batch, self.state)
+        if draft is not None:
+            check_draft(draft, batch, self.state, self.speculator)
+        if batch.draft_length is not None:
+            draft = of_full_width(draft, batch, self.speculator.num_speculative_tokens)
+        if draft is not None:
+            store_draft(self.state, batch, draft)
+        return draft
+
+    def reassign(self, slot: int) -> None:
+        """A slot gets another owner, which results under way for the one before must not reach."""
+
+    def capture_variant(self, flags: SamplingFlags) -> None:
+        """Capture graphs of steps that are sampled so; without graphs nothing."""
+        return None
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """While it lasts, no graph is replayed."""
+        return nullcontext()
+
+    @contextmanager
+    def keeping_logits(self) -> Iterator[None]:
+        """While it lasts, steps run eagerly, and `kept_logits` are those of the newest step that
+        sampled. They are dropped otherwise: they are large, and graphs write over theirs."""
+        self._keeps_logits = True
+        try:
+            with self.eagerly():
+                yield
+        finally:
+            self._keeps_logits, self.kept_logits = False, None
+
+    def run(self, inputs: PlanTensors, *, proposes: bool = True) -> DeviceStep:
+        """The device's verbs, in order, over a plan in place; drafting may be left for later."""
+        clock = self.clock
+        with clock("prepare"):
+            batch = self.prepare(inputs)
+        with clock("forward"):
+            target_step = self.forward(batch)
+        with clock("verify"):
+            verdict = self.verify(batch, target_step)
+        with clock("verify"):
+            self.commit(batch, verdict)
+        draft = None
+        if proposes:
+            with clock("propose"):
+                draft = self.propose(batch, target_step, verdict)
+        return DeviceStep(batch, target_step, verdict, draft)
+
+    def run_eagerly(self, plan: StepPlan) -> DeviceStep:
+        """Place a plan and run its verbs."""
+        with self.clock("prepare"):
+            inputs = self.place(plan)
+        return self.run(inputs)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; its results come when they are read."""
+        step = self.run_eagerly(plan)
+        check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
+        return launched_on_cpu(step)

@@ -1,0 +1,150 @@
+"""A pipeline stage's ends within a step: what it receives, what it sends, and the results of the
+last stage, which every other stage applies to its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.engine.cache.sizing import Models
+from hydraspec.engine.run.state import commit, store_draft
+from hydraspec.models.base import TargetModel
+from hydraspec.parallel.stages import StageLink
+from hydraspec.types import (
+    Batch,
+    Draft,
+    IntermediateTensors,
+    RequestState,
+    StepPlan,
+    Verdict,
+)
+
+
+class StageIO:
+    """Sends and receives for one engine's steps; shapes follow from each step's plan."""
+
+    def __init__(
+        self,
+        link: StageLink,
+        target: TargetModel,
+        aux_layer_ids: Sequence[int],
+        num_drafts: int,
+        max_num_rows: int,
+    ) -> None:
+        """max_num_rows: of a step, padding included."""
+        self.link, self.stage = link, target.stage
+        self._width, self._k = target.hidden_size, num_drafts
+        self._num_received = 1 + len(target.aux_ids_before(aux_layer_ids))
+        size = 0 if self.stage.is_first else self._num_received * max_num_rows * self._width
+        # Always the same memory: a graph may read it.
+        self._buffer = torch.zeros(size, dtype=target.dtype, device=target.device)
+
+    @classmethod
+    def of(cls, models: Models) -> StageIO:
+        """For the engine of these models, which are those of a stage."""
+        engine, speculator = models.config.engine, models.speculator
+        k = speculator.num_speculative_tokens
+        assert models.link is not None
+        most = max(engine.max_num_batched_tokens, engine.max_num_seqs * (k + 1))
+        return cls(models.link, models.target, speculator.aux_layer_ids, k, most)
+
+    def _tensors(self, num_rows: int) -> Tensor:
+        """[1 + aux states, T, D] of the buffer."""
+        shape = (self._num_received, num_rows, self._width)
+        return self._buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def receive(self, num_rows: int) -> None:
+        """What the stage before computed of this step."""
+        if not self.stage.is_first:
+            self.link.receive(self._tensors(num_rows))
+
+    def received(self, batch: Batch) -> IntermediateTensors | None:
+        """What `receive` got, as the forward pass reads it; it may be written to."""
+        if self.stage.is_first:
+            return None
+        stream, *aux = self._tensors(batch.positions.shape[0]).unbind(0)
+        return IntermediateTensors(hidden_states=stream, aux_hidden_states=aux)
+
+    def send(self, stacked: Tensor) -> None:
+        """To the next stage: [1 + aux states, T, D], not written afterwards; see `stack`."""
+        self.link.send(stacked)
+
+    def send_results(self, plan: StepPlan, packed: Tensor, state: RequestState) -> Tensor:
+        """From the last stage: a step's `packed_results` [B, 2K+3] and the drafts for the next
+        step, which are in its state. Returns a copy of the former, without padding."""
+        packed = packed[: len(plan.slots)]
+        slots = PlanRows.of(plan, state).slots
+        columns = state.token_ids.shape[1]
+        newest = state.num_computed.index_select(0, slots) + slots * columns
+        places = newest.unsqueeze(1) + torch.arange(1, self._k + 1, device=slots.device)
+        sent = torch.cat((packed, state.token_ids.take(places)), 1)
+        self.link.send_results(sent)
+        return sent[:, : 2 * self._k + 3]
+
+    def apply_results(
+        self, plan: StepPlan, state: RequestState, dropped: Collection[int] = ()
+    ) -> Tensor:
+        """On every other stage: receive those results and change the state as the last stage has,
+        but for slots that have another owner since, `dropped`. Returns what `send_results` returns
+        there.
+
+        Requests of a step are in no later one until its results are applied.
+        """
+        k = self._k
+        shape = len(plan.slots), 3 * k + 3
+        received = torch.empty(shape, dtype=torch.int64, device=state.num_computed.device)
+        self.link.receive_results(received)
+        kept = [i for i, slot in enumerate(plan.slots.tolist()) if slot not in dropped]
+        rows = PlanRows.of(plan, state, kept)
+        packed = received if len(kept) == shape[0] else received.index_select(0, rows.places)
+        count = packed[:, k + 1].contiguous()
+        verdict = Verdict(
+            tokens=packed[:, : k + 1].contiguous(),
+            num_sampled=count,
+            num_rejected=(rows.num_drafts + 1) * rows.samples - count,
+            not_finite=packed[:, k + 2].contiguous(),
+        )
+        commit(state, rows, verdict)
+        if k:
+            store_draft(state, rows, Draft(tokens=packed[:, 2 * k + 3 :].contiguous()))
+        return received[:, : 2 * k + 3]
+
+
+def stack(hidden: Tensor, aux: Sequence[Tensor]) -> Tensor:
+    """The stream [T, D] after a stage, and the aux states seen so far, as they are sent."""
+    return torch.stack([hidden, *aux])
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanRows:
+    """What committing a step reads of it, from its plan and the state before."""
+
+    slots: Tensor  # [B]
+    seq_lens: Tensor  # [B]
+    num_drafts: Tensor  # [B]
+    samples: Tensor  # [B] bool
+    places: Tensor  # [B] among all requests of the step
+
+    @classmethod
+    def of(cls, plan: StepPlan, state: RequestState, kept: Sequence[int] | None = None) -> PlanRows:
+        """One upload, for which the host does not wait. kept: these of the plan's requests."""
+        every = np.arange(len(plan.slots))
+        numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples, every])
+        if kept is not None:
+            numbers = numbers[:, kept]
+        staged = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
+        if state.num_computed.is_cuda:
+            staged = staged.pin_memory()
+        placed = staged.to(state.num_computed.device, non_blocking=True)
+        slots, num_rows, num_drafts, samples, places = placed.unbind(0)
+        return cls(
+            slots=slots,
+            seq_lens=state.num_computed.index_select(0, slots) + num_rows,
+            num_drafts=num_drafts,
+            samples=samples.bool(),
+            places=places,
+        )

@@ -1,0 +1,166 @@
+"""Runners of one pipeline stage. The last stage runs every verb of a step; the others prepare, run
+their layers and send the stream on, and apply the results when they come.
+
+Results are applied in the order of steps: before another step with the same requests is launched,
+at the latest when the host reads them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.draft_check import check_drafts_on_cpu
+from hydraspec.engine.run.inputs import PlanTensors
+from hydraspec.engine.run.results import (
+    LaunchedStep,
+    StepOutputs,
+    StepResult,
+    packed_results,
+    unpacked,
+)
+from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.run.stage_io import StageIO, stack
+from hydraspec.engine.run.step_graphs import CapturedStep
+from hydraspec.types import StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class _Unapplied:
+    """A launched step whose results this stage has not applied yet."""
+
+    parts: list[StepPlan]
+    reassigned: set[int] = field(default_factory=set)  # slots with another owner since
+    found: LaunchedStep | None = None  # once they are applied
+
+
+class AppliesResults(Runner):
+    """Of every stage but the last: changes its state by the results of the last one."""
+
+    io: StageIO
+
+    @cached_property
+    def _unapplied(self) -> deque[_Unapplied]:
+        return deque()
+
+    def reassign(self, slot: int) -> None:
+        for step in self._unapplied:
+            step.reassigned.add(slot)
+
+    def _apply_before(self, plan: StepPlan) -> None:
+        """What a step with these requests builds on."""
+        slots = set(plan.slots.tolist())
+        for step in list(self._unapplied):
+            kept = slots - step.reassigned
+            if any(kept & set(part.slots.tolist()) for part in step.parts):
+                self._apply(step)
+
+    def _apply(self, step: _Unapplied) -> LaunchedStep:
+        """With all steps before it, which are applied first."""
+        while step.found is None:
+            oldest = self._unapplied.popleft()
+            oldest.found = self._read(
+                [
+                    (self.io.apply_results(part, self.state, oldest.reassigned), len(part.slots))
+                    for part in oldest.parts
+                ]
+            )
+        return step.found
+
+    def _launched(self, parts: list[StepPlan]) -> LaunchedStep:
+        """A step whose layers here are on their way."""
+        step = _Unapplied(parts)
+        self._unapplied.append(step)
+        return LaunchedStep(partial(self._result, step))
+
+    @torch.inference_mode()
+    def _result(self, step: _Unapplied) -> StepResult:
+        return self._apply(step).result()
+
+    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        """Packed results of each part of a step, on their way to the host."""
+        raise NotImplementedError
+
+
+class StageRunner(AppliesResults):
+    """On a CPU."""
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step."""
+        self._apply_before(plan)
+        self.io.receive(int(plan.num_rows.sum()))
+        if not self.io.stage.is_last:
+            batch = self.prepare(self.place(plan))
+            self.io.send(stack(*self.hidden_states(batch)))
+            return self._launched([plan])
+        step = self.run_eagerly(plan)
+        check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
+        packed = self.io.send_results(plan, packed_results(step), self.state)
+        return LaunchedStep(lambda: self._unpacked(packed))
+
+    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        ((packed, _),) = parts
+        return LaunchedStep(lambda: self._unpacked(packed))
+
+    def _unpacked(self, packed: Tensor) -> StepResult:
+        return unpacked(packed.numpy(), self.speculator.num_speculative_tokens)
+
+
+class LastStageRunner(DeviceRunner):
+    """Of the last stage, on a device."""
+
+    io: StageIO
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; see DeviceRunner."""
+        parts = []
+        for part, captured in self._split(plan):
+            self.io.receive(num_rows_sent(part, captured))
+            packed = self._launch_part(part, captured)
+            parts.append((self.io.send_results(part, packed, self.state), len(part.slots)))
+        return self._ring.launched(parts)
+
+
+class EarlierStageRunner(AppliesResults, DeviceRunner):
+    """Of a stage before the last, on a device."""
+
+    @torch.inference_mode()
+    def run_padding(self) -> None:
+        """Run the largest possible step, of padding alone."""
+        self.captured_step(self._largest())
+
+    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
+        """What this stage computes of a step, in place of packed results."""
+        return StepOutputs(stack(*self.hidden_states(self.prepare(inputs))))
+
+    def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
+        """[1 + aux states, T, D] for the next stage."""
+        if captured is None:
+            return self.captured_step(self.place(plan)).packed
+        self._write(captured.descriptor, plan)
+        return captured.replay().packed.clone()  # which the next replay writes over
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; see DeviceRunner."""
+        self._apply_before(plan)
+        parts = self._split(plan)
+        for part, captured in parts:
+            self.io.receive(num_rows_sent(part, captured))
+            self.io.send(self._launch_part(part, captured))
+        return self._launched([part for part, _ in parts])
+
+    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+        return self._ring.launched(parts)
+
+
+def num_rows_sent(plan: StepPlan, captured: CapturedStep | None) -> int:
+    """Rows of what stages hand over: padded to a graph, where there is one."""
+    return int(plan.num_rows.sum()) if captured is None else captured.descriptor.num_rows

@@ -1,0 +1,184 @@
+"""Step plans as plain arrays: of the rows that were scheduled, of a part of a plan, and of dummy
+requests for compiling kernels ahead of time.
+
+A plan shares no memory with the scheduler: it stays valid while the next step is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.schedule.sequence import Scheduled
+from hydraspec.sampling.flags import GREEDY, flags_of
+from hydraspec.types import RowSegment, StepPlan
+
+DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
+
+
+class PlanBuilder:
+    """Builds plans. The arrays of steady decoding, which depend on the number of requests and of
+    drafts alone, are kept and shared by plans, and never written to again."""
+
+    def __init__(self, kv: KVCache, num_speculative_tokens: int, num_lookahead_tokens: int) -> None:
+        self._kv = kv
+        self._num_speculative_tokens = num_speculative_tokens
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._steady: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def build(self, scheduled: Sequence[Scheduled], draft_length: int | None = None) -> StepPlan:
+        """The plan of these rows; decodes with equally many rows are adjacent in `scheduled`.
+        draft_length: see StepPlan.
+        """
+        slots = np.array([item.sequence.slot for item in scheduled], dtype=np.int64)
+        seq_lens = [item.num_computed + item.num_rows for item in scheduled]
+        longest = max(seq_lens)
+        drafts = self._num_speculative_tokens if draft_length is None else draft_length
+        full = drafts + 1
+        if all(item.num_rows == full and not item.is_prefill for item in scheduled):
+            num_rows, num_drafts, samples = self._steady_arrays(len(scheduled), drafts)
+            segments: tuple[RowSegment, ...] = (RowSegment(0, 0, len(scheduled), full, longest),)
+        else:
+            num_rows = np.array([item.num_rows for item in scheduled], dtype=np.int64)
+            num_drafts = np.array([item.num_drafts for item in scheduled], dtype=np.int64)
+            samples = np.array([item.samples for item in scheduled])
+            segments = _segments(scheduled, seq_lens)
+        all_greedy, flags = flags_of(
+            (item.sequence.request.sampling for item in scheduled),
+            (item.samples for item in scheduled),
+        )
+        return StepPlan(
+            slots=slots,
+            num_rows=num_rows,
+            num_drafts=num_drafts,
+            samples=samples,
+            segments=segments,
+            block_tables=self._kv.block_tables(slots, longest + self._num_lookahead_tokens),
+            all_greedy=all_greedy,
+            num_speculative_tokens=self._num_speculative_tokens,
+            flags=flags,
+            draft_length=draft_length,
+        )
+
+    def _steady_arrays(
+        self, num_requests: int, num_drafts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, drafts and samples of requests that verify `num_drafts` drafts each."""
+        arrays = self._steady.get((num_requests, num_drafts))
+        if arrays is None:
+            drafts = np.full(num_requests, num_drafts, dtype=np.int64)
+            arrays = drafts + 1, drafts, np.ones(num_requests, dtype=bool)
+            self._steady[num_requests, num_drafts] = arrays
+        return arrays
+
+
+def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:
+    """Decoding requests with equally many rows form one segment; every prefill chunk is its own
+    segment."""
+    segments: list[RowSegment] = []
+    first_row = 0
+    for index, item in enumerate(scheduled):
+        last = segments[-1] if segments else None
+        if last and not item.is_prefill and last.rows_per_request == item.num_rows:
+            segments[-1] = RowSegment(
+                last.first_row,
+                last.first_request,
+                last.num_requests + 1,
+                last.rows_per_request,
+                max(last.max_seq_len, seq_lens[index]),
+            )
+        else:
+            segments.append(RowSegment(first_row, index, 1, item.num_rows, seq_lens[index]))
+        first_row += item.num_rows
+    return tuple(segments)
+
+
+def full_decodes(plan: StepPlan) -> np.ndarray:
+    """[B] bool: requests that sample and verify all drafts of the step."""
+    rows = plan.decode_rows
+    found: np.ndarray = (plan.num_rows == rows) & (plan.num_drafts == rows - 1) & plan.samples
+    return found
+
+
+def is_uniform(plan: StepPlan) -> bool:
+    """Whether every request verifies all drafts of the step."""
+    return bool(full_decodes(plan).all())
+
+
+def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
+    """The first `count` requests, and the others, as two plans."""
+    first: list[RowSegment] = []
+    rest: list[RowSegment] = []
+    num_rows = int(plan.num_rows[:count].sum())
+    for segment in plan.segments:
+        if segment.first_request < count:
+            first.append(segment)
+        else:
+            rest.append(
+                replace(
+                    segment,
+                    first_row=segment.first_row - num_rows,
+                    first_request=segment.first_request - count,
+                )
+            )
+    return _part(plan, slice(count), first), _part(plan, slice(count, None), rest)
+
+
+def _part(plan: StepPlan, part: slice, segments: list[RowSegment]) -> StepPlan:
+    return replace(
+        plan,
+        slots=plan.slots[part],
+        num_rows=plan.num_rows[part],
+        num_drafts=plan.num_drafts[part],
+        samples=plan.samples[part],
+        segments=tuple(segments),
+        block_tables=[table.part(part) for table in plan.block_tables],
+    )
+
+
+def dummy_plans(
+    batch_sizes: Iterable[int],
+    num_speculative_tokens: int,
+    *,
+    max_rows: int,
+    max_seq_len: int,
+    decodes: bool,
+    mixed: bool,
+) -> Iterator[StepPlan]:
+    """Plans of each batch size for compiling kernels ahead of time: greedy requests that read a
+    prompt and, where `decodes` is true, requests that verify K drafts; where `mixed` is true, also
+    those that read or verify fewer rows. Slots and block tables are empty.
+    """
+    k = num_speculative_tokens
+    for count in sorted(batch_sizes, reverse=True):
+        most = min(DUMMY_PROMPT_ROWS, max_rows // count, max_seq_len)
+        # Kernels are chosen by the powers of two that hold the requests, and the rows of each.
+        every_size = mixed and count == 1 << (count.bit_length() - 1)
+        smaller = [1 << n for n in range(1, most.bit_length()) if 1 << n < most]
+        for rows in [*(smaller if every_size else []), most]:
+            if rows:
+                yield _dummy_plan(count, rows, 0, k, max_seq_len)
+        for drafts in range(0 if every_size else k, k + 1):
+            if (decodes or drafts < k) and count * (drafts + 1) <= max_rows:
+                yield _dummy_plan(count, drafts + 1, drafts, k, max_seq_len)
+
+
+def _dummy_plan(count: int, rows: int, drafts: int, k: int, longest: int) -> StepPlan:
+    if rows == drafts + 1:
+        segments: tuple[RowSegment, ...] = (RowSegment(0, 0, count, rows, longest),)
+    else:
+        segments = tuple(RowSegment(i * rows, i, 1, rows, longest) for i in range(count))
+    return StepPlan(
+        slots=np.arange(count),
+        num_rows=np.full(count, rows),
+        num_drafts=np.full(count, drafts),
+        samples=np.ones(count, dtype=bool),
+        segments=segments,
+        block_tables=[],
+        all_greedy=True,
+        flags=GREEDY,
+        num_speculative_tokens=k,
+    )

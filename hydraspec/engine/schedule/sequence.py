@@ -1,0 +1,79 @@
+"""A request in the engine and its share of a step, as scheduler, plans and results see them. Plain
+numbers; what a step in flight will have accepted is known within bounds only (docs/adr/0010).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydraspec_kernels.attention import MOST_FUSED_ROWS
+
+from hydraspec.engine.cache.prefix import PrefixKeys
+from hydraspec.engine.finish import OfferedRequest
+
+
+@dataclass(slots=True, eq=False)
+class Sequence(OfferedRequest):
+    """An offered request with its place in the cache. Its numbers are those of the results that
+    have arrived."""
+
+    slot: int = -1
+    num_computed: int = 0  # tokens with valid target KV
+    decoding: bool = False  # it has sampled since it was (re)admitted
+    in_flight: Scheduled | None = None  # its share of the last launched step, until that arrives
+    was_admitted: bool = False
+    keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
+
+    @property
+    def decodes_next(self) -> bool:
+        """Whether its next rows are its newest token and drafts."""
+        return self.decoding or (self.in_flight is not None and self.in_flight.samples)
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Known tokens once the step in flight has arrived, if it accepts no draft."""
+        samples = self.in_flight is not None and self.in_flight.samples
+        return len(self.token_ids) + samples
+
+    @property
+    def fewest_computed(self) -> int:
+        """Computed tokens once the step in flight has arrived, if it accepts no draft."""
+        flight = self.in_flight
+        return self.num_computed + (flight.num_rows - flight.num_drafts if flight else 0)
+
+    @property
+    def num_undecided(self) -> int:
+        """Drafts in flight: how much further than the fewest it may turn out to be."""
+        return self.in_flight.num_drafts if self.in_flight is not None else 0
+
+    def start_over(self) -> None:
+        """Its cache is gone: it is to be read from its first token."""
+        self.num_computed = 0
+        self.decoding = False
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """One sequence's share of a step."""
+
+    sequence: Sequence
+    num_computed: int  # tokens before its rows; an upper bound while drafts are in flight
+    num_rows: int
+    num_drafts: int
+    is_prefill: bool
+    samples: bool  # its rows reach its newest token
+    number: int = 0  # of its step, from 1, once that is launched
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in the cache with its rows; an upper bound while drafts are in flight."""
+        return self.num_computed + self.num_rows
+
+    @property
+    def num_shared(self) -> int:
+        """Leading tokens whose KV other requests of the same step may read: 0, or those of a prompt
+        and its rows. Few rows may be written and read in one kernel, and the newest row twice (see
+        needed_rows.reduced)."""
+        if not self.is_prefill or self.num_rows <= MOST_FUSED_ROWS:
+            return 0
+        return self.seq_len - self.samples

@@ -1,0 +1,185 @@
+"""The parent of the ranks of one host: starts a process a rank, watches them, and ends them all.
+
+Imports no torch. Ranks run in sessions of their own, so that what is typed at a terminal reaches
+the parent alone, which passes interrupts on to the first rank: that one saves what is finished.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraspec.parallel.faults import Fault, FileRecords, culprit, of_exit
+from hydraspec.parallel.hosts import is_stopped
+from hydraspec.parallel.progress import ROW, Judge, read
+from hydraspec.signals import interrupts_held_back
+
+SIGNS, PORT = "signs", "port"  # files in the folder that ranks and parent share
+LOOK_EVERY_S = 0.1
+TO_SAVE_S = 8.0  # for the first rank, after a fault
+TO_END_S = 5.0  # for the first rank after SIGTERM; for the others after a fault
+TO_LEAVE_S = 1.0  # for the others after a fault or an interrupt, if the first rank is gone
+TO_END_WELL_S = 60.0  # for the others to free what they hold after a run without a fault
+PARENT = "HYDRASPEC_PARENT"  # environment: its process id; ranks end with it
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Ended:
+    """How the ranks of a run ended."""
+
+    fault: Fault | None  # the first one
+    interrupted: bool  # this process was
+
+
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    shared: Path,
+    logs: Path,
+    timeout_s: float,
+    environment: Mapping[str, str],
+) -> Ended:
+    """Run `command` once a rank, and return when no process is left.
+
+    Args:
+        shared: an empty folder for what ranks and parent tell each other.
+        logs: the folder of rank1.log and so on, the output of all ranks but the first.
+        timeout_s: how long a rank may stand still in a step.
+
+    Raises:
+        OSError: a process or a log cannot be made.
+    """
+    return _Ranks(command, num_ranks, shared, logs, timeout_s, environment).run()
+
+
+class _Ranks:
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_ranks: int,
+        shared: Path,
+        logs: Path,
+        timeout_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._command, self._num_ranks = command, num_ranks
+        self._shared, self._logs, self._environment = shared, logs, environment
+        self._records = FileRecords(shared)
+        self._judge = Judge(num_ranks, timeout_s, is_stopped=self._is_stopped)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._failed_at = 0.0  # time.monotonic() of the first fault
+        self._first_ended_at = 0.0
+        self._interrupted = False
+
+    def run(self) -> Ended:
+        """See run_ranks."""
+        (self._shared / SIGNS).write_bytes(bytes(ROW.size * self._num_ranks))
+        with ExitStack() as opened:
+            file = opened.enter_context((self._shared / SIGNS).open("rb"))
+            self._signs = opened.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            opened.callback(self._kill)
+            with interrupts_held_back():  # all of them started, or none
+                self._start()
+            while any(process.poll() is None for process in self._processes):
+                try:
+                    with interrupts_held_back():
+                        self._look()
+                        time.sleep(LOOK_EVERY_S)
+                except KeyboardInterrupt:
+                    self._interrupted = True
+                    self._send(0, signal.SIGINT)
+            self._look()
+        return Ended(fault=culprit(self._records.all()), interrupted=self._interrupted)
+
+    def _start(self) -> None:
+        for rank in range(self._num_ranks):
+            with ExitStack() as opened:
+                output = None
+                if rank:
+                    self._logs.mkdir(parents=True, exist_ok=True)
+                    log = self._logs / f"rank{rank}.log"
+                    output = opened.enter_context(log.open("wb"))
+                process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**self._environment, **self._names(rank)},
+                    start_new_session=True,
+                )
+            self._processes.append(process)
+
+    def _names(self, rank: int) -> dict[str, str]:
+        """What torchrun would say. The first rank's store chooses the port."""
+        size = str(self._num_ranks)
+        return {
+            **{"RANK": str(rank), "WORLD_SIZE": size},
+            **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size},
+            **{"MASTER_ADDR": "127.0.0.1", PARENT: str(os.getpid())},
+        }
+
+    def _look(self) -> None:
+        """Record what has failed, and end whoever does not end by itself."""
+        now = time.monotonic()
+        alive = []
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code is None:
+                alive.append(rank)
+            elif code and not (self._failed_at or self._first_ended_at):  # else it was ended
+                steps = read(self._signs, rank).steps
+                self._records.add(of_exit(rank, self._num_ranks, steps, code))
+        if 0 not in alive:
+            self._first_ended_at = self._first_ended_at or now
+        if not (self._failed_at or self._first_ended_at):
+            self._find_hung(alive)
+        if not self._failed_at and self._records.all():
+            self._failed_at = now
+        self._end(alive, now)
+
+    def _find_hung(self, alive: Sequence[int]) -> None:
+        hung = self._judge.look({rank: read(self._signs, rank) for rank in alive})
+        if hung is not None:
+            self._records.add(hung)
+            self._send(hung.rank, signal.SIGKILL)  # its peers notice that, and no other signal
+
+    def _is_stopped(self, rank: int) -> bool:
+        return is_stopped(self._processes[rank].pid)
+
+    def _end(self, alive: Sequence[int], now: float) -> None:
+        """The first rank gets time to save; the others have nothing to."""
+        if self._failed_at:
+            late = now - self._failed_at
+            if 0 in alive and late > TO_SAVE_S:
+                self._send(0, signal.SIGKILL if late > TO_SAVE_S + TO_END_S else signal.SIGTERM)
+            limit = TO_END_S if 0 in alive else TO_LEAVE_S
+        elif self._first_ended_at:
+            # An interrupted first rank may leave others in a wait for what it was to start.
+            late = now - self._first_ended_at
+            limit = TO_LEAVE_S if self._interrupted else TO_END_WELL_S
+        else:
+            return
+        for rank in alive:
+            if rank and late > limit:
+                self._send(rank, signal.SIGKILL)
+
+    def _send(self, rank: int, number: signal.Signals) -> None:
+        process = self._processes[rank]
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _kill(self) -> None:
+        """No process of a rank, nor one that it started, is left."""
+        for process in self._processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,251 @@
+"""A rank's view of the others: signs of life, what failed, and waits that end when a rank is lost.
+
+A thread gives this rank's signs and looks for faults; the main thread asks `check` wherever it
+waits. A main thread that hears nothing (a device that spins, a call that never returns) is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
+
+from hydraspec.errors import UserError
+from hydraspec.parallel.faults import (
+    Fault,
+    Kind,
+    LostRankError,
+    Records,
+    culprit,
+)
+from hydraspec.parallel.progress import Progress
+
+LOOK_EVERY_S = 0.25
+SLICE = timedelta(seconds=1)  # of a wait, after which interrupts and faults are looked at
+NAMING_S = 3.0  # for a lost rank's own record, or its parent's, to arrive
+TO_LEAVE_S = 5.0  # for a rank that has nothing to save, once the run is lost
+TO_SAVE_S = 15.0  # for the first rank
+CONNECTION_ERRORS = {"DistNetworkError", "DistStoreError", "DistBackendError"}  # torch's
+STILL_WAITING = "Operation timed out!"  # torch's Work.wait, of a slice; the work goes on
+
+
+class Work(Protocol):
+    """torch.distributed.Work."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Returns once it is done; RuntimeError after `timeout`."""
+        ...
+
+
+class DeviceEvent(Protocol):
+    """torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class Watch:
+    """One rank's end. The default is that of a run of one rank, which has nothing to watch."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        *,
+        records: Records | None = None,
+        progress: Progress | None = None,
+        timeout_s: float = 15.0,
+        each_look: Callable[[], None] = lambda: None,
+        before_exit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """timeout_s: for a wait of devices for each other, which no host sees. each_look: called by
+        the thread every LOOK_EVERY_S; raises where the run cannot go on. before_exit: called by it
+        before it ends a process whose main thread does not leave."""
+        self.timeout_s = timeout_s
+        self.look_at_device: Callable[[], None] = lambda: None  # raises where it lost another one
+        self.rank, self.num_ranks = rank, num_ranks
+        self.progress = progress or Progress(bytearray(32))
+        self._records, self._each_look, self._before_exit = records, each_look, before_exit
+        self._lost: Fault | None = None
+        self._recorded = False
+        self._ends = threading.Event()
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around each step of an engine, in which the rank has to move on.
+
+        Raises:
+            LostRankError: another rank has failed.
+        """
+        self.check()
+        return self._step() if self.num_ranks > 1 else _NOTHING
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        with self.progress.step():
+            try:
+                yield
+            except Exception as error:  # now, as the others wait for this rank
+                self.record(error)
+                raise
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run the thread for a while."""
+        self.progress.tick()
+        thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ends.set()
+            thread.join(LOOK_EVERY_S * 4)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another rank has failed."""
+        return self._lost is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank has: the run cannot go on."""
+        return self.lost or self._recorded
+
+    def check(self) -> None:
+        """Raise LostRankError if another rank has failed."""
+        if self._lost is not None:
+            raise LostRankError(str(self._lost))
+
+    def finish(self, work: Work) -> None:
+        """Wait for a collective on the host.
+
+        Raises:
+            LostRankError: naming the rank that failed first.
+        """
+        with self.progress.waiting(), self.naming_the_lost():
+            while True:
+                try:
+                    work.wait(SLICE)
+                    return
+                except RuntimeError as error:
+                    if STILL_WAITING not in str(error):
+                        raise
+                self.check()
+
+    def wait_for_device(self, event: DeviceEvent) -> None:
+        """Let the host wait for an event of its device, whose kernels may wait for other ranks.
+
+        Raises:
+            LostRankError: another rank has failed; the device may be busy for ever.
+            LostPeerError: from `look_at_device`.
+        """
+        if self.num_ranks == 1:
+            event.synchronize()
+            return
+        with self.progress.waiting():
+            while not event.query():
+                self.check()
+                time.sleep(0)
+            self.look_at_device()
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Where contact to another rank is lost, raise the failure of that rank instead."""
+        try:
+            yield
+        except (KeyboardInterrupt, UserError):
+            raise
+        except Exception as error:
+            if self._records is None:
+                raise
+            raise LostRankError(str(self._first_fault(error))) from error
+
+    def _first_fault(self, error: Exception) -> Fault:
+        """The fault of another rank, what the thread has lost, or, where neither comes, this rank's
+        own, recorded as a symptom: it must not be taken for the first that failed."""
+        until = time.monotonic() + NAMING_S
+        while time.monotonic() < until:
+            fault = self._fault_of_another()
+            if fault is not None and fault.kind is not Kind.symptom:
+                return fault
+            if self._lost is not None and self._lost.rank == self.rank:
+                return self._lost  # the parent is gone, or the store: others are lost as this one
+            time.sleep(LOOK_EVERY_S / 5)
+        own = self._own(error, Kind.symptom, "lost contact to another rank")
+        self._add(own)
+        return own
+
+    def record(self, error: BaseException) -> None:
+        """Record this rank's first exception, before anything is taken down. One that says which
+        rank's device did not answer (`silent_rank`) is recorded for that rank."""
+        silent = getattr(error, "silent_rank", None)
+        if silent is not None:
+            self._add(replace(self._own(error, Kind.hung, "stood still"), rank=silent))
+            return
+        if isinstance(error, LostRankError) or type(error).__name__ in CONNECTION_ERRORS:
+            kind, what = Kind.symptom, "ended as another one was lost"
+        elif isinstance(error, UserError):
+            kind, what = Kind.mistake, "failed"
+        else:
+            kind, what = Kind.error, "failed"
+        self._add(self._own(error, kind, what))
+
+    def _own(self, error: BaseException, kind: Kind, what: str) -> Fault:
+        why = str(error) if kind is Kind.mistake else described(error)
+        return Fault(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            kind=kind,
+            step=self.progress.num_steps,
+            what=what,
+            why=why,
+            time=time.time(),
+            exit_code=error.exit_code if isinstance(error, UserError) else 1,
+        )
+
+    def _add(self, fault: Fault) -> None:
+        self._recorded = True
+        if self._records is not None:
+            self._records.add(fault)
+
+    def _fault_of_another(self) -> Fault | None:
+        faults = [] if self._records is None else self._records.all()
+        return culprit([fault for fault in faults if fault.rank != self.rank])
+
+    def _look(self) -> None:
+        lost_at = 0.0
+        while not self._ends.wait(LOOK_EVERY_S):
+            self.progress.tick()
+            try:
+                self._each_look()
+                self._lost = self._lost or self._fault_of_another()
+            except Exception as error:  # of each_look, or the store's first rank is gone
+                self._lost = self._lost or self._own(error, Kind.symptom, "lost the others")
+            if self._lost is None:
+                continue
+            lost_at = lost_at or time.monotonic()
+            if time.monotonic() - lost_at > (TO_SAVE_S if self.rank == 0 else TO_LEAVE_S):
+                sys.stderr.write(f"hydraspec: ended: {self._lost}\n")
+                sys.stderr.flush()
+                self._before_exit()
+                os._exit(1)
+
+
+def described(error: BaseException) -> str:
+    """An exception on one line: its type and its message."""
+    return " ".join("".join(traceback.format_exception_only(error)).split())
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+ALONE = Watch()

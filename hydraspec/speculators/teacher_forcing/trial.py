@@ -1,0 +1,255 @@
+"""A drafter under one set of conventions, and the drafts it makes from every place of the texts.
+
+Drafting is teacher-forced: step j reads the target's own tokens, which are its earlier drafts as
+long as those were accepted. So the leading drafts that are right are exactly those a run accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.speculators.teacher_forcing.texts import BLOCK, Texts
+from hydraspec.types import KVGroupSpec, Rows, RowSegment, TargetStep
+
+CHAINS_AT_ONCE = 256
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Trial:
+    """A draft head with its flags and weights, and how it is fed; the defaults are the engine's."""
+
+    head: Any
+    kind: Literal["own_cache", "parallel", "target_cache"]
+    aux_ids: tuple[int, ...] = ()
+    token_shift: int = 1  # the row of position t reads the token at t + token_shift
+    state_shift: int = 0  # and the target's state at t + state_shift
+    reads_normed: bool = True  # final states after the final norm; false: before it
+    step_gap: int = 0  # added to the rotary positions of steps 1, 2, ...
+    advances: bool = True  # rotary positions grow with the step
+    kv_layers_back: int = 0  # target_cache: reads so many layers before the last of each kind
+
+    @classmethod
+    def of(cls, head: Any) -> Trial:
+        """A loaded draft head as the engine uses it."""
+        spec: DraftSpec = head.spec
+        if spec.kv_mode == "target":
+            return cls(head=head, kind="target_cache")
+        kind: Literal["own_cache", "parallel"]
+        kind = "own_cache" if spec.mask_token_id is None else "parallel"
+        return cls(head=head, kind=kind, aux_ids=spec.aux_layer_ids)
+
+
+@dataclass(slots=True, frozen=True)
+class StepStates:
+    """What one draft step yields for some chains: states [n, H_draft] for the head's logits."""
+
+    step: int
+    chains: slice
+    states: Tensor
+
+
+def draft_states(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
+    """The states of all chains and K steps, in pieces of at most CHAINS_AT_ONCE chains."""
+    if trial.kind == "target_cache":
+        yield from _over_target_cache(trial, texts, k)
+        return
+    head = copy(trial.head)
+    specs = head.kv_groups(BLOCK, 0)
+    own = -(-(BLOCK - 1 + k) // BLOCK)  # blocks of a chain that are not shared with its text
+    num_chains = min(CHAINS_AT_ONCE, texts.chains.count)
+    caches = _new_caches(specs, texts.num_blocks + num_chains * own, texts.final)
+    tokens, hidden = _tokens(trial, texts), _hidden(trial, texts)
+    groups = len(specs)
+    rows = replace(
+        texts.rows,
+        input_ids=tokens,
+        slot_mapping=texts.rows.slot_mapping[:1] * groups,
+        block_tables=texts.rows.block_tables[:1] * groups,
+    )
+    states, feedback = head.forward(rows, hidden, caches, step=0)
+    for part in _parts(texts.chains.count):
+        chains = _ChainRows.of(texts, part, own)
+        chains.copy_blocks(caches)
+        if trial.kind == "parallel":
+            ids = tokens[chains.row]
+            yield from _parallel(head, chains, part, (ids, hidden[chains.row]), caches, k)
+            continue
+        first = texts.chains.row[part]
+        yield StepStates(0, part, states.index_select(0, first))
+        fed = feedback.index_select(0, first)
+        for step in range(1, k):
+            rotary = chains.position + (step if trial.advances else 0) + trial.step_gap
+            ids = texts.rows.input_ids[chains.row + step + trial.token_shift]
+            found, fed = head.forward(
+                chains.single(ids, rotary, step, groups), fed, caches, step=step
+            )
+            yield StepStates(step, part, found)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    for start in range(0, count, CHAINS_AT_ONCE):
+        yield slice(start, min(start + CHAINS_AT_ONCE, count))
+
+
+def _new_caches(specs: list[KVGroupSpec], num_blocks: int, like: Tensor) -> list[Tensor]:
+    """One a layer, in their order."""
+    shapes = {layer: spec.shape.page_row for spec in specs for layer in spec.layers}
+    return [like.new_zeros(num_blocks * BLOCK, *shapes[layer]) for layer in sorted(shapes)]
+
+
+# ------------------------------------------------------------------ what rows read
+
+
+def _shifted(texts: Texts, values: Tensor, by: int) -> Tensor:
+    """values [T, ...] of each row's neighbour in its text; the text's last or first at its ends."""
+    if by == 0:
+        return values
+    lens = texts.rows.seq_lens
+    first = torch.repeat_interleave(texts.first_row, lens)
+    last = first + torch.repeat_interleave(lens, lens) - 1
+    here = torch.arange(values.shape[0], device=values.device) + by
+    return values.index_select(0, here.clamp(min=first, max=last))
+
+
+def _tokens(trial: Trial, texts: Texts) -> Tensor:
+    return _shifted(texts, texts.rows.input_ids, trial.token_shift)
+
+
+def _final_states(trial: Trial, texts: Texts) -> Tensor:
+    final = texts.final if trial.reads_normed else texts.states[texts.num_layers]
+    return _shifted(texts, final, trial.state_shift)
+
+
+def _hidden(trial: Trial, texts: Texts) -> Tensor:
+    states = [_shifted(texts, texts.states[i], trial.state_shift) for i in trial.aux_ids]
+    final = _final_states(trial, texts)
+    step = TargetStep(hidden_states=final, logits=final[:0], aux_hidden_states=states)
+    hidden: Tensor = trial.head.combine_target_hidden(step)
+    return hidden
+
+
+# ------------------------------------------------------------------ rows of chains
+
+
+@dataclass(slots=True, kw_only=True)
+class _ChainRows:
+    """Some chains as requests: they share the blocks of their text before the one that holds p, and
+    have copies from there on.
+    """
+
+    position: Tensor  # [n] p
+    row: Tensor  # [n]
+    table: Tensor  # [n, P']
+    shared: Tensor  # [n] the text's block that holds p
+    own: Tensor  # [n, blocks]
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, texts: Texts, part: slice, num_own: int) -> _ChainRows:
+        chains = texts.chains
+        position, owner = chains.position[part], chains.text[part]
+        n, device = len(position), position.device
+        own = texts.num_blocks + torch.arange(n * num_own, device=device).view(n, num_own)
+        table = torch.nn.functional.pad(texts.table[owner], (0, num_own))
+        block = position // BLOCK
+        shared = table.gather(1, block[:, None])[:, 0]
+        columns = block[:, None] + torch.arange(num_own, device=device)
+        return cls(
+            position=position,
+            row=chains.row[part],
+            table=table.scatter(1, columns, own),
+            shared=shared,
+            own=own,
+            max_seq_len=int(position.max()) + 1,
+        )
+
+    def copy_blocks(self, caches: list[Tensor]) -> None:
+        """Copy what the text wrote to the block that holds p."""
+        for cache in caches:
+            blocks = cache.view(-1, BLOCK, *cache.shape[1:])
+            blocks.index_copy_(0, self.own[:, 0], blocks.index_select(0, self.shared))
+
+    def slots(self, at: Tensor) -> Tensor:
+        """The cache rows of positions at [n] or [n, m]."""
+        block = at // BLOCK
+        found = self.table.gather(1, block.view(len(block), -1)).view(at.shape)
+        return found * BLOCK + at % BLOCK
+
+    def single(self, ids: Tensor, rotary: Tensor, step: int, groups: int) -> Rows:
+        """A row a chain, at p + step of the cache, that rotates at `rotary` [n]. (The mask of a
+        single row comes from its sequence length alone.)
+        """
+        at, n = self.position + step, len(self.position)
+        return Rows(
+            segments=(RowSegment(0, 0, n, 1, self.max_seq_len + step),),
+            input_ids=ids,
+            positions=rotary.clamp(min=0),
+            seq_lens=at + 1,
+            slot_mapping=[self.slots(at)] * groups,
+            block_tables=[self.table] * groups,
+            query_start_loc=torch.arange(n + 1, device=at.device),
+        )
+
+    def several(self, ids: Tensor, k: int, groups: int) -> Rows:
+        """K rows a chain, from p on; ids [n, K]."""
+        n = len(self.position)
+        at = self.position[:, None] + torch.arange(k, device=ids.device)
+        return Rows(
+            segments=(RowSegment(0, 0, n, k, self.max_seq_len + k - 1),),
+            input_ids=ids.reshape(-1),
+            positions=at.reshape(-1),
+            seq_lens=self.position + k,
+            slot_mapping=[self.slots(at).reshape(-1)] * groups,
+            block_tables=[self.table] * groups,
+            query_start_loc=torch.arange(n + 1, device=ids.device) * k,
+        )
+
+
+def _parallel(
+    head: Any,
+    chains: _ChainRows,
+    part: slice,
+    newest: tuple[Tensor, Tensor],  # ids [n] and hidden states [n, H] of the newest rows
+    caches: list[Tensor],
+    k: int,
+) -> Iterator[StepStates]:
+    """P-EAGLE: the newest row and K - 1 mask rows in one pass."""
+    ids, hidden = newest
+    n = len(ids)
+    masks = torch.full((n, k - 1), head.spec.mask_token_id, device=ids.device)
+    states = hidden[:, None].repeat(1, k, 1)
+    states[:, 1:] = head.mask_hidden
+    rows = chains.several(torch.cat((ids[:, None], masks), 1), k, len(head.groups))
+    found, _ = head.forward(rows, states.view(n * k, -1), caches, step=0)
+    for step, each in enumerate(found.view(n, k, -1).unbind(1)):
+        yield StepStates(step, part, each)
+
+
+def _over_target_cache(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
+    """Gemma 4's assistant: every step reads the target's KV of 0..p."""
+    head = copy(trial.head)
+    back = trial.kv_layers_back
+    head.read_from([replace(s, layers=s.layers[: len(s.layers) - back]) for s in texts.specs])
+    final, tokens = _final_states(trial, texts), texts.rows.input_ids
+    for part in _parts(texts.chains.count):
+        position, row = texts.chains.position[part], texts.chains.row[part]
+        table = texts.table[texts.chains.text[part]]
+        context = head.begin(
+            (position + trial.step_gap).clamp(min=0),
+            position + 1,
+            [table] * len(texts.specs),
+            int(position.max()) + 1,
+            texts.caches,
+        )
+        states, fed = head.step(context, tokens[row + trial.token_shift], final, row)
+        yield StepStates(0, part, states)
+        for step in range(1, k):
+            states, fed = head.step(context, tokens[row + step + trial.token_shift], fed)
+            yield StepStates(step, part, states)

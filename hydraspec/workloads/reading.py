@@ -1,0 +1,263 @@
+"""Reading a workload: JSON lines from a file, the zoo or another package.
+
+Every line is checked before a run starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
+
+from hydraspec import plugins
+from hydraspec.config.choices import added_workload, packaged
+from hydraspec.config.messages import refusal, show
+from hydraspec.config.schema import (
+    RunConfig,
+    SamplingConfig,
+    Verification,
+    Weights,
+    WorkloadConfig,
+)
+from hydraspec.config.workloads import is_random
+from hydraspec.types import Request, SamplingParams, WorkloadError
+from hydraspec.workloads import files as workload_files
+from hydraspec.workloads import published
+from hydraspec.workloads.conversations import conversations_of_lines, num_turns_in_all
+from hydraspec.workloads.lines import parse_line
+
+MASK_64 = (1 << 64) - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Workload:
+    """Requests in workload order, and where each came from ("file:line") for messages."""
+
+    requests: list[Request]
+    places: dict[str, str]  # request id -> "file:line"
+    num_lines: int = 0  # read; one with turns has several requests
+    warnings: list[str] = field(default_factory=list)
+
+    def with_place(self, error: WorkloadError) -> WorkloadError:
+        """An error about a request, beginning with the place where that request was written."""
+        place = self.places.get(error.request_id or "")
+        if place is None:
+            return error
+        return WorkloadError(f"{place}: {error}", request_id=error.request_id)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse prompt and stop token ids that the target does not have.
+
+        Raises:
+            WorkloadError: with file and line of the first one.
+        """
+        with_next = {request.after for request in self.requests}
+        for request in self.requests:
+            has_turns = request.after is not None or request.index in with_next
+            key = f"turns[{request.turn - 1}]" if has_turns else "prompt_token_ids"
+            for token in request.prompt_token_ids or ():
+                if token >= vocab_size:
+                    raise WorkloadError(
+                        f"{self.places[request.id]}: {key}: {token} is outside the "
+                        f"target's vocabulary of {vocab_size} tokens (ids 0 to {vocab_size - 1}); "
+                        "tokenise the prompt with the target's own tokenizer"
+                    )
+            for token in request.sampling.stop_token_ids:
+                if token >= vocab_size:
+                    raise WorkloadError(
+                        f"{self.places[request.id]}: sampling.stop_token_ids: {token} is outside "
+                        f"the target's vocabulary of {vocab_size} tokens (ids 0 to "
+                        f"{vocab_size - 1}); give ids of the target's own tokenizer"
+                    )
+
+
+def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
+    """Refuse ids in sampling.stop_token_ids that the target does not have.
+
+    Raises:
+        ConfigurationError: naming the first one.
+    """
+    for i, token in enumerate(config.sampling.stop_token_ids):
+        if token >= vocab_size:
+            raise refusal(
+                f"sampling.stop_token_ids[{i}]",
+                token,
+                "is outside the target's vocabulary",
+                allowed=f"0 to {vocab_size - 1}",
+                remedy="give ids of the target's own tokenizer",
+            )
+
+
+def read(config: RunConfig) -> Workload | None:
+    """Read and check the lines of a workload. None for one of random tokens, which needs a
+    vocabulary first.
+
+    Its warnings name the sampling keys that are set and that every line overrides.
+
+    Raises:
+        WorkloadError: with file and line (exit status 3).
+    """
+    if is_random(config.workload):
+        return None
+    workload = Workload(requests=[], places={})
+    makes_turns = config.workload.name == "multi_turn"
+    limit = num_turns_in_all(config) if makes_turns else config.workload.limit
+    found = _lines(config)
+    for place, line in found.lines:
+        if workload.num_lines == limit:
+            break
+        if line.strip():
+            _add(workload, place, line, config)
+    if not workload.requests:
+        raise WorkloadError(f"{found.name}: there is no request in it; write a JSON object a line")
+    workload.warnings = found.warnings + _overridden(config.sampling, workload.requests)
+    workload.warnings += _set_thinking(config.workload, workload.requests)
+    if makes_turns:
+        workload.requests, workload.places = conversations_of_lines(
+            workload.requests, workload.places, config
+        )
+    return workload
+
+
+@dataclass(slots=True, frozen=True)
+class _Lines:
+    """A workload's name for messages, places and lines, and what to warn of."""
+
+    name: str
+    lines: Iterator[tuple[str, bytes]]
+    warnings: list[str] = field(default_factory=list)
+
+
+def _lines(config: RunConfig) -> _Lines:
+    size = config.workload
+    added = added_workload(size.name)
+    if added is not None:
+        name, lines = f"workload={added.name}", _lines_of(added, config)
+    else:
+        name, content = workload_files.of_workload(size)
+        if size.name in published.FORMATS:
+            found = published.records(name, content)
+            made = published.lines_of(size, found, workload_files.of_shots)
+            encoded = ((place, json.dumps(line).encode()) for place, line in made)
+            return _Lines(name, encoded, published.left_out(size, found))
+        lines = iter(content.split(b"\n"))
+    return _Lines(name, ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1)))
+
+
+def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:
+    """Give requests with messages the configured switch; a warning where there is none."""
+    chats = [request for request in requests if request.messages is not None]
+    for request in chats:
+        request.thinking = config.thinking
+    if config.thinking is None or chats:
+        return []
+    value = show(config.thinking)
+    return [f"workload.thinking={value} has no effect: no line has messages or turns of text"]
+
+
+def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
+    """The lines of another package's workload: a function of the group's configuration and the
+    seed that yields JSON objects as a workload file has them.
+    """
+    function = plugins.load(added)
+    for line in function(config.workload, config.seed):
+        try:
+            yield json.dumps(line).encode()
+        except (TypeError, ValueError) as error:
+            raise plugins.broken(added, f"it yields no JSON object: {error}") from error
+
+
+def depends_on_seed(config: RunConfig) -> bool:
+    """Whether another `seed` changes any output: random prompts, random weights, synthetic
+    acceptance, or a request that samples with the run's seed.
+
+    Raises:
+        WorkloadError: as `read`.
+    """
+    drawn = Weights.random in (config.target.weights, config.method.weights)
+    drawn |= added_workload(config.workload.name) is not None  # its function is given the seed
+    if drawn or config.method.verification is Verification.synthetic:
+        return True
+    workload = read(config)
+    return workload is None or any(
+        r.sampling.temperature > 0 and r.sampling.seed == request_seed(config.seed, r.index)
+        for r in workload.requests
+    )
+
+
+def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str]:
+    """The keys that differ from the choice's own, and are in no request."""
+    own, given = packaged("sampling", config.name), default_sampling(config, seed=0)
+    return [
+        f"sampling.{key}={show(getattr(config, key))} has no effect: "
+        "every line of the workload has its own"
+        for key, value in own.items()
+        if key != "name"
+        and getattr(config, key) != value
+        and all(getattr(r.sampling, key) != getattr(given, key) for r in requests)
+    ]
+
+
+def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
+    found = parse_line(
+        raw,
+        place=place,
+        index=len(workload.requests),
+        number=workload.num_lines,
+        defaults=lambda i: default_sampling(config.sampling, seed=request_seed(config.seed, i)),
+    )
+    for request in found:
+        if request.id in workload.places:
+            raise WorkloadError(
+                f"{place}: id: {request.id!r} is the id of {workload.places[request.id]} already; "
+                "ids must differ (a line without one is called by its place, from 0)"
+            )
+        workload.places[request.id] = place
+        published.finish(config.workload, request)
+    workload.requests += found
+    workload.num_lines += 1
+
+
+def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
+    """The sampling parameters of a line that gives none."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=seed,
+        max_tokens=config.max_tokens,
+        stop=tuple(config.stop),
+        stop_token_ids=tuple(config.stop_token_ids),
+        ignore_eos=config.ignore_eos,
+    )
+
+
+def fixed_length_sampling(config: RunConfig, index: int, num_tokens: int) -> SamplingParams:
+    """Sampling as configured for request `index`, which decodes exactly `num_tokens`."""
+    sampling = default_sampling(config.sampling, seed=request_seed(config.seed, index))
+    no_stop: tuple[str, ...] = ()
+    return replace(
+        sampling, max_tokens=num_tokens, ignore_eos=True, stop=no_stop, stop_token_ids=()
+    )
+
+
+def request_seed(seed: int, index: int) -> int:
+    """The stream of request `index` in a run with `seed`: splitmix64(splitmix64(seed) + index + 1)
+    >> 1.
+
+    63 bits, so that it fits a signed int64. For one seed, different places get different 64-bit
+    words.
+    """
+    return _splitmix64(_splitmix64(seed & MASK_64) + index + 1) >> 1
+
+
+def _splitmix64(x: int) -> int:
+    """Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": one
+    output.
+    """
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
