@@ -42,7 +42,7 @@ def test_refusals_are_one_message(
 
 def prompts(folder: Path, *, plain: bool) -> Path:
     """The zoo's first prompts, as messages or as the text alone."""
-    source = Path(examination.__file__).parents[1] / "zoo" / "data" / "tiny.jsonl"
+    source = Path(examination.__file__).parents[2] / "zoo" / "data" / "tiny.jsonl"
     lines = [json.loads(line) for line in source.read_text().splitlines()[:12]]
     file = folder / "prompts.jsonl"
     with file.open("w") as out:
