@@ -38,11 +38,11 @@ from hydraspec.engine.run.step_graphs import RunnerLimits
 from hydraspec.engine.run.timing import StepClock
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
-from hydraspec.factory import build_speculator
 from hydraspec.graphs import no_graphs
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.speculators.none import NoSpeculator
+from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import (
     Completion,
     ConfigurationError,

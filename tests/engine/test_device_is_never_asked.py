@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hydraspec.config.schema import DraftSampling, RunConfig, Verification
 from hydraspec.engine.schedule.sequence import Sequence
-from hydraspec.factory import build_speculator
 from hydraspec.models import load_target
+from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Request, SamplingParams
 
 FLAVOURS = {

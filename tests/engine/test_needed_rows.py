@@ -33,11 +33,11 @@ from hydraspec.engine.run import device_runner, inputs
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.runner import Runner
 from hydraspec.engine.schedule.sequence import Sequence
-from hydraspec.factory import build_speculator
 from hydraspec.graphs import GraphBackend
 from hydraspec.models import load_target
 from hydraspec.models.decoder import Decoder
 from hydraspec.speculators.none import NoSpeculator
+from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Request, SamplingParams, StepPlan
 
 NUM_REQUESTS = 7

@@ -24,9 +24,9 @@ from eagle_rows import load as load_head
 from gemma4_oracle import load, load_zoo, make_target, text_config
 from graph_runs import PAIRS, graph_config, make_graph_engine, run_requests, zoo_requests
 
-from hydraspec.factory import build_speculator
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.eagle import loading as eagle_loading
+from hydraspec.speculators.registry import build_speculator
 
 
 def facts_of(target: Any) -> tuple[dict[str, torch.Tensor], str]:

@@ -29,8 +29,8 @@ from tiny_targets import run_config
 from torch import Tensor
 
 from hydraspec.config.schema import Weights
-from hydraspec.factory import build_speculator
 from hydraspec.models.detect import resolve
+from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Batch, RequestState, Rows, StepRecord, Verdict
 
 

@@ -19,8 +19,8 @@ from scipy import stats
 from tiny_targets import run_config
 
 from hydraspec.config.schema import DraftSampling, Verification, Weights
-from hydraspec.factory import build_speculator
 from hydraspec.speculators.none import NoSpeculator
+from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
 ALPHA = 1e-4
