@@ -52,7 +52,7 @@ class StandIn:
 @pytest.fixture
 def lab(monkeypatch, tmp_path):
     stand_in = StandIn()
-    for name, attribute in (("lab.run", "run"), ("report.compare", "compare")):
+    for name, attribute in (("lab.run", "run"), ("study.report.compare", "compare")):
         module = ModuleType(f"hydraspec.{name}")
         setattr(module, attribute, getattr(stand_in, attribute))
         monkeypatch.setitem(sys.modules, module.__name__, module)

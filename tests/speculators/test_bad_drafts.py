@@ -18,8 +18,8 @@ from graph_runs import (
 )
 from recorded_graphs import RecordedOps
 
-from hydraspec import factory
 from hydraspec.cli import main as cli
+from hydraspec.engine.run import loading
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Batch, Draft, DraftError
 
@@ -61,7 +61,7 @@ def build(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
         bad.make = make
         return bad
 
-    monkeypatch.setattr(factory, "build_speculator", speculator)
+    monkeypatch.setattr(loading, "build_speculator", speculator)
 
 
 @pytest.mark.parametrize("case", WRONG)
