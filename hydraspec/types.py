@@ -53,7 +53,7 @@ class SamplingParams:
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
+    """A workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
 
     `Engine.tokenize` fills prompt_token_ids. `index` is the place in the workload, counted from 0.
 
@@ -97,7 +97,7 @@ class Completion:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PrefixCaching:
-    """What may be taken from an engine's prefix cache."""
+    """Limits of what may be taken from an engine's prefix cache."""
 
     block_size: int  # tokens: every hit is a multiple of it
     has_draft_kv: bool = False  # in which a block depends on the token after it
@@ -105,7 +105,7 @@ class PrefixCaching:
 
 @dataclass(slots=True, kw_only=True)
 class RequestStep:
-    """One request's part in a step, in plain numbers."""
+    """A request's part in a step, in plain numbers."""
 
     index: int
     num_rows: int
@@ -118,7 +118,7 @@ class RequestStep:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PositionScores:
-    """What the drafter proposes from each of the N places of a finished request's output where a
+    """The drafter's proposals from each of the N places of a finished request's output where a
     step may verify drafts, teacher-forced: each draft reads the target's own tokens before it.
 
     At the first place num_computed_tokens is `first`, at each further one 1 more. The target's
@@ -211,7 +211,7 @@ class BlockTable:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What the scheduler decided, as plain numbers. Requests are ordered so that segments are
+    """The scheduler's decision, as plain numbers. Requests are ordered so that segments are
     contiguous."""
 
     slots: np.ndarray  # [B] request slots
@@ -256,7 +256,7 @@ class RequestState:
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """What one forward pass of a target or a draft head reads, on the device.
+    """Inputs of one forward pass of a target or a draft head, on the device.
 
     Row r of a request with R rows has position seq_len - R + r. The G groups are those of the model
     that runs: a target reads the first entries, a draft head with its own KV reads the others.
@@ -315,7 +315,7 @@ class Batch(Rows):
 
 @dataclass(slots=True, kw_only=True)
 class TargetStep:
-    """What the target's forward yields."""
+    """Outputs of the target's forward pass."""
 
     hidden_states: Tensor  # [T, D] after the final norm
     # [N, V] after the soft cap, before temperature; a tensor-parallel rank's columns of it
@@ -326,8 +326,8 @@ class TargetStep:
 
 @dataclass(slots=True, kw_only=True)
 class IntermediateTensors:
-    """What a pipeline stage hands to the next one. An aux id at the border is not among its aux
-    states: it is the stream itself, which the next stage captures."""
+    """Tensors that a pipeline stage hands to the next one. An aux id at the border is not among its
+    aux states: it is the stream itself, which the next stage captures."""
 
     hidden_states: Tensor  # [T, D] the residual stream after the stage's last layer
     # [T, D] each: ids below the number of layers so far, in the order of aux_layer_ids.
@@ -336,7 +336,7 @@ class IntermediateTensors:
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """What a speculator proposes for the next step."""
+    """A speculator's proposal for the next step."""
 
     tokens: Tensor  # [B, K] int64
     probs: Tensor | None = None  # [B, K, V_draft] float32 the drafts were sampled from

@@ -132,7 +132,8 @@ class FinishCheck:
         return ends
 
     def _stop_string(self, sequence: OfferedRequest) -> bool:
-        """Whether the text holds a stop string; then the text is cut before the earliest one."""
+        """Returns whether the text holds a stop string; then the text is cut before the earliest
+        one."""
         assert self._decode is not None, "tokenize() refuses stop strings without a tokenizer"
         if not self._tail_holds_stop(sequence, self._decode):
             return False
@@ -146,8 +147,8 @@ class FinishCheck:
 
     @staticmethod
     def _tail_holds_stop(sequence: OfferedRequest, decode: Callable[[Seq[int]], str]) -> bool:
-        """Whether the newest token may have completed a stop string: the text's end is decoded,
-        not all of it at every token.
+        """Returns whether the newest token may have completed a stop string: the text's end is
+        decoded, not all of it at every token.
 
         The end begins a stop string's length and TAIL_MARGIN before the newest token.
         """

@@ -18,7 +18,7 @@ ANSWER = "answer-{}-of-this-conversation"  # in a chat template, for an answer n
 def tokenize(
     requests: Sequence[Request], tokenizer: Tokenizer | None, info: EngineInfo, checkpoint: str
 ) -> None:
-    """What `Engine.tokenize` says; `checkpoint` is the target's, for messages.
+    """Fills in prompts as `Engine.tokenize` says; `checkpoint` is the target's, for messages.
 
     Of a later turn only what follows the answer before it is encoded: the chat template's text
     between that answer and the next one. Answers stay the token ids that were emitted.

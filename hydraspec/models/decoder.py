@@ -92,7 +92,7 @@ class Decoder:
 
     @property
     def embeds(self) -> bool:
-        """Whether this stage has the embedding table."""
+        """Returns whether this stage has the embedding table."""
         return self.stage.is_first or (self.stage.is_last and (self.tied or self.stage.drafts))
 
     @abstractmethod

@@ -71,8 +71,8 @@ class Place:
 
     @property
     def uses_cpu_norms(self) -> bool:
-        """Whether norms run as the few operators of `cpu.py`. Narrow types keep the reference's
-        order of rounding.
+        """Returns whether norms run as the few operators of `cpu.py`. Narrow types keep the
+        reference's order of rounding.
         """
         return self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
 

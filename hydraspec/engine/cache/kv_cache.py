@@ -127,8 +127,8 @@ class KVCache:
         }
 
     def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
-        """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
-        be, beside what a drafter writes after each row."""
+        """Returns whether a request of `num_tokens` fits into an otherwise empty cache, row by row
+        if need be, beside what a drafter writes after each row."""
         for group in self._groups:
             spec = group.spec
             tokens = num_tokens
@@ -183,7 +183,7 @@ class KVCache:
 
     @property
     def prefix_caching(self) -> PrefixCaching | None:
-        """What may be taken; None: no blocks are cached."""
+        """Limits of what may be taken; None: no blocks are cached."""
         if self._prefix_root is None:
             return None
         has_draft_kv = any(spec.num_following_tokens for spec in self.specs)

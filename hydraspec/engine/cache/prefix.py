@@ -20,9 +20,9 @@ class PrefixKeys:
         self._digests = [root]  # entry i is of the first i units
 
     def key(self, end: int, num_following: int) -> bytes:
-        """Of a block whose last token is number `end` - 1: its content depends on all tokens before
-        `end`, and on as many as `num_following` after them. All are known, and `end` is a multiple
-        of the unit."""
+        """The key of a block whose last token is number `end` - 1: its content depends on all
+        tokens before `end`, and on as many as `num_following` after them. All are known, and `end`
+        is a multiple of the unit."""
         while len(self._digests) <= end // self._unit:
             self._extend()
         digest = self._digests[end // self._unit]

@@ -157,7 +157,7 @@ class Scheduler:
         ]
 
     def _end_cancelled(self) -> None:
-        """Those that wait for their results between pipeline stages end when these have arrived."""
+        """Sequences that wait for results between pipeline stages end when these have arrived."""
         for sequence in self._ending:
             if sequence.finish_reason is None and not self.micro_batches.hold(sequence):
                 sequence.fail(CANCELLED)
@@ -320,8 +320,8 @@ class Scheduler:
             self._reading.setdefault(key, item)
 
     def _may_fit(self, sequence: Sequence, slot: int) -> bool:
-        """Whether it is worth looking for the request's prefix: not while the rows that it lacked
-        beside a prefix when it was refused find no blocks."""
+        """Returns whether it is worth looking for the request's prefix: not while the rows that it
+        lacked beside a prefix when it was refused find no blocks."""
         if self._budget < 1:
             return False
         refused, cached = self._refused

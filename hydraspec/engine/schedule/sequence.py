@@ -26,7 +26,7 @@ class Sequence(OfferedRequest):
 
     @property
     def decodes_next(self) -> bool:
-        """Whether its next rows are its newest token and drafts."""
+        """Returns whether its next rows are its newest token and drafts."""
         return self.decoding or (self.in_flight is not None and self.in_flight.samples)
 
     @property
@@ -54,7 +54,7 @@ class Sequence(OfferedRequest):
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """One sequence's share of a step."""
+    """A sequence's share of a step."""
 
     sequence: Sequence
     num_computed: int  # tokens before its rows; an upper bound while drafts are in flight

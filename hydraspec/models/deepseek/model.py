@@ -54,7 +54,8 @@ class DeepseekTarget(Decoder):
 
 
 def names_single_experts(checkpoint: Checkpoint) -> bool:
-    """Whether the files name every expert by itself (releases do) or pack those of a layer."""
+    """Returns whether the files name every expert by itself (releases do) or pack those of a
+    layer."""
     return any(_SINGLE_EXPERT.search(name) for name in checkpoint.entries())
 
 

@@ -14,7 +14,7 @@ COMPLETION_FIELDS = [field.name for field in fields(Completion)]
 
 
 def from_requests(requests: Sequence[Request]) -> Plain:
-    """What an engine reads of tokenised requests."""
+    """The part of tokenised requests that an engine reads."""
     return [
         [r.index, r.id, r.prompt_token_ids, asdict(r.sampling), r.arrival_s, r.after]
         for r in requests

@@ -372,12 +372,12 @@ def _keys(run: Run) -> set[Key]:
 
 
 def has_finished(run: Run) -> bool:
-    """Whether any request ended without an error."""
+    """Returns whether any request ended without an error."""
     return any(row["finish_reason"] != "error" for row in run.rows)
 
 
 def _all_ended(runs: Sequence[Run]) -> bool:
-    """Whether each run ended all its requests without an error."""
+    """Returns whether each run ended all its requests without an error."""
     return all(
         run.summary["num_requests"] == run.summary["num_requests_in_workload"]
         and run.summary["num_errors"] == 0
