@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.layers import Place
 from hydraspec.models.parts import Divided, Tensors, held
+from hydraspec.models.place import Place
 from hydraspec.parallel.group import SOLO
 
 # Measured on H200s, in CUDA graphs: weights as decoding reads them, and a sum or an exchange of a
