@@ -14,7 +14,7 @@ from fake_engine import make_info
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.prompts import tokenize
-from hydraspec.engine.schedule.prompt_rows import cut_span
+from hydraspec.engine.schedule.prompt_rows import PromptRows, cut_span
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.parallel.engines.prefixes import by_prefix
@@ -263,6 +263,44 @@ def test_no_request_overtakes_a_span_that_waits_for_rows() -> None:
         assert later.slot < 0
     host.finish()
     assert waiting.finish_reason == later.finish_reason == "length"
+
+
+def test_a_running_prompt_that_waits_for_rows_lets_no_request_join() -> None:
+    """Four slots: the third has read up to its span, and the fourth is free."""
+    host = Host(21)
+    for index in range(2):
+        host.add(request_of(IDS[:5], index=index, max_tokens=9))
+        host.step()
+    waiting = host.add(request_of(list(IDS), IMAGE, index=2))
+    while waiting.num_computed < IMAGE.start:
+        host.step()
+    later = host.add(request_of([7] * 5, index=3))
+    host.step()
+    assert (waiting.num_computed, later.slot) == (IMAGE.start, -1)
+    host.finish()
+
+
+def test_a_span_may_take_rows_that_are_withheld_from_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PromptRows, "most", lambda self, num_decode_rows, unread: 8)
+    host = Host(64)
+    host.add(request_of(list(IDS), IMAGE))
+    assert [host.step()[0].num_rows for _ in range(5)] == [8, 8, 4, 20, 8]
+
+
+@pytest.mark.parametrize("start", [0, 6])
+def test_a_span_that_no_window_has_room_for_fails_where_it_is_reached(start: int) -> None:
+    """Five blocks of 8 for a window of 8: enough for the prompt in small chunks."""
+    host = Host(64, 6, window=8)
+    host.scheduler.kv._groups[0].num_blocks = 40  # the layers without a window have room
+    host.scheduler.kv.clear()
+    image = Span(kind="image", start=start, length=48, digest="aa", may_be_cut=False)
+    failed = host.add(request_of(list(IDS), image))
+    fine = host.add(request_of([7] * 9, index=1))
+    host.finish()
+    assert "the KV cache is full" in (failed.error or "")
+    assert fine.finish_reason == "length"
 
 
 # ------------------------------------------------------------------ refusal
