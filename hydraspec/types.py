@@ -1,5 +1,6 @@
 """The records that flow through a step; from the kernels those that attention and verification
-share with the engine, from errors.py what a user can do wrong. Imports no other room.
+share with the engine, from errors.py what a user can do wrong, from prompts.py a prompt's form.
+Imports no other room.
 
 Shape legend, the same letters everywhere:
 
@@ -32,6 +33,8 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
+from hydraspec.prompts import Prompt as Prompt
+from hydraspec.prompts import Span as Span
 
 # --------------------------------------------------------------------------- requests
 
@@ -67,6 +70,7 @@ class Request:
     prompt: str | None = None
     messages: Sequence[Mapping[str, str]] | None = None
     prompt_token_ids: list[int] | None = None
+    spans: tuple[Span, ...] = ()  # of prompt_token_ids
     category: str | None = None
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl
@@ -75,6 +79,12 @@ class Request:
     turn: int = 1  # its number in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
+
+    @property
+    def tokens(self) -> Prompt:
+        """The prompt of a tokenised request."""
+        assert self.prompt_token_ids is not None, "call tokenize() first"
+        return Prompt(self.prompt_token_ids, self.spans)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +103,12 @@ class Completion:
     queue_ms: float | None = None  # from being offered to a slot; None: it had none, or unknown
     # Between the times at which tokens came, one step's tokens at once; empty where unknown.
     inter_token_ms: list[float] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()  # of prompt_token_ids
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt that it answers."""
+        return Prompt(self.prompt_token_ids, self.spans)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

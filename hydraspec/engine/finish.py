@@ -37,8 +37,7 @@ class OfferedRequest:
     @classmethod
     def of(cls, request: Request, offered_at: float | None = None) -> Self:
         """A tokenised request, offered at `offered_at` (time.perf_counter()), or now."""
-        assert request.prompt_token_ids is not None, "call tokenize() first"
-        tokens = list(request.prompt_token_ids)
+        tokens = list(request.tokens.token_ids)
         at = time.perf_counter() if offered_at is None else offered_at
         return cls(request=request, token_ids=tokens, num_prompt=len(tokens), offered_at=at)
 
@@ -184,4 +183,5 @@ class FinishCheck:
             num_cached_tokens=sequence.num_cached,
             queue_ms=None if slot is None else (slot - offered) * 1e3,
             inter_token_ms=sequence.inter_token_ms,
+            spans=sequence.request.spans,
         )

@@ -125,7 +125,7 @@ def _have_other_prompts(
     ours, other = method.get(request.index), baseline.get(request.index)
     if request.after is None or ours is None or other is None:
         return False
-    return ours.prompt_token_ids != other.prompt_token_ids
+    return ours.prompt != other.prompt
 
 
 def _is_greedy(request: Request) -> bool:

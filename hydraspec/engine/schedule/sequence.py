@@ -10,6 +10,7 @@ from hydraspec_kernels.attention import MOST_FUSED_ROWS
 
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import OfferedRequest
+from hydraspec.types import Span
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,22 @@ class Sequence(OfferedRequest):
     in_flight: Scheduled | None = None  # its share of the last launched step, until that arrives
     was_admitted: bool = False
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of its prompt."""
+        return self.request.spans
+
+    def fail_if_span_too_long(self, most: int) -> None:
+        """Fail a prompt with a span that must stay whole and has more tokens than `most` rows of a
+        step, unless it has failed already."""
+        for span in self.spans:
+            if self.finish_reason is None and span.length > most and not span.may_be_cut:
+                self.fail(
+                    f"the {span.kind} at position {span.start} has {span.length} tokens, which are "
+                    f"read in one step; engine.max_num_batched_tokens is {most}: raise it to "
+                    f"{span.length} or more"
+                )
 
     @property
     def decodes_next(self) -> bool:

@@ -31,7 +31,7 @@ POOLED = ("seed", "tracker", "metrics", "warnings")
 # Settings that one word of a split says: "tp2".
 SPLIT = tuple(f"parallelism.{key}" for key in ("name", "tensor", "pipeline", "data"))
 MAX_TOLD = 2  # settings in a label; further ones only where they tell jobs apart
-Key = tuple[str, tuple[int, ...]]  # a request's id and its prompt
+Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
 
 
 class BaselineRow(TypedDict):
@@ -364,7 +364,8 @@ def _conditions(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
 
 def key_of(row: Json) -> Key:
     """A request of requests.jsonl: the same in all runs over the same prompts."""
-    return str(row["id"]), tuple(row["prompt_token_ids"])
+    spans = (tuple(span.values()) for span in row.get("spans", ()))
+    return str(row["id"]), (*row["prompt_token_ids"], *spans)
 
 
 def _keys(run: Run) -> set[Key]:
