@@ -67,8 +67,8 @@ def compare(
         write: a folder for compare.json, compare.csv, compare.md and compare.html.
 
     Returns:
-        What compare.json holds (docs/outputs.md): jobs by rank, what is told of each against the
-        reference, and sentences.
+        What compare.json holds (docs/outputs/compare.md): jobs by rank, what is told of each
+        against the reference, and sentences.
 
     Raises:
         ConfigurationError: the runs cannot be compared; the message names the difference.

@@ -1,6 +1,6 @@
 """The names of the files in a run folder, and how results are read back.
 
-docs/outputs.md explains the files; lab/folder.py writes them.
+docs/outputs/ explains the files; lab/folder.py writes them.
 """
 
 from __future__ import annotations

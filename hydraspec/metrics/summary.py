@@ -1,6 +1,6 @@
 """The schema of summary.json, version 1: its keys and their types.
 
-docs/outputs.md explains every key; tests compare both, and what a run writes. Keys are added,
+docs/outputs/ explains every key; tests compare both, and what a run writes. Keys are added,
 never renamed. Computes nothing.
 """
 

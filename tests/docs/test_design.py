@@ -70,18 +70,17 @@ def test_the_reading_path_exists_and_has_the_lines_it_says() -> None:
 
 
 def test_the_functions_of_the_picture_exist() -> None:
-    """A box reads "name<br/>file"; a file without a folder is the native engine's."""
+    """A box reads "name<br/>file"; further places follow after a comma."""
     picture = section("The way of one request")
     boxes = re.findall(r'\["([\w.]+)<br/>([\w/]+\.py)', picture)
     assert len(boxes) >= 10
     (chain,) = re.findall(r"`(main → [^`]+)`", picture)
-    known = set().union(*(names_of(f"hydraspec/{file}") for _, file in boxes if "/" in file))
+    known = set().union(*(names_of(f"hydraspec/{file}") for _, file in boxes))
     names = chain.split(" → ")
     assert len(names) == 7, "eight with __main__.main"
     assert {part for name in names for part in name.split(".")} <= known
     for name, file in boxes:
-        places = [f"hydraspec/{file}", f"hydraspec/engine/native/{file}"]
-        path = next(place for place in places if (ROOT / place).is_file())
+        path = f"hydraspec/{file}"
         assert set(name.split(".")) <= names_of(path), f"{name} is not in {path}"
 
 

@@ -1,4 +1,4 @@
-"""docs/outputs.md against what real runs write, and against the schema of summary.json."""
+"""docs/outputs/ against what real runs write, and against the schema of summary.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from hydraspec.metrics import run_files
 from hydraspec.metrics import summary as schema
 from hydraspec.study.report.compare import compare
 
-TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[2] / "docs" / "outputs"
+TEXT = "".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
 WORDS = set(re.findall(r"`([^`]+)`", TEXT))
 # Their keys are names of categories, packages, batch sizes or a drafter's fields.
 FREE = {"acceptance_length_by_category", "num_drafts_by_category", "by_category", "versions"}
@@ -98,7 +99,7 @@ def test_names_of_files_and_verdicts_are_documented() -> None:
 
 
 def in_words(annotation: Any) -> str:
-    """A type as docs/outputs.md writes it: "float or null", "list of str", "object"."""
+    """A type as docs/outputs/ writes it: "float or null", "list of str", "object"."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is NotRequired:
         return in_words(inner[0])
@@ -156,8 +157,8 @@ def in_docs(text: str) -> dict[str, dict[str, str]]:
 
 def test_the_schema_and_the_docs_are_equal() -> None:
     """Keys and types, both ways: catches a key added, dropped or made nullable in one of them."""
-    section = TEXT.partition("## summary.json")[2].partition("## requests.jsonl")[0]
-    assert in_docs(section) == in_schema(schema.Summary)
+    page = (PAGES / "summary.md").read_text(encoding="utf-8")
+    assert in_docs(page) == in_schema(schema.Summary)
 
 
 def keys_like(schema_of: Any, value: Any) -> None:

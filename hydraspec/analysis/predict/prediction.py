@@ -220,7 +220,7 @@ class Prediction:
     # ------------------------------------------------------------------ predict.json
 
     def as_json(self) -> Json:
-        """The content of predict.json; see docs/outputs.md."""
+        """The content of predict.json; see docs/outputs/predict.md."""
         acceptance, texts = self._acceptance, self.texts
         assert acceptance is not None
         assert texts is not None

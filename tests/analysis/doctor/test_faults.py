@@ -77,7 +77,7 @@ def test_planted_faults_are_named(pair: Bed, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_every_fault_of_every_pair(tmp_path: Path) -> None:
     """Of the faults that cost anything at least 85 % are named first, and no healthy pair has a
-    cause. Figures are printed with -s (docs/log.md has them).
+    cause. Figures are printed with -s (docs/log/ has them).
     """
     lines, named, counted = [], 0, 0
     for target, method in PAIRS:
