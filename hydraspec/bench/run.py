@@ -31,7 +31,7 @@ from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.run_files import BENCH, BENCH_REPORT
 from hydraspec.signals import interrupts_held_back
-from hydraspec.study.report.console import table_console
+from hydraspec.study.console import table_console
 
 log = logging.getLogger(__name__)
 

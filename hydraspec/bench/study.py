@@ -15,11 +15,11 @@ from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import BENCH, CONFIG, SUMMARY, job_number
-from hydraspec.study.pages.blocks import Block, Line, Section, Study, Table, Verdict
-from hydraspec.study.pages.settings import typed_labels
-from hydraspec.study.report.charts import Points, scatter
-from hydraspec.study.report.console import print_table, table_console
-from hydraspec.study.report.ranking import COLORS
+from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
+from hydraspec.study.charts import Points, scatter
+from hydraspec.study.console import print_table, table_console
+from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.settings import typed_labels
 
 Result = tuple[Path, Json]  # a folder and its bench.json
 WIDE = 400  # columns where no terminal sets a limit

@@ -10,8 +10,8 @@ from hydraspec.bench.benchmark import figure
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
-from hydraspec.study.report import html
-from hydraspec.study.report.console import print_table
+from hydraspec.study import html
+from hydraspec.study.console import print_table
 
 OURS, THEIRS = "native", "vllm"
 GIB = 1 << 30

@@ -25,7 +25,7 @@ import hydraspec
 from hydraspec.engine.base import Built, StepProfile
 from hydraspec.metrics import run_files
 from hydraspec.metrics import summary as schema
-from hydraspec.study.report.compare import compare
+from hydraspec.study.sweep import compare
 
 TEXT = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"`([^`]+)`", TEXT))
