@@ -12,10 +12,9 @@ from hydraspec.config.names import run_name
 from hydraspec.config.schema import RunConfig
 from hydraspec.config.used import used
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
-from hydraspec.study.answers import answers
+from hydraspec.study.answers import answers, job_table
 from hydraspec.study.blocks import Study
 from hydraspec.study.groups import Runs
-from hydraspec.study.rows import job_table
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The question that runs answer, and the answer in a sentence for each group."""
+"""The question that runs answer, the answer for each group, and all jobs as one table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hydraspec.metrics.assessment import WORDS
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
+from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.blocks import Kind, Verdict
 from hydraspec.study.comparison.pairs import ALL
@@ -169,3 +170,32 @@ def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
     if key == "num_speculative_tokens":
         found = [drafts_of(summary) for summary in summaries]
     return list(dict.fromkeys(map(str, found)))
+
+
+# ---------------------------------------------------------------- for a tracker
+
+COLUMNS = (
+    *("job", "settings", "group", "method", "num_speculative_tokens"),
+    *("speedup", "speedup_low", "speedup_high", "acceptance_length"),
+    *("tokens_per_second_per_user", "output_tokens_per_second", "lossless", "rank"),
+)
+
+
+def job_table(runs: Runs) -> PlainTable:
+    """A line per job, in the order of the report."""
+    rows = []
+    for group in runs.groups:
+        for job in group.jobs:
+            of, ranked = figures_of(job, group), group.ranked(job)
+            speed, length = of.speedups[ALL], of.lengths[ALL]
+            low, high = (speed and speed["ci95"]) or (None, None)
+            rows.append(
+                [
+                    *(job.name, job.label, group.title),
+                    *(job.summary["method"], str(drafts_of(job.summary))),
+                    *(speed and speed["mean"], low, high, length and length["mean"]),
+                    *(of.speeds.tokens_per_second_per_user, of.speeds.tokens_per_second),
+                    *(of.lossless["verdict"], ranked.rank if ranked else None),
+                ]
+            )
+    return PlainTable(columns=COLUMNS, rows=rows)

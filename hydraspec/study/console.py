@@ -19,8 +19,8 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Baseline, Summary
-from hydraspec.study.draft_lengths import drafts_words
 from hydraspec.study.texts import (
+    drafts_words,
     engine_words,
     interval,
     limit_words,

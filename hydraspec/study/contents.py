@@ -7,25 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hydraspec.study.accepted_blocks import accepted, by_output_place, over_targets_tokens
+from hydraspec.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.study.answers import facts, question, verdict
 from hydraspec.study.blocks import Block, Section, Study, Verdict
 from hydraspec.study.comparison.runs import Job
-from hydraspec.study.families import setup_verdicts, setups
+from hydraspec.study.families import pareto, setup_verdicts, setups
 from hydraspec.study.groups import Family, Group, Runs
 from hydraspec.study.jobs import (
     acceptance_by_category,
     acceptance_by_position,
     lossless,
+    predictions,
     speedups,
     time_breakdown,
     told,
 )
 from hydraspec.study.jobs import jobs as jobs_block
-from hydraspec.study.pareto import pareto
-from hydraspec.study.predictions import predictions
-from hydraspec.study.settings import environments, settings
-from hydraspec.study.warned import warned
+from hydraspec.study.settings import environments, settings, warned
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (

@@ -25,9 +25,8 @@ from hydraspec.study.charts import (
     horizontal_bars,
     stacked_bars,
 )
-from hydraspec.study.draft_lengths import drafts_chart
 from hydraspec.study.samples import Sample
-from hydraspec.study.texts import TOO_FEW, number
+from hydraspec.study.texts import TOO_FEW, number, percent
 from hydraspec.study.worst import WorstRequest
 
 FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
@@ -72,7 +71,7 @@ def render(
         made=made,
         verdict=HEADLINES[summary["lossless"]["verdict"]],
         by_position=_by_position(summary) if summary["num_drafts"] else None,
-        by_drafts=drafts_chart(summary),
+        by_drafts=_by_drafts(summary),
         by_category=_by_category(summary),
         by_place=_by_place(summary),
         accepted=_accepted(summary),
@@ -109,6 +108,24 @@ def _by_position(summary: Summary) -> Chart:
         for i, num_reached in enumerate(summary["num_reached_per_position"])
     ]
     return grouped_bars(labels, series, description="Acceptance rate by draft position")
+
+
+def _by_drafts(summary: Summary) -> Chart | None:
+    """Bars of the share of decode steps with 0, 1, … K drafts; None where K is fixed."""
+    used = summary.get("num_speculative_tokens_used")
+    if not used:
+        return None
+    total = sum(used["histogram"])
+    bars = [
+        Bar(
+            label=f"{length} draft{'' if length == 1 else 's'}",
+            value=count / total,
+            text=f"{percent(count / total)} (n={count})",
+            color="var(--method)",
+        )
+        for length, count in enumerate(used["histogram"])
+    ]
+    return horizontal_bars(bars, description="Decode steps by drafts per request")
 
 
 def _by_category(summary: Summary) -> Chart | None:

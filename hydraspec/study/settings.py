@@ -1,5 +1,6 @@
-"""Blocks over all runs: the settings and the environments in which they differ, and what they
-share."""
+"""Blocks over all runs: warnings, the settings and the environments in which runs differ, and what
+they share.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from hydraspec.metrics.run_files import ENVIRONMENT, OVERRIDES
 from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.comparison.runs import Run, differing_settings, dotted, short_names
+from hydraspec.study.comparison.words import name_of
 from hydraspec.study.groups import Runs
 
 CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
@@ -101,3 +103,28 @@ def _shown(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return "-" if value is None else str(value)
+
+
+MAX_NAMED = 6  # jobs that a warning names
+
+
+def warned(runs: Runs) -> Block | None:
+    """Each warning once, after the jobs that gave it; what only one job said names that one."""
+    of: dict[str, dict[str, None]] = {}  # warning -> names of jobs
+    for job in runs.jobs:
+        for run in job.runs:
+            for warning in run.summary["warnings"]:
+                of.setdefault(warning, {})[name_of(job)] = None
+    if not of:
+        return None
+    num_jobs = len(runs.jobs)
+    said = [f"{_names(list(names), num_jobs)}{warning}" for warning, names in of.items()]
+    return Block(title="Warnings", sentences=said)
+
+
+def _names(names: Sequence[str], num_jobs: int) -> str:
+    if len(names) == num_jobs:
+        return "All jobs: " if num_jobs > 1 else ""
+    more = len(names) - MAX_NAMED
+    listed = [*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return f"{'; '.join(listed)}: "

@@ -91,3 +91,13 @@ def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:
         return f"{number(estimate['mean'])} ±-"
     low, high = estimate["ci95"]
     return f"{estimate['mean']:.2f} ±{(high - low) / 2:.2f}"
+
+
+def drafts_words(summary: Summary) -> str:
+    """The share of decode steps with 0, 1, … K drafts, and the mean; empty where K is fixed."""
+    used = summary.get("num_speculative_tokens_used")
+    if not used:
+        return ""
+    total = sum(used["histogram"])
+    shares = "  ".join(percent(count / total) for count in used["histogram"])
+    return f"{shares} (mean {number(used['mean'])})"

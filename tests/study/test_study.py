@@ -32,8 +32,8 @@ from hydraspec.study import study_page as page
 from hydraspec.study import wandb_report
 from hydraspec.study.blocks import Study
 from hydraspec.study.contents import study
+from hydraspec.study.families import Point, front_of
 from hydraspec.study.groups import read
-from hydraspec.study.pareto import Point, front_of
 
 Use = Callable[[FakeEngine], FakeEngine]
 

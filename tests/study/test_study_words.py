@@ -10,10 +10,9 @@ from studied_runs import configure, copied, edit, summary_of
 
 from hydraspec.cli.gate import main as gate
 from hydraspec.cli.report import main
-from hydraspec.study.answers import question
+from hydraspec.study.answers import COLUMNS, job_table, question
 from hydraspec.study.contents import study
 from hydraspec.study.groups import read
-from hydraspec.study.rows import COLUMNS, job_table
 
 
 def test_the_question_of_a_run_that_chose_k(studied: Path) -> None:
