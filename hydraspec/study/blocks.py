@@ -23,10 +23,11 @@ class Line:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Table:
-    """Cells under column names, as many in every line."""
+    """Cells under column names, as many in every line; `linked` is the column of the links."""
 
     header: Sequence[str]
     lines: Sequence[Line]
+    linked: int = 0
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -45,11 +46,13 @@ class Panel:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Block:
     """A titled part. It shows those of sentences, chart and table that it has, in this order; W&B
-    has `panels` in place of the chart."""
+    has `panels` in place of the chart. A page holds `all_sentences` folded, where there are more.
+    """
 
     title: str
     note: str = ""
     sentences: Sequence[str] = ()
+    all_sentences: Sequence[str] = ()
     chart: Chart | None = None
     table: Table | None = None
     panels: Sequence[Panel] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from hydraspec.study import html
 from hydraspec.study.comparison import words
 from hydraspec.study.comparison.ranking import Ranking, fitting_measure, rank
 from hydraspec.study.comparison.runs import check_alike, pool, read_runs
-from hydraspec.study.console import print_table, table_console
-from hydraspec.study.ranked_blocks import Blocks, blocks
+from hydraspec.study.console import print_block, table_console
+from hydraspec.study.ranked_blocks import by_category, notes, ranked_jobs, ranking_blocks, told
 
 WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 NUM_LEFT = 3  # columns of names
@@ -43,19 +44,16 @@ def compared(folders: Sequence[Path]) -> Ranking:
 def show(ranking: Ranking, console: Console | None = None) -> None:
     """Print the table, the category x job matrix and the sentences."""
     console = console or table_console(WIDE)
-    show_blocks(console, blocks(ranking, "Comparison"))
+    show_ranking(console, ranking, "Comparison")
 
 
-def show_blocks(console: Console, made: Blocks) -> None:
-    """Print the parts of a ranking."""
-    best = {i for i, (_, is_best) in enumerate(made.lines) if is_best}
-    lines = [[printable(cell) for cell in cells] for cells, _ in made.lines]
-    print_table(console, made.title, made.header, lines, num_left=NUM_LEFT, best=best)
-    if len(made.matrix_header) > 2:
-        matrix = [[printable(cell) for cell in row] for row in made.matrix]
-        title = "Speedup / acceptance length by category"
-        print_table(console, title, made.matrix_header, matrix, num_left=1)
-    for line in (*made.brief, *made.notes):
+def show_ranking(console: Console, ranking: Ranking, title: str) -> None:
+    """Print the table of jobs, that of categories, and what is told."""
+    print_block(console, ranked_jobs(ranking, title), num_left=NUM_LEFT)
+    if categories := by_category(ranking):
+        named = replace(categories, title="Speedup / acceptance length by category")
+        print_block(console, named, num_left=1)
+    for line in (*told(ranking).sentences, *notes(ranking)):
         console.print(escape(printable(line)), soft_wrap=True)
 
 
@@ -71,7 +69,7 @@ def write(ranking: Ranking, folder: Path, *, say: bool = False) -> None:
     page = html.render(
         "runs.html",
         title="Comparison",
-        rankings=[blocks(ranking, "Jobs")],
+        rankings=[ranking_blocks(ranking, "Jobs")],
         href=partial(html.link_to_page, folder=folder),
     )
     write_whole(folder / COMPARISON_REPORT, page)
@@ -90,7 +88,8 @@ def write_tables(folder: Path, rankings: Sequence[Ranking]) -> None:
     if not tables:
         return
     header, rows = tables[0][0], [row for _, rows in tables for row in rows]
-    made = [blocks(ranking, "") for ranking in rankings]
-    notes = dict.fromkeys(note for one in made for note in (*one.sentences, *one.notes))
+    said = dict.fromkeys(
+        sentence for one in rankings for sentence in (*words.verdicts(one), *notes(one))
+    )
     write_whole(folder / COMPARISON_CSV, words.as_csv(header, rows))
-    write_whole(folder / COMPARISON_MARKDOWN, words.as_markdown(header, rows, list(notes)))
+    write_whole(folder / COMPARISON_MARKDOWN, words.as_markdown(header, rows, list(said)))

@@ -19,6 +19,7 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Baseline, Summary
+from hydraspec.study.blocks import Block
 from hydraspec.study.texts import (
     drafts_words,
     engine_words,
@@ -68,6 +69,16 @@ def print_table(
     for i, line in enumerate(lines):
         table.add_row(*map(escape, line), style="bold green" if i in best else "")
     console.print(table)
+
+
+def print_block(console: Console, block: Block, *, num_left: int) -> None:
+    """Print a block's table, if it has one."""
+    if (table := block.table) is None:
+        return
+    header = [printable(cell) for cell in table.header]
+    lines = [[printable(cell) for cell in line.cells] for line in table.lines]
+    best = {i for i, line in enumerate(table.lines) if line.is_best}
+    print_table(console, block.title, header, lines, num_left=num_left, best=best)
 
 
 class ConsoleSink(Sink):

@@ -8,7 +8,7 @@ from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.summary import Interval, Length
-from hydraspec.study import ranked_blocks as rankings
+from hydraspec.study import ranked_blocks
 from hydraspec.study.blocks import Block, Line, Panel, Table
 from hydraspec.study.charts import Bar, Stack, horizontal_bars, stacked_bars
 from hydraspec.study.comparison.pairs import ALL
@@ -43,7 +43,7 @@ def jobs(group: Group) -> Block:
     ]
     note = "Means with 95 % intervals. "
     if group.ranking:
-        note += rankings.NOTE
+        note += ranked_blocks.NOTE
     drift = drift_words(group.ranking) if group.ranking else None
     return Block(
         title="Jobs",
@@ -56,7 +56,7 @@ def jobs(group: Group) -> Block:
 def speedups(group: Group) -> Block | None:
     """The speedup of each job over decoding without drafts, as bars with intervals."""
     found = [(one, one.speedups[ALL]) for one in _figures(group)]
-    labels = rankings.bar_labels(group.jobs)
+    labels = ranked_blocks.bar_labels(group.jobs)
     bars = [
         Bar(
             label=label,
@@ -106,7 +106,7 @@ def acceptance_by_position(group: Group) -> Block | None:
         title="Accepted drafts by position",
         note="Accepted at a position / verifications; positions of draft tokens from 1. A line for "
         "each job, in the colour of its drafter.",
-        chart=rankings.position_curves([(one.job, one.by_position) for one in found]),
+        chart=ranked_blocks.position_curves([(one.job, one.by_position) for one in found]),
         table=Table(header=["job", *labels], lines=lines),
         panels=(Panel(kind="bar", title="Acceptance rate by position", metrics=metrics),),
     )
@@ -166,7 +166,9 @@ def time_breakdown(group: Group) -> Block | None:
             parts=[(name, one.breakdown_ms.get(name, 0.0), colors[name]) for name in phases],
             text=f"{number(sum(one.breakdown_ms.values()))} ms",
         )
-        for one, label in zip(found, rankings.bar_labels([one.job for one in found]), strict=True)
+        for one, label in zip(
+            found, ranked_blocks.bar_labels([one.job for one in found]), strict=True
+        )
     ]
     lines = [
         Line(
@@ -199,7 +201,7 @@ def _figures(group: Group) -> list[JobFigures]:
 
 def _mark(one: JobFigures, group: Group) -> str:
     ranked = group.ranked(one.job)
-    return rankings.mark(ranked, group.ranking) if ranked and group.ranking else ""
+    return ranked_blocks.mark(ranked, group.ranking) if ranked and group.ranking else ""
 
 
 def _against(one: JobFigures, group: Group) -> str:
@@ -209,7 +211,7 @@ def _against(one: JobFigures, group: Group) -> str:
     versus = ranked.against("speedup")
     if ranked is group.ranking.reference:
         return "the best"
-    return rankings.estimate(versus.ratio) if versus else "-"
+    return ranked_blocks.estimate(versus.ratio) if versus else "-"
 
 
 def _estimate(found: Interval | Length | None, unit: str = "") -> str:

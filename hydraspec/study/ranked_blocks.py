@@ -1,14 +1,14 @@
-"""A ranking of jobs as the parts of pages and of the console: table, matrix, curves, sentences."""
+"""Blocks of a ranking of jobs: table, sentences, categories, slowest requests, charts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
+from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.charts import Bar, Chart, Series, curves, horizontal_bars
 from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.comparison.ranking import Ranked, Ranking
@@ -30,46 +30,75 @@ NOTE_OF_SPEEDS = (
     "there, not which job is faster."
 )
 NAMES = ("", "job", "settings", "runs")
+SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
+# Figures as bars: title and note.
+BARS = {
+    "speedup": (
+        "Speedup over method=none",
+        "Each against its own baseline; dashed: 1; green: the best, and what cannot be told from "
+        "it",
+    ),
+    "acceptance length": (
+        "Acceptance length",
+        "Tokens per verification; dashed: none accepted",
+    ),
+}
 THROUGHPUTS = ("tok/s", "tok/s per device")  # where jobs are ranked by them
 
 
-@dataclass(slots=True, kw_only=True)
-class Blocks:
-    """What templates/ranking.html shows of one ranking."""
-
-    title: str
-    header: Sequence[str]
-    lines: Sequence[tuple[Sequence[str], bool]]  # cells, and whether it is the best or equal to it
-    folders: Sequence[Path]  # of each line's first run
-    matrix_header: Sequence[str]
-    matrix: Sequence[Sequence[str]]
-    curves: Chart | None
-    speedups: Chart | None
-    lengths: Chart | None
-    sentences: Sequence[str]
-    brief: Sequence[str]  # of several jobs only what ranks them
-    notes: Sequence[str]
-    slowest: Sequence[Sequence[str]]  # of two jobs: requests that lost most against the reference
+def ranking_blocks(ranking: Ranking, title: str) -> list[Block]:
+    """The parts of one ranking; its table is titled by what its jobs share."""
+    made = [
+        ranked_jobs(ranking, title),
+        told(ranking),
+        by_category(ranking),
+        _slowest(ranking),
+        _bars(ranking, "speedup"),
+        _bars(ranking, "acceptance length"),
+        _curves(ranking),
+    ]
+    return [block for block in made if block]
 
 
-def blocks(ranking: Ranking, title: str) -> Blocks:
-    """The parts of one ranking, titled by what its jobs share."""
+def notes(ranking: Ranking) -> list[str]:
+    """What the marks mean, and what the machine did between the jobs."""
     drift = drift_words(ranking)
-    return Blocks(
-        title=title,
-        header=_header(ranking),
-        lines=[(cells(each, ranking), bool(mark(each, ranking))) for each in ranking.ranked],
-        folders=[each.job.runs[0].folder for each in ranking.ranked],
-        matrix_header=["job", *(scope or "all" for scope in ranking.scopes())],
-        matrix=[_matrix_row(each, ranking) for each in ranking.ranked],
-        curves=position_curves([(each.job, each.by_position) for each in ranking.ranked]),
-        speedups=_bars(ranking, "speedup"),
-        lengths=_bars(ranking, "acceptance length"),
-        sentences=list(verdicts(ranking)),
-        brief=list(verdicts(ranking, brief=len(ranking.ranked) > 2)),
-        notes=[NOTE if ranking.by == "speedup" else NOTE_OF_SPEEDS, *([drift] if drift else [])],
-        slowest=_slowest(ranking) if len(ranking.ranked) == 2 else [],
+    return [NOTE if ranking.by == "speedup" else NOTE_OF_SPEEDS, *([drift] if drift else [])]
+
+
+def ranked_jobs(ranking: Ranking, title: str) -> Block:
+    """The table of jobs, best first."""
+    lines = [
+        Line(
+            cells=cells(each, ranking),
+            link=each.job.runs[0].folder,
+            is_best=bool(mark(each, ranking)),
+        )
+        for each in ranking.ranked
+    ]
+    table = Table(header=_header(ranking), lines=lines, linked=NAMES.index("job"))
+    return Block(title=title, note=" ".join(notes(ranking)), table=table)
+
+
+def told(ranking: Ranking) -> Block:
+    """The comparison in sentences; of several jobs what ranks them, and all of it folded."""
+    return Block(
+        title="What is told",
+        note="Speedup, acceptance length and correct outputs over all requests, and categories "
+        "that differ",
+        sentences=list(verdicts(ranking, brief=len(ranking.ranked) > 2)),
+        all_sentences=list(verdicts(ranking)),
     )
+
+
+def by_category(ranking: Ranking) -> Block | None:
+    """A line per job and a column for each category; None where there is none."""
+    if len(ranking.scopes()) < 2:
+        return None
+    lines = [Line(cells=_by_scope(each, ranking)) for each in ranking.ranked]
+    header = ["job", *(scope or "all" for scope in ranking.scopes())]
+    table = Table(header=header, lines=lines)
+    return Block(title="By category", note="Speedup / acceptance length", table=table)
 
 
 def _header(ranking: Ranking) -> list[str]:
@@ -128,7 +157,7 @@ def estimate(found: PairedRatio, unit: str = "") -> str:
     return f"{text} ({range_words(found.ci95)})" if found.ci95 else text
 
 
-def _matrix_row(each: Ranked, ranking: Ranking) -> list[str]:
+def _by_scope(each: Ranked, ranking: Ranking) -> list[str]:
     """Speedup and acceptance length of each category."""
     row = [name_of(each.job)]
     for scope in ranking.scopes():
@@ -139,15 +168,32 @@ def _matrix_row(each: Ranked, ranking: Ranking) -> list[str]:
     return row
 
 
-def _slowest(ranking: Ranking) -> list[list[str]]:
-    return [
-        [
-            *(one.id, one.category or "-", number(one.speedup_ratio)),
-            *(number(one.acceptance_length), number(one.reference_acceptance_length)),
-        ]
+def _slowest(ranking: Ranking) -> Block | None:
+    """Of two jobs: the requests that lost most against the reference."""
+    lines = [
+        Line(
+            cells=[
+                *(one.id, one.category or "-", number(one.speedup_ratio)),
+                *(number(one.acceptance_length), number(one.reference_acceptance_length)),
+            ]
+        )
         for each in ranking.others
         for one in each.slowest
     ]
+    if len(ranking.ranked) != 2 or not lines:
+        return None
+    return Block(
+        title="Requests that lost most against the reference",
+        note="Ratio of the two speedups of a request, which single requests make noisy; acceptance "
+        "length of both",
+        table=Table(header=SLOWEST, lines=lines),
+    )
+
+
+def _curves(ranking: Ranking) -> Block | None:
+    drawn = position_curves([(each.job, each.by_position) for each in ranking.ranked])
+    note = "Accepted at a position / verifications"
+    return Block(title="Accepted drafts by position", note=note, chart=drawn) if drawn else None
 
 
 def position_curves(found: Sequence[tuple[Job, Sequence[float | None]]]) -> Chart | None:
@@ -185,11 +231,11 @@ def bar_labels(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def _bars(ranking: Ranking, what: str) -> Chart | None:
+def _bars(ranking: Ranking, what: Literal["speedup", "acceptance length"]) -> Block | None:
     bars = []
     names = bar_labels([each.job for each in ranking.ranked])
+    is_speedup = what == "speedup"
     for each, name in zip(ranking.ranked, names, strict=True):
-        is_speedup = what == "speedup"
         found = (each.speedups if is_speedup else each.lengths)[ALL]
         if found.ratio is None:
             continue
@@ -204,4 +250,8 @@ def _bars(ranking: Ranking, what: str) -> Chart | None:
                 ci95=found.ci95,
             )
         )
-    return horizontal_bars(bars, description=f"{what} of each job", mark=1.0) if bars else None
+    if not bars:
+        return None
+    title, note = BARS[what]
+    chart = horizontal_bars(bars, description=f"{what} of each job", mark=1.0)
+    return Block(title=title, note=note, chart=chart)

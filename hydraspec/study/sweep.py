@@ -28,12 +28,12 @@ from hydraspec.metrics.run_files import (
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
 from hydraspec.study import html
-from hydraspec.study.compare import show_blocks, write_tables
+from hydraspec.study.compare import show_ranking, write_tables
 from hydraspec.study.comparison import words
 from hydraspec.study.comparison.ranking import Ranking, rank
 from hydraspec.study.comparison.runs import Job, check_alike, read_run
 from hydraspec.study.console import print_table, table_console
-from hydraspec.study.ranked_blocks import BEST, EQUAL, blocks
+from hydraspec.study.ranked_blocks import BEST, EQUAL, ranking_blocks
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.texts import number, percent, plus_minus
 
@@ -294,7 +294,7 @@ def _print(comparison: Comparison, console: Console) -> None:
     header = _header(comparison, arrivals=arrivals)
     print_table(console, "Comparison", header, lines, best=best)
     for title, ranking in comparison.rankings:
-        show_blocks(console, blocks(ranking, _ranking_title(title)))
+        show_ranking(console, ranking, _ranking_title(title))
     for note in _notes(comparison):
         console.print(printable(note), markup=False, soft_wrap=True)
 
@@ -338,7 +338,9 @@ def _as_page(comparison: Comparison, folder: Path) -> str:
         lines=[(row, _cells(row, comparison.columns, arrivals=arrivals)[1:]) for row in rows],
         notes=_notes(comparison),
         report=REPORT,
-        rankings=[blocks(made, _ranking_title(title)) for title, made in comparison.rankings],
+        rankings=[
+            ranking_blocks(made, _ranking_title(title)) for title, made in comparison.rankings
+        ],
         href=partial(html.link_to_page, folder=folder),
     )
 
