@@ -16,7 +16,7 @@ from rich.console import Console
 from hydraspec.metrics.summary import StartFigures, TeacherForced
 from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.console import print_table
-from hydraspec.study.figures import JobFigures, figures_of
+from hydraspec.study.figures import JobFigures
 from hydraspec.study.groups import Group
 from hydraspec.study.texts import ci_words, number, percent
 
@@ -178,7 +178,7 @@ def _ceilings(forced: TeacherForced) -> list[float]:
 
 
 def _jobs(group: Group) -> list[JobFigures]:
-    return [one for job in group.jobs if not (one := figures_of(job, group)).is_plain]
+    return [one for one in group.figures if not one.is_plain]
 
 
 def _forced(group: Group) -> list[tuple[JobFigures, TeacherForced]]:

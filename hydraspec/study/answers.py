@@ -11,7 +11,7 @@ from hydraspec.metrics.summary import Summary
 from hydraspec.study.blocks import Kind, Verdict
 from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.families import fastest_figures
-from hydraspec.study.figures import JobFigures, figures_of
+from hydraspec.study.figures import JobFigures
 from hydraspec.study.groups import Group, Runs
 from hydraspec.study.texts import ci_words, load_words
 
@@ -64,7 +64,7 @@ def facts(runs: Runs) -> str:
 
 def verdict(group: Group) -> Verdict:
     """Which job is the best, or that none is worth it, or that it cannot be told."""
-    found = [figures_of(job, group) for job in group.jobs]
+    found = group.figures
     about = group.title
     drafting = [one for one in found if not one.is_plain]
     if not drafting:
@@ -96,7 +96,7 @@ def answers(runs: Runs) -> dict[str, object]:
     for group in runs.groups:
         sound = [
             one
-            for one in (figures_of(job, group) for job in group.jobs)
+            for one in group.figures
             if not one.is_plain and one.lossless["verdict"] != "diverged" and one.speedups[ALL]
         ]
         if sound:
@@ -128,9 +128,7 @@ def _rivals(best: JobFigures, group: Group, found: Sequence[JobFigures]) -> str:
     if group.ranking is None or group.ranking.ranked[0].job is not best.job:
         return ""
     equal = [
-        one
-        for one in found
-        if one.job is not best.job and not one.is_plain and _is_equal(one, group)
+        one for one in found if one.job is not best.job and not one.is_plain and _is_equal(one)
     ]
     others = [one for one in found if one.job is not best.job and not one.is_plain]
     if not equal:
@@ -138,8 +136,8 @@ def _rivals(best: JobFigures, group: Group, found: Sequence[JobFigures]) -> str:
     return f" Cannot be told from it: {_names(equal)}."
 
 
-def _is_equal(one: JobFigures, group: Group) -> bool:
-    ranked = group.ranked(one.job)
+def _is_equal(one: JobFigures) -> bool:
+    ranked = one.ranked
     return ranked is not None and ranked.rank is not None and not ranked.told_from_best
 
 
@@ -185,8 +183,8 @@ def job_table(runs: Runs) -> PlainTable:
     """A line per job, in the order of the report."""
     rows = []
     for group in runs.groups:
-        for job in group.jobs:
-            of, ranked = figures_of(job, group), group.ranked(job)
+        for of in group.figures:
+            job, ranked = of.job, of.ranked
             speed, length = of.speedups[ALL], of.lengths[ALL]
             low, high = (speed and speed["ci95"]) or (None, None)
             rows.append(

@@ -16,8 +16,8 @@ from statistics import fmean
 from hydraspec.study.blocks import Block, Line, Panel, Table, Verdict
 from hydraspec.study.charts import Points, scatter
 from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.runs import Job
-from hydraspec.study.figures import JobFigures, Speeds, figures_of, own_baseline
+from hydraspec.study.comparison.runs import Job, by_key
+from hydraspec.study.figures import JobFigures, Speeds, own_baseline
 from hydraspec.study.groups import Family, Group
 from hydraspec.study.ranked_blocks import COLORS
 from hydraspec.study.texts import number
@@ -60,12 +60,10 @@ def setups(family: Family) -> Block | None:
 
 def fastest_by_load(family: Family) -> list[list[Fastest]]:
     """For each load on several setups the fastest job of each setup, fastest first."""
-    loads: dict[str, list[Fastest]] = {}
-    for group in family.groups:
-        if group.setup and (found := _fastest(group)) is not None:
-            loads.setdefault(group.load, []).append(found)
-    several = [found for found in loads.values() if len(found) > 1]
-    return [sorted(found, key=lambda one: -one.speed) for found in several]
+    found = [one for group in family.groups if group.setup and (one := _fastest(group))]
+    loads = by_key(found, [one.group.load for one in found])
+    several = [members for members in loads.values() if len(members) > 1]
+    return [sorted(members, key=lambda one: -one.speed) for members in several]
 
 
 def setup_verdicts(family: Family) -> Iterator[Verdict]:
@@ -104,7 +102,7 @@ def _rates(one: Fastest) -> str:
 def _fastest(group: Group) -> Fastest | None:
     found = [
         Fastest(group=group, of=of, speed=of.speeds.tokens_per_second)
-        for of in (figures_of(job, group) for job in group.jobs)
+        for of in group.figures
         if of.speeds.tokens_per_second and of.lossless["verdict"] != "diverged"
     ]
     return max(found, key=lambda one: one.speed, default=None)
@@ -156,9 +154,7 @@ def pareto(family: Family) -> Block | None:
     methods = list(dict.fromkeys(point.method for point in points if point.method != BASELINE))
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
     colors[BASELINE] = "var(--baseline)"
-    lines: dict[str, list[Point]] = {}
-    for point in points:
-        lines.setdefault(point.settings, []).append(point)
+    lines = by_key(points, [point.settings for point in points])
     front = front_of(points)
     corrected = all(_own_baselines(group) for group in family.groups)
     chart = scatter(
@@ -200,8 +196,8 @@ def _points(family: Family) -> list[Point]:
         own = _own_baselines(group)
         common = _mean(list(own.values()))
         labels = _labels(group.jobs)
-        for job, label in zip(group.jobs, labels, strict=True):
-            of = figures_of(job, group)
+        for of, label in zip(group.figures, labels, strict=True):
+            job = of.job
             speeds = _scaled(of.speeds, own[job.name], common) if own else of.speeds
             name, settings = _at(group, of.name), _at(group, job.label)
             short = f"{group.setup} {label}".strip()

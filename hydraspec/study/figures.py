@@ -10,10 +10,9 @@ from statistics import fmean
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.summary import Baseline, Interval, Length, Lossless, Summary
 from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.ranking import acceptance_by_position
+from hydraspec.study.comparison.ranking import Ranked, acceptance_by_position
 from hydraspec.study.comparison.runs import Job
 from hydraspec.study.comparison.words import name_of
-from hydraspec.study.groups import Group
 
 WORST_FIRST = ("diverged", "not_checked", "numerical", "identical")
 
@@ -31,12 +30,14 @@ class JobFigures:
     """Figures of one job; speedups and lengths by category have ALL for all requests.
 
     Attributes:
+        ranked: its place in the ranking of its group, if there is one.
         name: "eagle3, K=5 (job 3)": its label and folder.
         breakdown_ms: mean milliseconds per step by phase, of the first run.
         folder: of its first run.
     """
 
     job: Job
+    ranked: Ranked | None
     name: str
     is_plain: bool  # method=none
     speedups: Mapping[str, Interval | None]
@@ -48,15 +49,20 @@ class JobFigures:
     folder: Path
 
     @property
+    def mark(self) -> str:
+        """The mark of the best job, of one that cannot be told from it, or nothing."""
+        return self.ranked.mark if self.ranked else ""
+
+    @property
     def summary(self) -> Summary:
         """That of its first run."""
         return self.job.summary
 
 
-def figures_of(job: Job, group: Group) -> JobFigures:
+def figures_of(job: Job, ranked: Ranked | None) -> JobFigures:
     """A job's figures: those of the ranking, which pools its runs, or of its own run."""
     summaries = [run.summary for run in job.runs]
-    first, ranked = summaries[0], group.ranked(job)
+    first = summaries[0]
     speedups: dict[str, Interval | None]
     lengths: dict[str, Interval | Length | None]
     if ranked:
@@ -70,6 +76,7 @@ def figures_of(job: Job, group: Group) -> JobFigures:
         lengths[ALL] = {"mean": pooled["mean"], "ci95": pooled["ci95"]}
     return JobFigures(
         job=job,
+        ranked=ranked,
         name=name_of(job),
         is_plain=first["method"] == "none",
         speedups=speedups,

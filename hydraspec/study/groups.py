@@ -6,7 +6,7 @@ Reads nothing: comparison.runs reads the folders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import get_type_hints
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary
-from hydraspec.study.comparison.ranking import Ranked, Ranking, rank
+from hydraspec.study.comparison.ranking import Ranking, rank
 from hydraspec.study.comparison.runs import (
     Job,
     Run,
+    by_key,
     check_alike,
     has_finished,
     pool,
@@ -27,6 +28,7 @@ from hydraspec.study.comparison.runs import (
     short_names,
 )
 from hydraspec.study.comparison.setups import baseline_keys, setup_titles
+from hydraspec.study.figures import JobFigures, figures_of
 
 READ = (  # keys of summary.json
     *("status", "target", "method", "num_speculative_tokens", "engine", "dtype", "device"),
@@ -64,10 +66,12 @@ class Group:
         """The settings that tell it from other groups; empty where it is the only one."""
         return ", ".join(part for part in (self.family, self.load, self.setup) if part)
 
-    def ranked(self, job: Job) -> Ranked | None:
-        """The job's place in the ranking."""
-        members = self.ranking.ranked if self.ranking else []
-        return next((each for each in members if each.job is job), None)
+    @property
+    def figures(self) -> list[JobFigures]:
+        """The figures of its jobs, in their order."""
+        if self.ranking:
+            return [figures_of(each.job, each) for each in self.ranking.ranked]
+        return [figures_of(job, None) for job in self.jobs]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,9 +125,7 @@ def read(folders: Sequence[Path]) -> Runs:
             remedy="see their summary.json and requests.jsonl",
         )
     _check_related(runs)
-    families: dict[str, list[Run]] = {}
-    for run in runs:
-        families.setdefault(str(_conditions(run, load=False)), []).append(run)
+    families = by_key(runs, [str(_conditions(run, load=False)) for run in runs])
     titles = _titles([members[0] for members in families.values()], load=False)
     made = [
         Family(title=title, groups=_groups(members, title))
@@ -153,25 +155,20 @@ def _check_summary(run: Run) -> None:
 def _groups(runs: Sequence[Run], family: str) -> list[Group]:
     loads = [str(_conditions(run, load=True)) for run in runs]
     setups = baseline_keys(runs, load=False)
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run, load, setup in zip(runs, loads, setups, strict=True):
-        groups.setdefault((load, setup), []).append(run)
-    of_load = _by_key(runs, loads, partial(_titles, load=True))
-    of_setup = _by_key(runs, setups, setup_titles)
+    groups = by_key(runs, zip(loads, setups, strict=True))
+    of_load = _title_of(by_key(runs, loads), partial(_titles, load=True))
+    of_setup = _title_of(by_key(runs, setups), setup_titles)
     return [
         _group(members, family, of_load[load], of_setup[setup])
         for (load, setup), members in groups.items()
     ]
 
 
-def _by_key(
-    runs: Sequence[Run], keys: Sequence[str], titles: Callable[[Sequence[Run]], list[str]]
+def _title_of(
+    groups: Mapping[str, Sequence[Run]], titles: Callable[[Sequence[Run]], list[str]]
 ) -> dict[str, str]:
-    """A title for each key, of the first run that has it."""
-    firsts: dict[str, Run] = {}
-    for key, run in zip(keys, runs, strict=True):
-        firsts.setdefault(key, run)
-    return dict(zip(firsts, titles(list(firsts.values())), strict=True))
+    """A title for each key, from the first run that has it."""
+    return dict(zip(groups, titles([runs[0] for runs in groups.values()]), strict=True))
 
 
 def _group(runs: Sequence[Run], family: str, load: str, setup: str) -> Group:

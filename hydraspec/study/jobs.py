@@ -13,7 +13,7 @@ from hydraspec.study.blocks import Block, Line, Panel, Table
 from hydraspec.study.charts import Bar, Stack, horizontal_bars, stacked_bars
 from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.comparison.words import drift_words, verdicts
-from hydraspec.study.figures import JobFigures, figures_of
+from hydraspec.study.figures import JobFigures
 from hydraspec.study.groups import Group
 from hydraspec.study.texts import ci_words, number
 
@@ -24,11 +24,11 @@ MAX_BARS = 24
 
 def jobs(group: Group) -> Block:
     """All jobs with their main figures, each linked to its page."""
-    found = _figures(group)
+    found = group.figures
     lines = [
         Line(
             cells=[
-                f"{_mark(one, group)} {one.name}".strip(),
+                f"{one.mark} {one.name}".strip(),
                 *(_estimate(one.speedups[ALL], "x"), _against(one, group)),
                 _estimate(one.lengths[ALL]),
                 number(one.speeds.tokens_per_second_per_user, 0),
@@ -37,7 +37,7 @@ def jobs(group: Group) -> Block:
                 _exact_match(one),
             ],
             link=one.folder,
-            is_best=bool(_mark(one, group)),
+            is_best=bool(one.mark),
         )
         for one in found
     ]
@@ -55,14 +55,14 @@ def jobs(group: Group) -> Block:
 
 def speedups(group: Group) -> Block | None:
     """The speedup of each job over decoding without drafts, as bars with intervals."""
-    found = [(one, one.speedups[ALL]) for one in _figures(group)]
+    found = [(one, one.speedups[ALL]) for one in group.figures]
     labels = ranked_blocks.bar_labels(group.jobs)
     bars = [
         Bar(
             label=label,
             value=speed["mean"],
             text=f"{number(speed['mean'])}x",
-            color="var(--good)" if _mark(one, group) else "var(--method)",
+            color="var(--good)" if one.mark else "var(--method)",
             ci95=speed["ci95"],
         )
         for (one, speed), label in list(zip(found, labels, strict=True))[:MAX_BARS]
@@ -93,7 +93,7 @@ def told(group: Group) -> Block | None:
 
 def acceptance_by_position(group: Group) -> Block | None:
     """A curve per job, and a table."""
-    found = [one for one in _figures(group) if one.by_position]
+    found = [one for one in group.figures if one.by_position]
     width = max((len(one.by_position) for one in found), default=0)
     if not width:
         return None
@@ -114,7 +114,7 @@ def acceptance_by_position(group: Group) -> Block | None:
 
 def acceptance_by_category(group: Group) -> Block | None:
     """Speedup and acceptance length of each category, job by job."""
-    found = _figures(group)
+    found = group.figures
     scopes = list(dict.fromkeys(scope for one in found for scope in one.lengths if scope != ALL))
     if not scopes:
         return None
@@ -132,7 +132,7 @@ def acceptance_by_category(group: Group) -> Block | None:
 
 def lossless(group: Group) -> Block:
     """Whether outputs are the target's own: a sentence where it is the same of all jobs."""
-    found = _figures(group)
+    found = group.figures
     drafting = [verdict_words(one.lossless) for one in found if not one.is_plain]
     note = "Outputs of greedy requests against those of the same run without drafts."
     if len(drafting) > 1 and len(set(drafting)) == 1:
@@ -155,7 +155,7 @@ def lossless(group: Group) -> Block:
 
 def time_breakdown(group: Group) -> Block | None:
     """Mean milliseconds per step by phase."""
-    found = [one for one in _figures(group) if one.breakdown_ms][:MAX_BARS]
+    found = [one for one in group.figures if one.breakdown_ms][:MAX_BARS]
     phases = list(dict.fromkeys(name for one in found for name in one.breakdown_ms))
     if not phases:
         return None
@@ -195,17 +195,8 @@ def _measured_over(found: Sequence[JobFigures]) -> str:
     return f"Means over {'; or '.join(str(source) for source in sources if source)}."
 
 
-def _figures(group: Group) -> list[JobFigures]:
-    return [figures_of(job, group) for job in group.jobs]
-
-
-def _mark(one: JobFigures, group: Group) -> str:
-    ranked = group.ranked(one.job)
-    return ranked_blocks.mark(ranked, group.ranking) if ranked and group.ranking else ""
-
-
 def _against(one: JobFigures, group: Group) -> str:
-    ranked = group.ranked(one.job)
+    ranked = one.ranked
     if ranked is None or group.ranking is None:
         return "-"
     versus = ranked.against("speedup")

@@ -11,13 +11,12 @@ from hydraspec.metrics.statistics import range_words
 from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.charts import Bar, Chart, Series, curves, horizontal_bars
 from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.ranking import Ranked, Ranking
+from hydraspec.study.comparison.ranking import BEST, EQUAL, Ranked, Ranking
 from hydraspec.study.comparison.runs import Job
 from hydraspec.study.comparison.words import drift_words, name_of, verdicts
 from hydraspec.study.texts import number
 
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
-BEST, EQUAL = "*", "="
 _TOLD = (
     f"{EQUAL}: cannot be told from it (paired bootstrap over requests, Holm's correction over "
     "pairs of jobs, 5 %; the intervals are of single comparisons)."
@@ -72,7 +71,7 @@ def ranked_jobs(ranking: Ranking, title: str) -> Block:
         Line(
             cells=cells(each, ranking),
             link=each.job.runs[0].folder,
-            is_best=bool(mark(each, ranking)),
+            is_best=bool(each.mark),
         )
         for each in ranking.ranked
     ]
@@ -119,13 +118,6 @@ def _correct(ranking: Ranking) -> str:
     return accuracy_name(each.job.summary["accuracy"] for each in ranking.ranked)
 
 
-def mark(each: Ranked, ranking: Ranking) -> str:
-    """BEST, EQUAL or nothing."""
-    if each.rank is None or len(ranking.ranked) < 2:
-        return ""
-    return BEST if each.rank == 1 else "" if each.told_from_best else EQUAL
-
-
 def cells(each: Ranked, ranking: Ranking) -> list[str]:
     """A job's line in the table of jobs."""
     versus, speedup = each.against(ranking.by), estimate(each.speedups[ALL], "x")
@@ -133,7 +125,7 @@ def cells(each: Ranked, ranking: Ranking) -> list[str]:
     if each is ranking.reference:
         against = "reference"
     return [
-        *(mark(each, ranking), each.job.name, each.job.label, str(len(each.job.runs))),
+        *(each.mark, each.job.name, each.job.label, str(len(each.job.runs))),
         *_in_order(ranking, _throughputs(each), speedup, against),
         estimate(each.lengths[ALL]),
         number(each.accuracy, 3),
@@ -239,7 +231,7 @@ def _bars(ranking: Ranking, what: Literal["speedup", "acceptance length"]) -> Bl
         found = (each.speedups if is_speedup else each.lengths)[ALL]
         if found.ratio is None:
             continue
-        marked = is_speedup and ranking.by == "speedup" and bool(mark(each, ranking))
+        marked = is_speedup and ranking.by == "speedup" and bool(each.mark)
         plain = "var(--method)" if is_speedup else "var(--second)"
         bars.append(
             Bar(

@@ -30,10 +30,10 @@ from hydraspec.metrics.summary import Summary
 from hydraspec.study import html
 from hydraspec.study.compare import show_ranking, write_tables
 from hydraspec.study.comparison import words
-from hydraspec.study.comparison.ranking import Ranking, rank
-from hydraspec.study.comparison.runs import Job, check_alike, read_run
+from hydraspec.study.comparison.ranking import BEST, EQUAL, Ranked, Ranking, rank
+from hydraspec.study.comparison.runs import Job, by_key, check_alike, read_run
 from hydraspec.study.console import print_table, table_console
-from hydraspec.study.ranked_blocks import BEST, EQUAL, ranking_blocks
+from hydraspec.study.ranked_blocks import ranking_blocks
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.texts import number, percent, plus_minus
 
@@ -74,24 +74,25 @@ class Row:
     """One job that ran.
 
     Attributes:
-        rank: by paired speedup among jobs that differ in the method only, from 1; runs that differ
-            in seed share one. None where there is nothing to rank.
-        told_from_best: whether its speedup differs from the best one's beyond noise.
+        ranked: by paired speedup among jobs that differ in the method only; runs that differ in
+            seed share one. None where there is nothing to rank.
     """
 
     job: str  # its folder's name
     folder: Path
     summary: Summary
     settings: dict[str, object]  # the settings of ALWAYS, and those typed for this job
-    rank: int | None = None
-    told_from_best: bool = False
+    ranked: Ranked | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """Its rank, from 1."""
+        return self.ranked.rank if self.ranked else None
 
     @property
     def mark(self) -> str:
         """BEST, EQUAL or nothing."""
-        if self.rank is None:
-            return ""
-        return BEST if self.rank == 1 else "" if self.told_from_best else EQUAL
+        return self.ranked.mark if self.ranked else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,13 +175,10 @@ def _ranked(
     rows: Sequence[Row], columns: Sequence[str]
 ) -> tuple[list[tuple[str, Ranking]], list[str]]:
     """A ranking for each combination of settings that are neither the method's nor the seed, and
-    why others could not be ranked. Sets rank and told_from_best of the rows."""
+    why others could not be ranked. Sets `ranked` of the rows."""
     others = [c for c in columns if c not in (*ALWAYS, "seed") and not c.startswith("method.")]
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.summary["status"] == "ok":
-            title = ", ".join(_label(column, row.settings.get(column)) for column in others)
-            groups.setdefault(title, []).append(row)
+    finished = [row for row in rows if row.summary["status"] == "ok"]
+    groups = by_key(finished, [_labels(row, others) for row in finished])
     rankings, unranked = [], []
     for title, group in groups.items():
         try:
@@ -201,10 +199,7 @@ def _rank(group: Sequence[Row], columns: Sequence[str]) -> Ranking | None:
         ConfigurationError: they cannot be compared.
     """
     settings = [column for column in columns if column != "seed"]
-    pools: dict[str, list[Row]] = {}
-    for row in group:
-        label = ", ".join(_label(column, row.settings.get(column)) for column in settings)
-        pools.setdefault(label, []).append(row)
+    pools = by_key(group, [_labels(row, settings) for row in group])
     if len(pools) < 2:
         return None
     jobs = {"+".join(row.job for row in pooled): (label, pooled) for label, pooled in pools.items()}
@@ -216,7 +211,7 @@ def _rank(group: Sequence[Row], columns: Sequence[str]) -> Ranking | None:
     ranking = rank(made)
     for each in ranking.ranked:
         for row in jobs[each.job.name][1]:
-            row.rank, row.told_from_best = each.rank, each.told_from_best
+            row.ranked = each
     return ranking
 
 
@@ -322,7 +317,7 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
         "status": row.summary["status"],
         "is_best": row.rank == 1,
         "rank": row.rank,
-        "told_from_best": row.told_from_best,
+        "told_from_best": row.ranked is not None and row.ranked.told_from_best,
         **{column: row.settings.get(column) for column in columns},
         **{name: figures.get(name) for name in MEASURES},
     }
@@ -359,6 +354,10 @@ def _common(comparison: Comparison) -> str:
 def _varying(rows: Sequence[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in (*ALWAYS, *row.settings))
     return [name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1]
+
+
+def _labels(row: Row, columns: Sequence[str]) -> str:
+    return ", ".join(_label(column, row.settings.get(column)) for column in columns)
 
 
 def _label(column: str, value: object) -> str:
