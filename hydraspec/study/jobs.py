@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.lossless import verdict_words
-from hydraspec.metrics.summary import Interval, Length
 from hydraspec.study import ranked_blocks
 from hydraspec.study.blocks import Block, Line, Panel, Table
 from hydraspec.study.charts import Bar, Stack, horizontal_bars, stacked_bars
@@ -15,7 +15,7 @@ from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.comparison.words import drift_words, verdicts
 from hydraspec.study.figures import JobFigures
 from hydraspec.study.groups import Group
-from hydraspec.study.texts import ci_words, number
+from hydraspec.study.texts import estimate, number
 
 HEADER = ("job", "speedup", "against the best", "acceptance length")
 SPEEDS = ("tokens/s of one user", "tokens/s of all", "lossless")
@@ -29,8 +29,8 @@ def jobs(group: Group) -> Block:
         Line(
             cells=[
                 f"{one.mark} {one.name}".strip(),
-                *(_estimate(one.speedups[ALL], "x"), _against(one, group)),
-                _estimate(one.lengths[ALL]),
+                *(estimate(one.speedups[ALL], "x"), _against(one, group)),
+                estimate(one.lengths[ALL]),
                 number(one.speeds.tokens_per_second_per_user, 0),
                 number(one.speeds.tokens_per_second, 0),
                 one.lossless["verdict"].replace("_", " "),
@@ -202,22 +202,14 @@ def _against(one: JobFigures, group: Group) -> str:
     versus = ranked.against("speedup")
     if ranked is group.ranking.reference:
         return "the best"
-    return ranked_blocks.estimate(versus.ratio) if versus else "-"
-
-
-def _estimate(found: Interval | Length | None, unit: str = "") -> str:
-    """ "1.97x (1.75 to 2.20)", or a dash."""
-    if found is None or found["mean"] is None:
-        return "-"
-    text = f"{found['mean']:.2f}{unit}"
-    return text + ci_words(found["ci95"])
+    return estimate(as_interval(versus.ratio)) if versus else "-"
 
 
 def _both(one: JobFigures, scope: str) -> str:
     """Speedup and acceptance length of a category."""
     speed, length = one.speedups.get(scope), one.lengths.get(scope)
     parts = [f"{speed['mean']:.2f}x"] if speed else []
-    parts += [_estimate(length)] if length and length["mean"] is not None else []
+    parts += [estimate(length)] if length and length["mean"] is not None else []
     return ", ".join(parts) or "-"
 
 

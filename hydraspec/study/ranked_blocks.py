@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hydraspec.metrics.accuracy import accuracy_name
-from hydraspec.metrics.paired import PairedRatio
-from hydraspec.metrics.statistics import range_words
+from hydraspec.metrics.assessment import as_interval
 from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.charts import Bar, Chart, Series, curves, horizontal_bars
 from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.comparison.ranking import BEST, EQUAL, Ranked, Ranking
 from hydraspec.study.comparison.runs import Job
 from hydraspec.study.comparison.words import drift_words, name_of, verdicts
-from hydraspec.study.texts import number
+from hydraspec.study.texts import estimate, number
 
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 _TOLD = (
@@ -120,14 +119,14 @@ def _correct(ranking: Ranking) -> str:
 
 def cells(each: Ranked, ranking: Ranking) -> list[str]:
     """A job's line in the table of jobs."""
-    versus, speedup = each.against(ranking.by), estimate(each.speedups[ALL], "x")
-    against = estimate(versus.ratio) if versus else "-"
+    versus, speedup = each.against(ranking.by), estimate(as_interval(each.speedups[ALL]), "x")
+    against = estimate(as_interval(versus.ratio)) if versus else "-"
     if each is ranking.reference:
         against = "reference"
     return [
         *(each.mark, each.job.name, each.job.label, str(len(each.job.runs))),
         *_in_order(ranking, _throughputs(each), speedup, against),
-        estimate(each.lengths[ALL]),
+        estimate(as_interval(each.lengths[ALL])),
         number(each.accuracy, 3),
         number(each.baseline_tokens_per_second, 0),
     ]
@@ -139,14 +138,6 @@ def _throughputs(each: Ranked) -> list[str]:
         return []
     total = each.throughputs[ALL].ratio
     return [number(total, 0), number(None if total is None else total / each.job.num_devices, 0)]
-
-
-def estimate(found: PairedRatio, unit: str = "") -> str:
-    """ "1.97x (1.75 to 2.20)", or a dash."""
-    if found.ratio is None:
-        return "-"
-    text = f"{found.ratio:.2f}{unit}"
-    return f"{text} ({range_words(found.ci95)})" if found.ci95 else text
 
 
 def _by_scope(each: Ranked, ranking: Ranking) -> list[str]:

@@ -38,6 +38,13 @@ def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = 
     return text + ci_words(estimate["ci95"])
 
 
+def estimate(found: Interval | Length | None, unit: str = "") -> str:
+    """ "1.97x (1.75 to 2.20)", or a dash."""
+    if found is None or found["mean"] is None:
+        return "-"
+    return f"{found['mean']:.2f}{unit}{ci_words(found['ci95'])}"
+
+
 def ci_words(ci95: Sequence[float] | None) -> str:
     """ " (2.58 to 2.75)", or nothing where there is no interval."""
     return f" ({range_words(ci95)})" if ci95 else ""
