@@ -4,15 +4,20 @@ they share.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from hydraspec.metrics.run_files import ENVIRONMENT, OVERRIDES
+from hydraspec.metrics.run_files import OVERRIDES
 from hydraspec.study.blocks import Block, Line, Table
-from hydraspec.study.comparison.runs import Run, differing_settings, dotted, short_names
+from hydraspec.study.comparison.runs import (
+    Run,
+    differing_settings,
+    dotted,
+    read_environment,
+    short_names,
+)
 from hydraspec.study.comparison.words import name_of
 from hydraspec.study.groups import Runs
 
@@ -91,11 +96,7 @@ def _all_runs(runs: Runs) -> list[tuple[str, Run]]:
 
 
 def _environment(folder: Path) -> Mapping[str, object]:
-    try:
-        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    known = dotted(found) if isinstance(found, dict) else {}
+    known = dotted(read_environment(folder))
     return {key: value for key, value in known.items() if value not in (None, [], {})}
 
 
