@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def run(
     overrides: Sequence[str] = (), *, config_dir: str | None = None, quiet: bool = False
 ) -> dict[str, Any]:
-    """One run, as `python -m hydraspec` with these overrides; its folder goes under outputs/.
+    """Run once, as `python -m hydraspec` with these overrides; its folder goes under outputs/.
 
     A run whose outputs are not the target's raises nothing: look at
     `result["lossless"]["verdict"]`, which is then "diverged" (the command exits with 4).

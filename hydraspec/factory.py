@@ -54,7 +54,7 @@ def follow(config: RunConfig) -> dict[str, Any]:
 
 
 def follow_first_rank(config: RunConfig) -> None:
-    """What ranks other than the first do: the calls of its engine, until it closes it."""
+    """Make the calls that the first rank announces for its engine, until it closes it."""
     _attribute(OF_OTHER_RANKS)(config)
 
 

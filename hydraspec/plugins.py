@@ -1,4 +1,4 @@
-"""What other installed packages add: entry points in the groups below.
+"""Additions of other installed packages: entry points in the groups below.
 
 A package declares them in its pyproject.toml, for example
 

@@ -59,7 +59,8 @@ def _folder(checkpoint: str) -> Path | None:
 
 
 def _plainly_fits(config: RunConfig, target: Path, assistant: Path | None) -> bool:
-    """Whether a split needs no closer look, by the sizes of the target and of its assistant."""
+    """Returns whether a split needs no closer look, by the sizes of the target and of its
+    assistant."""
     sizes, tensor = _sizes(target), config.parallelism.tensor
     if not _divides(sizes, tensor):
         return False
@@ -69,8 +70,8 @@ def _plainly_fits(config: RunConfig, target: Path, assistant: Path | None) -> bo
 
 
 def _fills_stages(axes: ParallelismConfig, sizes: Mapping[str, Any], *, reads_kv: bool) -> bool:
-    """Whether stages plainly hold all layers. Layers that share KV, or whose KV a drafter reads
-    (`reads_kv`), stay together: they are taken for the later half of those that write any."""
+    """Returns whether stages plainly hold all layers. Layers that share KV, or whose KV a drafter
+    reads (`reads_kv`), stay together: they are taken for the later half of those that write any."""
     split = axes.pipeline_layers
     if axes.pipeline == 1 and split is None:
         return True
@@ -95,8 +96,8 @@ def _sizes(folder: Path) -> Mapping[str, Any]:
 
 
 def _divides(sizes: Mapping[str, Any], ranks: int) -> bool:
-    """Whether ranks can divide every size that some family's ranks do. An absent key is in doubt:
-    families have defaults."""
+    """Returns whether ranks can divide every size that some family's ranks do. An absent key is in
+    doubt: families have defaults."""
     if ranks == 1:
         return True
     whole = [sizes.get(key) for key in DIVIDED]

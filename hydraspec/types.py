@@ -1,5 +1,6 @@
 """The records that flow through a step; from the kernels those that attention and verification
-share with the engine, from errors.py what a user can do wrong. Imports no other room.
+share with the engine, from errors.py what a user can do wrong, from prompts.py a prompt's form.
+Imports no other room.
 
 Shape legend, the same letters everywhere:
 
@@ -32,6 +33,8 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
+from hydraspec.prompts import Prompt as Prompt
+from hydraspec.prompts import Span as Span
 
 # --------------------------------------------------------------------------- requests
 
@@ -53,7 +56,7 @@ class SamplingParams:
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
+    """A workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
 
     `Engine.tokenize` fills prompt_token_ids. `index` is the place in the workload, counted from 0.
 
@@ -67,6 +70,7 @@ class Request:
     prompt: str | None = None
     messages: Sequence[Mapping[str, str]] | None = None
     prompt_token_ids: list[int] | None = None
+    spans: tuple[Span, ...] = ()  # of prompt_token_ids
     category: str | None = None
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl
@@ -75,6 +79,12 @@ class Request:
     turn: int = 1  # its number in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
+
+    @property
+    def tokens(self) -> Prompt:
+        """The prompt of a tokenised request."""
+        assert self.prompt_token_ids is not None, "call tokenize() first"
+        return Prompt(self.prompt_token_ids, self.spans)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,11 +103,17 @@ class Completion:
     queue_ms: float | None = None  # from being offered to a slot; None: it had none, or unknown
     # Between the times at which tokens came, one step's tokens at once; empty where unknown.
     inter_token_ms: list[float] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()  # of prompt_token_ids
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt that it answers."""
+        return Prompt(self.prompt_token_ids, self.spans)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PrefixCaching:
-    """What may be taken from an engine's prefix cache."""
+    """Limits of what may be taken from an engine's prefix cache."""
 
     block_size: int  # tokens: every hit is a multiple of it
     has_draft_kv: bool = False  # in which a block depends on the token after it
@@ -105,7 +121,7 @@ class PrefixCaching:
 
 @dataclass(slots=True, kw_only=True)
 class RequestStep:
-    """One request's part in a step, in plain numbers."""
+    """A request's part in a step, in plain numbers."""
 
     index: int
     num_rows: int
@@ -118,7 +134,7 @@ class RequestStep:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PositionScores:
-    """What the drafter proposes from each of the N places of a finished request's output where a
+    """The drafter's proposals from each of the N places of a finished request's output where a
     step may verify drafts, teacher-forced: each draft reads the target's own tokens before it.
 
     At the first place num_computed_tokens is `first`, at each further one 1 more. The target's
@@ -211,7 +227,7 @@ class BlockTable:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What the scheduler decided, as plain numbers. Requests are ordered so that segments are
+    """The scheduler's decision, as plain numbers. Requests are ordered so that segments are
     contiguous."""
 
     slots: np.ndarray  # [B] request slots
@@ -256,7 +272,7 @@ class RequestState:
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """What one forward pass of a target or a draft head reads, on the device.
+    """Inputs of one forward pass of a target or a draft head, on the device.
 
     Row r of a request with R rows has position seq_len - R + r. The G groups are those of the model
     that runs: a target reads the first entries, a draft head with its own KV reads the others.
@@ -315,7 +331,7 @@ class Batch(Rows):
 
 @dataclass(slots=True, kw_only=True)
 class TargetStep:
-    """What the target's forward yields."""
+    """Outputs of the target's forward pass."""
 
     hidden_states: Tensor  # [T, D] after the final norm
     # [N, V] after the soft cap, before temperature; a tensor-parallel rank's columns of it
@@ -326,8 +342,8 @@ class TargetStep:
 
 @dataclass(slots=True, kw_only=True)
 class IntermediateTensors:
-    """What a pipeline stage hands to the next one. An aux id at the border is not among its aux
-    states: it is the stream itself, which the next stage captures."""
+    """Tensors that a pipeline stage hands to the next one. An aux id at the border is not among its
+    aux states: it is the stream itself, which the next stage captures."""
 
     hidden_states: Tensor  # [T, D] the residual stream after the stage's last layer
     # [T, D] each: ids below the number of layers so far, in the order of aux_layer_ids.
@@ -336,7 +352,7 @@ class IntermediateTensors:
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """What a speculator proposes for the next step."""
+    """A speculator's proposal for the next step."""
 
     tokens: Tensor  # [B, K] int64
     probs: Tensor | None = None  # [B, K, V_draft] float32 the drafts were sampled from

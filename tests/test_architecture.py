@@ -16,7 +16,8 @@ from source_tree import ROOT, SOURCES, parsed
 MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
-    "types": {"kernels"},  # for their records
+    "prompts": set(),
+    "types": {"kernels", "prompts"},  # for their records
     "signals": set(),
     "shipped": set(),
     "version": set(),

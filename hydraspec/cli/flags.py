@@ -44,7 +44,7 @@ def read_flags(argv: Sequence[str]) -> Namespace:
 
 
 def only_shows(args: Namespace) -> bool:
-    """Whether a flag asks for text in place of a run."""
+    """Returns whether a flag asks for text in place of a run."""
     return any((args.help, args.hydra_help, args.cfg, args.info, args.shell_completion))
 
 

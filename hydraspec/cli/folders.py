@@ -45,7 +45,8 @@ def refuse_no_folder(overrides: Sequence[str]) -> None:
 
 
 def is_typed(key: str, overrides: Sequence[str]) -> bool:
-    """Whether the user chose a folder's name; by default it is the time of day, to the second."""
+    """Returns whether the user chose a folder's name; by default it is the time of day, to the
+    second."""
     return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
 
 
@@ -150,7 +151,7 @@ def results(folder: Path) -> dict[Path, int]:
 
 
 def is_of(folder: Path, error: OSError) -> bool:
-    """Whether an error is about a folder: a part of its path, or a file inside it."""
+    """Returns whether an error is about a folder: a part of its path, or a file inside it."""
     if not isinstance(error.filename, str):
         return False
     path, folder = Path(error.filename).absolute(), folder.absolute()

@@ -47,7 +47,7 @@ class Proof:
     covers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def holds(self, choices: Mapping[str, str]) -> bool:
-        """Whether the test runs this combination."""
+        """Returns whether the test runs this combination."""
         return all(choices[axis] in covered for axis, covered in self.covers.items())
 
 

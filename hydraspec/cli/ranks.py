@@ -38,8 +38,8 @@ WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
 
 
 def needs_ranks(config: RunConfig) -> bool:
-    """Whether this run is several processes of ours. A benchmark's own processes are each such a
-    run; vLLM starts its own."""
+    """Returns whether this run is several processes of ours. A benchmark's own processes are each
+    such a run; vLLM starts its own."""
     return runs_over_ranks(config) and not (is_bench(config) and config.bench.isolate)
 
 

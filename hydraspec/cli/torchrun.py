@@ -32,7 +32,7 @@ SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
 
 
 def is_follower() -> bool:
-    """Whether this is not the first one."""
+    """Returns whether this is not the first one."""
     return num_ranks() > 1 and int(os.environ["RANK"]) > 0
 
 

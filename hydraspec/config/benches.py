@@ -1,4 +1,4 @@
-"""What a benchmark takes; bench/run.py says what it does."""
+"""Rules of benchmarks; bench/run.py runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_RATE = 1e6  # requests per second, far past what an engine can take
 
 
 def is_bench(config: RunConfig) -> bool:
-    """Whether a table of timings is made, in place of a run."""
+    """Returns whether a table of timings is made, in place of a run."""
     return config.bench.name != PLAIN
 
 
@@ -32,17 +32,18 @@ def methods_of(config: RunConfig) -> list[str]:
 
 
 def is_rising(sizes: Sequence[int]) -> bool:
-    """Whether these are whole numbers from 1 on, at least one, each larger than the one before."""
+    """Returns whether these are whole numbers from 1 on, at least one, each larger than the one
+    before."""
     return bool(sizes) and min(sizes) >= 1 and sorted(set(sizes)) == sizes
 
 
 def _known(given: Sequence[str], known: Iterable[str]) -> bool:
-    """Whether a list holds known words, each once, and one at least."""
+    """Returns whether a list holds known words, each once, and one at least."""
     return bool(given) and len(set(given)) == len(given) and set(given) <= set(known)
 
 
 def _is(*names: str) -> Callable[[RunConfig], bool]:
-    """Whether a configuration chooses one of these benchmarks."""
+    """Returns whether a configuration chooses one of these benchmarks."""
     return lambda config: config.bench.name in names
 
 

@@ -107,7 +107,7 @@ def check_key(path: str, value: object) -> None:
 
 
 def in_mapping(path: str) -> bool:
-    """Whether a dotted key is a mapping with names that are not known ahead, or in one."""
+    """Returns whether a dotted key is a mapping with names that are not known ahead, or in one."""
     schema: Any = RunConfig
     for part in path.split("."):
         if not dataclasses.is_dataclass(schema):

@@ -153,7 +153,7 @@ def _axis(axis: str) -> Iterator[Rule]:
 
 
 def _drafts(c: RunConfig) -> bool:
-    """Whether there are drafts, and their number is known."""
+    """Returns whether there are drafts, and their number is known."""
     return c.method.name != "none" and (c.method.name, c.method.num_speculative_tokens) != (AUTO, 0)
 
 
@@ -378,7 +378,7 @@ RULES = (
 
 
 def _without_effect(config: RunConfig) -> list[str]:
-    """What was set, is legal, and changes nothing."""
+    """Warnings about values that are legal and change nothing."""
     notes = []
     sampling, method = config.sampling, config.method
     if sampling.temperature == 0:

@@ -118,7 +118,7 @@ def shipped_shapes() -> tuple[str, ...]:
 
 @cache
 def packaged(group: str, choice: str) -> dict[Any, Any]:
-    """What a choice's YAML holds, to be read only; empty without the choice."""
+    """The contents of a choice's YAML, to be read only; empty without the choice."""
     if choice not in choices_of(group):
         return {}
     places = (root.joinpath(group, f"{choice}.yaml") for root in _roots())

@@ -79,7 +79,7 @@ def no_drafter(config: RunConfig) -> ConfigurationError:
 
 
 def _is_own(target: TargetConfig) -> bool:
-    """Whether the checkpoint is the one in the YAML of the target's name."""
+    """Returns whether the checkpoint is the one in the YAML of the target's name."""
     return packaged_value("target", target.name, "checkpoint") == target.checkpoint
 
 

@@ -70,12 +70,12 @@ OFFERS = {
 
 
 def runs_over_ranks(config: RunConfig) -> bool:
-    """Whether our engine runs as several ranks; vLLM starts processes of its own."""
+    """Returns whether our engine runs as several ranks; vLLM starts processes of its own."""
     return config.engine.name == NATIVE and config.parallelism.num_ranks > 1
 
 
 def takes(engine: str, key: str) -> bool:
-    """Whether a key of the engine's group has a meaning with this engine."""
+    """Returns whether a key of the engine's group has a meaning with this engine."""
     return engine not in OFFERS or key in OFFERS[engine].keys
 
 

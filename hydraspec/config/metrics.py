@@ -61,7 +61,7 @@ METRICS_RULES = (
 
 
 def without_drafts(config: RunConfig) -> list[str]:
-    """What is recorded of drafts, was asked for, and method=none does not have."""
+    """Records of drafts that were asked for, and that method=none does not have."""
     if config.method.name != "none":
         return []
     asked = {KEY: config.metrics.all_positions, DISTRIBUTION: config.metrics.distribution}

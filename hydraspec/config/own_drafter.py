@@ -1,4 +1,4 @@
-"""What is done with one drafter of ours on one device: the doctor's examination, a prediction."""
+"""Checks shared by the doctor and the prediction: one native drafter, on one device."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ class Range:
     is_whole: bool = True
 
     def allows(self, value: object) -> bool:
-        """Whether `value` is a number of the right type and in range; true and false are not."""
+        """Returns whether `value` is a number of the right type and in range; true and false are
+        not."""
         kinds = int if self.is_whole else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool) and self.holds(value)
 

@@ -16,7 +16,7 @@ Text = str | Callable[[Any, RunConfig], str]
 
 @dataclass(slots=True, frozen=True)
 class Rule:
-    """What the value of a key must satisfy.
+    """A condition that the value of a key must satisfy.
 
     Attributes:
         key: dotted; the message shows its value.

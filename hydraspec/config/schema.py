@@ -68,7 +68,7 @@ class Device(Enum):
 
 
 class TrackerMode(Enum):
-    """Whether Weights & Biases records locally, uploads, or does nothing."""
+    """Modes of Weights & Biases: record locally, upload, or do nothing."""
 
     offline = "offline"
     online = "online"
@@ -260,7 +260,7 @@ class TrackerConfig:
 
     @property
     def records(self) -> bool:
-        """Whether anything is recorded."""
+        """Returns whether anything is recorded."""
         return self.name != "none" and self.mode is not TrackerMode.disabled
 
 
@@ -304,7 +304,8 @@ class BenchConfig:
 
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
-    """One run, whole. Built by `to_run_config`, the only place that sees a DictConfig."""
+    """The whole configuration of a run. Built by `to_run_config`, the only place that sees a
+    DictConfig."""
 
     target: TargetConfig
     method: MethodConfig

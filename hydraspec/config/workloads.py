@@ -53,12 +53,12 @@ TEXT_KEYS = tuple(dict.fromkeys(key for keys in OF_TEXTS.values() for key in key
 
 
 def is_random(workload: WorkloadConfig) -> bool:
-    """Whether its prompts are random token ids, of any workload: they need a vocabulary."""
+    """Returns whether its prompts are random token ids, of any workload: they need a vocabulary."""
     return workload.name in SIZES and (workload.name != "multi_turn" or workload.path is None)
 
 
 def keys_with_meaning(workload: WorkloadConfig) -> tuple[str, ...]:
-    """Those of KEYS that say something about it."""
+    """The entries of KEYS that have a meaning for it."""
     if is_random(workload):
         return SIZES[workload.name]
     if workload.name in OF_TEXTS:

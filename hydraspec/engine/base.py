@@ -115,12 +115,13 @@ class Engine(ABC):
         return None
 
     def has_eager_steps(self) -> bool:
-        """Whether some steps run on a device without graphs, so that their kernels are compiled
-        when a step first needs them."""
+        """Returns whether some steps run on a device without graphs, so that their kernels are
+        compiled when a step first needs them."""
         return False
 
     def num_built(self) -> Built:
-        """What was built so far; a run during which it grows was slowed down by building."""
+        """Counts what was built so far; a run during which they grow was slowed down by
+        building."""
         return Built()
 
     @abstractmethod

@@ -37,8 +37,7 @@ class OfferedRequest:
     @classmethod
     def of(cls, request: Request, offered_at: float | None = None) -> Self:
         """A tokenised request, offered at `offered_at` (time.perf_counter()), or now."""
-        assert request.prompt_token_ids is not None, "call tokenize() first"
-        tokens = list(request.prompt_token_ids)
+        tokens = list(request.tokens.token_ids)
         at = time.perf_counter() if offered_at is None else offered_at
         return cls(request=request, token_ids=tokens, num_prompt=len(tokens), offered_at=at)
 
@@ -132,7 +131,8 @@ class FinishCheck:
         return ends
 
     def _stop_string(self, sequence: OfferedRequest) -> bool:
-        """Whether the text holds a stop string; then the text is cut before the earliest one."""
+        """Returns whether the text holds a stop string; then the text is cut before the earliest
+        one."""
         assert self._decode is not None, "tokenize() refuses stop strings without a tokenizer"
         if not self._tail_holds_stop(sequence, self._decode):
             return False
@@ -146,8 +146,8 @@ class FinishCheck:
 
     @staticmethod
     def _tail_holds_stop(sequence: OfferedRequest, decode: Callable[[Seq[int]], str]) -> bool:
-        """Whether the newest token may have completed a stop string: the text's end is decoded,
-        not all of it at every token.
+        """Returns whether the newest token may have completed a stop string: the text's end is
+        decoded, not all of it at every token.
 
         The end begins a stop string's length and TAIL_MARGIN before the newest token.
         """
@@ -183,4 +183,5 @@ class FinishCheck:
             num_cached_tokens=sequence.num_cached,
             queue_ms=None if slot is None else (slot - offered) * 1e3,
             inter_token_ms=sequence.inter_token_ms,
+            spans=sequence.request.spans,
         )

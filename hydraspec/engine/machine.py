@@ -1,4 +1,4 @@
-"""What an engine settles before it decodes: device, CPU threads, longest sequence."""
+"""Settings that an engine makes before it decodes: device, CPU threads, longest sequence."""
 
 from __future__ import annotations
 

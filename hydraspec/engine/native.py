@@ -102,7 +102,7 @@ class NativeEngine(Engine):
     def offer(
         self, requests: Seq[Request], concurrency: int | None, cancels: Cancels
     ) -> Generator[StepRecord | Completion]:
-        """As `run`, less the requests that are cancelled."""
+        """Runs requests as `run` does, less those that are cancelled."""
         control = self.parts.control
         pending = Pending(requests, concurrency, cancels=cancels, watch=control.watch)
         return self.decode(requests, obeyed(pending, requests, control))
@@ -110,7 +110,7 @@ class NativeEngine(Engine):
     def decode(
         self, requests: Seq[Request], admission: Admission
     ) -> Generator[StepRecord | Completion]:
-        """As `run`, of those of the requests that `admission` lets join."""
+        """Runs the requests that `admission` admits; yields the same events as `run`."""
         num_unfinished, history = 0, History(requests)
         if self._scheduler.draft_lengths is not None:
             self._scheduler.draft_lengths.start_over()

@@ -12,13 +12,14 @@ from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
+ENCODED_KINDS: frozenset[str] = frozenset()  # kinds of spans that engines have an encoder for
 ANSWER = "answer-{}-of-this-conversation"  # in a chat template, for an answer not given yet
 
 
 def tokenize(
     requests: Sequence[Request], tokenizer: Tokenizer | None, info: EngineInfo, checkpoint: str
 ) -> None:
-    """What `Engine.tokenize` says; `checkpoint` is the target's, for messages.
+    """Fills in prompts as `Engine.tokenize` says; `checkpoint` is the target's, for messages.
 
     Of a later turn only what follows the answer before it is encoded: the chat template's text
     between that answer and the next one. Answers stay the token ids that were emitted.
@@ -32,6 +33,7 @@ def tokenize(
                 "prompt_token_ids and no stop strings, or add tokenizer.json to the folder",
                 request_id=request.id,
             )
+        _refuse_spans(request, info)
     if tokenizer is not None:
         _encode(requests, tokenizer)
     for request in requests:
@@ -46,6 +48,18 @@ def tokenize(
         if not ids:
             raise WorkloadError(
                 f"request {request.id}: the prompt is empty after tokenisation",
+                request_id=request.id,
+            )
+
+
+def _refuse_spans(request: Request, info: EngineInfo) -> None:
+    """The one place where a span without an encoder is refused, for every engine."""
+    for i, span in enumerate(request.spans):
+        if span.kind not in ENCODED_KINDS:
+            raise WorkloadError(
+                f"request {request.id}: spans[{i}].kind={span.kind!r}: engine={info.engine} has no "
+                f"encoder for it\n  allowed: {', '.join(sorted(ENCODED_KINDS)) or 'text alone'}\n"
+                "  to do: give the prompt without this span, as text or token ids alone",
                 request_id=request.id,
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hydraspec.engine.finish import OfferedRequest
-from hydraspec.types import Completion, Request
+from hydraspec.types import Completion, Prompt, Request
 
 Offered = TypeVar("Offered", bound=OfferedRequest)
 
@@ -63,8 +63,9 @@ class History:
         if request.after is None:
             return kind.of(request, offered_at)
         before = self._answers.pop(request.after)
-        prompt = followed_prompt(before.completion, request.prompt_token_ids or [])
-        sequence = kind.of(replace(request, prompt_token_ids=prompt), before.came_at)
+        prompt = followed_prompt(before.completion, request.tokens)
+        whole = replace(request, prompt_token_ids=list(prompt.token_ids), spans=prompt.spans)
+        sequence = kind.of(whole, before.came_at)
         if before.completion.finish_reason == "error":
             cause = self._causes.pop(request.after, None) or (
                 f"{self._ids[request.after]} ended with an error: {before.completion.error}"
@@ -74,8 +75,14 @@ class History:
         return sequence
 
 
-def followed_prompt(before: Completion, new: Sequence[int]) -> list[int]:
+def followed_prompt(before: Completion, new: Prompt) -> Prompt:
     """Prompt of the turn after `before`: its prompt and its output, token by token, then the `new`
     tokens. A stop token that ended the answer, and with which `new` begins, is there once."""
-    repeats = before.finish_reason == "stop" and before.output_token_ids[-1:] == list(new[:1])
-    return [*before.prompt_token_ids, *before.output_token_ids, *new[int(repeats) :]]
+    ids = list(new.token_ids)
+    is_text = not new.spans or new.spans[0].start > 0
+    if is_text and before.finish_reason == "stop" and before.output_token_ids[-1:] == ids[:1]:
+        del ids[0]
+    text = [*before.prompt_token_ids, *before.output_token_ids, *ids]
+    offset = len(text) - len(new.token_ids)
+    moved = (replace(span, start=span.start + offset) for span in new.spans)
+    return Prompt(text, (*before.spans, *moved))

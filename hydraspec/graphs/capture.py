@@ -90,7 +90,7 @@ class KeptOutputs:
 
 
 def _holds(kept: Tensor, tensor: Tensor) -> bool:
-    """Whether the first rows of `kept` can be `tensor`."""
+    """Returns whether the first rows of `kept` can be `tensor`."""
     return (
         0 < tensor.dim() == kept.dim()
         and tensor.shape[0] <= kept.shape[0]
@@ -196,11 +196,11 @@ class CudaGraphBackend:
         return outputs, recorder.pieces
 
     def num_bytes(self) -> int:
-        """What the captures took from the device, as torch's allocator counts it."""
+        """Bytes that the captures took from the device, as torch's allocator counts it."""
         return self._num_bytes
 
     def free_bytes(self) -> int:
-        """What no process holds, once torch has given back what it kept for later."""
+        """Bytes that no process holds, once torch has given back what it kept for later."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 

@@ -32,7 +32,7 @@ class Descriptor:
     variant: Hashable = ()
 
     def covers(self, other: Descriptor) -> bool:
-        """Whether a batch of the shape `other` can be padded to this."""
+        """Returns whether a batch of the shape `other` can be padded to this."""
         return (
             self.variant == other.variant
             and self.num_requests >= other.num_requests
@@ -79,12 +79,12 @@ class GraphManager(Generic[I, O]):
         self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
 
     def has(self, descriptor: Descriptor) -> bool:
-        """Whether this very shape is captured."""
+        """Returns whether this very shape is captured."""
         return descriptor in self._graphs
 
     @property
     def descriptors(self) -> list[Descriptor]:
-        """What is captured, smallest first."""
+        """Captured shapes, smallest first."""
         return sorted(self._graphs, key=_size)
 
     def capture_all(

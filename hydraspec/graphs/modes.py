@@ -47,13 +47,13 @@ class GraphModes:
 
     @property
     def has_eager_steps(self) -> bool:
-        """Whether decode steps, or steps with prompts, never use graphs."""
+        """Returns whether decode steps, or steps with prompts, never use graphs."""
         return NONE in (self.decode, self.mixed)
 
     @property
     def has_large(self) -> bool:
-        """Whether mixed steps of LARGE_ROWS are captured. All mixed steps are whole then: for
-        pieces the host launches each layer, and what every attention call returns is kept.
+        """Returns whether mixed steps of LARGE_ROWS are captured. All mixed steps are whole then:
+        for pieces the host launches each layer, and what every attention call returns is kept.
         """
         is_whole = self.decode == FULL and self.mixed != NONE
         return is_whole and self.max_mixed_rows > PROMPT_ROWS[-1]
@@ -66,7 +66,7 @@ class GraphModes:
 
     @property
     def enabled(self) -> bool:
-        """Whether any part of a step is captured."""
+        """Returns whether any part of a step is captured."""
         return (self.decode, self.mixed) != (NONE, NONE)
 
     def as_info(self) -> dict[str, str | None]:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """What is yielded counts one more of `total` as done. The bar goes when all is."""
+    """A call that counts one more of `total` as done. The bar goes when all are."""
     console = Console(stderr=True)
     if not console.is_terminal or not log.isEnabledFor(logging.WARNING):  # a quiet run
         yield lambda: None

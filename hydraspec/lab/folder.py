@@ -131,7 +131,8 @@ class RunFolder:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether a run wrote its configuration here, and its versions or a benchmark's figures."""
+    """Returns whether a run wrote its configuration here, and its versions or a benchmark's
+    figures."""
     versions = _read(path / ENVIRONMENT).get("versions")
     is_run = isinstance(versions, dict) and "hydraspec" in versions
     is_bench = _read(path / BENCH).keys() >= {"schema_version", "parts", "ratios"}

@@ -23,7 +23,7 @@ from hydraspec.metrics.run_files import JOURNAL
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.step_sums import StepSums
 from hydraspec.metrics.summary import RunFacts
-from hydraspec.types import Completion, PrefixCaching, StepRecord
+from hydraspec.types import Completion, PrefixCaching, Span, StepRecord
 
 OF_COMPLETION = tuple(each.name for each in fields(Completion))
 OF_COUNTERS = tuple(each.name for each in fields(RequestCounters) if each.name != "inter_token_ms")
@@ -134,11 +134,16 @@ def _event(side: str, at_s: float, *own: Any) -> Event:
     elif own:
         completion, counters, steps = own
         what = Finished(
-            Completion(**dict(zip(OF_COMPLETION, completion, strict=True))),
+            _completion(dict(zip(OF_COMPLETION, completion, strict=True))),
             _counters(dict(zip(OF_COUNTERS, counters, strict=True))),
             StepSums.of_json(steps),
         )
     return Event(Side(side), at_s, what)
+
+
+def _completion(found: dict[str, Any]) -> Completion:
+    spans = tuple(Span(**span) for span in found["spans"])
+    return Completion(**{**found, "spans": spans})
 
 
 def _counters(found: dict[str, Any]) -> RequestCounters:

@@ -139,7 +139,7 @@ class _Acceptance:
 
     @property
     def is_hardly_ever(self) -> bool:
-        """Whether almost no draft was accepted."""
+        """Returns whether almost no draft was accepted."""
         return self.first_rate is not None and self.first_rate < HARDLY_EVER
 
     @classmethod

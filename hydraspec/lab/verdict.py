@@ -121,11 +121,11 @@ def _why_not(
 def _have_other_prompts(
     request: Request, method: Mapping[int, Completion], baseline: Mapping[int, Completion]
 ) -> bool:
-    """Whether the answers before a turn differ, so that its prompts do."""
+    """Returns whether the answers before a turn differ, so that its prompts do."""
     ours, other = method.get(request.index), baseline.get(request.index)
     if request.after is None or ours is None or other is None:
         return False
-    return ours.prompt_token_ids != other.prompt_token_ids
+    return ours.prompt != other.prompt
 
 
 def _is_greedy(request: Request) -> bool:

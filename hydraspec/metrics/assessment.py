@@ -1,4 +1,5 @@
-"""Whether a method is worth it: a sentence, from a run's paired speedup over all and by category.
+"""Judges whether a method is worth it: a sentence, from a run's paired speedup over all and by
+category.
 
 Figures by category and by place in the output are defined here too. Computes from meters only.
 """
@@ -88,8 +89,9 @@ def assess(
     diverged: bool,
     synthetic: bool,
 ) -> Assessment:
-    """Whether the speedup's interval is above 1, below it, or neither, and in which categories
-    that differs: those whose own speedup is told from 1 after Holm's correction over categories.
+    """Returns whether the speedup's interval is above 1, below it, or neither, and in which
+    categories that differs: those whose own speedup is told from 1 after Holm's correction over
+    categories.
 
     Args:
         gained: the speedup of all requests.

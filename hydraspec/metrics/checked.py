@@ -1,4 +1,4 @@
-"""Whether a value read from a file has the type that its schema says."""
+"""Judges whether a value read from a file has the type that its schema says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two sets of sampled outputs come from one distribution: chi-squared on their first
+"""Judges whether two sets of sampled outputs come from one distribution: chi-squared on their first
 tokens, with a null distribution by exchange of samples, and the shift that it tells.
 """
 

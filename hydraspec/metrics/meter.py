@@ -68,7 +68,7 @@ class RequestCounters:
 
     @property
     def finished(self) -> bool:
-        """Whether the request ended without an error."""
+        """Returns whether the request ended without an error."""
         return self.finish_reason not in (None, "error")
 
     def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:

@@ -4,13 +4,13 @@ what could have been."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hydraspec.metrics.statistics import ratio
-from hydraspec.types import Completion, PrefixCaching
+from hydraspec.types import Completion, PrefixCaching, Prompt
 
 
 @dataclass(slots=True)
@@ -21,8 +21,9 @@ class _Known:
     digests: set[bytes] = field(default_factory=set)
     next_tokens: set[tuple[bytes, int]] = field(default_factory=set)
 
-    def add(self, tokens: Sequence[int], num_computed: int, block_size: int) -> None:
-        for end, digest in _digests(tokens, num_computed, block_size):
+    def add(self, prompt: Prompt, num_computed: int, block_size: int) -> None:
+        tokens = prompt.token_ids
+        for end, digest in _digests(prompt, num_computed, block_size):
             self.digests.add(digest)
             if end < len(tokens):
                 self.next_tokens.add((digest, tokens[end]))
@@ -91,26 +92,26 @@ class PrefixHits:
                 done = self._completions.get(index)
                 if done is None:
                     continue
-                prompt, output = done.prompt_token_ids, done.output_token_ids
                 if has_ended:
-                    tokens = [*prompt, *output]
-                    known.add(tokens, len(tokens) - 1, size)
+                    tokens = [*done.prompt_token_ids, *done.output_token_ids]
+                    known.add(Prompt(tokens, done.spans), len(tokens) - 1, size)
                 else:
-                    own = found[index] = self._eligible(prompt, known)
+                    own = found[index] = self._eligible(done.prompt, known)
                     own.num_tokens = max(own.num_tokens, done.num_cached_tokens)
-                    known.add(prompt, len(prompt), size)
+                    known.add(done.prompt, len(done.prompt_token_ids), size)
         return found
 
-    def _eligible(self, prompt: Sequence[int], known: _Known) -> Eligible:
+    def _eligible(self, prompt: Prompt, known: _Known) -> Eligible:
         last: tuple[int, bytes] | None = None
-        for end, digest in _digests(prompt, len(prompt) - 1, self._caching.block_size):
+        most = len(prompt.token_ids) - 1
+        for end, digest in _digests(prompt, most, self._caching.block_size):
             if digest not in known.digests:
                 break
             last = end, digest
         if last is None:
             return Eligible()
         end, digest = last
-        parts_here = (digest, prompt[end]) not in known.next_tokens
+        parts_here = (digest, prompt.token_ids[end]) not in known.next_tokens
         lost = self._caching.block_size if parts_here and self._caching.has_draft_kv else 0
         return Eligible(num_tokens=end - lost, num_border_tokens=lost)
 
@@ -132,12 +133,13 @@ class PrefixHits:
         )
 
 
-def _digests(
-    tokens: Sequence[int], num_tokens: int, block_size: int
-) -> Iterator[tuple[int, bytes]]:
+def _digests(prompt: Prompt, num_tokens: int, block_size: int) -> Iterator[tuple[int, bytes]]:
     """The end of each whole block within the first `num_tokens`, and a digest of all up to it."""
-    array = np.asarray(tokens[: num_tokens // block_size * block_size], dtype=np.int64)
+    array = np.asarray(prompt.token_ids[: num_tokens // block_size * block_size], dtype=np.int64)
     chain = hashlib.blake2b(digest_size=16)
     for end in range(block_size, len(array) + 1, block_size):
         chain.update(array[end - block_size : end].tobytes())
+        for span in prompt.spans:
+            if span.start < end and end - block_size < span.end:
+                chain.update(repr(span).encode())
         yield end, chain.digest()

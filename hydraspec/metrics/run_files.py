@@ -45,7 +45,7 @@ def job_number(folder: Path) -> tuple[int, str]:
 
 
 def written_since(file: Path, time_s: float) -> bool:
-    """Whether there is such a file, which was written after `time_s` (time.time())."""
+    """Returns whether there is such a file, which was written after `time_s` (time.time())."""
     return file.is_file() and file.stat().st_mtime >= time_s
 
 

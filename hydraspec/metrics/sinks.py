@@ -74,10 +74,12 @@ def request_row(
     """A line of requests.jsonl: a completed request with its counts, those by position for each of
     K=num_positions, whatever was drafted; `baseline` is what `baseline_row` says, or None."""
     missing = [0] * (num_positions - len(counters.drafted_per_position))
+    spans = {"spans": completion.spans} if completion.spans else {}
     return {
         "id": request.id,
         "category": request.category,
         "prompt_token_ids": completion.prompt_token_ids,
+        **spans,
         "output_token_ids": completion.output_token_ids,
         "text": completion.text,
         "finish_reason": completion.finish_reason,

@@ -57,7 +57,7 @@ class PlaceFigures(TypedDict):
 
 
 class Assessment(TypedDict):
-    """Whether the method is worth it here, in a word and in a sentence."""
+    """Returns whether the method is worth it here, in a word and in a sentence."""
 
     says: Literal["worth_it", "cannot_tell", "slower"]
     sentence: str
@@ -146,7 +146,7 @@ class Divergence(TypedDict):
 
 
 class Distribution(TypedDict):
-    """Whether sampled outputs have the baseline's distribution; metrics/distribution.py."""
+    """Returns whether sampled outputs have the baseline's distribution; metrics/distribution.py."""
 
     says: Literal["same", "different", "cannot_tell"]  # the last: the test has no power
     p: float

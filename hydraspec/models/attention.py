@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from hydraspec_kernels.attention import (
     Projection,
     QkvShape,
@@ -18,12 +17,12 @@ from hydraspec_kernels.attention import (
     with_gain,
     write_qkv,
 )
-from hydraspec_kernels.linear import linear, linear_partials
 from torch import Tensor
 
 from hydraspec.models.kv_groups import GroupPass
-from hydraspec.models.layers import Place
+from hydraspec.models.linear import Linear
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -50,43 +49,30 @@ class Attention:
     """
 
     def __init__(self, shape: AttentionShape, place: Place) -> None:
-        self.place, self.uses_cpu_norms = place, place.uses_cpu_norms
+        self.uses_cpu_norms = place.uses_cpu_norms
         self.queries, self.kv = place.heads(shape.num_heads, shape.num_kv_heads)
         shape = replace(shape, num_heads=self.queries.count, num_kv_heads=self.kv.count)
         self.shape = shape  # with this rank's heads
         size, kv = shape.head_dim, 0 if shape.shares_kv else shape.num_kv_heads
         self.num_key_heads, self.num_value_heads = kv, 0 if shape.k_eq_v else kv
-        columns = (shape.num_heads + self.num_key_heads + self.num_value_heads) * size
-        self.qkv = place.matrix(shape.input_size, columns)
-        self.out = place.matrix(shape.num_heads * size, shape.output_size)
-        self.qkv_bias = place.empty(columns) if shape.qkv_bias else None
-        self.out_bias = place.empty(shape.output_size) if shape.out_bias else None
+        shares = {"q_proj": self.queries.times(size)}
+        if self.num_key_heads:
+            shares["k_proj"] = self.kv.times(size)
+        if self.num_value_heads:
+            shares["v_proj"] = self.kv.times(size)
+        self.qkv = Linear(place, shape.input_size, shares, bias=shape.qkv_bias)
+        self.out = Linear(
+            place, shares["q_proj"], {"o_proj": shape.output_size}, bias=shape.out_bias
+        )
         self.q_norm = place.empty(size) if shape.qk_norm else None
         self.k_norm = place.empty(size) if shape.qk_norm and kv else None
 
     def tensors(self) -> Tensors:
         """Weights by their names below `self_attn.`."""
-        part, size = self.place.part, self.shape.head_dim
-        found: Tensors = {"o_proj.weight": part(self.out.t(), 1, self.queries.times(size))}
-        if self.out_bias is not None:
-            found["o_proj.bias"] = self.out_bias
+        found = self.qkv.tensors() | self.out.tensors()
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 found[f"{name}.weight"] = norm
-        shares = {
-            "q_proj": self.queries,
-            "k_proj": self.kv if self.num_key_heads else None,
-            "v_proj": self.kv if self.num_value_heads else None,
-        }
-        first = 0
-        for name, heads in shares.items():
-            if heads is None:
-                continue
-            columns = slice(first, first + heads.count * size)
-            first, rows = columns.stop, heads.times(size)
-            found[f"{name}.weight"] = part(self.qkv[:, columns].t(), 0, rows)
-            if self.qkv_bias is not None:
-                found[f"{name}.bias"] = part(self.qkv_bias[columns], 0, rows)
         return found
 
     @cached_property
@@ -112,23 +98,20 @@ class Attention:
 
         Writes this layer's keys and values into cache before reading it.
         """
-        qkv = linear(x, self.qkv, self.qkv_bias)
         attended = attend_projection(
-            Projection(qkv, shared.cos, shared.sin, shared.cache_rows, shared.has_padding),
+            Projection(
+                self.qkv.forward(x), shared.cos, shared.sin, shared.cache_rows, shared.has_padding
+            ),
             cache,
             shared.plan,
             self.heads,
             writes=not self.shape.shares_kv,
         )
-        if self.out_bias is None:
-            return linear_partials(attended, self.out)
-        return linear(attended, self.out, self.place.once(self.out_bias))
+        return self.out.partial_sums(attended)
 
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """x [T, input_size] normed: this layer's keys and values into cache, and nothing else."""
         first = self.shape.num_heads * self.shape.head_dim
-        bias = None if self.qkv_bias is None else self.qkv_bias[first:]
-        # The library's product: no kernel is compiled for columns that decoding never takes alone.
-        kv = torch.nn.functional.linear(x, self.qkv[:, first:].t(), bias)
+        kv = self.qkv.columns_from(x, first)
         projection = Projection(kv, shared.cos, shared.sin, shared.cache_rows)
         write_qkv(projection, cache, replace(self.heads, num_heads=0, gain=None))

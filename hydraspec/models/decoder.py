@@ -24,9 +24,10 @@ from hydraspec.models.kv_groups import (
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, Place, prefixed
+from hydraspec.models.layers import Norm, prefixed
 from hydraspec.models.needed_rows import reduced
 from hydraspec.models.parts import Tensors, held
+from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, LayerFacts, layers_of_stage
 from hydraspec.models.weights import EMPTY, fill, memory_bytes
 from hydraspec.parallel.group import SOLO
@@ -92,7 +93,7 @@ class Decoder:
 
     @property
     def embeds(self) -> bool:
-        """Whether this stage has the embedding table."""
+        """Returns whether this stage has the embedding table."""
         return self.stage.is_first or (self.stage.is_last and (self.tied or self.stage.drafts))
 
     @abstractmethod

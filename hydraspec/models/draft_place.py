@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.layers import Place
 from hydraspec.models.parts import Divided, Tensors, held
+from hydraspec.models.place import Place
 from hydraspec.parallel.group import SOLO
 
 # Measured on H200s, in CUDA graphs: weights as decoding reads them, and a sum or an exchange of a
@@ -24,8 +24,8 @@ REDUCTION_US = 6.5
 
 
 def is_worth_dividing(place: Place, num_bytes: int, num_reductions: int) -> bool:
-    """Whether reading its share of `num_bytes` saves a rank more time than the reductions take. On
-    a CPU always: all parts that can be divided are, and tests run them.
+    """Returns whether reading its share of `num_bytes` saves a rank more time than the reductions
+    take. On a CPU always: all parts that can be divided are, and tests run them.
     """
     if place.device.type == "cpu":
         return True

@@ -19,9 +19,19 @@ class Share:
     first: int
     count: int
 
+    @property
+    def is_part(self) -> bool:
+        """Returns whether other ranks hold the rest."""
+        return self.count != self.size
+
     def times(self, width: int) -> Share:
         """The same of a dimension in which each entry takes `width` places, such as heads."""
         return Share(self.size * width, self.first * width, self.count * width)
+
+
+def undivided(size: int | Share) -> Share:
+    """The share of a dimension of that size that every rank holds whole; a share stays as it is."""
+    return size if isinstance(size, Share) else Share(size, 0, size)
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,12 +27,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens."""
+        """Returns whether it embeds tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the final norm and the head."""
+        """Returns whether it has the final norm and the head."""
         return self.index == self.count - 1
 
 

@@ -103,7 +103,7 @@ class Tokenizer:
         return Tokenizer(inner)
 
     def knows(self, marker: str) -> bool:
-        """Whether a text such as "<|im_start|>" is one token."""
+        """Returns whether a text such as "<|im_start|>" is one token."""
         return len(self._inner.encode(marker, add_special_tokens=False)) == 1
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ WATCH_EVERY_S = 0.2
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's stores."""
+    """The part of torch.distributed's stores that is used."""
 
     def queue_push(self, key: str, value: str, /) -> None: ...
 
@@ -47,7 +47,8 @@ class RankError(LostRankError):
 
 
 class Control:
-    """One rank's end. Messages from one rank to another arrive in order, by topic."""
+    """A rank's end of control messages. Messages from one rank to another arrive in order, by
+    topic."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Control:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its replica."""
+        """Returns whether this is the first rank of its replica."""
         return self.rank == self.replica[0]
 
     @property
@@ -123,7 +124,8 @@ class Control:
         return found[1]
 
     def last_gathered(self, rank: int, topic: str, limit_s: float) -> Plain | None:
-        """What `rank` gathers under `topic`, whatever it gathered before; None after `limit_s`."""
+        """Returns what `rank` gathers under `topic`, whatever it gathered before; None after
+        `limit_s`."""
         with suppress(RankError):
             while True:
                 found = self._next_gathered(rank, limit_s)
@@ -132,7 +134,8 @@ class Control:
         return None
 
     def gathered_early(self, topic: str) -> list[Plain]:
-        """What other ranks gather under `topic` already, which this rank will; does not wait."""
+        """Returns what other ranks gather under `topic` already, which this rank will; does not
+        wait."""
         for rank in self.all_ranks:
             if rank not in (self.rank, *self._unread) and (found := self.heard(rank, GATHERED)):
                 self._unread[rank] = found[0]
@@ -153,7 +156,7 @@ class Control:
         return [min(of_ranks) for of_ranks in zip(*found, strict=True)]
 
     def agree_all(self, value: bool) -> bool:
-        """Whether it is true on every rank of this replica."""
+        """Returns whether it is true on every rank of this replica."""
         return all(self.gather(value, self.replica, "all"))
 
 

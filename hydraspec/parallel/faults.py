@@ -21,7 +21,7 @@ from hydraspec.errors import UserError
 
 
 class Kind(Enum):
-    """What became of a rank."""
+    """The fate of a rank."""
 
     error = "error"  # it raised
     mistake = "mistake"  # it raised a UserError, which every rank may do
@@ -97,7 +97,7 @@ def to_json(fault: Fault) -> str:
 
 
 def from_json(text: str | bytes) -> Fault:
-    """What `to_json` wrote."""
+    """Reads what `to_json` wrote."""
     plain = json.loads(text)
     return Fault(**plain | {"kind": Kind(plain["kind"])})
 

@@ -24,7 +24,7 @@ class Process:
 
     @staticmethod
     def of_text(text: str) -> Process:
-        """What `str` wrote."""
+        """Reads what `str` wrote."""
         host, pid, started = text.split()
         return Process(host, int(pid), started)
 
@@ -32,14 +32,14 @@ class Process:
         return f"{self.host} {self.pid} {self.started}"
 
     def is_gone(self) -> bool:
-        """Whether it has ended, reaped or not."""
+        """Returns whether it has ended, reaped or not."""
         if not self._is_here():
             return False
         state, started = _stat(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
     def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal."""
+        """Returns whether it was stopped by a signal."""
         return self._is_here() and is_stopped(self.pid)
 
     def kill(self) -> None:
@@ -58,7 +58,7 @@ def this_process() -> Process:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this host was stopped by a signal, as SIGSTOP."""
+    """Returns whether a process of this host was stopped by a signal, as SIGSTOP."""
     return _stat(pid)[0] == "T"
 
 

@@ -118,7 +118,7 @@ class _Ranks:
             self._processes.append(process)
 
     def _names(self, rank: int) -> dict[str, str]:
-        """What torchrun would say. The first rank's store chooses the port."""
+        """Environment variables as torchrun sets them. The first rank's store chooses the port."""
         size = str(self._num_ranks)
         return {
             **{"RANK": str(rank), "WORLD_SIZE": size},

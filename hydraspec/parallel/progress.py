@@ -23,7 +23,7 @@ OWN_PAUSE_S = 2.0  # a judge that slept for so long was stopped itself
 
 @dataclass(slots=True, frozen=True)
 class Signs:
-    """One rank's row."""
+    """A rank's row."""
 
     ticks: int = 0  # of a thread that does nothing else
     moves: int = 0  # of the main thread: steps, and what they exchange with other ranks
@@ -32,7 +32,7 @@ class Signs:
 
 
 class State:
-    """What the main thread does."""
+    """Activities of the main thread."""
 
     idle, busy, waiting = range(3)  # outside a step, in one, in one and waiting for other ranks
 

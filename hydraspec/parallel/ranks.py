@@ -18,7 +18,7 @@ from hydraspec.parallel.watch import Watch
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ranks:
-    """One rank's view of the run."""
+    """A rank's view of the run."""
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0

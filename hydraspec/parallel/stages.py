@@ -1,5 +1,5 @@
-"""What pipeline stages hand over: the stream from each stage to the next, results from the last one
-to all others.
+"""Hand-over between pipeline stages: the stream from each stage to the next, results from the last
+one to all others.
 
 Nothing is announced: both sides derive shapes from the same plan. Sending does not wait. Every
 stage sends and receives in the order of steps, and collects a step's results only after it has
@@ -27,7 +27,7 @@ Group: TypeAlias = dist.ProcessGroup
 
 
 class StageLink(Protocol):
-    """One stage's end of a pipeline. Tensor-parallel ranks of a stage have a link each, to the
+    """A stage's end of a pipeline. Tensor-parallel ranks of a stage have a link each, to the
     ranks with the same place in the other stages.
     """
 
@@ -48,7 +48,7 @@ class StageLink(Protocol):
         ...
 
     def share(self, found: Any) -> Any:
-        """What the last stage gives, which every stage gets; other stages give None. For facts that
+        """Returns what the last stage gives, on every stage; other stages give None. For facts that
         are known once models are loaded: it is slow.
         """
         ...

@@ -125,7 +125,8 @@ class SymmetricGroup(TensorGroup):
 
 
 def are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every rank's device can store to every other's; the same answer on every rank.
+    """Returns whether every rank's device can store to every other's; the same answer on every
+    rank.
 
     A rank has to see the others' devices (CUDA_VISIBLE_DEVICES), on one host.
     """

@@ -32,7 +32,7 @@ JOB, FAULTS, SIGNS = "job", "faults", "signs"
 
 
 class Fleet:
-    """One rank's end of all ranks, for as many jobs as the first rank has."""
+    """A rank's view of all ranks, for as many jobs as the first rank has."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         """Wait until every rank is there.
@@ -93,7 +93,7 @@ class Fleet:
             yield ranks
 
     def fault(self) -> Fault | None:
-        """What failed first, also if no rank has recorded it yet."""
+        """The first failure, also if no rank has recorded it yet."""
         self._signs.record_gone()
         return culprit(self.records.all())
 
@@ -110,7 +110,7 @@ class Fleet:
         self.kill_hung()
 
     def loss_of_first(self) -> Fault | None:
-        """What became of the first rank, if it can neither save nor say anything more."""
+        """The fate of the first rank, if it can neither save nor say anything more."""
         with suppress(dist.DistError):
             fault = culprit(self.records.all())
             if fault is not None and fault.rank == 0 and fault.kind in (Kind.ended, Kind.hung):
@@ -219,7 +219,7 @@ class _Signs:
         return found
 
     def process(self, rank: int) -> Process:
-        """Of a rank that has given signs of life."""
+        """The record of a rank that has given signs of life."""
         return _parsed(self._store.get(self._keys[rank]))[1]
 
     def _all(self) -> dict[int, tuple[Signs, Process]]:

@@ -51,7 +51,7 @@ class Vocabulary:
         return min(self.num_rows, self.size - self.first)
 
     def rows_of(self, tokens: Iterable[int]) -> list[int]:
-        """Those of some tokens that this rank holds, as rows of its part."""
+        """The tokens that this rank holds, as rows of its part."""
         stop = self.first + self.num_tokens
         return [token - self.first for token in tokens if self.first <= token < stop]
 

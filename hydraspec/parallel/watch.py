@@ -48,7 +48,7 @@ class DeviceEvent(Protocol):
     """torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Returns whether the device has come to it."""
         ...
 
     def synchronize(self) -> None:
@@ -57,7 +57,8 @@ class DeviceEvent(Protocol):
 
 
 class Watch:
-    """One rank's end. The default is that of a run of one rank, which has nothing to watch."""
+    """A rank's end of the watch. The default is that of a run of one rank, which has nothing to
+    watch."""
 
     def __init__(
         self,
@@ -114,12 +115,12 @@ class Watch:
 
     @property
     def lost(self) -> bool:
-        """Whether another rank has failed."""
+        """Returns whether another rank has failed."""
         return self._lost is not None
 
     @property
     def failed(self) -> bool:
-        """Whether any rank has: the run cannot go on."""
+        """Returns whether any rank has: the run cannot go on."""
         return self.lost or self._recorded
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step's requests need of the sampler: known on the host, so that it can skip work."""
+"""Needs of a step's requests in the sampler: known on the host, so that it can skip work."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GREEDY = SamplingFlags(any_greedy=True, any_top_k=False, any_top_p=False, any_mi
 def flags_of(
     requests: Iterable[SamplingParams], samples: Iterable[bool] = itertools.repeat(True)
 ) -> tuple[bool, SamplingFlags]:
-    """Whether all requests that sample in a step are greedy, and what its requests need of the
-    sampler. Truncation has no effect on a greedy request.
+    """Returns whether all requests that sample in a step are greedy, and what its requests need of
+    the sampler. Truncation has no effect on a greedy request.
     """
     any_greedy = any_top_k = any_top_p = any_min_p = False
     all_greedy = True

@@ -32,14 +32,15 @@ class DecodeStart:
 
 @dataclass(slots=True, frozen=True)
 class DecodeInputs:
-    """What a captured decode pass reads."""
+    """Inputs of a captured decode pass."""
 
     start: DecodeStart
     batch: Batch
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
-    """One pass over the step's rows, then K-1 decode steps, by default at advancing positions.
+    """Drafts by a pass over the step's rows, then K-1 decode steps, by default at advancing
+    positions.
 
     Draft row t holds the token at t+1 and the target's state at t; its KV has position t. After a
     step the draft's cache therefore covers exactly the target's computed tokens.
@@ -78,7 +79,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return Draft(tokens=torch.cat((tokens.unsqueeze(1), rest.tokens), 1), probs=first)
 
     def begin(self, row: NewestRows, batch: Batch) -> Any:
-        """What all K draft steps share; computed from the newest rows alone.
+        """Inputs that all K draft steps share; computed from the newest rows alone.
 
         By default the start locations [B+1] of steps 1, 2, ..., which have one row per request.
         """

@@ -20,7 +20,7 @@ from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep,
 
 @dataclass(slots=True, frozen=True)
 class DraftGraphs:
-    """What a drafter captures its decode pass with."""
+    """Tools with which a drafter captures its decode pass."""
 
     sizes: tuple[int, ...]  # batch sizes worth a graph
     make_batch: Callable[[int], Batch]  # padding alone, in the memory of every batch of that size
@@ -52,8 +52,8 @@ class BaseSpeculator(ABC):
 
     @property
     def reads_all_hidden_states(self) -> bool:
-        """Whether `propose` reads target_step.hidden_states of rows without logits. If not, the
-        target may leave those rows out from its last layer that writes KV on.
+        """Returns whether `propose` reads target_step.hidden_states of rows without logits. If not,
+        the target may leave those rows out from its last layer that writes KV on.
         """
         return self.owns_kv_cache  # which is filled by a pass over all rows
 

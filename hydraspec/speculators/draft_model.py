@@ -27,7 +27,7 @@ from hydraspec.types import (
 
 
 class DraftHead(Protocol):
-    """What every draft head in `models/` offers."""
+    """The interface of every draft head in `models/`."""
 
     spec: DraftSpec
 
@@ -50,7 +50,7 @@ class OwnCacheHead(DraftHead, Protocol):
         ...
 
     def combine_target_hidden(self, target_step: TargetStep) -> Tensor:
-        """What a pass over the target's rows takes as hidden state, [T, H]."""
+        """The hidden state that a pass over the target's rows takes, [T, H]."""
         ...
 
     def forward(

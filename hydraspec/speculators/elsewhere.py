@@ -24,7 +24,7 @@ from hydraspec.types import (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DrafterFacts:
-    """What all stages have to know of the drafter that the last one has loaded."""
+    """Facts that all stages have to know of the drafter that the last one has loaded."""
 
     spec: DraftSpec | None
     aux_layer_ids: tuple[int, ...]  # states that stages capture and send on

@@ -23,8 +23,8 @@ class MaskRow:
 
 
 class ParallelSpeculator(DraftModelSpeculator):
-    """One pass over the step's rows and K-1 mask rows a request; each of the last K yields a draft.
-    With K=0 it is a pass over the step's rows alone.
+    """Drafts by a single pass over the step's rows and K-1 mask rows a request; each of the last K
+    yields a draft. With K=0 it is a pass over the step's rows alone.
 
     The drafts do not see each other. A mask row writes KV in the slot of its position; the next
     step's rows cover those positions again before any of them is seen.

@@ -44,7 +44,7 @@ def single_rows(
     lookahead: int,
     query_start_loc: Tensor,
 ) -> Rows:
-    """One row per request, `lookahead` positions after its newest row."""
+    """A row per request, `lookahead` positions after its newest row."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
     groups = GroupTables(tables, [spec.block_size for spec in specs])

@@ -131,7 +131,7 @@ def acceptance_by_category(group: Group) -> Block | None:
 
 
 def lossless(group: Group) -> Block:
-    """Whether outputs are the target's own: a sentence where it is the same of all jobs."""
+    """Returns whether outputs are the target's own: a sentence where it is the same of all jobs."""
     found = group.figures
     drafting = [verdict_words(one.lossless) for one in found if not one.is_plain]
     note = "Outputs of greedy requests against those of the same run without drafts."

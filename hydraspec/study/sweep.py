@@ -252,7 +252,7 @@ def _latency_cells(summary: Summary) -> list[str]:
 
 
 def _have_arrivals(rows: Sequence[Row]) -> bool:
-    """Whether requests arrive over time in any of the runs, some of which may be older."""
+    """Returns whether requests arrive over time in any of the runs, some of which may be older."""
     return any(row.summary.get("request_rate") is not None for row in rows)
 
 

@@ -64,7 +64,7 @@ INSTALL = 'install the package with: pip install "hydraspec[reports]"'
 
 
 def is_installed() -> bool:
-    """Whether wandb-workspaces can be imported."""
+    """Returns whether wandb-workspaces can be imported."""
     from importlib.util import find_spec
 
     return find_spec("wandb_workspaces") is not None

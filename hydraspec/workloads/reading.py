@@ -169,7 +169,7 @@ def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
 
 
 def depends_on_seed(config: RunConfig) -> bool:
-    """Whether another `seed` changes any output: random prompts, random weights, synthetic
+    """Returns whether another `seed` changes any output: random prompts, random weights, synthetic
     acceptance, or a request that samples with the run's seed.
 
     Raises:

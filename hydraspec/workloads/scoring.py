@@ -23,7 +23,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def score(text: str | None, answer: str | None) -> bool | None:
-    """Whether the final answer in `text` is `answer`; null where either is missing.
+    """Returns whether the final answer in `text` is `answer`; null where either is missing.
 
     The final answer is what follows the last "answer is", or the whole text where that phrase is
     absent; both sides are compared without surrounding white space, to the letter.
@@ -34,7 +34,7 @@ def score(text: str | None, answer: str | None) -> bool | None:
 
 
 def score_number(text: str | None, answer: str | None) -> bool | None:
-    """Whether the final number in `text` is that of `answer`; null where either is missing.
+    """Returns whether the final number in `text` is that of `answer`; null where either is missing.
 
     The final number is the first one after the last "####", or else after the last "answer is", or
     else the last one of the text. 1,000 and 1000.0 are equal; signs of currency and units are no
@@ -56,8 +56,8 @@ def final_number(text: str) -> Decimal | None:
 
 
 def score_defines(text: str | None, prompt: str | None, name: str | None) -> bool | None:
-    """Whether the code in `text` parses as Python and defines `name`; null where text or name is
-    missing.
+    """Returns whether the code in `text` parses as Python and defines `name`; null where text or
+    name is missing.
 
     The code is a fenced block of the text, or the text after the prompt that it continues (none of
     a chat). Its top level has a function `name` whose body is more than a docstring, `pass` or
@@ -93,8 +93,8 @@ def _is_filler(statement: ast.stmt) -> bool:
 
 
 def score_completion(request: Request, completion: Completion) -> bool | None:
-    """Whether a request's output is right, as its `scoring` says; null for one that ended with an
-    error."""
+    """Returns whether a request's output is right, as its `scoring` says; null for one that ended
+    with an error."""
     if completion.finish_reason == "error":
         return None
     if request.scoring == "defines":

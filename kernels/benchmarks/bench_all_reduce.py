@@ -40,7 +40,7 @@ WAYS = ("messages", "sum, norm", "one-shot", "two-shot", "NCCL", "gather", "NCCL
 
 
 class Bench:
-    """One rank."""
+    """The part of a rank."""
 
     def __init__(self, rank: int, options: argparse.Namespace) -> None:
         self.rank, self.size, self.width = rank, options.ranks, options.width

@@ -117,7 +117,7 @@ def chain_of_e4b(rows: int) -> Measured:
 
 
 def chain_of_31b(rows: int) -> Measured:
-    """As chain_of_e4b: five sliding layers of 31B and a full one."""
+    """The same as chain_of_e4b: five sliding layers of 31B and a full one."""
     layers = []
     for layer in range(LAYERS_31B):
         qkv, heads = (18432, 16384) if layer % FULL_EVERY == FULL_EVERY - 1 else (16384, 8192)
@@ -127,7 +127,7 @@ def chain_of_31b(rows: int) -> Measured:
 
 
 def chain(name: str, rows: int, layers: list[list[Tensor]]) -> Measured:
-    """One graph of qkv, o, gate and up, down, and any per-layer gate and projection."""
+    """A graph of qkv, o, gate and up, down, and any per-layer gate and projection."""
     width = layers[0][0].shape[0]
     gain = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     h, y, factor = rows_of(rows, width), rows_of(rows, width), rows_of(rows, 256)

@@ -22,7 +22,7 @@ LAYERS = 3  # weight sets in rotation: each is 1.5 GB, of which a row touches a 
 
 
 class Layer(NamedTuple):
-    """One layer's weights, as views of checkpoints' storage."""
+    """A layer's weights, as views of checkpoints' storage."""
 
     gate_up: Tensor  # [E, D, 2I]
     down: Tensor  # [E, I, D]

@@ -35,7 +35,7 @@ CACHE_ROWS = 16384
 
 
 class Case(NamedTuple):
-    """One operation on one shape."""
+    """An operation on one shape."""
 
     name: str
     shape: str

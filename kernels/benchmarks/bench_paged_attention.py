@@ -60,7 +60,7 @@ class Case(Requests):
 
     @property
     def tflop(self) -> float:
-        """Of the visible pairs of a row and a key."""
+        """Operations of the visible pairs of a row and a key."""
         window = self.shape.window or self.keys
         pairs = sum(min(self.keys - r, window) for r in range(self.rows))
         return 2e-12 * self.requests * pairs * self.shape.num_heads * self.width

@@ -41,7 +41,7 @@ def normal(rows: int, vocab: int) -> Tensor:
 
 
 def parameters(rows: int, top_k: int, top_p: float, min_p: float) -> SamplingTensors:
-    """Of requests of one row each."""
+    """A plan of requests of one row each."""
     return SamplingTensors(
         temperature=torch.full((rows,), 0.8, device="cuda"),
         top_k=torch.full((rows,), top_k, device="cuda"),

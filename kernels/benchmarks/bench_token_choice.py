@@ -45,7 +45,7 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def choices(rows: int, vocab: int) -> list[Call]:
-    """One token per row of logits; the torch lines are what the kernels stand in for."""
+    """A token per row of logits; the torch lines are what the kernels stand in for."""
     hot = torch.full((rows,), 0.8, device="cuda")
     seed, position = keys(rows)
     read = rows * vocab * 2
@@ -103,7 +103,7 @@ def step(requests: int) -> dict[str, Tensor]:
 
 
 def small_work(requests: int) -> list[Call]:
-    """What a step does beside the models; launches, not bytes, are what it costs."""
+    """Work of a step beside the models; launches, not bytes, are what it costs."""
     s = step(requests)
     groups = GroupTables([s["table"]] * 2, [BLOCK_SIZE] * 2)
     batch = state = layout = SimpleNamespace(**s)

@@ -28,7 +28,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One line of a table: operation, shape, time, bytes moved."""
+    """A line of a table: operation, shape, time, bytes moved."""
 
     name: str
     shape: str

@@ -54,7 +54,7 @@ class Requests:
 
     @property
     def cached_bytes(self) -> float:
-        """Of the keys and values that some row sees."""
+        """Bytes of the keys and values that some row sees."""
         shape = self.shape
         keys = min(self.keys, (shape.window or self.keys) + self.rows - 1)
         return 2.0 * self.requests * keys * shape.head_rows * shape.head_dim

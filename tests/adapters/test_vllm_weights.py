@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hydraspec.adapters.vllm.engine import VllmEngine
 from hydraspec.adapters.vllm.weights import DUMMY_WEIGHTS, fill, order_tokens, random_weights
 from hydraspec.config.schema import Weights
-from hydraspec.models.layers import Place
+from hydraspec.models.place import Place
 from hydraspec.models.registry import load_target
 from hydraspec.models.weights import EMPTY, randomise
 from hydraspec.shipped import ZOO

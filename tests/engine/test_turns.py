@@ -21,7 +21,15 @@ from hydraspec.engine.turns import Conversations, followed_prompt
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.parallel.layout import Layout
-from hydraspec.types import Completion, Request, SamplingParams, StepRecord, WorkloadError
+from hydraspec.types import (
+    Completion,
+    Prompt,
+    Request,
+    SamplingParams,
+    Span,
+    StepRecord,
+    WorkloadError,
+)
 
 NEW_TOKENS = 9  # of a turn
 ENDED = Completion(
@@ -132,10 +140,19 @@ def test_turns_that_cannot_be_are_refused() -> None:
 
 def test_a_stop_token_that_the_turn_begins_with_is_there_once() -> None:
     before = replace(ENDED, prompt_token_ids=[1, 2], output_token_ids=[3, 4])
-    assert followed_prompt(before, [4, 5]) == [1, 2, 3, 4, 5]
-    assert followed_prompt(before, [5, 4]) == [1, 2, 3, 4, 5, 4]
+    assert followed_prompt(before, Prompt([4, 5])) == Prompt([1, 2, 3, 4, 5])
+    assert followed_prompt(before, Prompt([5, 4])) == Prompt([1, 2, 3, 4, 5, 4])
     cut = replace(before, finish_reason="length")
-    assert followed_prompt(cut, [4, 5]) == [1, 2, 3, 4, 4, 5]
+    assert followed_prompt(cut, Prompt([4, 5])) == Prompt([1, 2, 3, 4, 4, 5])
+
+
+def test_the_spans_of_a_turn_follow_those_of_the_turns_before() -> None:
+    image = Span(kind="image", start=1, length=1, digest="aa", may_be_cut=False)
+    before = replace(ENDED, prompt_token_ids=[1, 2], output_token_ids=[3, 4], spans=(image,))
+    found = followed_prompt(before, Prompt([4, 5, 6], (replace(image, start=2),)))
+    assert found == Prompt([1, 2, 3, 4, 5, 6], (image, replace(image, start=5)))
+    found = followed_prompt(before, Prompt([4, 5], (replace(image, start=0),)))
+    assert found == Prompt([1, 2, 3, 4, 4, 5], (image, replace(image, start=4)))
 
 
 # ------------------------------------------------------------------ engines
@@ -296,7 +313,7 @@ def test_turns_of_text_are_what_the_template_writes_after_the_answer(tokenizer: 
         (stop, *_) = request.prompt_token_ids or []
         emitted = [*tokenizer.encode(answer), stop]
         before = replace(ENDED, prompt_token_ids=prompt, output_token_ids=emitted)
-        prompt = followed_prompt(before, request.prompt_token_ids or [])
+        prompt = list(followed_prompt(before, request.tokens).token_ids)
         assert prompt[: len(before.prompt_token_ids) + len(emitted)] == [
             *before.prompt_token_ids,
             *emitted,

@@ -163,9 +163,10 @@ def test_more_tokens_than_are_listed(device: str, monkeypatch: pytest.MonkeyPatc
     """If too many tokens may be in the nucleus, their groups are searched instead."""
     monkeypatch.setattr(launches, "MAX_LISTED", 16)
     monkeypatch.setattr(launches, "WIDE", 128)
-    logits = (randn(8, 700) * 2).half().float()
+    rows = 8 if device == "cuda" else 4  # the interpreter is slow
+    logits = (randn(rows, 700) * 2).half().float()
     logits[:, ::5] = 1.5
-    given = mixed(8, 700, seed=3) | {"temperature": torch.ones(8)}
+    given = mixed(rows, 700, seed=3) | {"temperature": torch.ones(rows)}
     given["top_k"][:4] = torch.tensor([0, 10, 60, 300])
     given["top_p"][:4] = torch.tensor([0.9, 1.0, 0.95, 0.7])
     assert cut(logits, given, device).equal(by_sorting(logits, given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hydraspec.metrics.meter import Meter
@@ -12,6 +14,7 @@ from hydraspec.types import (
     Request,
     RequestStep,
     SamplingParams,
+    Span,
     StepRecord,
 )
 
@@ -45,6 +48,15 @@ def test_eligible_is_the_longest_common_prefix_in_whole_blocks() -> None:
     assert hits.hit_rate() == 12 / 31
     assert hits.eligible_hit_rate() == 1.0
     assert hits.num_missed_tokens() == 0
+
+
+def test_spans_of_other_content_end_a_common_prefix() -> None:
+    hits = PrefixHits(BLOCKS)
+    image = Span(kind="image", start=5, length=2, digest="aa", may_be_cut=True)
+    for index, digest in enumerate(("aa", "ab", "aa")):
+        hits.begun(index)
+        hits.ended(replace(done(index, SHARED, [90]), spans=(replace(image, digest=digest),)))
+    assert {i: e.num_tokens for i, e in hits.eligible().items()} == {0: 0, 1: 4, 2: 8}
 
 
 @pytest.mark.parametrize("ended_before", [True, False])

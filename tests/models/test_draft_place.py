@@ -20,9 +20,9 @@ from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_place import head_place, is_worth_dividing, layers_place
 from hydraspec.models.eagle.loading import load_eagle
 from hydraspec.models.gemma4.assistant import load_assistant
-from hydraspec.models.layers import Place
 from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.models.parts import Part, held
+from hydraspec.models.place import Place
 from hydraspec.parallel.layout import Layout
 from hydraspec.parallel.ranks import Ranks
 from hydraspec.parallel.vocabulary import Vocabulary

@@ -104,7 +104,7 @@ def test_quantisation_in_mistrals_own_params_does_not_leak(tmp_path: Path) -> No
     (where / "params.json").write_text(json.dumps(params))
     loaded = load_head(where, "eagle", target)
     assert loaded.fc is not None
-    assert loaded.fc.t().equal(head.weights["fc.weight"])
+    assert loaded.fc.weight.t().equal(head.weights["fc.weight"])
 
 
 def test_a_drafter_made_for_fewer_positions_drafts_on_behind_them(tmp_path: Path) -> None:

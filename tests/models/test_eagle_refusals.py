@@ -262,7 +262,7 @@ def test_quantisation_of_the_target_does_not_leak(tmp_path: Path) -> None:
     )
     head = load(where, "eagle3", make_target())
     assert head.combine is not None
-    assert head.combine.fc.dtype == torch.float64
+    assert head.combine.fc.weight.dtype == torch.float64
 
 
 # ------------------------------------------------------------------ detection

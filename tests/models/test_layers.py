@@ -37,9 +37,10 @@ from mtp_folders import random_config as mtp_config
 from torch import Tensor
 
 from hydraspec.models.gemma4.assistant import load_assistant
-from hydraspec.models.layers import Norm, Place
+from hydraspec.models.layers import Norm
 from hydraspec.models.mtp.loading import load_mtp
 from hydraspec.models.needed_rows import needed_rows
+from hydraspec.models.place import Place
 from hydraspec.types import StepPlan
 
 # float64 both, sums in another order; rotary angles are the same float32 numbers.

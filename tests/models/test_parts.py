@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hydraspec.models.checkpoint import mistral_names, reader
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
-from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, Share, Tensors, held
+from hydraspec.models.place import Place
 from hydraspec.models.weights import memory_bytes, randomise
 from hydraspec.parallel.group import SoloGroup
 

@@ -33,8 +33,8 @@ from hydraspec.models.dense.model import DenseTarget
 from hydraspec.models.gemma4.config import read_gemma4_config
 from hydraspec.models.gemma4.model import Gemma4Target
 from hydraspec.models.kv_groups import FULL, SLIDING
-from hydraspec.models.layers import Place
 from hydraspec.models.parts import Part, held
+from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, Stage
 from hydraspec.parallel.group import SOLO, SoloGroup, TensorGroup
 from hydraspec.parallel.layout import Layout

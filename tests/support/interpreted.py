@@ -18,7 +18,7 @@ from kernel_places import mend_loops
 from recorded_graphs import CalledAgain
 
 from hydraspec.engine.run import loading
-from hydraspec.models.layers import Place
+from hydraspec.models.place import Place
 
 
 def run_as_on_devices(patch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ TARGETS_WITH_ASSISTANTS = ("gemma4", "gemma4_text")
 
 @dataclass(slots=True, kw_only=True)
 class TransformersParts:
-    """What one engine decodes with. A baseline shares all of it but the assistant."""
+    """Models that an engine decodes with. A baseline shares all of it but the assistant."""
 
     config: RunConfig
     model: Any  # PreTrainedModel with generate()

@@ -62,7 +62,7 @@ class DataParallel:
         return found
 
     def collective_rpc(self, method: str) -> list[Any]:
-        """What a method of the workers returns, by worker."""
+        """Results of a method of the workers, by worker."""
         found: list[Any] = self._loop.run_until_complete(self._engine.collective_rpc(method))
         return found
 

@@ -117,7 +117,7 @@ class VllmEngine(Engine):
             sequence.fail(f"vLLM refuses the request: {error}")
 
     def _step(self, offered: dict[str, OfferedRequest]) -> Iterator[StepRecord | Completion]:
-        """One step: its record if any is kept, and the completions it brought."""
+        """Runs a step: its record if any is kept, and the completions it brought."""
         stats = self.parts.stats
         if stats is not None:
             stats.clear()
@@ -194,7 +194,7 @@ class VllmEngine(Engine):
 
 
 class _News:
-    """What a step brought for one request."""
+    """Tokens that a step brought for one request."""
 
     def __init__(self, sequence: OfferedRequest, output: Any) -> None:
         (completion,) = output.outputs
@@ -291,7 +291,8 @@ def _prefix_caching(parts: VllmParts) -> PrefixCaching | None:
 
 
 def _cudagraph(requested: str, found: str, drafts: bool) -> dict[str, str | None]:
-    """What vLLM's configuration came to; how its drafter is captured it does not say."""
+    """The graph mode that vLLM's configuration came to; how its drafter is captured it does not
+    say."""
     reason = None
     if found != requested:
         reason = "vLLM resolved it so for its attention backend"

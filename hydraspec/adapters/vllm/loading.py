@@ -50,7 +50,7 @@ METHODS = {  # vLLM finds out by itself whether an mtp folder is Gemma 4's assis
 
 @dataclass(slots=True, kw_only=True)
 class VllmParts:
-    """What one engine decodes with."""
+    """Models that an engine decodes with."""
 
     config: RunConfig
     engine: Any  # vllm.LLMEngine, or what start_data_parallel returns
@@ -178,8 +178,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What an exception says, on one line. Of pydantic's only the reasons: its first line counts
-    them, and each ends with the values that were checked and a link.
+    """The message of an exception, on one line. Of pydantic's only the reasons: its first line
+    counts them, and each ends with the values that were checked and a link.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     said = [_CHECKED_VALUES.sub("", x) for x in lines if x and not x.startswith(_LINK)]
@@ -359,7 +359,8 @@ def _parts(
 
 
 def _memory_bytes(engine: Any) -> dict[str, int]:
-    """What vLLM says its first worker holds; empty where the worker lives in another process."""
+    """Bytes that vLLM says its first worker holds; empty where the worker lives in another
+    process."""
     worker = getattr(getattr(engine, "model_executor", None), "driver_worker", None)
     runner = getattr(worker, "model_runner", None)
     sources = {

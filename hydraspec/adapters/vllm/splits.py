@@ -56,8 +56,8 @@ def check_splits(config: RunConfig, opened: Checkpoint) -> None:
 
 
 def _divides(shape: Any, ranks: int) -> bool:
-    """Whether a text model's heads and widths divide among tensor-parallel ranks; key and value
-    heads may also be repeated."""
+    """Returns whether a text model's heads and widths divide among tensor-parallel ranks; key and
+    value heads may also be repeated."""
     whole = [shape.get(key) for key in ("num_attention_heads", "intermediate_size")]
     whole.append(shape.get("moe_intermediate_size"))
     kv = [shape.get(key) for key in ("num_key_value_heads", "num_global_key_value_heads")]

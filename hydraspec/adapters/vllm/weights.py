@@ -33,7 +33,7 @@ _PACKED = ".mlp.experts."  # of DeepSeek, whose experts vLLM reads one by one
 
 
 def is_known(opened: Checkpoint) -> bool:
-    """Whether the native engine draws weights for such a target."""
+    """Returns whether the native engine draws weights for such a target."""
     return opened.config.get("model_type") in TARGETS
 
 

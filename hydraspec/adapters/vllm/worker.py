@@ -1,4 +1,4 @@
-"""What vLLM imports in each of its worker processes: a loader of random weights.
+"""A module that vLLM imports in each of its worker processes: a loader of random weights.
 
 vLLM finds it by name (`worker_extension_cls`), so that processes on other hosts do too. The package
 must be importable there. Checked against vLLM 0.26.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,12 +44,12 @@ def entry_matrices(trial: Trial) -> Iterator[Matrix]:
     """Projections at a head's entry, whose inputs are a concatenation."""
     head = trial.head
     if trial.kind == "target_cache":
-        names, weight = ("embedding", "state"), head.pre
+        names, weight = ("embedding", "state"), head.pre.weight
         yield Matrix(
             name="pre_projection",
             blocks=names,
             weight=weight,
-            put=lambda w: edited_trial(trial, edited(head, pre=w)),
+            put=lambda w: edited_trial(trial, edited(head, pre=head.pre.with_weight(w))),
         )
     elif hasattr(head, "blocks"):
         yield from _mtp_matrices(trial)
@@ -56,8 +57,8 @@ def entry_matrices(trial: Trial) -> Iterator[Matrix]:
         yield Matrix(
             name="fc",
             blocks=("embedding", "state"),
-            weight=head.fc,
-            put=lambda w: edited_trial(trial, edited(head, fc=w)),
+            weight=head.fc.weight,
+            put=lambda w: edited_trial(trial, edited(head, fc=head.fc.with_weight(w))),
         )
     else:
         yield from _eagle3_matrices(trial)
@@ -69,30 +70,34 @@ def _mtp_matrices(trial: Trial) -> Iterator[Matrix]:
     names = ("embedding", "state")[:: layer.order]
 
     def put(weight: Tensor) -> Trial:
-        layers = [edited(layer, projection=weight), *head.layers[1:]]
+        layers = [edited(layer, projection=layer.projection.with_weight(weight)), *head.layers[1:]]
         return edited_trial(trial, edited(head, layers=layers))
 
     projection = layer.layout.projection
-    yield Matrix(name=projection, blocks=names, weight=layer.projection, put=put)
+    yield Matrix(name=projection, blocks=names, weight=layer.projection.weight, put=put)
 
 
 def _eagle3_matrices(trial: Trial) -> Iterator[Matrix]:
     head = trial.head
-    if head.combine is not None and len(trial.aux_ids) <= 4:
+    combine = head.combine
+    if combine is not None and len(trial.aux_ids) <= 4:
         yield Matrix(
             name="fc",
             blocks=tuple(f"aux {i}" for i in range(len(trial.aux_ids))),
-            weight=head.combine.fc,
-            put=lambda w: with_combine(trial, edited(head.combine, fc=w)),
+            weight=combine.fc.weight,
+            put=lambda w: with_combine(trial, edited(combine, fc=combine.fc.with_weight(w))),
         )
     first = head.first
 
     def put(weight: Tensor) -> Trial:
-        layer = edited(first, attention=edited(first.attention, qkv=weight))
+        qkv = first.attention.qkv.with_weight(weight)
+        layer = edited(first, attention=edited(first.attention, qkv=qkv))
         return edited_trial(trial, edited(head, first=layer))
 
     names = ("embedding", "state")
-    yield Matrix(name="layer 0's q, k and v", blocks=names, weight=first.attention.qkv, put=put)
+    yield Matrix(
+        name="layer 0's q, k and v", blocks=names, weight=first.attention.qkv.weight, put=put
+    )
 
 
 def block_order(subject: Subject) -> Iterator[Variant]:
@@ -167,7 +172,7 @@ def _combine_norms(subject: Subject) -> Iterator[Variant]:
     elif has_one:
         joined = combine.norm.weight
     else:
-        joined = torch.ones_like(combine.fc[:, 0])
+        joined = torch.ones_like(combine.fc.weight[:, 0])
     one = with_norm_weight(unit_norm(joined, eps, place), joined)
     many = [with_norm_weight(unit_norm(w, eps, place), w) for w in joined.chunk(count)]
     if not has_one:
@@ -351,13 +356,12 @@ def rotary_layout(subject: Subject) -> Iterator[Variant]:
 
 
 def _reordered(attention: Attention, reorder: Any) -> Attention:
-    size, qkv = attention.shape.head_dim, attention.qkv.clone()
-    first = 0
-    for heads in (attention.queries.count, attention.num_key_heads):
-        if heads:
-            part = slice(first, first + heads * size)
-            qkv[:, part] = reorder(qkv[:, part].t().contiguous(), heads=heads).t()
-            first = part.stop
+    qkv = attention.qkv
+    for name, heads in (
+        ("q_proj", attention.queries.count),
+        ("k_proj", attention.num_key_heads),
+    ):
+        qkv = qkv.reordered(name, partial(reorder, heads=heads))
     found: Attention = edited(attention, qkv=qkv)
     return found
 
@@ -365,7 +369,7 @@ def _reordered(attention: Attention, reorder: Any) -> Attention:
 def gate_order(subject: Subject) -> Iterator[Variant]:
     """Gate and up projections of the MLPs changed over."""
     layers = decoder_layers(subject.trial.head)
-    if not all(hasattr(getattr(layer, "mlp", None), "gate_up") for layer in layers):
+    if not all(hasattr(layer, "mlp") for layer in layers):
         return
     yield Variant(
         cause="gate_order",

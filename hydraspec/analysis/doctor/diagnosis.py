@@ -33,7 +33,7 @@ class Ranked:
 
     @property
     def is_cause(self) -> bool:
-        """Whether the drafter is surely better so: more is accepted; or as much is, and the
+        """Returns whether the drafter is surely better so: more is accepted; or as much is, and the
         target's tokens are likelier.
         """
         accepts = self.gain.is_sure and self.gain.mean >= MIN_GAIN

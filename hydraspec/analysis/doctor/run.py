@@ -47,7 +47,7 @@ class Prompted:
 
     @property
     def is_cause(self) -> bool:
-        """Whether drafts are surely accepted more often."""
+        """Returns whether drafts are surely accepted more often."""
         return self.gain.is_sure and self.gain.mean >= MIN_GAIN
 
 

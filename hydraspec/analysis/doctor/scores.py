@@ -80,7 +80,7 @@ class Gain:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the interval is above zero."""
+        """Returns whether the interval is above zero."""
         return self.low > 0
 
 

@@ -133,12 +133,9 @@ def with_layers(trial: Trial, edit: Callable[[Any], Any]) -> Trial:
 
 def swapped_gate(mlp: Any) -> Any:
     """An MLP, or experts, whose gate and up projections change places."""
-    inner = mlp.columns.count
-    found = edited(mlp, gate_up=mlp.gate_up.clone())
-    found.gate_up[..., :inner] = mlp.gate_up[..., inner:]
-    found.gate_up[..., inner:] = mlp.gate_up[..., :inner]
-    if getattr(mlp, "gate_up_bias", None) is not None:
-        found.gate_up_bias = mlp.gate_up_bias.roll(inner)
+    if not hasattr(mlp, "routed"):
+        return edited(mlp, gate_up=mlp.gate_up.swapped())
+    found = edited(mlp, routed=mlp.routed.swapped())
     if hasattr(mlp, "shared"):
         found.shared = swapped_gate(mlp.shared)
     return found

@@ -66,7 +66,7 @@ class Record:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the run chose K per step; `num_drafts` is then the largest."""
+        """Returns whether the run chose K per step; `num_drafts` is then the largest."""
         return drafts_of(self.run.summary) == PER_STEP
 
 
@@ -215,6 +215,6 @@ def _drafted(
 
 
 def is_greedy(record: Record) -> bool:
-    """Whether no request was sampled."""
+    """Returns whether no request was sampled."""
     lossless: Mapping[str, object] = record.run.summary["lossless"]
     return not lossless["num_requests_sampled"]

@@ -69,8 +69,8 @@ class BlockPool:
         self._blocks[key], self._key_of[block] = block, key
 
     def give_back(self, blocks: Sequence[int], *, passed: bool = False) -> None:
-        """One user less of each, in the order of positions. Of those that stay kept, the last of a
-        chain is evicted first. passed: a window has left them behind."""
+        """Removes one user of each block, in the order of positions. Of those that stay kept, the
+        last of a chain is evicted first. passed: a window has left them behind."""
         kept: list[int] = []
         for block in blocks:
             self._num_users[block] -= 1

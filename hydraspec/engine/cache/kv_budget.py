@@ -22,7 +22,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class CacheSize:
-    """What decides how many blocks a group wants."""
+    """Figures that decide how many blocks a group wants."""
 
     max_num_seqs: int
     max_model_len: int

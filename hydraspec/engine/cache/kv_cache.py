@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -21,7 +22,7 @@ from torch import Tensor
 from hydraspec.engine.cache.kv_budget import ceil_div
 from hydraspec.engine.cache.kv_group import KVGroup
 from hydraspec.engine.cache.prefix import PrefixKeys
-from hydraspec.types import BlockTable, KVGroupSpec, PrefixCaching
+from hydraspec.types import BlockTable, KVGroupSpec, PrefixCaching, Span
 
 NEVER = sys.maxsize
 
@@ -127,8 +128,8 @@ class KVCache:
         }
 
     def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
-        """Whether a request of `num_tokens` fits into an otherwise empty cache, row by row if need
-        be, beside what a drafter writes after each row."""
+        """Returns whether a request of `num_tokens` fits into an otherwise empty cache, row by row
+        if need be, beside what a drafter writes after each row."""
         for group in self._groups:
             spec = group.spec
             tokens = num_tokens
@@ -137,6 +138,14 @@ class KVCache:
             if ceil_div(tokens + num_lookahead_tokens, spec.block_size) > group.num_blocks - 1:
                 return False
         return True
+
+    def longest_prompt(self, max_model_len: int, num_lookahead_tokens: int) -> int:
+        """Tokens of the longest prompt that there is room for beside one more token."""
+
+        def is_too_long(num_tokens: int) -> bool:
+            return not self.can_ever_hold(num_tokens + 1, num_lookahead_tokens)
+
+        return max(0, bisect_left(range(max_model_len), True, key=is_too_long) - 1)
 
     def tokens_that_fit(self, slot: int) -> int:
         """How long the request in `slot` can become with the blocks that are free now."""
@@ -183,16 +192,17 @@ class KVCache:
 
     @property
     def prefix_caching(self) -> PrefixCaching | None:
-        """What may be taken; None: no blocks are cached."""
+        """Limits of what may be taken; None: no blocks are cached."""
         if self._prefix_root is None:
             return None
         has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
         return PrefixCaching(block_size=self.alignment, has_draft_kv=has_draft_kv)
 
-    def keys_of(self, token_ids: Sequence[int]) -> PrefixKeys:
-        """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow."""
+    def keys_of(self, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PrefixKeys:
+        """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow; its
+        prompt has these spans."""
         unit = math.gcd(*(group.spec.block_size for group in self._groups))
-        return PrefixKeys(token_ids, unit, self._prefix_root or b"")
+        return PrefixKeys(token_ids, unit, self._prefix_root or b"", spans)
 
     def next_key(self, keys: PrefixKeys, count: int, most: int) -> bytes | None:
         """Stands for all tokens up to the next possible end of a hit after `count` tokens; None:

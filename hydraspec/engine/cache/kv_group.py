@@ -1,4 +1,4 @@
-"""One KV group's block tables on the host: which blocks the positions of a slot have, and which
+"""Block tables of a KV group on the host: which blocks the positions of a slot have, and which
 blocks of earlier requests a prompt can start with.
 """
 
@@ -149,6 +149,6 @@ class KVGroup:
         return range(0 if window is None else max(0, last - window), last)
 
     def _can_serve(self, block: int, alignment: int) -> bool:
-        """Whether any aligned hit needs this block of a sequence."""
+        """Returns whether any aligned hit needs this block of a sequence."""
         end = (block + 1) * self.spec.block_size
         return block in self._needed(end + -end % alignment)

@@ -52,7 +52,7 @@ class Models:
         ]
 
     def cache_size(self) -> CacheSize:
-        """What decides how many blocks a group wants."""
+        """Figures that decide how many blocks a group wants."""
         return CacheSize(
             max_num_seqs=self.config.engine.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -113,7 +113,7 @@ def new_cache(models: Models, control: Control = ALONE, *, activation_bytes: int
 
 
 def size_warnings(models: Models, kv: KVCache) -> list[str]:
-    """That the cache does not hold one request of full length."""
+    """An error: the cache does not hold one request of full length."""
     size, dtype = models.cache_size(), models.target.dtype
     longest = longest_request(kv.specs, kv.num_blocks, size)
     if longest >= models.max_model_len:
@@ -171,7 +171,7 @@ def _cache(models: Models, specs: list[KVGroupSpec], num_blocks: list[int]) -> K
 
 
 def _prefix_root(config: RunConfig) -> bytes | None:
-    """What keys of cached blocks start from; None: engine.prefix_caching is false."""
+    """The start of keys of cached blocks; None: engine.prefix_caching is false."""
     if not config.engine.prefix_caching:
         return None
     target = config.target
@@ -179,9 +179,9 @@ def _prefix_root(config: RunConfig) -> bytes | None:
 
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_bytes: int) -> int:
-    """Of one rank: engine.kv_cache.memory_gib, or memory_fraction of the memory that is free beside
-    the weights. By default most of the device's; of the host's, which its ranks share, half and at
-    most 4 GiB."""
+    """Bytes of one rank's cache: engine.kv_cache.memory_gib, or memory_fraction of the memory that
+    is free beside the weights. By default most of the device's; of the host's, which its ranks
+    share, half and at most 4 GiB."""
     kv_cache = config.engine.kv_cache
     if kv_cache.memory_gib is not None:
         return int(kv_cache.memory_gib * GIB)

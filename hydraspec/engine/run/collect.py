@@ -33,7 +33,7 @@ class Flight:
 
 @dataclass(slots=True, frozen=True)
 class Collected:
-    """What a step brought."""
+    """A step's record and completions."""
 
     record: StepRecord | None  # None: no step has ended
     completions: list[Completion] = field(default_factory=list)

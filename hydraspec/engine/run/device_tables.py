@@ -15,8 +15,8 @@ NOTHING = np.empty(0, dtype=np.int64)
 
 
 class KnownTables:
-    """What the tables of all groups hold, in host numbers: [B, P] each, one group after the other.
-    A row has the live entries of one owner (see BlockTable) and is zero elsewhere.
+    """Contents of the tables of all groups, in host numbers: [B, P] each, one group after the
+    other. A row has the live entries of one owner (see BlockTable) and is zero elsewhere.
     """
 
     def __init__(self, max_num_seqs: int, widths: Sequence[int]) -> None:

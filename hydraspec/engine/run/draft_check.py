@@ -1,4 +1,4 @@
-"""What a speculator returns, checked: a draft that cannot be verified is one error that names the
+"""Checks of what a speculator returns: a draft that cannot be verified is one error that names the
 speculator's class. The checks read what the host knows, and token ids that are on the host anyway.
 """
 

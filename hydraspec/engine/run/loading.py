@@ -264,8 +264,8 @@ def _measure_activations(runner: DeviceRunner) -> int:
 
 
 def _step_bytes(models: Models, modes: GraphModes, memory_bytes: dict[str, int]) -> int:
-    """What eager steps take, and the pool of large graphs beside it: as much for each of the rows
-    of the largest graph."""
+    """Bytes that eager steps take, and the pool of large graphs beside it: as much for each of the
+    rows of the largest graph."""
     most = models.config.engine.max_num_batched_tokens
     in_graphs = min(modes.max_mixed_rows, most) if modes.has_large else 0
     return memory_bytes.get("activations", 0) * (most + in_graphs) // most

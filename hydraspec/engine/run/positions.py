@@ -44,14 +44,14 @@ class FinishedText:
 
 
 def can_be_forced(speculator: BaseSpeculator) -> bool:
-    """Whether a drafter is a head of ours, on one device."""
+    """Returns whether a drafter is a head of ours, on one device."""
     return isinstance(speculator, DraftModelSpeculator) and hasattr(speculator.spec, "kv_mode")
 
 
 def finished_texts(
     requests: Seq[Request], completions: Mapping[int, Completion]
 ) -> list[FinishedText]:
-    """Of the requests that finished with two output tokens or more, in their order."""
+    """Texts of the requests that finished with two output tokens or more, in their order."""
     return [
         FinishedText(
             index=request.index,

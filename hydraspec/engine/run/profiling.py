@@ -21,7 +21,7 @@ UNSETTLED_STEPS = 2  # first decode steps, which load kernels; left out where ot
 
 
 class Profiled(Protocol):
-    """What a profile needs of the engine."""
+    """The part of an engine that a profile uses."""
 
     parts: Loaded
     clock: StepClock
@@ -34,7 +34,7 @@ class Profiled(Protocol):
 
 
 class Event(Protocol):
-    """What a profile needs of `torch.cuda.Event(enable_timing=True)`."""
+    """The part that a profile uses of `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a step computes on the device, and how its results reach the host: through pinned memory
+"""Results of a step on the device, and their way to the host: through pinned memory
 and an event, on which the host waits only when it reads them."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESULT_RING = 4  # launches whose results may be under way at once
 
 @dataclass(slots=True, frozen=True)
 class DeviceStep:
-    """What the device's verbs computed."""
+    """Results of the device's verbs."""
 
     batch: Batch
     target_step: TargetStep
@@ -36,7 +36,7 @@ class StepOutputs:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """What the host learns of a step, in the plan's order."""
+    """Results of a step on the host, in the plan's order."""
 
     tokens: np.ndarray  # [B, K+1] int64, -1 from num_sampled on
     num_sampled: np.ndarray  # [B] int64

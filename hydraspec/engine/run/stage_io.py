@@ -58,12 +58,12 @@ class StageIO:
         return self._buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def receive(self, num_rows: int) -> None:
-        """What the stage before computed of this step."""
+        """Receives what the stage before computed of this step."""
         if not self.stage.is_first:
             self.link.receive(self._tensors(num_rows))
 
     def received(self, batch: Batch) -> IntermediateTensors | None:
-        """What `receive` got, as the forward pass reads it; it may be written to."""
+        """The received tensors as the forward pass reads them; it may be written to."""
         if self.stage.is_first:
             return None
         stream, *aux = self._tensors(batch.positions.shape[0]).unbind(0)
@@ -121,7 +121,7 @@ def stack(hidden: Tensor, aux: Sequence[Tensor]) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class PlanRows:
-    """What committing a step reads of it, from its plan and the state before."""
+    """Inputs of committing a step, from its plan and the state before."""
 
     slots: Tensor  # [B]
     seq_lens: Tensor  # [B]
@@ -131,7 +131,7 @@ class PlanRows:
 
     @classmethod
     def of(cls, plan: StepPlan, state: RequestState, kept: Sequence[int] | None = None) -> PlanRows:
-        """One upload, for which the host does not wait. kept: these of the plan's requests."""
+        """Uploads once, without a wait of the host. kept: these of the plan's requests."""
         every = np.arange(len(plan.slots))
         numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples, every])
         if kept is not None:

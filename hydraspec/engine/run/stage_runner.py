@@ -40,7 +40,7 @@ class _Unapplied:
 
 
 class AppliesResults(Runner):
-    """Of every stage but the last: changes its state by the results of the last one."""
+    """Applies the results of the last stage to the state of every other stage."""
 
     io: StageIO
 
@@ -53,7 +53,7 @@ class AppliesResults(Runner):
             step.reassigned.add(slot)
 
     def _apply_before(self, plan: StepPlan) -> None:
-        """What a step with these requests builds on."""
+        """Inputs that a step with these requests builds on."""
         slots = set(plan.slots.tolist())
         for step in list(self._unapplied):
             kept = slots - step.reassigned
@@ -113,7 +113,7 @@ class StageRunner(AppliesResults):
 
 
 class LastStageRunner(DeviceRunner):
-    """Of the last stage, on a device."""
+    """The runner of the last stage, on a device."""
 
     io: StageIO
 
@@ -129,7 +129,7 @@ class LastStageRunner(DeviceRunner):
 
 
 class EarlierStageRunner(AppliesResults, DeviceRunner):
-    """Of a stage before the last, on a device."""
+    """The runner of a stage before the last, on a device."""
 
     @torch.inference_mode()
     def run_padding(self) -> None:
@@ -137,7 +137,7 @@ class EarlierStageRunner(AppliesResults, DeviceRunner):
         self.captured_step(self._largest())
 
     def captured_step(self, inputs: PlanTensors) -> StepOutputs:
-        """What this stage computes of a step, in place of packed results."""
+        """Computes this stage's part of a step, in place of packed results."""
         return StepOutputs(stack(*self.hidden_states(self.prepare(inputs))))
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:

@@ -24,7 +24,7 @@ NOT_MEASURED = (
 
 
 class Measured(Protocol):
-    """What a measurement needs of the engine."""
+    """The part of an engine that a measurement uses."""
 
     def run(
         self, requests: Sequence[Request], *, concurrency: int | None
@@ -39,7 +39,7 @@ class Times:
     draft_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def has_all(self, lengths: Sequence[int]) -> bool:
-        """Whether enough steps were seen of each length."""
+        """Returns whether enough steps were seen of each length."""
         return all(len(self.step_ms[length]) >= NUM_STEPS for length in lengths)
 
 

@@ -66,7 +66,7 @@ class RunnerLimits:
         return self.num_speculative_tokens + 1
 
     def bytes_of(self, descriptor: Descriptor) -> int:
-        """What a capture of this shape takes at most: a warm-up's tensors, and as many in the
+        """Bytes that a capture of this shape takes at most: a warm-up's tensors, and as many in the
         graph's own memory."""
         num_bytes = self.activation_bytes * descriptor.num_rows // self.max_num_batched_tokens
         if descriptor.variant != GREEDY_VARIANT:
@@ -118,12 +118,12 @@ def _decodes(limits: RunnerLimits) -> list[tuple[int, Sequence[int]]]:
 
 
 def is_large(descriptor: Descriptor) -> bool:
-    """Whether a step takes as long as its rows take, not as reading the weights."""
+    """Returns whether a step takes as long as its rows take, not as reading the weights."""
     return descriptor.rows_per_request is None and descriptor.num_rows > PROMPT_ROWS[-1]
 
 
 class Steps(Protocol):
-    """What is captured: the runner that keeps the graphs, which keep no reference to it."""
+    """The captured object: the runner that keeps the graphs, which keep no reference to it."""
 
     def static_inputs(self, descriptor: Descriptor) -> PlanTensors:
         """A batch of padding alone, in the memory that plans of this shape are written to."""
@@ -236,8 +236,8 @@ class StepGraphs:
         return fitting[0] if fitting else wanted
 
     def _wastes(self, graph: Descriptor, num_rows: int) -> bool:
-        """Whether eager launches, which the device does not wait for, beat padding to this graph:
-        by over an eighth, of steps whose time is that of their rows."""
+        """Returns whether eager launches, which the device does not wait for, beat padding to this
+        graph: by over an eighth, of steps whose time is that of their rows."""
         padding = graph.num_rows - num_rows
         return is_large(graph) and 8 * padding > num_rows > self._launch_bound_rows
 

@@ -28,7 +28,7 @@ MAX_CHANGES = 1 << 14  # table entries a plan's own copy may carry; more travel 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UploadShape:
-    """What the buffers must hold."""
+    """Sizes that the buffers must hold."""
 
     max_num_seqs: int  # B at most; the state has one more slot, which padding uses
     max_num_rows: int  # T at most
@@ -37,7 +37,7 @@ class UploadShape:
 
 
 class _Stage:
-    """One staging buffer and the event of the copy that last read it."""
+    """A staging buffer and the event of the copy that last read it."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"

@@ -54,7 +54,7 @@ class Cancels:
         self._indices.append(index)
 
     def take(self) -> list[int]:
-        """Those added since the last call."""
+        """Requests that were added since the last call."""
         return [self._indices.popleft() for _ in range(len(self._indices))]
 
 
@@ -242,12 +242,13 @@ class Following:
 
 
 def _topic(control: Control) -> str:
-    """Of one run: an error that ranks share leaves the announced end of their run unheard."""
+    """The topic of a run. When every rank fails with the same error, the end-of-run message is not
+    read."""
     return f"step{next(control.runs)}"
 
 
 def obeyed(source: Admission, requests: Sequence[Request], control: Control) -> Admission:
-    """What `source` says, on every rank of a replica; only its first rank asks it."""
+    """The answer of `source`, on every rank of a replica; only its first rank asks it."""
     if control.layout.num_ranks == 1:
         return source
     return Leading(source, requests, control) if control.leads else Following(requests, control)

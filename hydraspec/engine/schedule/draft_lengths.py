@@ -51,7 +51,7 @@ def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
 
 
 def build_draft_lengths(config: RunConfig, num_micro_batches: int) -> DraftLengths | None:
-    """What chooses K, where that is not fixed.
+    """A source of K, where that is not fixed.
 
     Raises:
         ConfigurationError: method.costs names no table, or one that lacks some of the lengths.
@@ -78,7 +78,7 @@ class AcceptanceCounts:
     """Verifications of each draft after accepted ones, over all requests."""
 
     def __init__(self, most: int, rates: Sequence[float] = (), weight: float = 0.0) -> None:
-        """As if `weight` verifications of each of `most` drafts had had these rates."""
+        """Starts as if `weight` verifications of each of `most` drafts had had these rates."""
         self._reached = [weight] * most  # verifications of draft i after i accepted ones
         self._accepted = [weight * rate for rate in rates or [ASSUMED_RATE] * most]
         self.unseen = [0] * most  # steps since draft i was offered
@@ -104,7 +104,7 @@ class AcceptanceCounts:
             self.unseen[i] = 0 if i < longest else self.unseen[i] + 1
 
     def rates(self) -> list[float]:
-        """Of draft i after i accepted ones, that it is accepted."""
+        """The probability that draft i is accepted after i accepted ones."""
         rates, before = [], ASSUMED_RATE
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
             before = (accepted + ASSUMED_WEIGHT * before) / (reached + ASSUMED_WEIGHT)
@@ -184,9 +184,9 @@ class DraftLengths:
         return max(range(len(speeds)), key=speeds.__getitem__)
 
     def _tries_more(self, costs: Sequence[float], best: int) -> bool:
-        """Whether this step and a few after it try the length after the best, where that was not
-        verified for long. Every step saves a share of its time, which pays for what a trial takes
-        longer."""
+        """Returns whether this step and a few after it try the length after the best, where that
+        was not verified for long. Every step saves a share of its time, which pays for what a trial
+        takes longer."""
         self._saved_ms += TRIAL_SHARE * costs[best]
         if best + 1 == len(costs):
             self._saved_ms = 0.0

@@ -27,7 +27,7 @@ class MicroBatches:
             item.number = self._num_launched
 
     def hold(self, sequence: Sequence) -> bool:
-        """Whether it is in a step that the next one overlaps in the stages."""
+        """Returns whether it is in a step that the next one overlaps in the stages."""
         flight = sequence.in_flight
         if self.count == 1 or flight is None:
             return False

@@ -104,7 +104,7 @@ def full_decodes(plan: StepPlan) -> np.ndarray:
 
 
 def is_uniform(plan: StepPlan) -> bool:
-    """Whether every request verifies all drafts of the step."""
+    """Returns whether every request verifies all drafts of the step."""
     return bool(full_decodes(plan).all())
 
 

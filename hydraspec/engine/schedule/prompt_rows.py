@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydraspec.graphs import PROMPT_ROWS
+from hydraspec.types import Span
 
 STEPS_OF_PROMPTS = 4  # over which unread prompts are spread beside decodes
 FEW_ROWS = 512  # of a step that decodes: worth any prompt rows, for weights are read anyway
@@ -60,3 +61,22 @@ class PromptRows:
         left = num_rows - lower
         is_cut = left < upper - num_rows and left <= lower - num_decode_rows
         return lower if is_cut else upper
+
+
+def whole_spans(spans: Sequence[Span], start: int, rows: int, most: int) -> int:
+    """Rows of a chunk that begins at `start` and cuts no span that must stay whole: at most `rows`.
+    A chunk that begins with such a span has all of its rows if `most` allows them; 0: it waits."""
+    span = cut_span(spans, start + rows)
+    if span is None or rows < 1:
+        return max(0, rows)
+    if span.start > start:
+        return span.start - start
+    return span.length if span.length <= most else 0
+
+
+def cut_span(spans: Sequence[Span], border: int) -> Span | None:
+    """The span that a border before position `border` would cut, although it must stay whole."""
+    for span in spans:
+        if span.start < border < span.end and not span.may_be_cut:
+            return span
+    return None

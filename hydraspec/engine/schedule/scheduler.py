@@ -10,7 +10,6 @@ results before it is scheduled again, and is not preempted meanwhile.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -20,7 +19,7 @@ from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.engine.schedule.micro_batches import MicroBatches
 from hydraspec.engine.schedule.plans import PlanBuilder
-from hydraspec.engine.schedule.prompt_rows import PromptRows
+from hydraspec.engine.schedule.prompt_rows import PromptRows, cut_span, whole_spans
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.types import StepPlan
 
@@ -65,7 +64,8 @@ class Scheduler:
         self._ending: list[Sequence] = []  # cancelled, and not out yet
         self.num_preempted = 0  # since take_num_preempted()
         self._budget = 0  # rows left of the step being scheduled
-        self._is_short = False  # no blocks for newcomers in this round
+        self._withheld = 0  # rows that it has beside the budget, for spans that must stay whole
+        self._is_short = False  # no blocks or rows for newcomers in this round
         # The last one that found no blocks, and the cached tokens that it would have begun with.
         self._refused: tuple[Sequence | None, int] = None, 0
         self._is_limited = False  # the budget is that of prompts
@@ -89,21 +89,15 @@ class Scheduler:
         ):
             sequence.fail(
                 f"the prompt has {sequence.num_tokens} tokens, more than the KV cache can hold "
-                f"({self._longest_prompt()}): raise engine.kv_cache.memory_gib"
+                f"({self.kv.longest_prompt(self.max_model_len, self.num_lookahead_tokens)}): "
+                "raise engine.kv_cache.memory_gib"
             )
+        sequence.fail_if_span_too_long(self.max_num_batched_tokens)
         if sequence.finish_reason:
             self.failed.append(sequence)
         else:
-            sequence.keys = self.kv.keys_of(sequence.token_ids)
+            sequence.keys = self.kv.keys_of(sequence.token_ids, sequence.spans)
             self.waiting.append(sequence)
-
-    def _longest_prompt(self) -> int:
-        """Tokens of the longest prompt that the cache has room for beside one more token."""
-
-        def is_too_long(num_tokens: int) -> bool:
-            return not self.kv.can_ever_hold(num_tokens + 1, self.num_lookahead_tokens)
-
-        return max(0, bisect_left(range(self.max_model_len), True, key=is_too_long) - 1)
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's rows: decoding requests first, then running prefills, then new
@@ -112,7 +106,7 @@ class Scheduler:
         if self._ending:
             self._end_cancelled()
         self._budget = self.max_num_batched_tokens
-        self._is_short = self._is_limited = False
+        self._withheld, self._is_short, self._is_limited = 0, False, False
         chosen: dict[Sequence, Scheduled] = {}
         wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
         most = self.micro_batches.share(wanted)
@@ -157,7 +151,7 @@ class Scheduler:
         ]
 
     def _end_cancelled(self) -> None:
-        """Those that wait for their results between pipeline stages end when these have arrived."""
+        """Sequences that wait for results between pipeline stages end when these have arrived."""
         for sequence in self._ending:
             if sequence.finish_reason is None and not self.micro_batches.hold(sequence):
                 sequence.fail(CANCELLED)
@@ -188,7 +182,9 @@ class Scheduler:
         unread = [sequence.num_tokens - sequence.fewest_computed for sequence in readable]
         unread += [s.num_tokens for s in islice(self.waiting, len(self._free_slots))]
         num_decode_rows = self.max_num_batched_tokens - self._budget
-        self._budget = min(self._budget, self._prompt_rows.most(num_decode_rows, unread))
+        left = self._budget
+        self._budget = min(left, self._prompt_rows.most(num_decode_rows, unread))
+        self._withheld = left - self._budget
 
     def _rows_for(self, sequence: Sequence) -> Scheduled | None:
         """Rows this sequence wants: the newest token and its drafts, or the next chunk of its
@@ -196,7 +192,7 @@ class Scheduler:
         if not sequence.decodes_next:
             start = sequence.fewest_computed  # nothing is undecided while a prompt is read
             remaining = sequence.num_tokens - start
-            rows = min(remaining, self._budget)
+            rows = self._chunk(sequence, start)
             if rows < 1:
                 return None
             return Scheduled(sequence, start, rows, 0, True, rows == remaining)
@@ -213,6 +209,14 @@ class Scheduler:
         if rows > self._budget:
             return None
         return Scheduled(sequence, fewest + undecided - 1, rows, num_drafts, False, True)
+
+    def _chunk(self, sequence: Sequence, start: int) -> int:
+        """Rows of the next chunk of a prompt. No request joins before a span that must stay whole
+        and finds too few rows: decodes come to their ends, and leave more."""
+        rows = min(sequence.num_tokens - start, self._budget)
+        whole = whole_spans(sequence.spans, start, rows, self._budget + self._withheld)
+        self._is_short |= rows > 0 and not whole
+        return whole
 
     def _is_at_its_end(self, sequence: Sequence, num_tokens: int) -> bool:
         limit = sequence.num_prompt + sequence.request.sampling.max_tokens
@@ -246,13 +250,9 @@ class Scheduler:
         """A request alone in a full cache: fewer drafts or a shorter chunk, else it fails."""
         sequence = item.sequence
         rows = self._tokens_that_fit(sequence.slot) - item.num_computed
+        rows = whole_spans(sequence.spans, item.num_computed, min(rows, item.num_rows), rows)
         if rows < 1:
-            sequence.fail(
-                f"the KV cache is full at {sequence.num_tokens} tokens: "
-                "raise engine.kv_cache.memory_gib"
-            )
-            self.release(sequence)
-            self.failed.append(sequence)
+            self._fail_in_full_cache(sequence)
             return False
         if rows < item.num_rows:
             item.num_rows = rows
@@ -261,6 +261,15 @@ class Scheduler:
             else:
                 item.num_drafts = rows - 1
         return self._allocate(item)
+
+    def _fail_in_full_cache(self, sequence: Sequence) -> None:
+        """No other request holds blocks, and its next rows find too few."""
+        sequence.fail(
+            f"the KV cache is full at {sequence.num_tokens} tokens: "
+            "raise engine.kv_cache.memory_gib"
+        )
+        self.release(sequence)
+        self.failed.append(sequence)
 
     def _allocate(self, item: Scheduled) -> bool:
         """Allocate blocks for the item's rows and for what a drafter writes after them."""
@@ -277,8 +286,8 @@ class Scheduler:
             return False
         cached = self._find_prefix(sequence)
         self.kv.take_prefix(slot, sequence.keys, cached)
-        wanted = min(sequence.num_tokens - cached, self._budget)
-        rows = min(wanted, self._tokens_that_fit(slot) - cached)
+        wanted, free = self._chunk(sequence, cached), self._tokens_that_fit(slot) - cached
+        rows = whole_spans(sequence.spans, cached, min(wanted, free), free)
         # A short first chunk is worth it only when the cache is small; never beside
         # running requests.
         if (
@@ -288,6 +297,8 @@ class Scheduler:
         ):
             self.kv.release(slot)
             self._refused = sequence, cached
+            if not self.running and rows < 1 <= min(wanted, free):
+                self._fail_in_full_cache(sequence)
             return False
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = cached
@@ -311,6 +322,8 @@ class Scheduler:
             self.kv.publish(item.sequence.slot, item.sequence.keys, end)
             self._let_share(item, end)
             cached = self.kv.find_prefix(keys, most)
+        while span := cut_span(sequence.spans, cached):
+            cached = self.kv.find_prefix(keys, span.start)
         return cached
 
     def _let_share(self, item: Scheduled, num_published: int) -> None:
@@ -320,8 +333,8 @@ class Scheduler:
             self._reading.setdefault(key, item)
 
     def _may_fit(self, sequence: Sequence, slot: int) -> bool:
-        """Whether it is worth looking for the request's prefix: not while the rows that it lacked
-        beside a prefix when it was refused find no blocks."""
+        """Returns whether it is worth looking for the request's prefix: not while the rows that it
+        lacked beside a prefix when it was refused find no blocks."""
         if self._budget < 1:
             return False
         refused, cached = self._refused

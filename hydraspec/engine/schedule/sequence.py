@@ -10,6 +10,7 @@ from hydraspec_kernels.attention import MOST_FUSED_ROWS
 
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import OfferedRequest
+from hydraspec.types import Span
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +26,24 @@ class Sequence(OfferedRequest):
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of its prompt."""
+        return self.request.spans
+
+    def fail_if_span_too_long(self, most: int) -> None:
+        """Fail a prompt with a span that must stay whole and has more tokens than `most` rows of a
+        step, unless it has failed already."""
+        for span in self.spans:
+            if self.finish_reason is None and span.length > most and not span.may_be_cut:
+                self.fail(
+                    f"the {span.kind} at position {span.start} has {span.length} tokens, which are "
+                    f"read in one step; engine.max_num_batched_tokens is {most}: raise it to "
+                    f"{span.length} or more"
+                )
+
+    @property
     def decodes_next(self) -> bool:
-        """Whether its next rows are its newest token and drafts."""
+        """Returns whether its next rows are its newest token and drafts."""
         return self.decoding or (self.in_flight is not None and self.in_flight.samples)
 
     @property
@@ -54,7 +71,7 @@ class Sequence(OfferedRequest):
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """One sequence's share of a step."""
+    """A sequence's share of a step."""
 
     sequence: Sequence
     num_computed: int  # tokens before its rows; an upper bound while drafts are in flight

@@ -110,7 +110,7 @@ def _refuse_uncomputed(params: Mapping[str, Any], where: str) -> None:
 
 
 def is_consolidated(names: Iterable[str]) -> bool:
-    """Whether tensors have Mistral's own names."""
+    """Returns whether tensors have Mistral's own names."""
     found = (_LAYER.fullmatch(name) for name in names)
     return any(match is not None and match[2] in _PARTS for match in found)
 

@@ -241,8 +241,8 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _stays_inside(name: object) -> bool:
-    """Whether a file's name, as written, leads nowhere else. Links in the folder are followed: the
-    hub's own cache consists of them.
+    """Returns whether a file's name, as written, leads nowhere else. Links in the folder are
+    followed: the hub's own cache consists of them.
     """
     if not isinstance(name, str) or "\\" in name:
         return False

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import torch
 from hydraspec_kernels.attention import GroupShape, paged_attention
-from hydraspec_kernels.linear import linear, linear_partials
 from hydraspec_kernels.rope import Frequencies, apply_rope, rope_table
 from torch import Tensor
 
 from hydraspec.models.deepseek.config import DeepseekConfig
 from hydraspec.models.kv_groups import GroupPass, RopeTable
-from hydraspec.models.layers import Norm, Place
-from hydraspec.models.parts import Tensors
+from hydraspec.models.layers import Norm
+from hydraspec.models.linear import Linear
+from hydraspec.models.parts import Share, Tensors
+from hydraspec.models.place import Place
 
 # The norms inside the attention have their own eps in transformers, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6
@@ -69,72 +70,63 @@ class LatentAttention:
         self.num_heads = heads = self.heads.count
         self.query_width = heads * config.query_dim
         self.q_width = config.q_rank or self.query_width  # columns of `down` before the cached ones
-        self.down = place.matrix(size, self.q_width + config.row_size)
-        self.down_bias = self.out_bias = None
-        if config.attention_bias:
-            self.down_bias = place.empty(self.down.shape[1]).zero_()  # q_proj has none
-            self.out_bias = place.empty(size)
-        self.q_norm, self.q_up = None, self.down[:, : self.q_width]
+        queries, biased = self.heads.times(config.query_dim), config.attention_bias
+        entry: dict[str, int | Share] = {"q_proj": queries}
+        if config.q_rank is not None:
+            entry = {"q_a_proj": config.q_rank}
+        entry["kv_a_proj_with_mqa"] = config.row_size
+        self.down = Linear(place, size, entry, bias=biased)
+        self.q_norm: Norm | None = None
+        self.q_up: Linear | None = None
         if config.q_rank is not None:
             self.q_norm = Norm(config.q_rank, LATENT_EPS, place)
-            self.q_up = place.matrix(config.q_rank, self.query_width)
+            self.q_up = Linear(place, config.q_rank, {"q_b_proj": queries})
+        elif self.down.bias is not None:
+            self.down.bias.zero_()  # q_proj has none
         self.kv_norm = Norm(config.kv_rank, LATENT_EPS, place)
         self.kv_up = place.empty(heads, config.nope_dim + config.value_dim, config.kv_rank)
         self.key_up = self.kv_up[:, : config.nope_dim]  # [Hq, n, R]
         self.value_up = self.kv_up[:, config.nope_dim :].transpose(1, 2)  # [Hq, R, v]
-        self.out = place.matrix(heads * config.value_dim, size)
+        values = self.heads.times(config.value_dim)
+        self.out = Linear(place, values, {"o_proj": size}, bias=biased)
 
     def tensors(self) -> Tensors:
-        config, q, part, heads = self.config, self.q_width, self.place.part, self.heads
-        queries, values = heads.times(config.query_dim), heads.times(config.value_dim)
-        expanded = heads.times(config.nope_dim + config.value_dim)
-        found: Tensors = {
-            "kv_a_proj_with_mqa.weight": self.down[:, q:].t(),
-            "kv_a_layernorm.weight": self.kv_norm.weight,
-            "kv_b_proj.weight": part(self.kv_up.view(-1, config.kv_rank), 0, expanded),
-            "o_proj.weight": part(self.out.t(), 1, values),
-        }
-        if self.q_norm is None:
-            found["q_proj.weight"] = part(self.down[:, :q].t(), 0, queries)
-        else:
-            found["q_a_proj.weight"] = self.down[:, :q].t()
-            found["q_a_layernorm.weight"] = self.q_norm.weight
-            found["q_b_proj.weight"] = part(self.q_up.t(), 0, queries)
-        if self.down_bias is not None and self.out_bias is not None:
-            found["kv_a_proj_with_mqa.bias"] = self.down_bias[q:]
-            found["o_proj.bias"] = self.out_bias
-            if self.q_norm is not None:
-                found["q_a_proj.bias"] = self.down_bias[:q]
+        config = self.config
+        expanded = self.heads.times(config.nope_dim + config.value_dim)
+        up = self.place.part(self.kv_up.view(-1, config.kv_rank), 0, expanded)
+        found: Tensors = {"kv_b_proj.weight": up, "kv_a_layernorm.weight": self.kv_norm.weight}
+        found |= self.down.tensors() | self.out.tensors()
+        found.pop("q_proj.bias", None)  # no file has one
+        if self.q_norm is not None and self.q_up is not None:
+            found |= {"q_a_layernorm.weight": self.q_norm.weight, **self.q_up.tensors()}
         return found
 
     def finish(self) -> None:
         """Split rotary pairs into halves; call once after the weights are filled."""
         config = self.config
         if config.rope_interleaved:
-            heads = self.q_up.unflatten(1, (self.num_heads, config.query_dim))
+            queries = self.down.weight[:, : self.q_width] if self.q_up is None else self.q_up.weight
+            heads = queries.unflatten(1, (self.num_heads, config.query_dim))
             half_split(heads[..., config.nope_dim :])
-            half_split(self.down[:, self.q_width + config.kv_rank :])
-            if self.down_bias is not None:
-                half_split(self.down_bias[self.q_width + config.kv_rank :])
+            half_split(self.down.weight[:, self.q_width + config.kv_rank :])
+            if self.down.bias is not None:
+                half_split(self.down.bias[self.q_width + config.kv_rank :])
 
     def partial_sums(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """x [T, D] normed -> [T, D], or partial sums of it [S, T, D].
 
         Writes this layer's rows into cache [rows, 1, R + r] before reading it.
         """
-        values = self._attended(x, shared, cache)
-        if self.out_bias is None:
-            return linear_partials(values, self.out)
-        return linear(values, self.out, self.place.once(self.out_bias))
+        return self.out.partial_sums(self._attended(x, shared, cache))
 
     def _attended(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """x [T, D] normed -> what the output projection reads, [T, Hq * v]."""
         n, rank = self.config.nope_dim, self.config.kv_rank
-        a = linear(x, self.down, self.down_bias)
+        a = self.down.forward(x)
         self._cache_rows(a[:, self.q_width :], shared, cache)
         q = a[:, : self.q_width]
-        if self.q_norm is not None:
-            q = linear(self.q_norm.forward(q), self.q_up)
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up.forward(self.q_norm.forward(q))
         q = q.unflatten(1, (self.num_heads, self.config.query_dim))
         rotated = apply_rope(q[..., n:], shared.cos, shared.sin)
         absorbed = torch.bmm(q[..., :n].transpose(0, 1), self.key_up).transpose(0, 1)
@@ -144,9 +136,7 @@ class LatentAttention:
 
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """x [T, D] normed: this layer's rows into cache, and nothing else."""
-        bias = None if self.down_bias is None else self.down_bias[self.q_width :]
-        kv = torch.nn.functional.linear(x, self.down[:, self.q_width :].t(), bias)
-        self._cache_rows(kv, shared, cache)
+        self._cache_rows(self.down.columns_from(x, self.q_width), shared, cache)
 
     def _cache_rows(self, kv: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """kv [T, R + r], raw -> cached rows: the normed latent, then the rotated key."""

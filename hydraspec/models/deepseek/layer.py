@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from hydraspec_kernels.moe import moe, route_grouped
+from hydraspec_kernels.moe import route_grouped
 from torch import Tensor
 
 from hydraspec.models.deepseek.attention import LatentAttention
 from hydraspec.models.deepseek.config import DeepseekConfig, ExpertsShape
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.kv_groups import FULL, GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
+from hydraspec.models.layers import GatedMLP, Norm, add_and_norm, prefixed
+from hydraspec.models.linear import Linear
+from hydraspec.models.moe import RoutedExperts
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 
 
 class Experts:
@@ -23,32 +27,18 @@ class Experts:
 
     def __init__(self, size: int, shape: ExpertsShape, place: Place) -> None:
         count, inner = shape.num_experts, shape.intermediate_size
-        self.place, self.columns = place, place.share(inner)
         # Scores are taken in float32 or wider: near ties must not be decided by rounding.
         self.wide = place.wide
         self.shape = shape
-        self.router = place.matrix(size, count, dtype=self.wide)
+        self.router = Linear(replace(place, dtype=self.wide), size, {"gate": count})
         self.bias = place.empty(count, dtype=self.wide)
-        self.gate_up = place.matrix(count, size, 2 * self.columns.count)
-        self.down = place.matrix(count, self.columns.count, size)
+        self.routed = RoutedExperts(count, size, inner, place, activation="silu")
         self.shared = GatedMLP(size, inner * shape.num_shared, place, activation="silu")
-        self.packed = True  # how `tensors` names the experts
 
     def tensors(self) -> Tensors:
-        part, columns = self.place.part, self.columns
-        found: Tensors = {"gate.weight": self.router.t(), "gate.e_score_correction_bias": self.bias}
+        found: Tensors = {"gate.e_score_correction_bias": self.bias, **self.router.tensors()}
         found |= prefixed("shared_experts.", self.shared.tensors())
-        if self.packed:
-            found["experts.gate_up_proj"] = part(self.gate_up.transpose(1, 2), 1, columns, 2)
-            found["experts.down_proj"] = part(self.down.transpose(1, 2), 2, columns)
-            return found
-        inner = columns.count
-        for i in range(self.shape.num_experts):
-            gate, up = self.gate_up[i, :, :inner].t(), self.gate_up[i, :, inner:].t()
-            found[f"experts.{i}.gate_proj.weight"] = part(gate, 0, columns)
-            found[f"experts.{i}.up_proj.weight"] = part(up, 0, columns)
-            found[f"experts.{i}.down_proj.weight"] = part(self.down[i].t(), 1, columns)
-        return found
+        return found | prefixed("experts.", self.routed.tensors())
 
     def partial_sums(self, x: Tensor) -> Tensor:
         """x [T, D] normed -> [T, D]."""
@@ -57,13 +47,13 @@ class Experts:
     def _mixed(self, x: Tensor) -> Tensor:
         """The routed experts' weighted sum, [T, D]."""
         shape = self.shape
-        logits = torch.mm(x.to(self.wide), self.router)
+        logits = torch.mm(x.to(self.wide), self.router.weight)
         weights, experts = route_grouped(
             logits, self.bias, shape.top_k, shape.num_groups, shape.kept_groups
         )
         if shape.renormalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return moe(x, weights * shape.scale, experts, self.gate_up, self.down, "silu")
+        return self.routed.forward(x, weights * shape.scale, experts)
 
 
 class DeepseekLayer:
@@ -112,4 +102,4 @@ def unpack_experts(layers: Sequence[DeepseekLayer | DenseLayer]) -> None:
     """Make `tensors` name every expert by itself, as released files do; MTP layers may be dense."""
     for layer in layers:
         if isinstance(layer.mlp, Experts):
-            layer.mlp.packed = False
+            layer.mlp.routed.packed = False

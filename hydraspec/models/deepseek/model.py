@@ -20,7 +20,7 @@ from hydraspec.models.deepseek.attention import latent_group, latent_rope_table
 from hydraspec.models.deepseek.config import DeepseekConfig, read_deepseek_config
 from hydraspec.models.deepseek.layer import DeepseekLayer, unpack_experts
 from hydraspec.models.kv_groups import RopeTable
-from hydraspec.models.layers import Place
+from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, Stage
 from hydraspec.parallel.group import SOLO, TensorGroup
 
@@ -54,7 +54,8 @@ class DeepseekTarget(Decoder):
 
 
 def names_single_experts(checkpoint: Checkpoint) -> bool:
-    """Whether the files name every expert by itself (releases do) or pack those of a layer."""
+    """Returns whether the files name every expert by itself (releases do) or pack those of a
+    layer."""
     return any(_SINGLE_EXPERT.search(name) for name in checkpoint.entries())
 
 

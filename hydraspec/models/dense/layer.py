@@ -8,8 +8,9 @@ from torch import Tensor
 from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.kv_groups import SLIDING, GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
+from hydraspec.models.layers import GatedMLP, Norm, add_and_norm, prefixed
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 
 
 def dense_attention(config: DenseConfig, place: Place, input_size: int | None = None) -> Attention:

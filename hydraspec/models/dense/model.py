@@ -19,7 +19,7 @@ from hydraspec.models.decoder import Decoder
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.dense.layer import DenseLayer, dense_group
 from hydraspec.models.kv_groups import RopeTable
-from hydraspec.models.layers import Place
+from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, Stage
 from hydraspec.parallel.group import SOLO, TensorGroup
 

@@ -26,8 +26,10 @@ from hydraspec.models.kv_groups import (
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, Place, add_and_norm, prefixed
+from hydraspec.models.layers import Norm, add_and_norm, prefixed
+from hydraspec.models.linear import Linear
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 from hydraspec.models.weights import memory_bytes
 from hydraspec.parallel.vocabulary import WHOLE
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
@@ -83,13 +85,13 @@ class Combine:
     def __init__(
         self, config: EagleConfig, num_aux: int, width: int, size: int, eps: float, place: Place
     ) -> None:
-        self.fc = place.matrix(num_aux * width, size)
+        self.fc = Linear(place, num_aux * width, {"fc": size})
         self.norm = Norm(num_aux * width, eps, place) if config.norm_before_fc else None
         count = num_aux if config.fc_norm else 0
         self.state_norms = [Norm(width, eps, place) for _ in range(count)]
 
     def tensors(self) -> Tensors:
-        found: Tensors = {"fc.weight": self.fc.t()}
+        found = self.fc.tensors()
         if self.norm is not None:
             found["input_norm.weight"] = self.norm.weight
         norms = enumerate(self.state_norms)
@@ -102,7 +104,7 @@ class Combine:
         x = torch.cat(tuple(states), -1)
         if self.norm is not None:
             x = self.norm.forward(x)
-        return linear(x, self.fc)
+        return self.fc.forward(x)
 
 
 class EagleHead:
@@ -116,12 +118,11 @@ class EagleHead:
         self.config, self.shape, self.place = config, layers, place
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.combine: Combine | None = None
-        self.fc: Tensor | None = None
-        self.fc_bias: Tensor | None = None
+        self.fc: Linear | None = None
         self.first: FusedLayer | None = None
         kinds = layers.kinds
         if config.method == "eagle":
-            self.fc = place.matrix(2 * size, size)
+            self.fc = Linear(place, 2 * size, {"fc": size})
             self.layers = [
                 DenseLayer(layers, kind, place, has_input_norm=bool(i) or config.keeps_input_norm)
                 for i, kind in enumerate(kinds)
@@ -152,9 +153,7 @@ class EagleHead:
         if self.combine is not None:
             found |= self.combine.tensors()
         if self.fc is not None:
-            found["fc.weight"] = self.fc.t()
-        if self.fc_bias is not None:
-            found["fc.bias"] = self.fc_bias
+            found |= self.fc.tensors()
         if self.norm is not None:
             found["norm.weight"] = self.norm.weight
         if self.mask_state is not None:
@@ -211,7 +210,7 @@ class EagleHead:
             h, y = self.first.forward(e, hidden, shared, next(caches), norms[0])
         else:
             assert self.fc is not None, "EAGLE-1 enters through fc over embedding and state"
-            h = linear(torch.cat((e, hidden), -1), self.fc, self.fc_bias)
+            h = self.fc.forward(torch.cat((e, hidden), -1))
             y = h if norms[0] is None else norms[0].forward(h)
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             h, y = layer.forward(h, y, passes[layer.kind], next(caches), next_norm)

@@ -197,8 +197,8 @@ def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where:
 
 
 def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> None:
-    if head.config.method == "eagle" and "fc.bias" in entries:
-        head.fc_bias = head.place.empty(head.shape.hidden_size)
+    if head.fc is not None and "fc.bias" in entries:
+        head.fc.bias = head.place.empty(head.shape.hidden_size)
     if head.config.method != "peagle":
         return
     if not entries:

@@ -27,8 +27,10 @@ from hydraspec.models.gemma4.assistant_config import AssistantConfig, read_assis
 from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.gemma4.model import rope_frequencies_by_kind
 from hydraspec.models.kv_groups import TARGET_GROUPS, GroupPass
-from hydraspec.models.layers import Norm, Place, prefixed
+from hydraspec.models.layers import Norm, prefixed
+from hydraspec.models.linear import Linear
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 from hydraspec.models.weights import fill, memory_bytes
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, RowSegment
@@ -58,17 +60,19 @@ class Gemma4Assistant:
         self.head_place = whole(place) if is_sparse else head_place(target, text.vocab_size, width)
         self.vocabulary = Vocabulary(text.vocab_size, self.head_place.group)
         self.head = place.table(self.vocabulary, width)
-        self.pre = place.matrix(2 * backbone, width)
-        self.post = place.matrix(width, backbone)
+        self.pre = Linear(place, 2 * backbone, {"pre_projection": width})
+        self.post = Linear(place, width, {"post_projection": backbone})
         self.layers = [Gemma4Layer(text, layer, place) for layer in text.layers]
         self.norm = Norm(width, text.rms_norm_eps, place)
         self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         self.frequencies = rope_frequencies_by_kind(text, place)
         self.place = place
-        self.centroids: Tensor | None = None
+        self.centroids: Linear | None = None
         self.ordering: Tensor | None = None
         if config.num_centroids:
-            self.centroids = place.matrix(width, config.num_centroids)
+            self.centroids = Linear(
+                place, width, {"masked_embedding.centroids": config.num_centroids}
+            )
             self.ordering = place.empty(text.vocab_size, dtype=torch.int64)
         self.clusters = self.ordering
         self.sources: dict[str, tuple[int, KVGroupSpec]] = {}  # type -> KV group's place, its spec
@@ -80,12 +84,12 @@ class Gemma4Assistant:
         head = "model.embed_tokens.weight" if self.config.text.tied else "lm_head.weight"
         found: Tensors = {
             head: self.head_place.rows(self.head, self.vocabulary),
-            "pre_projection.weight": self.pre.t(),
-            "post_projection.weight": self.post.t(),
             "model.norm.weight": self.norm.weight,
+            **self.pre.tensors(),
+            **self.post.tensors(),
         }
         if self.centroids is not None and self.ordering is not None:
-            found["masked_embedding.centroids.weight"] = self.centroids.t()
+            found |= self.centroids.tensors()
             found["masked_embedding.token_ordering"] = self.ordering
         for i, layer in enumerate(self.layers):
             found |= prefixed(f"model.layers.{i}.", layer.tensors())
@@ -155,12 +159,12 @@ class Gemma4Assistant:
         Step 0 takes the newest token and the target's final-norm output at p; later steps what
         the last returned.
         """
-        h = linear(self.target.embed_beside(token_ids, hidden, rows), self.pre)
+        h = self.pre.forward(self.target.embed_beside(token_ids, hidden, rows))
         y = self.layers[0].input_norm.forward(h)
         for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
             shared, cache = context.passes[layer.kind], context.caches[layer.kind]
             h, y = layer.forward(h, y, shared, cache, next_norm)
-        return y, linear(y, self.post)
+        return y, self.post.forward(y)
 
     def compute_logits(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
@@ -172,7 +176,7 @@ class Gemma4Assistant:
             logits = linear(d, self.head.t())
         else:
             k = self.config.centroid_top_k
-            logits = centroid_head(d, self.head, self.centroids, self.clusters, k)
+            logits = centroid_head(d, self.head, self.centroids.weight, self.clusters, k)
         if self._banned_ids is not None:
             logits.index_fill_(1, self._banned_ids, torch.finfo(logits.dtype).min)
         return logits
@@ -182,7 +186,7 @@ class Gemma4Assistant:
         if self.centroids is None or self.clusters is None:
             return self.vocabulary.greedy_tokens(self._columns(d))
         k = self.config.centroid_top_k
-        return centroid_greedy(d, self.head, self.centroids, self.clusters, k, self._banned)
+        return centroid_greedy(d, self.head, self.centroids.weight, self.clusters, k, self._banned)
 
     def memory_bytes(self) -> int:
         """Bytes of weights held."""
@@ -230,8 +234,8 @@ def load_assistant(
         model.spec.check_shapes(
             where,
             {
-                "pre_projection": (model.pre, (2 * backbone, width)),
-                "post_projection": (model.post, (width, backbone)),
+                "pre_projection": (model.pre.weight, (2 * backbone, width)),
+                "post_projection": (model.post.weight, (width, backbone)),
                 "head": (model.head, (model.vocabulary.num_rows, width)),
             },
         )

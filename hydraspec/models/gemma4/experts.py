@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
-from hydraspec_kernels.linear import linear
-from hydraspec_kernels.moe import moe, route
+from hydraspec_kernels.moe import route
 from hydraspec_kernels.norms import rms_norm
 from torch import Tensor
 
 from hydraspec.models.gemma4.config import Gemma4Config
-from hydraspec.models.layers import Norm, Place, add_and_norm
+from hydraspec.models.layers import Norm, add_and_norm, prefixed
+from hydraspec.models.linear import Linear
+from hydraspec.models.moe import RoutedExperts
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 
 
 class Experts:
@@ -20,33 +22,28 @@ class Experts:
 
     def __init__(self, config: Gemma4Config, place: Place) -> None:
         size, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        self.place, self.columns = place, place.share(inner)
-        inner = self.columns.count
+        self.group = place.group
         self.top_k, self.eps, self.wide = config.top_k_experts, config.rms_norm_eps, place.wide
-        self.router = place.matrix(size, count)
+        self.router = Linear(place, size, {"router.proj": count})
         self.router_scale = place.empty(size)
         # The weight of the router's norm, set by `finish`: wide, so that the product rounds once.
         self.router_gain = self.router_scale
         self.expert_scale = place.empty(count)
-        self.gate_up = place.matrix(count, size, 2 * inner)
-        self.down = place.matrix(count, inner, size)
+        self.routed = RoutedExperts(count, size, inner, place, activation="gelu_tanh")
         self.pre_norm = Norm(size, self.eps, place)  # before the experts
         self.dense_norm = Norm(size, self.eps, place)  # after the dense MLP
         self.post_norm = Norm(size, self.eps, place)  # after the experts
 
     def tensors(self) -> Tensors:
         """Weights by their names below `layers.N.`."""
-        part, columns = self.place.part, self.columns
-        return {
-            "router.proj.weight": self.router.t(),
+        found: Tensors = {
             "router.scale": self.router_scale,
             "router.per_expert_scale": self.expert_scale,
-            "experts.gate_up_proj": part(self.gate_up.transpose(1, 2), 1, columns, repeats=2),
-            "experts.down_proj": part(self.down.transpose(1, 2), 2, columns),
             "pre_feedforward_layernorm_2.weight": self.pre_norm.weight,
             "post_feedforward_layernorm_1.weight": self.dense_norm.weight,
             "post_feedforward_layernorm_2.weight": self.post_norm.weight,
         }
+        return found | self.router.tensors() | prefixed("experts.", self.routed.tensors())
 
     def finish(self) -> None:
         """Call once after the weights are filled."""
@@ -56,11 +53,11 @@ class Experts:
         """The stream h [T, D] and the dense MLP's output -> the sum of both branches, each
         normed. dense is a rank's addend; what is returned is whole on every rank.
         """
-        logits = linear(rms_norm(h, self.router_gain, self.eps), self.router)
+        logits = self.router.forward(rms_norm(h, self.router_gain, self.eps))
         weights, experts = route(logits, self.top_k, self.expert_scale)
-        mixed = moe(self.pre_norm.forward(h), weights, experts, self.gate_up, self.down)
-        if self.place.group.size > 1:  # one sum over ranks for both branches
-            both = self.place.group.all_reduce(torch.stack((dense, mixed)))
+        mixed = self.routed.forward(self.pre_norm.forward(h), weights, experts)
+        if self.group.size > 1:  # one sum over ranks for both branches
+            both = self.group.all_reduce(torch.stack((dense, mixed)))
             dense, mixed = both.unbind()
         total, _ = add_and_norm(
             self.dense_norm.forward(dense), mixed, post=self.post_norm, next_norm=None

@@ -4,15 +4,16 @@ scalar.
 
 from __future__ import annotations
 
-from hydraspec_kernels.linear import linear_partials, scaled_gelu_linear
 from torch import Tensor
 
 from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
 from hydraspec.models.gemma4.experts import Experts
 from hydraspec.models.kv_groups import GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, Place, add_and_norm, prefixed
+from hydraspec.models.layers import GatedMLP, Norm, add_and_norm, prefixed
+from hydraspec.models.linear import Linear
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 from hydraspec.parallel.group import SOLO
 
 
@@ -22,21 +23,18 @@ class PerLayerInput:
     """
 
     def __init__(self, size: int, width: int, eps: float, place: Place) -> None:
-        self.gate = place.matrix(size, width)
-        self.projection = place.matrix(width, size)
+        self.gate = Linear(place, size, {"per_layer_input_gate": width})
+        self.projection = Linear(place, width, {"per_layer_projection": size})
         self.norm = Norm(size, eps, place)
 
     def tensors(self) -> Tensors:
         """Weights by their names below `layers.N.`."""
-        return {
-            "per_layer_input_gate.weight": self.gate.t(),
-            "per_layer_projection.weight": self.projection.t(),
-            "post_per_layer_input_norm.weight": self.norm.weight,
-        }
+        found = self.gate.tensors() | self.projection.tensors()
+        return found | {"post_per_layer_input_norm.weight": self.norm.weight}
 
     def partial_sums(self, h: Tensor, inputs: Tensor) -> Tensor:
         """h [T, D] and this layer's inputs [T, width] -> what `norm` reads, [S, T, D]."""
-        return linear_partials(scaled_gelu_linear(h, self.gate, inputs), self.projection)
+        return self.projection.partial_sums(self.gate.gelu_times(h, inputs))
 
 
 class Gemma4Layer:

@@ -25,8 +25,9 @@ from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.kv_groups import SLIDING, RopeTable
-from hydraspec.models.layers import Place
-from hydraspec.models.parts import Part, Share, Tensors, Weight
+from hydraspec.models.linear import Linear
+from hydraspec.models.parts import Share, Tensors
+from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, Stage
 from hydraspec.parallel.group import SOLO, TensorGroup
 from hydraspec.parallel.vocabulary import Vocabulary
@@ -50,11 +51,12 @@ class PerLayerEmbedding:
         """held: the layers that read what is computed here."""
         self.width, self.num_layers = config.ple_size, len(held)
         share = Share(len(config.layers), held.start, len(held))
-        self.columns = None if share.count == share.size else share.times(self.width)
+        self.columns = share.times(self.width) if share.is_part else None
         self.place, self.eps = place, config.rms_norm_eps
         self.vocabulary = Vocabulary(config.ple_vocab_size, place.group)
         self.table = place.table(self.vocabulary, self.num_layers * self.width)
-        self.projection = place.matrix(config.hidden_size, self.num_layers * self.width)
+        columns = {"per_layer_model_projection": share.times(self.width)}
+        self.projection = Linear(place, config.hidden_size, columns)
         self.norm_weight = place.empty(self.width)
         self.table_scale = rounded(math.sqrt(self.width), place.dtype)
         self.projection_scale = config.hidden_size**-0.5
@@ -64,13 +66,9 @@ class PerLayerEmbedding:
             "embed_tokens_per_layer.weight": self.place.rows(
                 self.table, self.vocabulary, self.columns
             ),
-            "per_layer_model_projection.weight": self._projection(),
             "per_layer_projection_norm.weight": self.norm_weight,
+            **self.projection.tensors(),
         }
-
-    def _projection(self) -> Weight:
-        rows = self.projection.t()
-        return rows if self.columns is None else Part(rows, 0, self.columns)
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """token_ids [T] and their scaled embeddings [T, D] -> [T, num_layers, width]. Unknown ids
@@ -84,7 +82,7 @@ class PerLayerEmbedding:
         return ple_inputs(
             ids,
             table,
-            linear(embedded, self.projection),
+            self.projection.forward(embedded),
             self.norm_weight,
             table_scale=self.table_scale,
             projection_scale=self.projection_scale,

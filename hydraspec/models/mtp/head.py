@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
@@ -31,9 +30,11 @@ from hydraspec.models.kv_groups import (
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, Place
+from hydraspec.models.layers import Norm
+from hydraspec.models.linear import Linear
 from hydraspec.models.mtp.config import MTPConfig, MTPLayout
 from hydraspec.models.parts import Tensors
+from hydraspec.models.place import Place
 from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
@@ -52,7 +53,7 @@ class MTPLayer:
         self.layout, self.block = layout, block
         self.order = 1 if layout.embedding_first else -1  # of (token, hidden)
         self.token_norm, self.hidden_norm = Norm(size, eps, place), Norm(size, eps, place)
-        self.projection = place.matrix(2 * size, size)
+        self.projection = Linear(place, 2 * size, {layout.projection: size})
         self.final_norm = Norm(size, eps, place)
 
     def tensors(self) -> Tensors:
@@ -61,14 +62,14 @@ class MTPLayer:
         return self.block.tensors() | {
             f"{layout.token_norm}.weight": self.token_norm.weight,
             f"{layout.hidden_norm}.weight": self.hidden_norm.weight,
-            f"{layout.projection}.weight": self.projection.t(),
+            **self.projection.tensors(),
             f"{layout.final_norm}.weight": self.final_norm.weight,
         }
 
     def forward(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """Embeddings e and states h [T, D] -> [T, D], after the final norm."""
         parts = (self.token_norm.forward(e), self.hidden_norm.forward(h))[:: self.order]
-        x = linear(torch.cat(parts, -1), self.projection)
+        x = self.projection.forward(torch.cat(parts, -1))
         norm = self.block.input_norm
         y = x if norm is None else norm.forward(x)
         return self.block.forward(x, y, shared, cache, self.final_norm)[1]

@@ -24,8 +24,8 @@ def announce(control: Control, number: int, name: str, **arguments: Plain) -> No
 
 
 def follow(config: RunConfig) -> None:
-    """What ranks other than 0 do: build the same engine, and make the calls that rank 0 announces,
-    until it closes the engine. The ranks are those of `distributed.ranks.current()`.
+    """The part of ranks other than 0: build the same engine, and make the calls that rank 0
+    announces, until it closes the engine. The ranks are those of `distributed.ranks.current()`.
 
     Raises:
         what ends the whole run: its first error, which rank 0 raises too.

@@ -29,7 +29,7 @@ STOPPED = (GeneratorExit, KeyboardInterrupt)
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """Of all ranks' engines, after a call."""
+    """Agreement of all ranks' engines, after a call."""
 
     built: Built = field(default_factory=Built)  # the most of any rank
     memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank, by part
@@ -107,7 +107,7 @@ class Together:
         return found
 
     def _differ(self, outcomes: Sequence[Plain | None]) -> bool:
-        """Whether a rank said nothing, or another thing than the others of its replica."""
+        """Returns whether a rank said nothing, or another thing than the others of its replica."""
         size = len(self.control.replica)
         for first in range(0, len(outcomes), size):
             replica = outcomes[first : first + size]

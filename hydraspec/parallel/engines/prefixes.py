@@ -19,9 +19,11 @@ def by_prefix(requests: Sequence[Request], num_replicas: int) -> list[list[Reque
     first, last = min(prompts, default=[]), max(prompts, default=[])
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     num_common = sum(1 for _ in equal)  # of all, as it is of the first and last in sorted order
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    end = num_common + NUM_TOKENS
     for place, prompt in enumerate(prompts):
-        groups[tuple(prompt[: num_common + NUM_TOKENS])].append(place)
+        spans = (span for span in requests[place].spans if span.start < end)
+        groups[*prompt[:end], *spans].append(place)
     if len(groups) in (1, len(requests)):
         return [list(requests)]
     places: list[list[int]] = [[] for _ in range(num_replicas)]

@@ -25,7 +25,7 @@ LOOK_EVERY_S = 0.02  # at whether the run was stopped
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Share:
-    """What is shared of a run over replicas."""
+    """State that replicas share during a run."""
 
     name: str  # of its counters, another in every run
     concurrency: int | None  # of all replicas together
@@ -135,8 +135,8 @@ class SharedQueue:
         return self._next is not None and self._next >= len(self._starts)
 
     def _is_one_waiting(self) -> bool:
-        """Whether a request has arrived that no replica has taken, or all are taken: none is taken
-        ahead of its time by a replica that may be the busiest by then."""
+        """Returns whether a request has arrived that no replica has taken, or all are taken: none
+        is taken ahead of its time by a replica that may be the busiest by then."""
         if not self._has_arrived(self._least_taken):
             return False
         self._least_taken = self._add("taken", 0)
@@ -153,7 +153,8 @@ class SharedQueue:
         return None if self._is_limited else self._started_at
 
     def _is_allowed(self, place: int) -> bool:
-        """Whether fewer than the limit are in progress of the conversations before `place`."""
+        """Returns whether fewer than the limit are in progress of the conversations before
+        `place`."""
         return not self._is_limited or place - self._add("ended", 0) < self._limit
 
     @property
@@ -166,7 +167,7 @@ class SharedQueue:
             self._num_told = self._num_ended
 
     def _is_stopped(self) -> bool:
-        """Whether a replica has left the run early, as of LOOK_EVERY_S ago."""
+        """Returns whether a replica has left the run early, as of LOOK_EVERY_S ago."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -192,7 +193,7 @@ def replica_events(
     cancels: Cancels | None = None,
     while_idle: Callable[[], object] = lambda: None,
 ) -> Generator[StepRecord | Completion]:
-    """What this rank's replica does in a run, less the requests in `cancels` (of rank 0)."""
+    """Runs this rank's replica, less the requests in `cancels` (of rank 0)."""
     cancels = cancels or Cancels()
     if control.layout.data == 1:
         return engine.offer(requests, share.concurrency, cancels)

@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from hydraspec.parallel.control import Plain
-from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
+from hydraspec.types import (
+    Completion,
+    Prompt,
+    Request,
+    RequestStep,
+    SamplingParams,
+    Span,
+    StepRecord,
+)
 
+PROMPT_FIELDS = ("prompt_token_ids", "spans")
 STEP_FIELDS = [field.name for field in fields(RequestStep)]
 RECORD_FIELDS = [field.name for field in fields(StepRecord) if field.name != "requests"]
-COMPLETION_FIELDS = [field.name for field in fields(Completion)]
+COMPLETION_FIELDS = [field.name for field in fields(Completion) if field.name not in PROMPT_FIELDS]
 
 
 def from_requests(requests: Sequence[Request]) -> Plain:
-    """What an engine reads of tokenised requests."""
+    """The part of tokenised requests that an engine reads."""
     return [
-        [r.index, r.id, r.prompt_token_ids, asdict(r.sampling), r.arrival_s, r.after]
+        [r.index, r.id, _from_prompt(r.tokens), asdict(r.sampling), r.arrival_s, r.after]
         for r in requests
     ]
 
@@ -27,13 +36,23 @@ def to_requests(data: Plain) -> list[Request]:
         Request(
             index=index,
             id=id_,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=prompt[0],
+            spans=_spans(prompt[1]),
             sampling=_sampling(sampling),
             arrival_s=arrival_s,
             after=after,
         )
-        for index, id_, token_ids, sampling, arrival_s, after in data
+        for index, id_, prompt, sampling, arrival_s, after in data
     ]
+
+
+def _from_prompt(prompt: Prompt) -> Plain:
+    """Token ids, then the fields of each span."""
+    return [prompt.token_ids, [asdict(span) for span in prompt.spans]]
+
+
+def _spans(data: Plain) -> tuple[Span, ...]:
+    return tuple(Span(**span) for span in data)
 
 
 def _sampling(data: Plain) -> SamplingParams:
@@ -46,7 +65,8 @@ def _sampling(data: Plain) -> SamplingParams:
 def from_event(event: StepRecord | Completion) -> Plain:
     """A list of two entries, of which one is null."""
     if isinstance(event, Completion):
-        return [None, [getattr(event, name) for name in COMPLETION_FIELDS]]
+        values = [getattr(event, name) for name in COMPLETION_FIELDS]
+        return [None, [_from_prompt(event.prompt), values]]
     steps = [[getattr(step, name) for name in STEP_FIELDS] for step in event.requests]
     return [[[getattr(event, name) for name in RECORD_FIELDS], steps], None]
 
@@ -55,7 +75,9 @@ def to_event(data: Plain) -> StepRecord | Completion:
     """The event of `from_event`."""
     record, completion = data
     if record is None:
-        return Completion(**dict(zip(COMPLETION_FIELDS, completion, strict=True)))
+        (ids, spans), values = completion
+        rest = dict(zip(COMPLETION_FIELDS, values, strict=True))
+        return Completion(prompt_token_ids=ids, spans=_spans(spans), **rest)
     values, steps = record
     return StepRecord(
         **dict(zip(RECORD_FIELDS, values, strict=True)),

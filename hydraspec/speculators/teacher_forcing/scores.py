@@ -47,7 +47,7 @@ class DraftVocabulary:
         return logits.gather(1, places.clamp(min=0)).masked_fill(places < 0, -torch.inf)
 
     def scores(self, logits: Tensor, ids: Tensor) -> TokenScores:
-        """Of target ids [n] in float32 logits [n, V_draft]."""
+        """Ranks of target ids [n] in float32 logits [n, V_draft]."""
         own = self.logits_of(logits, ids[:, None])
         probs = (own - logits.logsumexp(-1, keepdim=True)).exp()[:, 0]
         return TokenScores(ranks=(logits > own).sum(-1) + 1, probs=probs)

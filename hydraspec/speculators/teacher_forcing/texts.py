@@ -67,7 +67,7 @@ class Prediction:
 
 @dataclass(slots=True, kw_only=True)
 class Texts:
-    """What the target computed over some texts, T rows in all."""
+    """The target's states over some texts, T rows in all."""
 
     texts: list[Text]
     rows: Rows  # all rows in one pass, a segment a text, in the target's groups
@@ -163,7 +163,7 @@ def _chains(texts: Sequence[Text], first_row: Tensor, tokens: Tensor, k: int) ->
 
 
 def _prediction(target: TargetModel, hidden: Tensor) -> Prediction:
-    """Of hidden states [T, D], a few rows at a time."""
+    """Logits of hidden states [T, D], a few rows at a time."""
     ids, probs, entropy = [], [], []
     for part in hidden.split(LOGIT_ROWS):
         found = target.vocabulary.whole(target.compute_logits(part)).float().softmax(-1)

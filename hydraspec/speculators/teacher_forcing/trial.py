@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass(slots=True, frozen=True)
 class StepStates:
-    """What one draft step yields for some chains: states [n, H_draft] for the head's logits."""
+    """Outputs of a draft step for some chains: states [n, H_draft] for the head's logits."""
 
     step: int
     chains: slice

@@ -22,6 +22,7 @@ from hydraspec.study.comparison.runs import (
     Run,
     check_baseline,
     grouped,
+    key_of,
     read_environment,
     read_runs,
     refuse,
@@ -58,9 +59,9 @@ BASELINE_ROW: dict[str, tuple[type, ...]] = {
 }
 
 
-def digest(prompt_token_ids: Sequence[int]) -> str:
-    """16 hexadecimal digits that stand for a prompt."""
-    text = ",".join(map(str, prompt_token_ids or ()))
+def digest(prompt: Sequence[object]) -> str:
+    """16 hexadecimal digits that stand for a prompt: its token ids, then any spans."""
+    text = ",".join(map(str, prompt or ()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -93,7 +94,7 @@ def _check_run(run: Run) -> None:
 def _kept(row: Json) -> Json:
     baseline = row["baseline"]
     kept = {key: row[key] for key in ROW if key != "prompt"}
-    prompt = digest(row["prompt_token_ids"])
+    prompt = digest(key_of(row)[1])
     if baseline is not None:
         kept["baseline"] = {key: baseline[key] for key in BASELINE_ROW}
     return {**kept, "prompt": prompt, "prompt_token_ids": _as_prompt(prompt)}

@@ -1,4 +1,4 @@
-"""Whether runs are worse than a stored baseline: acceptance by position and category, speed,
+"""Judges whether runs are worse than a stored baseline: acceptance by position and category, speed,
 accuracy, verdict and errors, with one false-alarm rate over all figures and all looks (ADR 37).
 """
 
@@ -70,7 +70,7 @@ class Check:
     p_adjusted: float | None = None
 
     def is_worse(self, level: float) -> bool:
-        """Whether the figure is surely lower than the baseline's."""
+        """Returns whether the figure is surely lower than the baseline's."""
         return self.p_adjusted is not None and self.p_adjusted <= level
 
     @property
@@ -97,7 +97,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the job is worse than the baseline in anything."""
+        """Returns whether the job is worse than the baseline in anything."""
         return bool(self.broken or self.worse)
 
 

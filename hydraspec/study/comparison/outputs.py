@@ -70,7 +70,7 @@ def _distribution(job: Job, reference: Job) -> Iterator[str]:
 
 
 def _is_told(job: Job) -> bool:
-    """Whether the test of a run's sampled outputs has power, or failed."""
+    """Returns whether the test of a run's sampled outputs has power, or failed."""
     tests = [run.summary["lossless"].get("distribution") for run in job.runs]
     return any(test and distribution_says(test) != "cannot_tell" for test in tests)
 

@@ -33,7 +33,7 @@ POOLED = ("seed", "tracker", "metrics", "warnings")
 # Settings that one word of a split says: "tp2".
 SPLIT = tuple(f"parallelism.{key}" for key in ("name", "tensor", "pipeline", "data"))
 MAX_TOLD = 2  # settings in a label; further ones only where they tell jobs apart
-Key = tuple[str, tuple[int, ...]]  # a request's id and its prompt
+Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
 
 
 class BaselineRow(TypedDict):
@@ -374,7 +374,8 @@ def _conditions(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
 
 def key_of(row: Json) -> Key:
     """A request of requests.jsonl: the same in all runs over the same prompts."""
-    return str(row["id"]), tuple(row["prompt_token_ids"])
+    spans = (tuple(span.values()) for span in row.get("spans", ()))
+    return str(row["id"]), (*row["prompt_token_ids"], *spans)
 
 
 def _keys(run: Run) -> set[Key]:
@@ -382,12 +383,12 @@ def _keys(run: Run) -> set[Key]:
 
 
 def has_finished(run: Run) -> bool:
-    """Whether any request ended without an error."""
+    """Returns whether any request ended without an error."""
     return any(row["finish_reason"] != "error" for row in run.rows)
 
 
 def _all_ended(runs: Sequence[Run]) -> bool:
-    """Whether each run ended all its requests without an error."""
+    """Returns whether each run ended all its requests without an error."""
     return all(
         run.summary["num_requests"] == run.summary["num_requests_in_workload"]
         and run.summary["num_errors"] == 0

@@ -34,7 +34,7 @@ CATEGORIES = {
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with the only response that is right."""
+    """A prompt with the only response that is right."""
 
     category: str
     prompt: str
@@ -57,7 +57,7 @@ def bucket(prompt: str) -> int:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out side of the split."""
+    """Returns whether a prompt belongs to the held-out side of the split."""
     return bucket(prompt) == HELD_OUT_BUCKET
 
 

@@ -34,7 +34,7 @@ from hydraspec.zoo.recipe.draft_layers import (
 
 @dataclass
 class TargetView:
-    """What a head may read of the target, for all rows of some texts."""
+    """Inputs that a head may read of the target, for all rows of some texts."""
 
     table: Tensor  # [V, D] embedding, unscaled
     head: Tensor  # [V, D]
@@ -72,7 +72,7 @@ class DraftHead(nn.Module):
         return target.hidden
 
     def advance(self, run: Run, tokens: Tensor) -> Tensor:
-        """One step of every row, reading tokens [B, T] -> logits [B, T, W]."""
+        """A step of every row, reading tokens [B, T] -> logits [B, T, W]."""
         raise NotImplementedError
 
 

@@ -12,7 +12,7 @@ Kind = Literal["eagle3", "peagle", "eagle", "mtp"]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRecipe:
-    """One drafter. Fields that a kind does not have stay at their defaults."""
+    """A drafter. Fields that a kind does not have stay at their defaults."""
 
     kind: Kind
     target: str

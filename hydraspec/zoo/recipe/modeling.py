@@ -28,7 +28,7 @@ SharedKV = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass
 class TargetOutput:
-    """What one target forward gives the drafter."""
+    """Outputs of a target's forward pass that the drafter reads."""
 
     hidden: Tensor  # [B, T, D] after the final norm
     logits: Tensor  # [B, T, V]
@@ -90,7 +90,7 @@ def draft_masks(rows: Tensor, length: int, window: int) -> Masks:
 
 
 def target_masks(model: PreTrainedModel, length: int) -> Masks:
-    """What `run_target` takes as masks."""
+    """Attention masks for `run_target`."""
     if not isinstance(model, Gemma4ForCausalLM):
         return {}
     return causal_masks(length, model.config.sliding_window, model.device)
@@ -99,7 +99,7 @@ def target_masks(model: PreTrainedModel, length: int) -> Masks:
 def run_target(
     model: PreTrainedModel, tokens: Tensor, masks: Masks, aux_layer_ids: Sequence[int] = ()
 ) -> TargetOutput:
-    """One uncached forward over tokens [B, T].
+    """An uncached forward pass over tokens [B, T].
 
     Aux id i is the residual stream after i layers, below the number of layers.
     """
@@ -134,7 +134,7 @@ def run_draft_step(
     kv: SharedKV,
     masks: Masks,
 ) -> tuple[Tensor, Tensor]:
-    """One draft step for every row: the scaled target embedding and the backbone hidden [B, Q, D].
+    """A draft step for every row: the scaled target embedding and the backbone hidden [B, Q, D].
 
     Returns the draft's normed state [B, Q, draft width] and the hidden state of the next step
     [B, Q, D]. All steps of a row use its position p, the last one with target KV.

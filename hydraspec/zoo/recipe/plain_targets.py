@@ -59,8 +59,8 @@ def prepare(model: PreTrainedModel, seed: int) -> None:
 def run_plain(
     model: Any, tokens: Tensor, aux_layer_ids: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """One uncached forward over tokens [B, T]: final-norm states [B, T, D], logits [B, T, V] and
-    the residual stream after as many layers as each aux id says.
+    """An uncached forward pass over tokens [B, T]: final-norm states [B, T, D], logits [B, T, V]
+    and the residual stream after as many layers as each aux id says.
 
     Layers run one by one without a mask, so that attention takes its causal kernel.
     """

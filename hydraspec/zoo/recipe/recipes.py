@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def layer_types(num_layers: int, every: int) -> list[str]:
-    """One full layer in `every`, and the last one full."""
+    """Layer types with a full layer in `every`, and the last one full."""
     kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
     return [*kinds[:-1], FULL]
 

@@ -48,7 +48,7 @@ class KeptStates:
 
 
 def view_of(target: PreTrainedModel, hidden: Tensor, aux: Tensor) -> TargetView:
-    """What a draft head may read of a target: its embedding, its head and its states."""
+    """Inputs that a draft head may read of a target: its embedding, its head and its states."""
     table, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     return TargetView(table.detach(), head.detach(), hidden, aux)
 

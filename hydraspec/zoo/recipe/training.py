@@ -1,4 +1,5 @@
-"""What target and assistant training share: optimiser, schedule, CUDA-graphed steps, progress."""
+"""Shared parts of target and assistant training: optimiser, schedule, CUDA-graphed steps,
+progress."""
 
 from __future__ import annotations
 

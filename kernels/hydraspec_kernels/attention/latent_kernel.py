@@ -331,7 +331,7 @@ def _latent_kernel(
 
 
 def latent_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """As `paged_attention`, for a plan of `fits_latent`."""
+    """`paged_attention` for a plan of `fits_latent`."""
     shape, num_rows = plan.shape, query.shape[0]
     plan.check(query, cache)
     heads, rank = shape.num_heads, shape.latent_dim

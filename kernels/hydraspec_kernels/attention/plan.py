@@ -82,7 +82,7 @@ class QkvShape:
 
     @property
     def has_norms(self) -> bool:
-        """Whether any head is normed."""
+        """Returns whether any head is normed."""
         return self.value_norm or self.q_weight is not None or self.k_weight is not None
 
     def projected_heads(self, *, writes: bool) -> int:
@@ -165,7 +165,7 @@ class DevicePlan:
 
     @property
     def starts(self) -> Tensor:
-        """What kernels get as query_start_loc: with one row per request they do not read it."""
+        """The query_start_loc that kernels get: with one row per request they do not read it."""
         return self.seq_lens if self.query_start_loc is None else self.query_start_loc
 
     def check(self, query: Tensor, cache: Tensor) -> None:

@@ -255,7 +255,7 @@ def _prefill_kernel(
 
 
 def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """As `paged_attention`, for a plan of `fits_prefill`."""
+    """`paged_attention` for a plan of `fits_prefill`."""
     plan.check(query, cache)
     shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
     group, cut = shape.num_heads // shape.num_kv_heads, prefill_tiling(shape)

@@ -28,8 +28,8 @@ from hydraspec_kernels.rope.reference import apply_rope_reference
 def attend_request(
     query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
 ) -> Tensor:
-    """One request: query [R, Hq, H] of its last R tokens, keys [L, Hkv, H], values [L, Hkv, Hv]
-    -> [R, Hq, Hv]; computed in float64.
+    """Attention of one request: query [R, Hq, H] of its last R tokens, keys [L, Hkv, H], values [L,
+    Hkv, Hv] -> [R, Hq, Hv]; computed in float64.
     """
     rows, length = len(query), len(keys)
     k, v = keys.double(), values.double()

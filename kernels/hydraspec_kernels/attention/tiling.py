@@ -112,7 +112,7 @@ class DecodeTiling(Tiling):
 
 
 def fits_decode(plan: DevicePlan) -> bool:
-    """Whether the fused kernel supports a plan and is the faster choice for it.
+    """Returns whether the fused kernel supports a plan and is the faster choice for it.
 
     Many programs that each fill a multiprocessor would all compute norms while no key is read.
     """
@@ -124,7 +124,7 @@ def fits_decode(plan: DevicePlan) -> bool:
 
 
 def supports_decode(shape: GroupShape, max_rows: int) -> bool:
-    """Whether the fused kernel runs: few rows per request, separate keys and values."""
+    """Returns whether the fused kernel runs: few rows per request, separate keys and values."""
     if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
         return False
     numbers = block_queries(shape, max_rows) * next_power_of_2(shape.head_dim)
@@ -167,7 +167,7 @@ def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int
 
 
 def _is_small(shape: GroupShape, max_rows: int) -> bool:
-    """Whether several programs can share a multiprocessor."""
+    """Returns whether several programs can share a multiprocessor."""
     return shape.head_dim <= SMALL_WIDTH and queries_of(shape, max_rows) <= SMALL_QUERIES
 
 
@@ -235,7 +235,7 @@ def prefill_tiling(shape: GroupShape) -> PrefillTiling:
 
 
 def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
-    """Whether the prefill kernel supports a plan with more rows than splits pay for."""
+    """Returns whether the prefill kernel supports a plan with more rows than splits pay for."""
     shape = plan.shape
     group = shape.num_heads // shape.num_kv_heads
     return (
@@ -255,7 +255,8 @@ def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
 
 
 def fits_latent(query: Tensor, plan: DevicePlan) -> bool:
-    """Whether the latent kernel supports a plan: few rows per request over DeepSeek's cache."""
+    """Returns whether the latent kernel supports a plan: few rows per request over DeepSeek's
+    cache."""
     shape = plan.shape
     return (
         (shape.head_dim, shape.latent_dim) == LATENT_WIDTHS

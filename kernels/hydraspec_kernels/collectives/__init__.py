@@ -35,20 +35,20 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fits_add_norm(h: Tensor) -> bool:
-    """Whether `add_norm_over_ranks` takes a stream h [T, D]."""
+    """Returns whether `add_norm_over_ranks` takes a stream h [T, D]."""
     rows, width = h.shape
     limit = min(MAX_WIDTH, BOX_BYTES // h.element_size())
     return h.dtype in FLOATS and 0 < rows <= MAX_BOXES and _padded(width) <= limit
 
 
 def fits_all_reduce(x: Tensor) -> bool:
-    """Whether `all_reduce` takes x."""
+    """Returns whether `all_reduce` takes x."""
     limit = MAX_BOXES * BOX_BYTES // x.element_size()
     return x.dtype in FLOATS and x.is_contiguous() and 0 < x.numel() <= limit
 
 
 def fits_all_gather(x: Tensor) -> bool:
-    """Whether `all_gather` takes x."""
+    """Returns whether `all_gather` takes x."""
     sent = 2 * x.numel() * x.element_size()  # 16 bits travel in 32
     return x.element_size() > 1 and x.is_contiguous() and 0 < sent <= MAX_BOXES * BOX_BYTES
 

@@ -28,7 +28,7 @@ class Fault:
 
 @dataclass(slots=True, frozen=True)
 class Mailboxes:
-    """One rank's end of the message boxes of `size` ranks.
+    """A rank's end of the message boxes of `size` ranks.
 
     Every rank has boxes [2, size, MAX_BOXES, BOX_BYTES]: for alternating messages, from each rank.
     All bits are set where no message is. Ranks make the same calls in the same order, on one stream

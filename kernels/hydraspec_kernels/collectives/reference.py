@@ -1,4 +1,4 @@
-"""What collectives compute, from every rank's argument at once."""
+"""Results of collectives, from every rank's argument at once."""
 
 from __future__ import annotations
 

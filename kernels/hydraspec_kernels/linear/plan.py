@@ -72,7 +72,7 @@ class SpecializedTiling:
         return self.k
 
     def shared_bytes(self, gated: bool) -> int:
-        """Of the tiles in flight."""
+        """Bytes of the tiles in flight."""
         rows = self.m + sum(self.columns) * (2 if gated else 1)
         return 2 * rows * self.k * self.stages
 
@@ -110,7 +110,7 @@ def exact_tiling_of(rows: int, k: int, n: int) -> Tiling | None:
 def tiling_of(
     rows: int, k: int, n: int, end: str = "", *, partials: bool = False, copied: bool = True
 ) -> Tiling | SpecializedTiling | None:
-    """As tiling_for, from the sizes; not `copied`: without the warp-specialised kernel."""
+    """`tiling_for` from the sizes; not `copied`: without the warp-specialised kernel."""
     if not 0 < rows <= MOST_ROWS:
         return None
     small = 2 * k * n < SMALL_WEIGHT_BYTES
@@ -138,7 +138,7 @@ def _staged(tiling: Tiling, k: int, most: int) -> Tiling:
 
 
 def _one_row(k: int) -> Tiling:
-    """One row, a small weight: all of it in registers at once if K allows."""
+    """The tiling of a single row and a small weight: all of it in registers at once if K allows."""
     block = min(max(1 << (k - 1).bit_length(), 128), 4096)
     return Tiling(False, 1, 8 if block <= 512 else 4 if block <= 1024 else 2, block)
 

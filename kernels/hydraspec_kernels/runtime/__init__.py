@@ -1,1 +1,1 @@
-"""What kernels of all rooms share: how they launch and compile, and where a capture is cut."""
+"""Shared parts of all kernels: how they launch and compile, and where a capture is cut."""

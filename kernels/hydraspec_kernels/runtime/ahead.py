@@ -55,7 +55,7 @@ _is_rehearsing = False
 
 
 def is_rehearsing() -> bool:
-    """Whether launches are being recorded only: nothing may wait for another process."""
+    """Returns whether launches are being recorded only: nothing may wait for another process."""
     return _is_rehearsing
 
 
@@ -78,7 +78,8 @@ def num_compiled(device: torch.device) -> int:
 
 
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether the device has kernels to compile, and Triton can compile them without launching."""
+    """Returns whether the device has kernels to compile, and Triton can compile them without
+    launching."""
     if device.type != "cuda":
         return False
     from hydraspec_kernels.runtime.compilation import has_async_compilation

@@ -154,13 +154,14 @@ def count_compiled() -> int:
 
 
 def has_async_compilation() -> bool:
-    """Whether Triton can compile in the background: not older versions, nor the interpreter."""
+    """Returns whether Triton can compile in the background: not older versions, nor the
+    interpreter."""
     return hasattr(triton, "AsyncCompileMode") and not knobs.runtime.interpret
 
 
 @dataclass(slots=True)
 class Compiled:
-    """What compiling ahead did; filled in when it ends."""
+    """Results of compiling ahead; filled in when it ends."""
 
     num_kernels: int = 0
     stepping_s: float = 0.0  # recording the calls

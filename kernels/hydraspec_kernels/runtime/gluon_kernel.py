@@ -12,7 +12,7 @@ load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.jit
 def _control(INSTRUCTION: gl.constexpr):
-    """One PTX instruction without operands."""
+    """A PTX instruction without operands."""
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

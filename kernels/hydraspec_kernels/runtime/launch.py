@@ -1,4 +1,5 @@
-"""What the kernels rely on of a device. Imports no Triton: it may be missing where none can run."""
+"""Properties of a device that the kernels rely on. Imports no Triton: it may be missing where none
+can run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ NUM_SMS = 132
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether `x` is on a device that runs the Triton kernels; elsewhere the reference runs."""
+    """Returns whether `x` is on a device that runs the Triton kernels; elsewhere the reference
+    runs."""
     return x.is_cuda
 
 
@@ -25,11 +27,11 @@ def check_contiguous(*tensors: Tensor) -> None:
 
 @cache
 def supports_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may start before the previous one has ended (sm_90 and later)."""
+    """Returns whether a kernel may start before the previous one has ended (sm_90 and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the Gluon kernels run: later devices have no wgmma."""
+    """Returns whether the Gluon kernels run: later devices have no wgmma."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -27,7 +27,7 @@ class SamplingFlags:
 
     @property
     def any_truncation(self) -> bool:
-        """Whether top_k, top_p or min_p of some request may cut tokens off."""
+        """Returns whether top_k, top_p or min_p of some request may cut tokens off."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
 
@@ -82,7 +82,7 @@ class VerifiedBatch(CommittedBatch, Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What verification decided. tokens[b, :num_sampled[b]] are the emitted tokens (accepted
+    """The decision of verification. tokens[b, :num_sampled[b]] are the emitted tokens (accepted
     drafts, then one more)."""
 
     tokens: Tensor  # [B, K+1], -1 from num_sampled on

@@ -1,4 +1,4 @@
-"""What a forward pass reads, from the state on the device: ids, positions, lengths, cache rows.
+"""Inputs of a forward pass, from the state on the device: ids, positions, lengths, cache rows.
 
 Graphs run padded batches. A padding request has no rows, no drafts, does not sample and has the
 padding slot; a row past its request's rows, or of request -1, is padding. Padding rows have id 0,
@@ -100,7 +100,7 @@ def decode_rows(
     *,
     padded: bool = False,
 ) -> DecodeRows:
-    """One row per request, `advance` positions after `positions`."""
+    """A row per request, `advance` positions after `positions`."""
     if runs_kernels(positions):
         from hydraspec_kernels.step_inputs.kernel import decode_rows_kernel
 

@@ -42,7 +42,7 @@ class LaidBatch(Protocol):
 
 @dataclass(slots=True)
 class StepInputs:
-    """What the target's forward reads."""
+    """Inputs of the target's forward pass."""
 
     input_ids: Tensor  # [T]
     positions: Tensor  # [T]
@@ -63,7 +63,7 @@ class NewestRows:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """One row per request."""
+    """Inputs of a pass with a row per request."""
 
     positions: Tensor  # [B]
     seq_lens: Tensor  # [B]

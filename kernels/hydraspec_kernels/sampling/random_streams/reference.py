@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a draw is for. Each has its own stream: sharing a draw between two biases the output."""
+    """The purpose of a draw. Each has its own stream: sharing a draw between two biases the
+    output."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -25,7 +26,7 @@ class Purpose(IntEnum):
 
 
 class DrawKey(NamedTuple):
-    """What a draw is a function of; tensors of any shapes that broadcast.
+    """The arguments of a draw; tensors of any shapes that broadcast.
 
     After a rejection the same position is drafted again at a smaller index. Under block
     verification its first draw has already influenced the output, so it must not come back: the

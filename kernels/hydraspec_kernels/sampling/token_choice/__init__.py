@@ -1,4 +1,4 @@
-"""One token per row: the argmax, or a draw by an exponential race (see `random_streams`)."""
+"""A token per row: the argmax, or a draw by an exponential race (see `random_streams`)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
 
 
 def greedy_candidates(logits: Tensor, first: int, num_tokens: int) -> Tensor:
-    """What decides the argmax of rows of which a rank has some columns, [2, N, C]: the best values
-    and their tokens. logits [N, >= num_tokens]: columns are the tokens from `first` on.
+    """The candidates for the argmax of rows of which a rank has some columns, [2, N, C]: the best
+    values and their tokens. logits [N, >= num_tokens]: columns are the tokens from `first` on.
 
     `best_candidates` reads those of all ranks; C and the form depend on the columns' type, device
     and number alone.

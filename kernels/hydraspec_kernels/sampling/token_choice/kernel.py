@@ -1,4 +1,4 @@
-"""One token per row in two launches: the argmax of every chunk of a row, then the best of those; or
+"""A token per row in two launches: the argmax of every chunk of a row, then the best of those; or
 the mass of every chunk, then a race between chunks and one between the winner's tokens.
 
 The order in which chunks are compared is fixed by the shape, so equal rows give equal tokens.
@@ -178,7 +178,8 @@ def finite(x):
 
 @triton.jit
 def is_finite_peak(peak):
-    """Whether the largest of numbers that `finite` gave stands for a finite largest number."""
+    """Returns whether the largest of numbers that `finite` gave stands for a finite largest
+    number."""
     return (peak > -float("inf")) & (peak < LARGEST)
 
 

@@ -1,4 +1,4 @@
-"""One token per row in plain torch: the argmax, and two exponential races (a chunk of the
+"""A token per row in plain torch: the argmax, and two exponential races (a chunk of the
 vocabulary by the mass of its tokens, then a token of it).
 
 Letters: N rows, V vocabulary.

@@ -1,4 +1,4 @@
-"""What rows sample from: temperature, then top_k, top_p and min_p.
+"""The distributions that rows sample from: temperature, then top_k, top_p and min_p.
 
 The reference sorts rows; the kernels cut the rows of a step in place, without sorting them.
 """

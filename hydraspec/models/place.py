@@ -1,0 +1,101 @@
+"""Where weights live: device, type, ranks that share them, pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from hydraspec_kernels.rope import Frequencies, mirrored
+from torch import Tensor
+
+from hydraspec.models.parts import Part, Share, Weight
+from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.parallel.group import SOLO, TensorGroup
+from hydraspec.parallel.vocabulary import Vocabulary
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where weights live, in what type, which ranks share them, and which pipeline stage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: TensorGroup = SOLO
+    stage: Stage = WHOLE
+
+    def if_held(self, is_held: bool) -> Place:
+        """This place for what its stage holds; otherwise one without memory, where weights have
+        names and shapes alone.
+        """
+        return self if is_held else replace(self, device=torch.device("meta"))
+
+    def share(self, size: int) -> Share:
+        """This rank's share of a dimension that the ranks divide evenly."""
+        count = size // self.group.size
+        assert count * self.group.size == size, f"{size} does not divide by {self.group.size}"
+        return Share(size, self.group.rank * count, count)
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Share, Share]:
+        """This rank's query heads and the KV heads that they read. Where there are fewer KV heads
+        than ranks, several ranks hold the same one.
+        """
+        size, rank = self.group.size, self.group.rank
+        queries = self.share(num_heads)
+        if num_kv_heads % size == 0:
+            return queries, self.share(num_kv_heads)
+        assert size % num_kv_heads == 0, f"{num_kv_heads} KV heads on {size} ranks"
+        return queries, Share(num_kv_heads, rank * num_kv_heads // size, 1)
+
+    def part(self, tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
+        """A weight of which this rank holds `share` of dimension `dim`; see `Part`."""
+        is_whole = share.count == share.size
+        return tensor if is_whole else Part(tensor, dim, share, repeats)
+
+    @property
+    def uses_cpu_norms(self) -> bool:
+        """Returns whether norms run as the few operators of `cpu.py`. Narrow types keep the
+        reference's order of rounding.
+        """
+        return self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """float32, or float64 of a float64 model: for sums that must not round to a narrow type."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def frequencies(self, theta: Tensor) -> Frequencies:
+        """Rotary frequencies theta [H/2] of a whole head, wide."""
+        return mirrored(theta.to(self.device, self.wide))
+
+    def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An empty [..., k, n] for rows to be multiplied with.
+
+        On a CPU it is contiguous, which spares `torch.mm` a microsecond a call. Elsewhere it is
+        the view of [..., n, k] storage, as checkpoints hold it and the kernels read it.
+        """
+        if self.device.type == "cpu":
+            return self.empty(*shape, dtype=dtype)
+        *batch, k, n = shape
+        return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
+
+    def table(self, vocabulary: Vocabulary, width: int) -> Tensor:
+        """An empty [vocabulary.num_rows, width]; padding rows are zero."""
+        table = self.empty(vocabulary.num_rows, width)
+        table[vocabulary.num_tokens :] = 0.0
+        return table
+
+    def rows(self, table: Tensor, vocabulary: Vocabulary, columns: Share | None = None) -> Weight:
+        """A table as a weight: this rank's tokens, without padding, and some columns (all if
+        None)."""
+        share = Share(vocabulary.size, vocabulary.first, vocabulary.num_tokens)
+        if self.group.size == 1 and columns is None:
+            return table
+        return Part(table[: share.count], 0, share, columns=columns)
+
+    def once(self, bias: Tensor | None) -> Tensor | None:
+        """A bias of a sum over ranks, on the one rank that adds it."""
+        return bias if self.group.rank == 0 else None
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor here, of this place's dtype unless another is given."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

@@ -1,0 +1,44 @@
+"""A tokenised prompt as one object. Imports no other room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Span:
+    """A run of prompt tokens that stand for other content than text, such as an image."""
+
+    kind: str  # names the encoder that reads the content
+    start: int  # position of its first token in the prompt
+    length: int  # tokens
+    digest: str  # of the content, in hexadecimal digits: equal ones have equal content
+    may_be_cut: bool  # False: all its tokens are read in one step
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + self.length
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """A tokenised prompt: token ids, and the spans of them that are no text, in rising order.
+
+    Raises:
+        ValueError: spans are empty, overlap, or do not lie within the prompt.
+    """
+
+    token_ids: Sequence[int]
+    spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        at = 0
+        for span in self.spans:
+            if not at <= span.start < span.end <= len(self.token_ids):
+                raise ValueError(
+                    f"{span} is empty, before position {at}, where the span before it ends, or "
+                    f"after the {len(self.token_ids)} tokens of the prompt"
+                )
+            at = span.end
