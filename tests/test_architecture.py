@@ -101,8 +101,8 @@ OWNERS = {
     "tokenizers": ["hydraspec/zoo/*"],
     "speculators": ["hydraspec/zoo/*"],
     "vllm": ["hydraspec/adapters/vllm/*"],
-    "wandb": ["hydraspec/metrics/tracker.py", "hydraspec/study/pages/wandb_report.py"],
-    "wandb_workspaces": ["hydraspec/study/pages/wandb_report.py"],
+    "wandb": ["hydraspec/metrics/tracker.py", "hydraspec/study/wandb_report.py"],
+    "wandb_workspaces": ["hydraspec/study/wandb_report.py"],
     "harness": ["kernels/benchmarks/*"],  # beside them: benchmarks are no package
     "paged_caches": ["kernels/benchmarks/*"],
     "round_trip_kernel": ["kernels/benchmarks/*"],
@@ -112,7 +112,7 @@ OWNERS = {
     ],
     "yaml": ["hydraspec/lab/*", "hydraspec/study/*"],
     "datasets": ["hydraspec/workloads/*"],
-    "jinja2": ["hydraspec/study/report/html.py"],
+    "jinja2": ["hydraspec/study/html.py"],
 }
 LAZY = {"wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hydraspec.bench import table as bench_table
+from hydraspec.bench import study as bench_study
 from hydraspec.bench.benchmark import Benchmark
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.measure import INTERRUPTED, measure
@@ -31,7 +31,7 @@ from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.run_files import BENCH, BENCH_REPORT
 from hydraspec.signals import interrupts_held_back
-from hydraspec.study.report.console import table_console
+from hydraspec.study.console import table_console
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +74,12 @@ def run(
     def save(status: str) -> Json:
         with interrupts_held_back():
             result = _result(config, parts, status)
-            bench_table.print_result(result, console)
+            bench_study.print_result(result, console)
             if folder.holds_older_run and not any(part["rows"] for part in parts):
                 log.warning("%s: nothing was measured: the older run's files stay", folder.path)
                 return result
             folder.replace_older_run()
-            folder.write_bench(result, bench_table.page_of(result))
+            folder.write_bench(result, bench_study.page_of(result))
             page = folder.path / BENCH_REPORT
             console.print(f"Benchmark: {page}", soft_wrap=True, markup=False)
             return result
@@ -119,7 +119,7 @@ def _result(config: RunConfig, parts: Sequence[Json], status: str) -> Json:
             "parts": parts,
         }
     )
-    result["ratios"] = bench_table.ratios(result)
+    result["ratios"] = bench_study.ratios(result)
     return result
 
 

@@ -1,5 +1,5 @@
-"""Benchmarks as parts of a report: an answer, charts and the table of each bench.json, and those of
-several side by side. Measures nothing.
+"""Benchmarks as blocks: an answer, charts and the table of each bench.json, for the console, pages
+and reports, and tables of several side by side. Measures nothing.
 """
 
 from __future__ import annotations
@@ -9,21 +9,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hydraspec.bench import table as bench_table
-from hydraspec.bench.benchmark import Curve
+from rich.console import Console
+
+from hydraspec.bench.benchmark import Curve, figure
 from hydraspec.bench.choices import BENCHMARKS
-from hydraspec.errors import ConfigurationError, printable
+from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import BENCH, CONFIG, SUMMARY, job_number
-from hydraspec.study.pages.blocks import Block, Line, Section, Study, Table, Verdict
-from hydraspec.study.pages.settings import typed_labels
-from hydraspec.study.report.charts import Points, scatter
-from hydraspec.study.report.console import print_table, table_console
-from hydraspec.study.report.ranking import COLORS
+from hydraspec.metrics.statistics import ratio
+from hydraspec.study import html
+from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
+from hydraspec.study.charts import Points, scatter
+from hydraspec.study.console import print_block, table_console
+from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.settings import typed_labels
 
 Result = tuple[Path, Json]  # a folder and its bench.json
 WIDE = 400  # columns where no terminal sets a limit
 NUM_LEFT = 3  # columns of names
+OURS, THEIRS = "native", "vllm"
+GIB = 1 << 30
+VERSIONS = ("hydraspec", "torch", "triton", "transformers", "vllm")
+CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 SEVERAL = "What do benchmarks say of {}?"  # of benchmarks of several kinds
 
 
@@ -50,7 +57,7 @@ def _read(file: Path) -> Json:
     try:
         result: Json = json.loads(file.read_text(encoding="utf-8"))
         _question([result])
-        _section((file.parent, result), bench_table.title_of(result))
+        _section((file.parent, result), title_of(result))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise ConfigurationError(
             f"{file}: damaged, or of an older hydraspec\n  allowed: what bench=… writes\n"
@@ -87,10 +94,7 @@ def extended(
 def show(results: Sequence[Result]) -> None:
     """Print what `side_by_side` makes."""
     for block in side_by_side(results):
-        assert block.table is not None
-        lines = [[printable(cell) for cell in line.cells] for line in block.table.lines]
-        header = [printable(cell) for cell in block.table.header]
-        print_table(table_console(WIDE), block.title, header, lines, num_left=NUM_LEFT)
+        print_block(table_console(WIDE), block, num_left=NUM_LEFT)
 
 
 def side_by_side(results: Sequence[Result]) -> list[Block]:
@@ -98,8 +102,8 @@ def side_by_side(results: Sequence[Result]) -> list[Block]:
     benchmark from the others; none where all columns differ."""
     alike: dict[tuple[str, ...], list[Line]] = {}
     for label, (folder, result) in zip(_labels(results), results, strict=True):
-        columns = (BENCHMARKS[result["bench"]].heading, *bench_table.header_of(result))
-        lines = [Line(cells=[label, *c], link=folder) for c in bench_table.cells_of(result)]
+        columns = (BENCHMARKS[result["bench"]].heading, *header_of(result))
+        lines = [Line(cells=[label, *c], link=folder) for c in cells_of(result)]
         alike[columns] = alike.get(columns, []) + lines
     return [
         Block(title=heading, table=Table(header=["benchmark", *header], lines=lines))
@@ -109,7 +113,7 @@ def side_by_side(results: Sequence[Result]) -> list[Block]:
 
 
 def _titles(results: Sequence[Result]) -> list[str]:
-    titles = [bench_table.title_of(result) for _, result in results]
+    titles = [title_of(result) for _, result in results]
     if len(titles) < 2:
         return titles
     return [f"{label}: {title}" for label, title in zip(_labels(results), titles, strict=True)]
@@ -142,7 +146,7 @@ def _told(result: Json) -> Iterator[str]:
     """Both engines beside each other, by method."""
     measured = {(part["method"], part["engine"]): part for part in result["parts"] if part["rows"]}
     for method in dict.fromkeys(method for method, _ in measured):
-        names = (bench_table.OURS, bench_table.THEIRS)
+        names = (OURS, THEIRS)
         ours, theirs = (measured.get((method, name)) for name in names)
         if ours and theirs:
             told = BENCHMARKS[result["bench"]].told(ours, theirs)
@@ -160,20 +164,16 @@ def _drafts(method: str) -> str:
 def _section(of: Result, title: str) -> Section:
     folder, result = of
     benchmark = BENCHMARKS[result["bench"]]
-    lines = [Line(cells=cells, link=folder) for cells in bench_table.cells_of(result)]
     table = Block(
         title=benchmark.heading,
-        note=f"Times; {bench_table.OURS} / {bench_table.THEIRS}: below 1, "
-        f"{bench_table.OURS} is faster."
-        if result["ratios"]
-        else "",
+        note=f"Times; {OURS} / {THEIRS}: below 1, {OURS} is faster." if result["ratios"] else "",
         sentences=list(_said(result)) if any(_told(result)) else (),
-        table=Table(header=bench_table.header_of(result), lines=lines),
+        table=_table(result, folder),
     )
     charts = [block for curve in benchmark.curves for block in _chart(curve, result)]
     measured = Block(
         title="Measured on",
-        sentences=[f"{name}: {text}" for name, text in bench_table.notes_of(result)],
+        sentences=[f"{name}: {text}" for name, text in notes_of(result)],
     )
     return Section(title=title, blocks=[table, *charts, measured])
 
@@ -192,3 +192,122 @@ def _chart(curve: Curve, result: Json) -> Iterator[Block]:
             found, (), x_name=curve.x_name, y_name=curve.y_name, description=curve.title
         )
         yield Block(title=curve.title, note=curve.note, chart=drawn)
+
+
+# ---------------------------------------------------------------- one benchmark's table
+
+
+def ratios(result: Json) -> Json:
+    """Our times over vLLM's where both were measured, method → figure → ratio: below 1, faster."""
+    benchmark = BENCHMARKS[result["bench"]]
+    parts = {(part["engine"], part["method"]): part for part in result["parts"] if part["rows"]}
+    found: Json = {}
+    for (engine, method), ours in parts.items():
+        theirs = parts.get((THEIRS, method))
+        if engine == OURS and theirs is not None:
+            found[method] = {
+                **benchmark.ratios(ours, theirs),
+                "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
+            }
+    return found
+
+
+def print_result(result: Json, console: Console) -> None:
+    """The table, what it was measured on, and why cells are missing."""
+    made = Block(title=title_of(result), table=_table(result))
+    print_block(console, made, num_left=NUM_LEFT - 1)
+    for name, text in notes_of(result):
+        console.print(f"{name}: {text}", markup=False, soft_wrap=True)
+
+
+def page_of(result: Json) -> str:
+    """bench.html."""
+    return html.render(
+        "bench.html",
+        title=title_of(result),
+        heading=BENCHMARKS[result["bench"]].heading,
+        header=header_of(result),
+        lines=list(cells_of(result)),
+        notes=list(notes_of(result)),
+    )
+
+
+def title_of(result: Json) -> str:
+    """What is measured, in a line."""
+    return f"{result['target']}, {result['dtype']}: {BENCHMARKS[result['bench']].title(result)}"
+
+
+def _table(result: Json, folder: Path | None = None) -> Table:
+    lines = [Line(cells=cells, link=folder) for cells in cells_of(result)]
+    return Table(header=header_of(result), lines=lines)
+
+
+def header_of(result: Json) -> list[str]:
+    """Headings: the benchmark's own columns between those of every benchmark."""
+    columns = BENCHMARKS[result["bench"]].columns(result)
+    return ["method", "engine", *columns, "first step, s", "peak, GiB"]
+
+
+def cells_of(result: Json) -> Iterator[list[str]]:
+    """The lines of each engine and method, and below the two engines one with their ratios."""
+    benchmark = BENCHMARKS[result["bench"]]
+    methods = dict.fromkeys(part["method"] for part in result["parts"])
+    for method in methods:
+        parts = [part for part in result["parts"] if part["method"] == method and part["rows"]]
+        found = result["ratios"].get(method)
+        for line in range(benchmark.num_lines(result)):
+            for part in parts:
+                if cells := benchmark.cells(part, line, result):
+                    yield [*_names(part), *cells, *(_of_all_lines(part) if line == 0 else ("", ""))]
+            if found and (cells := benchmark.ratio_cells(found, line, result)):
+                start = figure(found["first_step"], 2) if line == 0 else ""
+                yield ["", f"{OURS} / {THEIRS}", *cells, start, "-" if line == 0 else ""]
+
+
+def _names(part: Json) -> tuple[str, str]:
+    drafts, method = part["num_speculative_tokens"], part["method"]
+    return f"{method} K={drafts}" if drafts else method, part["engine"]
+
+
+def _of_all_lines(part: Json) -> tuple[str, str]:
+    """The cells that every benchmark has, on the first line of a part."""
+    peak = part["peak_memory_bytes"].get("allocated")
+    return figure(part["first_step_s"], 1), figure(None if peak is None else peak / GIB, 1)
+
+
+def notes_of(result: Json) -> Iterator[tuple[str, str]]:
+    """Name and text of each note: versions, device and memory of a part, or why it is missing."""
+    for part in result["parts"]:
+        name = f"{part['engine']}, {part['method']}"
+        if part["status"] != "ok":
+            yield f"{name} {part['status']}", part["reason"]
+            continue
+        found = part["environment"]
+        versions = [f"{key} {found['versions'][key]}" for key in VERSIONS if found["versions"][key]]
+        yield f"{name}, versions", ", ".join([*versions, *_commit(found["git"])])
+        if part["gpu_clocks"]:
+            for gpu in part["gpu_clocks"]:
+                clocks = ", ".join(f"{key} {gpu.get(key)}" for key in CLOCKS)
+                yield f"{name}, {gpu.get('name')}", f"driver {gpu.get('driver_version')}, {clocks}"
+        memory = {**part["memory_bytes"], **_named(part["peak_memory_bytes"])}
+        if memory:
+            text = ", ".join(f"{key} {value / GIB:.2f}" for key, value in memory.items())
+            yield f"{name}, memory in GiB", text
+        unit = BENCHMARKS[result["bench"]].unit
+        counts = [row.get("num_built", 0) for row in part["rows"]]
+        if any(counts):
+            built = [f"{count} in {unit} {i}" for i, count in enumerate(counts, 1) if count]
+            yield f"{name}, kernels and graphs built while measured", ", ".join(built)
+        graphs = part["cudagraph"]
+        yield f"{name}, CUDA graphs", ", ".join(f"{k} {v}" for k, v in graphs.items() if v)
+
+
+def _named(peak: Json) -> Json:
+    return {f"peak {key}": value for key, value in peak.items()}
+
+
+def _commit(git: Json | None) -> list[str]:
+    if not git:
+        return []
+    changed = " with changes" if git["uncommitted_changes"] else ""
+    return [f"commit {git['commit'][:12]}{changed}"]

@@ -31,8 +31,8 @@ def compare(
             f"compare({folders!r}): cannot be read\n  allowed: a list of folders\n"
             '  to do: write compare(["outputs/a", "outputs/b"])'
         )
+    from hydraspec.study import compare as runs
     from hydraspec.study.comparison import words
-    from hydraspec.study.report import runs
 
     ranking = runs.compared([Path(folder) for folder in folders])
     if write is not None:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(given: argparse.Namespace) -> None:
-    from hydraspec.study.report import runs
+    from hydraspec.study import compare as runs
 
     ranking = runs.compared([Path(folder) for folder in given.folders])
     runs.show(ranking)

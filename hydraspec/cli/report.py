@@ -17,8 +17,8 @@ from hydraspec.errors import UserError
 from hydraspec.metrics.run_files import BENCH, STUDY_SPEC, SUMMARY
 
 if TYPE_CHECKING:
-    from hydraspec.study.pages.blocks import Study
-    from hydraspec.study.pages.groups import Runs
+    from hydraspec.study.blocks import Study
+    from hydraspec.study.groups import Runs
 
 COMMAND = "hydraspec.report"
 DESCRIPTION = """\
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> None:
-    from hydraspec.study.pages import wandb_report
+    from hydraspec.study import wandb_report
 
     if given.publish:
         wandb_report.check_installed()
@@ -96,7 +96,7 @@ def write_report(folders: Sequence[Path], target: Path, *, asked: str | None = N
         ConfigurationError: the folders make no report.
         OSError: with the path, if it cannot be written.
     """
-    from hydraspec.study.pages import page
+    from hydraspec.study import study_page as page
 
     made, runs = _read(folders, asked=asked)
     page.tell(made, page.write(made, runs, target))
@@ -109,8 +109,8 @@ def _read(folders: Sequence[Path], *, asked: str | None = None) -> tuple[Study, 
         ConfigurationError: the folders make no report.
     """
     from hydraspec.bench import study as bench_study
-    from hydraspec.study.pages import groups
-    from hydraspec.study.pages.contents import study
+    from hydraspec.study import groups
+    from hydraspec.study.contents import study
 
     benchmarks = {folder: bench_study.read(folder) for folder in folders}
     of_runs = [folder for folder in folders if not benchmarks[folder] or _holds_runs(folder)]
@@ -147,7 +147,7 @@ def compare(folder: Path) -> None:
         OSError: with the path, if the folder cannot be written.
     """
     if _holds_runs(folder):
-        from hydraspec.study.report.compare import compare as compare_runs
+        from hydraspec.study.sweep import compare as compare_runs
 
         compare_runs(folder)
     if any(folder.glob(f"*/{BENCH}")):
@@ -192,7 +192,8 @@ def _close(
     config: RunConfig, made: Study, runs: Runs | None, folder: Path, *, quiet: bool = False
 ) -> None:
     """Write the report; with tracker.mode=online W&B gets it too, where it has the runs."""
-    from hydraspec.study.pages import page, wandb_report
+    from hydraspec.study import study_page as page
+    from hydraspec.study import wandb_report
 
     try:
         paths = page.write(made, runs, folder)

@@ -16,10 +16,10 @@ from hydraspec.metrics.summary import Summary
 from hydraspec.metrics.trace import PositionsFile, TraceFile
 from hydraspec.metrics.tracker import WandbSink
 from hydraspec.signals import interrupts_held_back
-from hydraspec.study.report import page as report
-from hydraspec.study.report.console import ConsoleSink, run_console
-from hydraspec.study.report.samples import SampleSink
-from hydraspec.study.report.worst import worst_requests
+from hydraspec.study import run_page as report
+from hydraspec.study.console import ConsoleSink, run_console
+from hydraspec.study.samples import SampleSink
+from hydraspec.study.worst import worst_requests
 from hydraspec.types import PositionScores, Request
 from hydraspec.version import __version__
 

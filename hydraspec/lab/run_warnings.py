@@ -20,7 +20,7 @@ from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.paired import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
-from hydraspec.study.report.figures import interval
+from hydraspec.study.texts import interval
 from hydraspec.types import Completion, Request
 from hydraspec.workloads.scoring import score_completion
 

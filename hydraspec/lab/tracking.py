@@ -12,10 +12,9 @@ from hydraspec.config.names import run_name
 from hydraspec.config.schema import RunConfig
 from hydraspec.config.used import used
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink
-from hydraspec.study.pages.answers import answers
-from hydraspec.study.pages.blocks import Study
-from hydraspec.study.pages.groups import Runs
-from hydraspec.study.pages.rows import job_table
+from hydraspec.study.answers import answers, job_table
+from hydraspec.study.blocks import Study
+from hydraspec.study.groups import Runs
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import hydraspec
 from hydraspec.bench import decode as bench_decode
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
-from hydraspec.bench import table as bench_table
+from hydraspec.bench import study as bench_study
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.passes import Passes
 from hydraspec.cli import main as cli
@@ -250,7 +250,7 @@ def test_what_is_missing_has_its_reason(
     assert result["status"] == status
     assert said in capsys.readouterr().out
     assert len([part for part in result["parts"] if part["rows"]]) == 4 - len(codes)
-    assert bench_table.page_of(result)
+    assert bench_study.page_of(result)
 
 
 @pytest.mark.parametrize(

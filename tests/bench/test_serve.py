@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from hydraspec.bench import load
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
-from hydraspec.bench import table as bench_table
+from hydraspec.bench import study as bench_study
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.serve import summary_of
 from hydraspec.cli.compose import plan
@@ -129,7 +129,7 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
         ours["seconds"] / theirs["seconds"]
     )
     assert result["ratios"]["none"]["rates"][1]["ttft"]["p99"] == 1.0
-    lines = list(bench_table.cells_of(result))
+    lines = list(bench_study.cells_of(result))
     assert [line[:2] for line in lines[-3:]] == [
         *(["none", "native"], ["none", "vllm"], ["", "native / vllm"])
     ]
@@ -138,11 +138,11 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
         *([f"{peak / 2:.2f}"] * 2),
         "",
     ]
-    assert {len(line) for line in lines} == {len(bench_table.header_of(result))}
+    assert {len(line) for line in lines} == {len(bench_study.header_of(result))}
     assert [bool(line[-1]) for line in lines] == [True] * 3 + [False] * 6  # of the whole part
-    noted = {name: text for name, text in bench_table.notes_of(result)}
+    noted = {name: text for name, text in bench_study.notes_of(result)}
     parts[0]["rows"][2]["num_built"] = 3
-    (added,) = dict(bench_table.notes_of(result)).items() - noted.items()
+    (added,) = dict(bench_study.notes_of(result)).items() - noted.items()
     assert added == ("native, none, kernels and graphs built while measured", "3 in line 3")
     assert "Latencies at several request rates" in (tmp_path / "bench.html").read_text()
     said, page, lines = reported(tmp_path)

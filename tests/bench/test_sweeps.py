@@ -18,7 +18,7 @@ from hydraspec.cli import main as command_line
 from hydraspec.cli import report
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import tracking
-from hydraspec.study.pages import wandb_report
+from hydraspec.study import wandb_report
 
 REAL = [
     *("-m", "experiment=bench_gemma4", "target=tiny_gemma4", "target.max_model_len=64"),

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 import hydraspec
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
-from hydraspec.bench import table as bench_table
+from hydraspec.bench import study as bench_study
 from hydraspec.bench import turns
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.cli.compose import plan
@@ -117,14 +117,14 @@ def test_engines_stand_side_by_side(
     result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
     ratios = result["ratios"]["none"]
     assert (ratios["turns"], ratios["cold"]) == ({"1": 1.0, "2": 1.0, "3": 1.0}, {"3": 1.0})
-    lines = list(bench_table.cells_of(result))
+    lines = list(bench_study.cells_of(result))
     assert [line[:6] for line in lines] == [
         *(["none", engine, "turns", "5", "5", "5"] for engine in ("native", "vllm")),
         ["", "native / vllm", "", "1.000", "1.000", "1.000"],
         *(["none", engine, "cold", "-", "-", "5"] for engine in ("native", "vllm")),
         ["", "native / vllm", "", "-", "-", "1.000"],
     ]
-    assert "2 conversations of 3 turns, each of 6 new" in bench_table.title_of(result)
+    assert "2 conversations of 3 turns, each of 6 new" in bench_study.title_of(result)
     assert "Time to first token by turn" in (tmp_path / "bench.html").read_text()
     said, page, lines = reported(tmp_path)
     assert said.endswith("first token of turn 3 after 5 ms and 5 ms.")

@@ -37,7 +37,7 @@ def seen(monkeypatch, tmp_path):
 
     for name, attribute, function in (
         ("lab.run", "run", run),
-        ("study.report.compare", "compare", lambda folder: None),
+        ("study.sweep", "compare", lambda folder: None),
     ):
         module = ModuleType(f"hydraspec.{name}")
         setattr(module, attribute, function)

@@ -52,7 +52,7 @@ class StandIn:
 @pytest.fixture
 def lab(monkeypatch, tmp_path):
     stand_in = StandIn()
-    for name, attribute in (("lab.run", "run"), ("study.report.compare", "compare")):
+    for name, attribute in (("lab.run", "run"), ("study.sweep", "compare")):
         module = ModuleType(f"hydraspec.{name}")
         setattr(module, attribute, getattr(stand_in, attribute))
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -392,7 +392,7 @@ def test_module_and_exit_status():
 def test_the_lab_has_the_hooks_we_call():
     """Catches a stand-in that no longer has the signature of the real lab."""
     from hydraspec.lab import run
-    from hydraspec.study.report import compare
+    from hydraspec.study import sweep as compare
 
     inspect.signature(run.run).bind(None, run_dir=None, overrides=[], quiet=True)
     inspect.signature(compare.compare).bind(None)

@@ -44,7 +44,7 @@ def test_every_file_of_configuration_models_pages_and_zoo_ships():
     for package, folder in (
         ("hydraspec.conf", "conf"),
         ("hydraspec.models", "hydraspec/models"),
-        ("hydraspec.study.report", "hydraspec/study/report"),
+        ("hydraspec.study", "hydraspec/study"),
         ("hydraspec.zoo", "hydraspec/zoo"),
     ):
         root = ROOT / folder

@@ -25,7 +25,7 @@ import hydraspec
 from hydraspec.engine.base import Built, StepProfile
 from hydraspec.metrics import run_files
 from hydraspec.metrics import summary as schema
-from hydraspec.study.report.compare import compare
+from hydraspec.study.sweep import compare
 
 PAGES = Path(__file__).parents[2] / "docs" / "outputs"
 TEXT = "".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))

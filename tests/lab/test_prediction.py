@@ -12,7 +12,7 @@ import hydraspec
 from hydraspec.cli.compose import plan
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.prediction import read
-from hydraspec.study.pages import contents, groups
+from hydraspec.study import contents, groups
 
 
 def predicted(

@@ -13,7 +13,7 @@ from hydraspec.bench import run as bench
 from hydraspec.bench import study as bench_study
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.study.pages import page as study_page
+from hydraspec.study import study_page
 
 SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
 

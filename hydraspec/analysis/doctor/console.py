@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
-from hydraspec.study.report import accepted
-from hydraspec.study.report.console import print_table, run_console, table_console
+from hydraspec.study import accepted
+from hydraspec.study.console import print_table, run_console, table_console
 
 WIDTH = 120
 SHOWN = 8  # variants of each round

@@ -9,7 +9,7 @@ from hydraspec.analysis.predict.words import best_of_all, best_rows, cells, head
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
-from hydraspec.study.report.console import print_table, run_console, table_console
+from hydraspec.study.console import print_table, run_console, table_console
 
 WIDTH = 130
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hydraspec.analysis.predict.words import best_rows, cells, header, sentences, title
 from hydraspec.metrics.files import Json
-from hydraspec.study.report import html
-from hydraspec.study.report.charts import Bar, horizontal_bars
+from hydraspec.study import html
+from hydraspec.study.charts import Bar, horizontal_bars
 
 
 def page_of(result: Json) -> str:

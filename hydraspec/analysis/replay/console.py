@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
-from hydraspec.study.report import accepted
-from hydraspec.study.report.console import print_table, table_console
-from hydraspec.study.report.figures import interval, number, percent
+from hydraspec.study import accepted
+from hydraspec.study.console import print_table, table_console
+from hydraspec.study.texts import interval, number, percent
 
 WIDTH = 110
 HEADER = ("rule", "acceptance length", "tokens per step", "steps", "draft tokens", "by position")

@@ -25,9 +25,10 @@ from hydraspec.study.comparison.pairs import (
     paired,
     slowest_requests,
 )
-from hydraspec.study.comparison.runs import Job
+from hydraspec.study.comparison.runs import Job, by_key
 from hydraspec.study.comparison.setups import baseline_keys
 
+BEST, EQUAL = "*", "="  # marks of the best job, and of those that cannot be told from it
 NUM_SLOWEST = 10  # requests that are listed of each job
 DRIFT = 1.1  # between the slowest and the fastest baseline, beyond which it is said
 
@@ -56,6 +57,13 @@ class Ranked:
     versus: list[Figure] = field(default_factory=list)
     slowest: list[RequestFigures] = field(default_factory=list)
     told_from_best: bool = False
+
+    @property
+    def mark(self) -> str:
+        """BEST, EQUAL or nothing."""
+        if self.rank is None:
+            return ""
+        return BEST if self.rank == 1 else "" if self.told_from_best else EQUAL
 
     def against(self, measure: Measure, scope: str = ALL) -> Figure | None:
         """The figure of a measure against the reference."""
@@ -93,9 +101,7 @@ class Ranking:
         """The jobs in which their common baseline was slowest and fastest, if that differs by
         DRIFT; of several such baselines, of the one that differs most."""
         known = [each for each in self.ranked if each.baseline_tokens_per_second]
-        groups: dict[str, list[Ranked]] = {}
-        for each, key in zip(known, baseline_keys([r.job.runs[0] for r in known]), strict=True):
-            groups.setdefault(key, []).append(each)
+        groups = by_key(known, baseline_keys([each.job.runs[0] for each in known]))
         ends = [(min(group, key=_baseline), max(group, key=_baseline)) for group in groups.values()]
         worst = max(ends, key=lambda pair: _baseline(pair[1]) / _baseline(pair[0]), default=None)
         return worst if worst and _baseline(worst[1]) > DRIFT * _baseline(worst[0]) else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
@@ -26,6 +26,8 @@ from hydraspec.metrics.run_files import (
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
 POOLED = ("seed", "tracker", "metrics", "warnings")
 # Settings that one word of a split says: "tp2".
@@ -218,6 +220,14 @@ def pool(runs: Sequence[Run]) -> list[Job]:
         Job(name=name, label=label, runs=group)
         for name, label, group in zip(names, labels, groups, strict=True)
     ]
+
+
+def by_key(items: Iterable[T], keys: Iterable[K]) -> dict[K, list[T]]:
+    """Items of equal keys together, in the order in which keys are first seen."""
+    groups: dict[K, list[T]] = {}
+    for item, key in zip(items, keys, strict=True):
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
 def grouped(runs: Sequence[Run], *, by_commit: bool = True) -> list[list[Run]]:

@@ -1,0 +1,191 @@
+"""Where drafts are accepted: by context, token class, target entropy and place in the output, as
+tables on the console and as blocks of a group of jobs.
+
+Blocks but the first need runs with metrics.trace=true or metrics.all_positions=true; of pooled runs
+the first one is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from hydraspec.metrics.summary import StartFigures, TeacherForced
+from hydraspec.study.blocks import Block, Line, Table
+from hydraspec.study.console import print_table
+from hydraspec.study.figures import JobFigures
+from hydraspec.study.groups import Group
+from hydraspec.study.texts import ci_words, number, percent
+
+HEADER = ("", "drafts accepted a start", "95 % interval", "starts")
+NOTE = "Drafts accepted from each place, teacher-forced, with 95 % intervals over texts"
+TITLES = {
+    "by_context": "By tokens before the draft",
+    "by_token_class": "By what the target's next token is",
+    "by_target_entropy": "By entropy of the target's distribution, nats",
+    "by_output_place": "By place in the output",
+}
+WHOLE = ("by_context", "by_output_place")  # buckets of whole numbers
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Part:
+    """One way to divide the places: a line per bucket or class."""
+
+    key: str
+    lines: Sequence[tuple[str, StartFigures]]
+
+    @property
+    def title(self) -> str:
+        """Of its table."""
+        return TITLES[self.key]
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """Rows under HEADER."""
+        return [
+            (
+                name,
+                number(of["accepted_per_start"]),
+                ci_words(of["ci95"]).strip(" ()") or "-",
+                number(of["num_starts"], 0),
+            )
+            for name, of in self.lines
+        ]
+
+
+def parts(figures: Mapping[str, Any]) -> Iterator[Part]:
+    """Those that `figures` (of doctor.json, replay.json, or `teacher_forced` of a summary) has."""
+    for key in TITLES:
+        found = figures.get(key)
+        if isinstance(found, Mapping):
+            yield Part(key=key, lines=list(found.items()))
+        elif found:
+            lines = [(bucket_words(row, is_whole=key in WHOLE), row) for row in found]
+            yield Part(key=key, lines=lines)
+
+
+def bucket_words(row: Mapping[str, Any], *, is_whole: bool) -> str:
+    """ "below 16", "16 to 31" or "0.1 to 0.5", "from 512"."""
+    low, below = row["from"], row["below"]
+    if low is None:
+        return f"below {below:g}"
+    if below is None:
+        return f"from {low:g}"
+    return f"{low:g} to {below - is_whole:g}"
+
+
+def print_parts(console: Console, figures: Mapping[str, Any]) -> None:
+    """A short table for each."""
+    for part in parts(figures):
+        print_table(console, part.title, HEADER, part.cells, num_left=1)
+
+
+# ---------------------------------------------------------------- blocks of a group of jobs
+
+FORCED = ("job", "places", "the draft, by position", "among the five likeliest")
+CEILINGS = ("acceptance length", "oracle features", "any of five", "draft vocabulary")
+
+
+def by_output_place(group: Group) -> Block | None:
+    """Acceptance length by the place in the output, in bins that double."""
+    found = [
+        (
+            job.name,
+            {
+                f"{of['first']} to {of['last']}": number(of["acceptance_length"]["mean"])
+                + ci_words(of["acceptance_length"]["ci95"])
+                for of in job.summary.get("acceptance_by_output_place") or []
+            },
+        )
+        for job in _jobs(group)
+    ]
+    note = "Place of a verification's first output token, from 0, with 95 % intervals."
+    return _columns("Acceptance length by place in the output", note, found)
+
+
+def over_targets_tokens(group: Group) -> Block | None:
+    """How often the target's token is the draft, and acceptance lengths that could be reached."""
+    lines = [
+        Line(
+            cells=[
+                job.name,
+                number(forced["num_places"], 0),
+                *(_by_step(forced, key) for key in ("top_1", "top_5")),
+                *(number(length) for length in _ceilings(forced)),
+            ]
+        )
+        for job, forced in _forced(group)
+    ]
+    if not lines:
+        return None
+    return Block(
+        title="Drafts over the target's own tokens",
+        note="From every place of the outputs: how often the target's token is the draft, or among "
+        "the drafter's five likeliest. Then acceptance lengths: as it is; if every draft read the "
+        "target's states of its place; if any of five drafts counted; if every token that the "
+        "drafter can name were right.",
+        table=Table(header=[*FORCED, *CEILINGS], lines=lines),
+    )
+
+
+def accepted(key: str) -> Callable[[Group], Block | None]:
+    """The block of one way to divide the places: a key of accepted.TITLES."""
+
+    def make(group: Group) -> Block | None:
+        found = [
+            (job.name, _cells(part))
+            for job, forced in _forced(group)
+            for part in parts(forced)
+            if part.key == key
+        ]
+        return _columns(f"Drafts accepted {_small(TITLES[key])}", f"{NOTE}.", found)
+
+    return make
+
+
+def _columns(title: str, note: str, found: Sequence[tuple[str, dict[str, str]]]) -> Block | None:
+    """A line per job and a column for each bucket that one of them has."""
+    widest_first = sorted((cells for _, cells in found), key=len, reverse=True)
+    columns = list(dict.fromkeys(name for cells in widest_first for name in cells))
+    if not columns:
+        return None
+    lines = [
+        Line(cells=[job, *(cells.get(name, "-") for name in columns)])
+        for job, cells in found
+        if cells
+    ]
+    return Block(title=title, note=note, table=Table(header=["job", *columns], lines=lines))
+
+
+def _cells(part: Part) -> dict[str, str]:
+    return {
+        name: number(of["accepted_per_start"]) + ci_words(of["ci95"]) for name, of in part.lines
+    }
+
+
+def _by_step(forced: TeacherForced, key: str) -> str:
+    rates = [step["top_1"] if key == "top_1" else step["top_5"] for step in forced["by_step"]]
+    return " / ".join(percent(rate) for rate in rates)
+
+
+def _ceilings(forced: TeacherForced) -> list[float]:
+    of = forced["ceilings"]
+    return [of["acceptance"], of["oracle_features"], of["top_5"], of["draft_vocabulary"]]
+
+
+def _jobs(group: Group) -> list[JobFigures]:
+    return [one for one in group.figures if not one.is_plain]
+
+
+def _forced(group: Group) -> list[tuple[JobFigures, TeacherForced]]:
+    # Runs of earlier versions have no such key.
+    found = [(one, one.summary.get("teacher_forced")) for one in _jobs(group)]
+    return [(one, forced) for one, forced in found if forced]
+
+
+def _small(title: str) -> str:
+    return title[:1].lower() + title[1:]

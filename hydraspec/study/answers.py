@@ -1,0 +1,199 @@
+"""The question that runs answer, the answer for each group, and all jobs as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydraspec.metrics.assessment import WORDS
+from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
+from hydraspec.metrics.media import PlainTable
+from hydraspec.metrics.summary import Summary
+from hydraspec.study.blocks import Kind, Verdict
+from hydraspec.study.comparison.pairs import ALL
+from hydraspec.study.families import fastest_figures
+from hydraspec.study.figures import JobFigures
+from hydraspec.study.groups import Group, Runs
+from hydraspec.study.texts import ci_words, load_words
+
+# A key of summaries → what the question calls it.
+ASKED = {
+    "method": "drafter",
+    "num_speculative_tokens": "number of draft tokens",
+    "engine": "engine",
+    "parallelism": "split",
+}
+KINDS: dict[str, Kind] = {"worth_it": "good", "cannot_tell": "", "slower": "bad"}
+MAX_NAMED = 6  # jobs that a sentence names
+
+
+def question(runs: Runs) -> str:
+    """What the settings that differ ask."""
+    summaries = [run.summary for job in runs.jobs for run in job.runs]
+    drafting = [one for one in summaries if one["method"] != "none"]
+    if len(summaries) == 1:
+        (one,) = summaries
+        if not drafting:
+            return f"How fast is {one['target']} on workload {one['workload']} without drafts?"
+        is_chosen = drafts_of(one) == PER_STEP
+        drafts = drafts_name(one) if is_chosen else f"{drafts_of(one)} draft tokens"
+        about = f"for {one['target']} on workload {one['workload']}"
+        return f"Is {one['method']} with {drafts} worth it {about}?"
+    named = [name for key, name in ASKED.items() if len(_values(key, drafting or summaries)) > 1]
+    targets, workloads = _values("target", summaries), _values("workload", summaries)
+    about = f"for {_listed(targets)} on workload {_listed(workloads)}"
+    if not named and drafting and len(targets) > 1:
+        return f"Is {_listed(_values('method', drafting))} worth it {about}?"
+    return f"Which {_listed(named) if named else 'settings'} {about}?"
+
+
+def facts(runs: Runs) -> str:
+    """How many runs, of what, on what."""
+    all_runs = [run for job in runs.jobs for run in job.runs]
+    summaries = [run.summary for run in all_runs]
+    shared = [
+        f"{name} {_values(key, summaries)[0]}"
+        for key, name in (("engine", "engine"), ("dtype", "dtype"), ("device", "on"))
+        if len(_values(key, summaries)) == 1
+    ]
+    count = "1 run" if len(all_runs) == 1 else f"{len(all_runs)} runs"
+    loads = list(dict.fromkeys(load_words(summary) for summary in summaries))
+    requests = _values("num_requests", summaries)
+    load = f"{'/'.join(requests)} requests, {loads[0] if len(loads) == 1 else 'several loads'}"
+    return ", ".join([count, load, *shared])
+
+
+def verdict(group: Group) -> Verdict:
+    """Which job is the best, or that none is worth it, or that it cannot be told."""
+    found = group.figures
+    about = group.title
+    drafting = [one for one in found if not one.is_plain]
+    if not drafting:
+        return Verdict(kind="", about=about, sentence="All runs decode without drafts.")
+    assessment = found[0].summary["assessment"]
+    if len(found) == 1 and assessment:
+        sentence = f"{_capital(assessment['sentence'])}."
+        return Verdict(kind=KINDS[assessment["says"]], about=about, sentence=sentence)
+    lossy = [one for one in drafting if one.lossless["verdict"] == "diverged"]
+    sound = [one for one in drafting if one not in lossy]
+    lost = ""
+    if lossy:
+        lost = f" Outputs of {_names(lossy)} differ from the target's: see Lossless."
+    if not sound:
+        return Verdict(kind="bad", about=about, sentence=f"No job is usable.{lost}")
+    known = [one for one in sound if one.speedups[ALL]]
+    if not known:
+        sentence = f"The speedup is not known: no job has a baseline.{lost}"
+        return Verdict(kind="", about=about, sentence=sentence)
+    best = max(known, key=_speedup)
+    kind, worth = _worth(best)
+    return Verdict(kind=kind, about=about, sentence=f"{worth}{_rivals(best, group, found)}{lost}")
+
+
+def answers(runs: Runs) -> dict[str, object]:
+    """The best job of each group and its speedup, under the group's title; the job with the most
+    tokens per second where groups are of several splits, engines or devices."""
+    found: dict[str, object] = {}
+    for group in runs.groups:
+        sound = [
+            one
+            for one in group.figures
+            if not one.is_plain and one.lossless["verdict"] != "diverged" and one.speedups[ALL]
+        ]
+        if sound:
+            best, title = max(sound, key=_speedup), group.title or "all"
+            found |= {f"best/{title}/job": best.name, f"best/{title}/speedup": _speedup(best)}
+    for family in runs.families:
+        found |= fastest_figures(family)
+    return found
+
+
+def _worth(best: JobFigures) -> tuple[Kind, str]:
+    """Kind and sentence of the best job, from its speedup over decoding without drafts."""
+    speed = best.speedups[ALL]
+    assert speed is not None
+    words = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])} the speed without drafts"
+    low, high = speed["ci95"] or (0.0, float("inf"))
+    if low > 1:
+        return "good", f"{best.name} is {WORDS['worth_it']}: {words}."
+    if high < 1:
+        return (
+            "bad",
+            f"No job is worth it: the fastest, {best.name}, is {WORDS['slower']}: {words}.",
+        )
+    return "", f"It cannot be told whether a job is worth it: {best.name} has {words}."
+
+
+def _rivals(best: JobFigures, group: Group, found: Sequence[JobFigures]) -> str:
+    """The jobs that cannot be told from the best one."""
+    if group.ranking is None or group.ranking.ranked[0].job is not best.job:
+        return ""
+    equal = [
+        one for one in found if one.job is not best.job and not one.is_plain and _is_equal(one)
+    ]
+    others = [one for one in found if one.job is not best.job and not one.is_plain]
+    if not equal:
+        return " It is faster than all other jobs." if others else ""
+    return f" Cannot be told from it: {_names(equal)}."
+
+
+def _is_equal(one: JobFigures) -> bool:
+    ranked = one.ranked
+    return ranked is not None and ranked.rank is not None and not ranked.told_from_best
+
+
+def _names(found: Sequence[JobFigures]) -> str:
+    names = [one.name for one in found[:MAX_NAMED]]
+    if more := len(found) - MAX_NAMED:
+        names += [f"{more} more"] if more > 0 else []
+    return _listed(names, "; ")
+
+
+def _listed(names: Sequence[str], separator: str = ", ") -> str:
+    *others, last = names
+    return f"{separator.join(others)} and {last}" if others else last
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _speedup(one: JobFigures) -> float:
+    speed = one.speedups[ALL]
+    return speed["mean"] if speed else 0.0
+
+
+def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
+    """As text; a key that only some versions know is of these alone."""
+    found: list[object] = [summary.get(key) for summary in summaries if key in summary]
+    if key == "num_speculative_tokens":
+        found = [drafts_of(summary) for summary in summaries]
+    return list(dict.fromkeys(map(str, found)))
+
+
+# ---------------------------------------------------------------- for a tracker
+
+COLUMNS = (
+    *("job", "settings", "group", "method", "num_speculative_tokens"),
+    *("speedup", "speedup_low", "speedup_high", "acceptance_length"),
+    *("tokens_per_second_per_user", "output_tokens_per_second", "lossless", "rank"),
+)
+
+
+def job_table(runs: Runs) -> PlainTable:
+    """A line per job, in the order of the report."""
+    rows = []
+    for group in runs.groups:
+        for of in group.figures:
+            job, ranked = of.job, of.ranked
+            speed, length = of.speedups[ALL], of.lengths[ALL]
+            low, high = (speed and speed["ci95"]) or (None, None)
+            rows.append(
+                [
+                    *(job.name, job.label, group.title),
+                    *(job.summary["method"], str(drafts_of(job.summary))),
+                    *(speed and speed["mean"], low, high, length and length["mean"]),
+                    *(of.speeds.tokens_per_second_per_user, of.speeds.tokens_per_second),
+                    *(of.lossless["verdict"], ranked.rank if ranked else None),
+                ]
+            )
+    return PlainTable(columns=COLUMNS, rows=rows)

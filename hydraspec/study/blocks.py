@@ -1,0 +1,88 @@
+"""Blocks: the parts that a report over runs is made of, the same on the page and in W&B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hydraspec.study.charts import Chart
+
+Kind = Literal["good", "bad", ""]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Line:
+    """A row of a table; `link` is the run's folder, whose page its first cell leads to."""
+
+    cells: Sequence[str]
+    link: Path | None = None
+    is_best: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Table:
+    """Cells under column names, as many in every line; `linked` is the column of the links."""
+
+    header: Sequence[str]
+    lines: Sequence[Line]
+    linked: int = 0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Panel:
+    """What W&B draws from its own runs in place of a chart.
+
+    `metrics` are keys of the runs' summaries, or of their curves with kind "line"; "scatter" has
+    two, x and y.
+    """
+
+    kind: Literal["scatter", "bar", "line"]
+    title: str
+    metrics: Sequence[str]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Block:
+    """A titled part. It shows those of sentences, chart and table that it has, in this order; W&B
+    has `panels` in place of the chart. A page holds `all_sentences` folded, where there are more.
+    """
+
+    title: str
+    note: str = ""
+    sentences: Sequence[str] = ()
+    all_sentences: Sequence[str] = ()
+    chart: Chart | None = None
+    table: Table | None = None
+    panels: Sequence[Panel] = ()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Section:
+    """Blocks of runs with the same target and load; no title where there is one section. `folders`
+    are of its runs, empty where it is about all."""
+
+    title: str
+    blocks: Sequence[Block]
+    folders: Sequence[Path] = ()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Verdict:
+    """The answer for one group of runs; kind is "good", "bad" or neither."""
+
+    kind: Kind
+    about: str
+    sentence: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Study:
+    """A report: the question, its answers and what they rest on."""
+
+    question: str
+    facts: str
+    verdicts: Sequence[Verdict]
+    notes: Sequence[str]
+    sections: Sequence[Section]

@@ -1,0 +1,86 @@
+"""What a report over runs holds, in order: its blocks by family, by group and over all runs.
+
+A block is a function of a family, a group or all runs; None where they have nothing to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hydraspec.study.accepted import accepted, by_output_place, over_targets_tokens
+from hydraspec.study.answers import facts, question, verdict
+from hydraspec.study.blocks import Block, Section, Study, Verdict
+from hydraspec.study.comparison.runs import Job
+from hydraspec.study.families import pareto, setup_verdicts, setups
+from hydraspec.study.groups import Family, Group, Runs
+from hydraspec.study.jobs import (
+    acceptance_by_category,
+    acceptance_by_position,
+    lossless,
+    predictions,
+    speedups,
+    time_breakdown,
+    told,
+)
+from hydraspec.study.jobs import jobs as jobs_block
+from hydraspec.study.settings import environments, settings, warned
+
+BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)
+BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
+    jobs_block,
+    speedups,
+    predictions,
+    told,
+    acceptance_by_position,
+    acceptance_by_category,
+    by_output_place,
+    over_targets_tokens,
+    *(accepted(key) for key in ("by_context", "by_token_class", "by_target_entropy")),
+    lossless,
+    time_breakdown,
+)
+BY_ALL: Sequence[Callable[[Runs], Block | None]] = (warned, settings, environments)
+
+
+def study(runs: Runs, *, asked: str | None = None) -> Study:
+    """The report; `asked` is the question where the settings that differ do not say it."""
+    sections = []
+    for family in runs.families:
+        shared = [make(family) for make in BY_FAMILY]
+        if len(family.groups) > 1:
+            sections.append(_section(family.title, shared, [job for _, job in family.jobs()]))
+            shared = []
+        for group in family.groups:
+            first, *others = (make(group) for make in BY_GROUP)
+            sections.append(_section(group.title, [first, *shared, *others], group.jobs))
+    several = len(runs.jobs) > 1
+    sections.append(_section("All runs" if several else "", [make(runs) for make in BY_ALL]))
+    return Study(
+        question=asked or question(runs),
+        facts=facts(runs),
+        verdicts=[one for family in runs.families for one in _verdicts(family)],
+        notes=_notes(runs),
+        sections=[section for section in sections if section.blocks],
+    )
+
+
+def _verdicts(family: Family) -> list[Verdict]:
+    return [*setup_verdicts(family), *(verdict(group) for group in family.groups)]
+
+
+def _section(title: str, blocks: Sequence[Block | None], jobs: Sequence[Job] = ()) -> Section:
+    folders = [run.folder for job in jobs for run in job.runs]
+    return Section(title=title, blocks=[block for block in blocks if block], folders=folders)
+
+
+def _notes(runs: Runs) -> list[str]:
+    left_out = [f"Left out: {one}." for one in runs.left_out]
+    unranked = [group.unranked for group in runs.groups if group.unranked]
+    warned = []
+    for job in runs.jobs:
+        for run in job.runs:
+            if run.summary["status"] != "ok":
+                warned.append(f"{run.name}: the run is {run.summary['status']}.")
+            if num_errors := run.summary["num_errors"]:
+                warned.append(f"{run.name}: {num_errors} requests ended with an error.")
+    return [*left_out, *unranked, *warned]

@@ -1,0 +1,264 @@
+"""Blocks of jobs under several loads and setups: the fastest job of each setup, and tokens per
+second of one user against those of all together.
+
+Setups are splits, devices, engines and engine settings. Each has its own baseline, so that setups
+are compared by tokens per second, as measured. Within a group, whose jobs share a baseline, a
+machine that changes between jobs moves all points of a job; so where every job of a group has a
+baseline, its speeds are those over its own baseline, times the mean baseline of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from hydraspec.study.blocks import Block, Line, Panel, Table, Verdict
+from hydraspec.study.charts import Points, scatter
+from hydraspec.study.comparison.pairs import ALL
+from hydraspec.study.comparison.runs import Job, by_key
+from hydraspec.study.figures import JobFigures, Speeds, own_baseline
+from hydraspec.study.groups import Family, Group
+from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.texts import number
+
+HEADER = (
+    *("settings", "devices", "most tokens/s with", "tokens/s", "per device"),
+    *("without drafts", "speedup over it", "lossless"),
+)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Fastest:
+    """The job with the most tokens per second of a group."""
+
+    group: Group
+    of: JobFigures
+    speed: float
+
+    @property
+    def per_device(self) -> float:
+        """Tokens per second / devices."""
+        return self.speed / self.of.job.num_devices
+
+
+def setups(family: Family) -> Block | None:
+    """A line for each load and setup: the fastest job whose outputs are the target's."""
+    lines = [
+        _line(one, is_best=one is found[0]) for found in fastest_by_load(family) for one in found
+    ]
+    if not lines:
+        return None
+    return Block(
+        title="Tokens per second by setup",
+        note="Of each the job with the most tokens/s of all users, of those whose outputs are the "
+        "target's. As measured: without a common baseline a machine that changes between jobs does "
+        "not cancel. Speedups are over each job's own baseline: they do not say which is faster.",
+        table=Table(header=HEADER, lines=lines),
+    )
+
+
+def fastest_by_load(family: Family) -> list[list[Fastest]]:
+    """For each load on several setups the fastest job of each setup, fastest first."""
+    found = [one for group in family.groups if group.setup and (one := _fastest(group))]
+    loads = by_key(found, [one.group.load for one in found])
+    several = [members for members in loads.values() if len(members) > 1]
+    return [sorted(members, key=lambda one: -one.speed) for members in several]
+
+
+def setup_verdicts(family: Family) -> Iterator[Verdict]:
+    """Which setup is fastest, in a sentence for each load."""
+    for first, *others in fastest_by_load(family):
+        parts = [f"{_full_name(first)}: {_rates(first)}"]
+        parts += [f"{one.group.setup}: {_rates(one)}" for one in others]
+        sentence = f"Most tokens/s, as measured: {'; '.join(parts)}."
+        yield Verdict(kind="", about=_about(first), sentence=sentence)
+
+
+def fastest_figures(family: Family) -> dict[str, object]:
+    """The fastest job of each load and its tokens per second, for a tracker."""
+    found: dict[str, object] = {}
+    for first, *_ in fastest_by_load(family):
+        title = _about(first) or "all"
+        found[f"fastest/{title}/job"] = _full_name(first)
+        found[f"fastest/{title}/output_tokens_per_second"] = first.speed
+    return found
+
+
+def _about(one: Fastest) -> str:
+    return ", ".join(part for part in (one.group.family, one.group.load) if part)
+
+
+def _full_name(one: Fastest) -> str:
+    return f"{one.group.setup} with {one.of.name}"
+
+
+def _rates(one: Fastest) -> str:
+    """ "850", with several devices "850 (425 per device)"."""
+    per_device = f" ({number(one.per_device, 0)} per device)" if one.of.job.num_devices > 1 else ""
+    return f"{number(one.speed, 0)}{per_device}"
+
+
+def _fastest(group: Group) -> Fastest | None:
+    found = [
+        Fastest(group=group, of=of, speed=of.speeds.tokens_per_second)
+        for of in group.figures
+        if of.speeds.tokens_per_second and of.lossless["verdict"] != "diverged"
+    ]
+    return max(found, key=lambda one: one.speed, default=None)
+
+
+def _line(one: Fastest, *, is_best: bool) -> Line:
+    baseline, speedup = own_baseline(one.of.job), one.of.speedups[ALL]
+    cells = [
+        ", ".join(part for part in (one.group.load, one.group.setup) if part),
+        str(one.of.job.num_devices),
+        one.of.name,
+        *(number(value, 0) for value in (one.speed, one.per_device, baseline.tokens_per_second)),
+        f"{speedup['mean']:.2f}x" if speedup else "-",
+        one.of.lossless["verdict"].replace("_", " "),
+    ]
+    return Line(cells=cells, link=one.of.folder, is_best=is_best)
+
+
+# ---------------------------------------------------------------- one user against all
+
+PER_USER, TOTAL = "tokens_per_second_per_user", "output_tokens_per_second"
+MAX_LABEL = 10  # characters beside a point
+BASELINE = "none"
+TOTAL_OF = "tokens_per_second"  # as Speeds calls the total
+CORRECTED = (
+    "Each job's speeds are those over its own baseline, times the mean baseline of all jobs on the "
+    "same devices, engine and settings: a machine that changes between these cancels."
+)
+AS_MEASURED = "Each as the machine ran it at that time: not every job has a baseline."
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Point:
+    """A job, or a group's baseline, with both its speeds."""
+
+    name: str
+    label: str
+    method: str
+    settings: str  # the same job under another load has the same
+    per_user: float
+    total: float
+
+
+def pareto(family: Family) -> Block | None:
+    """The trade-off: a point for each job, joined where jobs differ in the load only."""
+    points = _points(family)
+    if not points:
+        return None
+    methods = list(dict.fromkeys(point.method for point in points if point.method != BASELINE))
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
+    colors[BASELINE] = "var(--baseline)"
+    lines = by_key(points, [point.settings for point in points])
+    front = front_of(points)
+    corrected = all(_own_baselines(group) for group in family.groups)
+    chart = scatter(
+        [
+            Points(
+                name=members[0].method,
+                color=colors[members[0].method],
+                values=[(p.per_user, p.total, _title(p), p.label) for p in members],
+            )
+            for members in lines.values()
+        ],
+        [(point.per_user, point.total) for point in front],
+        x_name="tokens/s of one user",
+        y_name="tokens/s of all users",
+        description="Decode throughput of one user against that of all users",
+    )
+    names = "; ".join(point.name for point in front)
+    ahead = (
+        f"Ahead in both: {names}." if len(front) == 1 else f"Dashed, not beaten in both: {names}."
+    )
+    basis = CORRECTED if corrected else AS_MEASURED
+    note = f"Up and to the right is better; colours are drafters, numbers K. {ahead} {basis}"
+    panel = Panel(kind="scatter", title="Tokens/s: one user, all users", metrics=(PER_USER, TOTAL))
+    return Block(title="Throughput of one user and of all", note=note, chart=chart, panels=(panel,))
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats at both, by rising speed of one user."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.per_user, -p.total)):
+        if not found or point.total > found[-1].total:
+            found.append(point)
+    return found[::-1]
+
+
+def _points(family: Family) -> list[Point]:
+    points = []
+    for group in family.groups:
+        own = _own_baselines(group)
+        common = _mean(list(own.values()))
+        labels = _labels(group.jobs)
+        for of, label in zip(group.figures, labels, strict=True):
+            job = of.job
+            speeds = _scaled(of.speeds, own[job.name], common) if own else of.speeds
+            name, settings = _at(group, of.name), _at(group, job.label)
+            short = f"{group.setup} {label}".strip()
+            points += _point(name, short, job.summary["method"], settings, speeds)
+        if own and not any(job.summary["method"] == BASELINE for job in group.jobs):
+            plain = _at(group, "without drafts")
+            points += _point(plain, BASELINE, BASELINE, _at(group, BASELINE), common)
+    return points
+
+
+def _at(group: Group, name: str) -> str:
+    """A name with the group's setup, if there are several."""
+    return f"{name}, {group.setup}" if group.setup else name
+
+
+def _labels(jobs: Sequence[Job]) -> list[str]:
+    """K beside points where it and the drafter tell all jobs apart, else the jobs' names."""
+    keys = [tuple(job.label.split(", ")) for job in jobs]
+    if len(set(keys)) < len(keys) or any(len(key) > 2 for key in keys):
+        return [job.name for job in jobs]
+    return [key[-1].removeprefix("K=") for key in keys]
+
+
+def _own_baselines(group: Group) -> dict[str, Speeds]:
+    """What each job measured without drafts; empty where one did not."""
+    found: dict[str, Speeds] = {}
+    for job in group.jobs:
+        speeds = own_baseline(job)
+        if None in (speeds.tokens_per_second, speeds.tokens_per_second_per_user):
+            return {}
+        found[job.name] = speeds
+    return found
+
+
+def _mean(found: Sequence[Speeds]) -> Speeds:
+    totals = [each.tokens_per_second or 0.0 for each in found]
+    per_user = [each.tokens_per_second_per_user or 0.0 for each in found]
+    return Speeds(
+        tokens_per_second=fmean(totals) if totals else None,
+        tokens_per_second_per_user=fmean(per_user) if per_user else None,
+    )
+
+
+def _scaled(speeds: Speeds, own: Speeds, common: Speeds) -> Speeds:
+    def scaled(name: str) -> float | None:
+        mine, base, mean = (getattr(each, name) for each in (speeds, own, common))
+        return None if mine is None else mine / base * mean
+
+    return Speeds(tokens_per_second=scaled(TOTAL_OF), tokens_per_second_per_user=scaled(PER_USER))
+
+
+def _point(name: str, short: str, method: str, settings: str, speeds: Speeds) -> list[Point]:
+    per_user, total = speeds.tokens_per_second_per_user, speeds.tokens_per_second
+    if per_user is None or total is None:
+        return []
+    label = short if len(short) <= MAX_LABEL else ""
+    made = Point(
+        name=name, label=label, method=method, settings=settings, per_user=per_user, total=total
+    )
+    return [made]
+
+
+def _title(point: Point) -> str:
+    return f"{point.name}: {number(point.per_user, 0)} and {number(point.total, 0)} tokens/s"

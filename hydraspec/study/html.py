@@ -1,0 +1,67 @@
+"""HTML from the templates of this package: escaped, strict, and printable.
+
+What a page says is computed by the modules that call `render`; the templates hold the HTML.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from hydraspec.errors import printable
+from hydraspec.metrics.run_files import BENCH_REPORT, REPORT
+from hydraspec.study.texts import (
+    engine_words,
+    interval,
+    interval_note,
+    limit_words,
+    load_words,
+    number,
+    percent,
+    percentile_words,
+)
+
+
+def render(template: str, **view: object) -> str:
+    """A page. Text in `view` is escaped, a name that the view lacks is an error, and control
+    characters become visible escapes.
+    """
+    return printable(environment().get_template(template).render(view))
+
+
+def link_to_page(run: Path, folder: Path) -> str | None:
+    """The address of a run's or benchmark's page from one in `folder`; None where it has none."""
+    pages = [run / name for name in (REPORT, BENCH_REPORT) if (run / name).is_file()]
+    return quote(os.path.relpath(pages[0], folder).replace(os.sep, "/")) if pages else None
+
+
+@cache
+def environment() -> Environment:
+    """The templates and their filters."""
+    made = Environment(
+        loader=PackageLoader("hydraspec.study"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "number": number,
+        "percent": percent,
+        "engine_words": engine_words,
+        "load_words": load_words,
+        "percentile_words": percentile_words,
+        "limit_words": limit_words,
+        "interval": lambda *found: interval(*found).replace(" to ", "\u00a0to\u00a0"),
+        "interval_note": interval_note,
+        "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",
+        "margin": lambda margin: "-" if margin is None else f"{margin:.3g}",
+        "listed": lambda facts: ", ".join(
+            f"{k}: {v}" for k, v in facts.items() if v not in (None, "", [], ())
+        ),
+    }
+    return made

@@ -1,0 +1,225 @@
+"""report.html: one self-contained page about one run.
+
+Shows the summary's figures and computes none; templates/run.html has the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml  # type: ignore[import-untyped]
+
+from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.draft_figures import draft_share
+from hydraspec.metrics.files import plain
+from hydraspec.metrics.lossless import HEADLINES
+from hydraspec.metrics.summary import PROFILE, Baseline, Summary
+from hydraspec.study import accepted, html
+from hydraspec.study.charts import (
+    Bar,
+    Chart,
+    Series,
+    Stack,
+    grouped_bars,
+    horizontal_bars,
+    stacked_bars,
+)
+from hydraspec.study.samples import Sample
+from hydraspec.study.texts import TOO_FEW, number, percent
+from hydraspec.study.worst import WorstRequest
+
+FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
+# What an assessment says → kind (good, bad or neither) and words.
+ASSESSMENTS = {
+    "worth_it": ("good", "Worth it"),
+    "cannot_tell": ("", "Cannot tell"),
+    "slower": ("bad", "Slower"),
+}
+METHOD, SECOND, BASELINE = "var(--method)", "var(--second)", "var(--baseline)"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Column:
+    """The method or the baseline, as a column of the tables and a bar of the charts."""
+
+    name: str
+    figures: Summary | Baseline
+    color: str
+
+
+def render(
+    summary: Summary,
+    *,
+    resolved: Mapping[str, object],
+    samples: Sequence[Sample],
+    worst: Sequence[WorstRequest],
+    made: str,
+) -> str:
+    """The page. `made` says when and on what."""
+    sides = [Column(name=summary["method"], figures=summary, color=METHOD)]
+    if summary["baseline"]:
+        sides.append(Column(name="none (baseline)", figures=summary["baseline"], color=BASELINE))
+    phases = {
+        name: f"var(--p{min(i, 5)})"
+        for i, (name, ms) in enumerate(summary["time_breakdown_ms"].items())
+        if ms is not None
+    }
+    return html.render(
+        "run.html",
+        summary=summary,
+        made=made,
+        verdict=HEADLINES[summary["lossless"]["verdict"]],
+        by_position=_by_position(summary) if summary["num_drafts"] else None,
+        by_drafts=_by_drafts(summary),
+        by_category=_by_category(summary),
+        by_place=_by_place(summary),
+        accepted=_accepted(summary),
+        accepted_note=accepted.NOTE,
+        assessment=ASSESSMENTS[summary["assessment"]["says"]] if summary["assessment"] else None,
+        worst=worst,
+        sides=sides,
+        throughput=_throughput(sides),
+        throughput_note=_throughput_note(sides),
+        phases=phases,
+        draft_share=draft_share(summary["time_breakdown_ms"]) if summary["num_drafts"] else None,
+        accuracy_name=accuracy_name([summary["accuracy"]]),
+        breakdown=_breakdown(sides, phases) if phases else None,
+        profile=PROFILE,
+        samples=samples,
+        cudagraph={k: v for k, v in summary["cudagraph"].items() if v},
+        memory_mib={k: number(v / 2**20, 1) for k, v in summary["memory_bytes"].items()},
+        config=yaml.safe_dump(plain(resolved), sort_keys=False, allow_unicode=True),
+    )
+
+
+def _by_position(summary: Summary) -> Chart:
+    rates = summary["acceptance_rate_per_position"]
+    series = [
+        Series(name="of all drafts", color=METHOD, values=rates),
+        Series(
+            name="once the one before was accepted",
+            color=SECOND,
+            values=summary["conditional_acceptance_rate_per_position"],
+        ),
+    ]
+    labels = [
+        (f"draft {i + 1}" if len(rates) <= 8 else str(i + 1)) + _few(num_reached)
+        for i, num_reached in enumerate(summary["num_reached_per_position"])
+    ]
+    return grouped_bars(labels, series, description="Acceptance rate by draft position")
+
+
+def _by_drafts(summary: Summary) -> Chart | None:
+    """Bars of the share of decode steps with 0, 1, … K drafts; None where K is fixed."""
+    used = summary.get("num_speculative_tokens_used")
+    if not used:
+        return None
+    total = sum(used["histogram"])
+    bars = [
+        Bar(
+            label=f"{length} draft{'' if length == 1 else 's'}",
+            value=count / total,
+            text=f"{percent(count / total)} (n={count})",
+            color="var(--method)",
+        )
+        for length, count in enumerate(used["histogram"])
+    ]
+    return horizontal_bars(bars, description="Decode steps by drafts per request")
+
+
+def _by_category(summary: Summary) -> Chart | None:
+    lengths = {name: of["acceptance_length"] for name, of in summary["by_category"].items()}
+    counts = summary["num_drafts_by_category"]
+    found = sorted(
+        ((of["mean"], name) for name, of in lengths.items() if of["mean"] is not None),
+        key=lambda item: -item[0],
+    )
+    bars = [
+        Bar(
+            label=name[:24],
+            value=value,
+            text=number(value) + _few(counts[name]),
+            color=METHOD,
+            ci95=lengths[name]["ci95"],
+        )
+        for value, name in found
+    ]
+    if not bars:
+        return None
+    return horizontal_bars(bars, description="Acceptance length by category", mark=1.0)
+
+
+def _by_place(summary: Summary) -> Chart | None:
+    bars = [
+        Bar(
+            label=f"{of['first']} to {of['last']}",
+            value=mean,
+            text=number(mean) + _few(of["num_drafts"]),
+            color=SECOND,
+            ci95=of["acceptance_length"]["ci95"],
+        )
+        for of in summary["acceptance_by_output_place"]
+        if (mean := of["acceptance_length"]["mean"]) is not None
+    ]
+    if not bars:
+        return None
+    return horizontal_bars(bars, description="Acceptance length by place in the output", mark=1.0)
+
+
+def _accepted(summary: Summary) -> list[tuple[str, Chart]]:
+    """A titled chart for each way that teacher-forced drafts are divided."""
+    forced = summary["teacher_forced"]
+    charts = []
+    for part in accepted.parts(forced or {}):
+        bars = [
+            Bar(
+                label=name,
+                value=mean,
+                text=number(mean) + _few(of["num_starts"]),
+                color=SECOND,
+                ci95=of["ci95"],
+            )
+            for name, of in part.lines
+            if (mean := of["accepted_per_start"]) is not None
+        ]
+        if bars:
+            charts.append((part.title, horizontal_bars(bars, description=part.title)))
+    return charts
+
+
+def _few(num_drafts: int) -> str:
+    """How many drafts a bar is of, where they are few."""
+    return f" (n={num_drafts})" if num_drafts < FEW_DRAFTS else ""
+
+
+def _throughput(sides: Sequence[Column]) -> Chart | None:
+    bars = [
+        Bar(
+            label=side.name,
+            value=rate,
+            text=f"{number(rate, 0)} tok/s",
+            color=side.color,
+            ci95=side.figures["output_tokens_per_second_ci95"],
+        )
+        for side in sides
+        if (rate := side.figures["output_tokens_per_second"]) is not None
+    ]
+    return horizontal_bars(bars, description="Decode throughput") if bars else None
+
+
+def _throughput_note(sides: Sequence[Column]) -> str:
+    if all(side.figures["output_tokens_per_second_ci95"] is None for side in sides):
+        return f"Decode throughput; no interval: {TOO_FEW}"
+    return "Decode throughput with 95 % intervals, bootstrap over requests"
+
+
+def _breakdown(sides: Sequence[Column], phases: Mapping[str, str]) -> Chart:
+    """`phases` are the measured ones with their colours."""
+    stacks = []
+    for side in sides:
+        times = side.figures["time_breakdown_ms"]
+        parts = [(name, times.get(name) or 0.0, color) for name, color in phases.items()]
+        total = sum(ms for _, ms, _ in parts)
+        stacks.append(Stack(label=side.name, parts=parts, text=f"{number(total)} ms"))
+    return stacked_bars(stacks, description="Mean milliseconds per step by phase")

@@ -1,0 +1,110 @@
+"""Figures and intervals as text, for the console and for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydraspec.metrics.statistics import MIN_REQUESTS, range_words
+from hydraspec.metrics.summary import (
+    AcceptanceLength,
+    Goodput,
+    Interval,
+    Length,
+    Parallelism,
+    Percentiles,
+    Summary,
+)
+
+TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure for people; a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """A share from 0 to 1 as "97.5 %"; a dash where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = "") -> str:
+    """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
+    if estimate is None or estimate["mean"] is None:
+        return "-"
+    text = f"{estimate['mean']:.2f}{unit}"
+    if not estimate["ci95"]:
+        return f"{text} (n < {MIN_REQUESTS}, no interval)"
+    return text + ci_words(estimate["ci95"])
+
+
+def estimate(found: Interval | Length | None, unit: str = "") -> str:
+    """ "1.97x (1.75 to 2.20)", or a dash."""
+    if found is None or found["mean"] is None:
+        return "-"
+    return f"{found['mean']:.2f}{unit}{ci_words(found['ci95'])}"
+
+
+def ci_words(ci95: Sequence[float] | None) -> str:
+    """ " (2.58 to 2.75)", or nothing where there is no interval."""
+    return f" ({range_words(ci95)})" if ci95 else ""
+
+
+def interval_note(estimate: Interval | AcceptanceLength | Length) -> str:
+    """The 95 % interval alone, in words."""
+    if not estimate["ci95"]:
+        return f"no interval: {TOO_FEW}"
+    return f"95 % interval {range_words(estimate['ci95'])}"
+
+
+def engine_words(engine: str, parallelism: Parallelism) -> str:
+    """ "native", or with several ranks "native with 4 ranks (tensor 2, pipeline 2)"."""
+    ranks = parallelism
+    axes = (("tensor", ranks["tensor"]), ("pipeline", ranks["pipeline"]), ("data", ranks["data"]))
+    several = ", ".join(f"{name} {size}" for name, size in axes if size > 1)
+    return f"{engine} with {ranks['num_devices']} ranks ({several})" if several else engine
+
+
+def load_words(summary: Summary) -> str:
+    """ "4 at once", "all at once", or with arrivals "arriving at 2.5 a second (burstiness 0.5), at
+    most 8 at once"."""
+    limit, rate = summary["concurrency"], summary["request_rate"]
+    if rate is None:
+        return f"{limit or 'all'} at once"
+    words = f"arriving at {rate:g} a second"
+    if summary["burstiness"] != 1:
+        words += f" (burstiness {summary['burstiness']:g})"
+    return f"{words}, at most {limit} at once" if limit else words
+
+
+def percentile_words(found: Percentiles) -> str:
+    """ "12.3 / 15.0 / 140": p50, p90 and p99; a dash where there is none."""
+    values = (found["p50"], found["p90"], found["p99"])
+    return " / ".join(number(value, 0 if value and value >= 100 else 1) for value in values)
+
+
+def limit_words(found: Goodput) -> str:
+    """ "first token within 200 ms, 20 ms per further token"."""
+    first, others = found["ttft_ms"], found["inter_token_ms"]
+    parts = [f"first token within {first:g} ms"] if first else []
+    return ", ".join([*parts, f"{others:g} ms per further token"] if others else parts)
+
+
+def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:
+    """ "2.67 ±0.08": the mean and half the 95 % interval, or a dash; for a narrow column."""
+    if estimate is None or estimate["mean"] is None:
+        return "-"
+    if not estimate["ci95"]:
+        return f"{number(estimate['mean'])} ±-"
+    low, high = estimate["ci95"]
+    return f"{estimate['mean']:.2f} ±{(high - low) / 2:.2f}"
+
+
+def drafts_words(summary: Summary) -> str:
+    """The share of decode steps with 0, 1, … K drafts, and the mean; empty where K is fixed."""
+    used = summary.get("num_speculative_tokens_used")
+    if not used:
+        return ""
+    total = sum(used["histogram"])
+    shares = "  ".join(percent(count / total) for count in used["histogram"])
+    return f"{shares} (mean {number(used['mean'])})"

@@ -1,0 +1,240 @@
+"""The W&B Report of a study: the same blocks, with panels over the W&B runs in place of charts.
+
+Its spec is made without a server, and saved to one by `publish`. wandb-workspaces is an optional
+package: pip install "hydraspec[reports]".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydraspec.errors import ConfigurationError, UserError, printable
+from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.run_files import STUDY_SPEC, TRACKER
+from hydraspec.metrics.tracker import described, require_key
+from hydraspec.study.blocks import Block, Panel, Section, Study, Table
+from hydraspec.study.comparison.words import as_markdown
+from hydraspec.study.groups import Runs
+
+MAX_TITLE = 128
+COLUMNS = (
+    *("speedup/mean", "acceptance_length/mean", "tokens_per_second_per_user"),
+    *("output_tokens_per_second", "lossless/verdict"),
+)
+STEP = "steps/method/step"
+OVER_STEPS = (  # of the runs' curves: page and files have the figures, W&B has the curves too
+    Panel(kind="line", title="Acceptance length", metrics=("steps/method/acceptance_length",)),
+    Panel(kind="line", title="Milliseconds per step", metrics=("steps/method/step_ms",)),
+    Panel(kind="line", title="KV cache in use", metrics=("steps/method/kv_usage",)),
+)
+
+
+class PublishError(UserError):
+    """W&B could not be reached, or refused the report."""
+
+    exit_code = 1
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Place:
+    """Where the runs are in W&B; `recorded` has the ids of those in a run's folder."""
+
+    project: str
+    entity: str
+    recorded: Mapping[Path, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def run_ids(self) -> list[str]:
+        """All ids; empty where none was recorded."""
+        return [name for ids in self.recorded.values() for name in ids]
+
+    def of(self, section: Section) -> Place:
+        """The same with the runs of a section alone."""
+        if not section.folders:
+            return self
+        kept = {path: ids for path, ids in self.recorded.items() if path in section.folders}
+        return replace(self, recorded=kept)
+
+
+INSTALL = 'install the package with: pip install "hydraspec[reports]"'
+
+
+def is_installed() -> bool:
+    """Returns whether wandb-workspaces can be imported."""
+    from importlib.util import find_spec
+
+    return find_spec("wandb_workspaces") is not None
+
+
+def check_installed() -> None:
+    """
+    Raises:
+        ConfigurationError: wandb-workspaces is not installed.
+    """
+    if not is_installed():
+        raise _refused("wandb-workspaces is not installed", INSTALL)
+
+
+def _refused(problem: str, remedy: str) -> ConfigurationError:
+    allowed = "with wandb-workspaces installed, on a machine that has logged in to W&B"
+    return ConfigurationError(f"--publish: {problem}\n  allowed: {allowed}\n  to do: {remedy}")
+
+
+def place_of(runs: Runs) -> Place:
+    """Project and entity of the first recorded run, and all runs recorded there."""
+    found = [run for job in runs.jobs for run in job.runs]
+    recorded = [run for run in found if _run_ids(run.folder)]
+    first = recorded[0] if recorded else found[0]
+    place = _place(first.settings)
+    here = [run.folder for run in recorded if _place(run.settings) == place]
+    ids = {folder: _run_ids(folder) for folder in here}
+    return Place(project=place[0], entity=place[1], recorded=ids)
+
+
+def _place(settings: Any) -> tuple[str, str]:
+    return str(settings.get("tracker.project") or ""), str(settings.get("tracker.entity") or "")
+
+
+def _run_ids(folder: Path) -> list[str]:
+    """The ids in the names of wandb's files: run-<id>.wandb."""
+    files = (folder / TRACKER).glob("*run-*/run-*.wandb")
+    own = (file for file in files if not file.parent.is_symlink())  # latest-run is a link
+    return sorted({file.stem.removeprefix("run-") for file in own})
+
+
+# ---------------------------------------------------------------- the spec
+
+
+def spec(study: Study, place: Place) -> Json:
+    """The report as W&B's view specification, without asking a server."""
+    from wandb_workspaces.reports import v2 as wr
+
+    report = wr.Report(
+        project=place.project,
+        entity=place.entity,
+        title=printable(study.question)[:MAX_TITLE],
+        description=printable(study.facts),
+        blocks=list(_blocks(study, place, wr)),
+        width="fluid",
+    )
+    return json.loads(report._to_model().model_dump_json(by_alias=True, exclude_none=True))
+
+
+def _blocks(study: Study, place: Place, wr: Any) -> Iterator[Any]:
+    for verdict in study.verdicts:
+        about = f"{verdict.about}: " if verdict.about else ""
+        yield wr.CalloutBlock(printable(about + verdict.sentence))
+    if study.notes:
+        yield wr.UnorderedList([printable(note) for note in study.notes])
+    for section in study.sections:
+        if section.title:
+            yield wr.H1(printable(section.title))
+        for block in section.blocks:
+            yield from _block(block, place.of(section), wr)
+    if place.run_ids:
+        yield wr.H2("Over steps")
+        yield _grid(OVER_STEPS, place, wr)
+
+
+def _block(block: Block, place: Place, wr: Any) -> Iterator[Any]:
+    yield wr.H2(printable(block.title))
+    if block.note:
+        yield wr.P(printable(block.note))
+    if block.sentences:
+        yield wr.UnorderedList([printable(sentence) for sentence in block.sentences])
+    if block.panels and place.run_ids:
+        yield _grid(block.panels, place, wr)
+    if block.table:
+        yield wr.MarkdownBlock(_markdown(block.table))
+
+
+def _grid(panels: Sequence[Panel], place: Place, wr: Any) -> Any:
+    """Panels over the report's runs, which are listed with their main figures."""
+    from wandb_workspaces import expr
+
+    runs = wr.Runset(
+        name="runs",
+        filters=expr.And(expr.Metric("ID").isin(list(place.run_ids))),
+        pinned_columns=[f"summary:{name}" for name in COLUMNS],
+    )
+    return wr.PanelGrid(runsets=[runs], panels=[_panel(panel, wr) for panel in panels])
+
+
+def _panel(panel: Panel, wr: Any) -> Any:
+    layout = wr.Layout(w=12, h=8)
+    if panel.kind == "line":
+        x = wr.Metric(STEP)
+        return wr.LinePlot(title=panel.title, x=x, y=list(panel.metrics), layout=layout)
+    metrics = [wr.SummaryMetric(name) for name in panel.metrics]
+    if panel.kind == "scatter":
+        x, y = metrics
+        return wr.ScatterPlot(title=panel.title, x=x, y=y, layout=layout)
+    return wr.BarPlot(title=panel.title, metrics=metrics, layout=layout)
+
+
+def _markdown(table: Table) -> str:
+    return as_markdown(table.header, [line.cells for line in table.lines], ()).strip()
+
+
+# ---------------------------------------------------------------- file and server
+
+
+def write(study: Study, runs: Runs | None, folder: Path) -> Path:
+    """Write the spec into `folder`; one that was published before keeps its id there.
+
+    Raises:
+        OSError: with the path, if it cannot be written.
+    """
+    path = folder / STUDY_SPEC
+    place = place_of(runs) if runs else Place(project="", entity="")
+    made = spec(study, place) | {"id": _published_id(path)}
+    write_whole(path, pretty_json(made))
+    return path
+
+
+def publish(path: Path, entity: str | None = None, project: str | None = None) -> str:
+    """Save the report of a spec file to W&B: a new one, or the one that was saved from it before.
+
+    Args:
+        entity, project: where, else as the runs were recorded; without any, your default entity.
+
+    Returns:
+        The report's address.
+
+    Raises:
+        ConfigurationError: no API key is configured, or no project is known.
+        PublishError: what W&B answered.
+    """
+    import wandb
+    from wandb_workspaces.reports import v2 as wr
+    from wandb_workspaces.reports.v2 import internal
+
+    made = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        require_key(wandb)
+    except RuntimeError as error:
+        raise _refused(str(error), "run wandb login, then this command again") from None
+    where = made["project"]
+    where["name"] = project or where["name"]
+    if not where["name"]:
+        raise _refused("the runs were not recorded in W&B", "add --project=<name>")
+    try:
+        where["entityName"] = entity or where["entityName"] or wandb.Api().default_entity
+        report = wr.Report._from_model(internal.ReportViewspec.model_validate(made))
+        report.save()
+    except Exception as error:  # its own, requests', and those of what W&B answered
+        what = f"W&B did not take the report: {described(error)}; {path} holds it"
+        raise PublishError(what) from error
+    write_whole(path, pretty_json(made | {"id": report.id}))
+    return str(report.url)
+
+
+def _published_id(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
