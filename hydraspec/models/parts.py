@@ -1,4 +1,4 @@
-"""Weights that ranks divide: which slice of a checkpoint's tensor a rank holds."""
+"""Weights by their names in a checkpoint, and which slice of each a rank holds."""
 
 from __future__ import annotations
 
@@ -77,6 +77,41 @@ class Part:
 
 Weight = Tensor | Part
 Tensors = dict[str, Weight]
+
+
+def divided(tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
+    """A weight of which this rank holds `share` of dimension `dim`; see `Part`."""
+    return Part(tensor, dim, share, repeats) if share.is_part else tensor
+
+
+class Weights:
+    """Part of a model that names its weights.
+
+    Attributes:
+        names: attribute -> what the checkpoint puts before the names of this part's weights, or a
+            tensor's whole name. Lists are numbered ("layers." -> "layers.0."); None has no weights.
+    """
+
+    names: Mapping[str, str] = {}
+
+    def tensors(self) -> Tensors:
+        """Weights by their names in the checkpoint below this part, in the checkpoint's layout."""
+        found: Tensors = {}
+        for attribute, name in self.names.items():
+            part = getattr(self, attribute)
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif isinstance(part, list):
+                for i, each in enumerate(part):
+                    found |= prefixed(f"{name}{i}.", each.tensors())
+            elif part is not None:
+                found |= prefixed(name, part.tensors())
+        return found
+
+
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    """The same tensors by longer names."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def held(weight: Weight) -> Tensor:

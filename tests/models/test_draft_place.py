@@ -103,10 +103,10 @@ def dense_layers_are_divided(shape: str, size: int) -> bool:
     raw = json.loads((folder / "config.json").read_text())
     config = read_dense_config(raw["transformer_layer_config"], shape)
 
-    def tensors(place: Place) -> Any:
-        return DenseLayer(config, config.kinds[0], place).tensors()
+    def layers(place: Place) -> Any:
+        return [DenseLayer(config, 0, place)]
 
-    return layers_place(fake_target(size), config.divided, 1, tensors).group.size == size
+    return layers_place(fake_target(size), config.divided, layers).group.size == size
 
 
 def test_the_rule_over_published_shapes() -> None:
@@ -135,4 +135,4 @@ def test_layers_that_ranks_cannot_divide_are_held_whole() -> None:
     raw = json.loads((resolve_folder("zoo:tiny_gemma4-eagle3") / "config.json").read_text())
     config = read_dense_config(raw["transformer_layer_config"], "here")
     assert config.divided.obstacle(3) is not None
-    assert layers_place(target, config.divided, 1, lambda _: {}).group.size == 1
+    assert layers_place(target, config.divided, lambda _: []).group.size == 1

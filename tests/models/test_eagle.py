@@ -134,7 +134,7 @@ def test_embeddings_are_shared_raw_where_the_file_has_none(tmp_path: Path) -> No
     plain = draw_eagle3(rng, target)
     while plain.layer["hidden_size"] != 16:
         plain = draw_eagle3(rng, target)
-    plain.weights["embed_tokens.weight"] = target.table
+    plain.weights["embed_tokens.weight"] = target.table.weight
     kept = load(write_speculators(tmp_path / "copy", plain), "eagle3", target)
     left_out = write_speculators(tmp_path / "none", plain, without=("embed_tokens.weight",))
     shared = load(left_out, "eagle3", target)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydraspec.models.gemma4.assistant import load_assistant
 from hydraspec.models.gemma4.config import read_gemma4_config
-from hydraspec.models.gemma4.model import canonical_name, rounded
+from hydraspec.models.gemma4.model import Gemma4Target, rounded
 
 EVERYTHING = text_config(
     num_hidden_layers=6,
@@ -107,10 +107,13 @@ def test_unknown_tokens_read_row_0_of_the_per_layer_table(tmp_path: Path) -> Non
 
 
 def test_names_lose_their_prefix_and_towers_drop_out() -> None:
-    assert canonical_name("model.language_model.layers.0.layer_scalar") == "layers.0.layer_scalar"
-    assert canonical_name("language_model.lm_head.weight") == "lm_head.weight"
-    assert canonical_name("model.vision_tower.encoder.weight") is None
-    assert canonical_name("model.embed_audio.embedding_projection.weight") is None
+    assert (
+        Gemma4Target.canonical_name("model.language_model.layers.0.layer_scalar")
+        == "layers.0.layer_scalar"
+    )
+    assert Gemma4Target.canonical_name("language_model.lm_head.weight") == "lm_head.weight"
+    assert Gemma4Target.canonical_name("model.vision_tower.encoder.weight") is None
+    assert Gemma4Target.canonical_name("model.embed_audio.embedding_projection.weight") is None
 
 
 @pytest.mark.parametrize("scalars", [[0.5] * 4, [0.01, 0.02, 1.0, 3.0], [-1.0, 1.0, 1.0, 1.0]])

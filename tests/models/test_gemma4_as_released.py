@@ -33,7 +33,7 @@ def test_embeddings_are_multiplied_by_the_rounded_scale(tmp_path: Path) -> None:
     """sqrt(32) is 5.657, and 5.656 in bfloat16; the target and its assistant read the same."""
     target = random_target(tmp_path, text_config(), torch.bfloat16)
     ids = torch.arange(target.vocab_size)
-    rows = target.table.float()
+    rows = target.table.weight.float()
     expected = (rows * torch.tensor(math.sqrt(32)).bfloat16().float()).bfloat16()
     assert not expected.equal((rows * math.sqrt(32)).bfloat16())
     assert target.embed(ids).equal(expected)

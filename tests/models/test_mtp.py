@@ -223,8 +223,8 @@ def test_the_speculators_package_agrees(seed: int, tmp_path: Path) -> None:
         load_file(tmp_path / "drafter" / "model.safetensors"), strict=False
     )
     assert not loaded.unexpected_keys
-    theirs.embed_tokens.weight.data.copy_(setting.target.table)
-    theirs.lm_head.weight.data.copy_(setting.target.head)
+    theirs.embed_tokens.weight.data.copy_(setting.target.table.weight)
+    theirs.lm_head.weight.data.copy_(setting.target.head.weight)
     texts, states = texts_and_states(setting, seed)
     found = drafts_and_logits(setting, texts, states, seed)
     for text, state, (_, scores) in zip(texts, states, found, strict=True):

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydraspec.models.checkpoint import mistral_names, reader
-from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
-from hydraspec.models.parts import Part, Share, Tensors, held
+from hydraspec.models import weights as model_weights
+from hydraspec.models.checkpoint import mistral_names
+from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.parts import Part, Share, Tensors, divided, held
 from hydraspec.models.place import Place
-from hydraspec.models.weights import memory_bytes, randomise
+from hydraspec.models.weights import load_tensors, memory_bytes, randomise
 from hydraspec.parallel.group import SoloGroup
 
 
@@ -39,12 +40,12 @@ def weights(place: Place) -> Tensors:
     down = place.matrix(inner.count, 5)
     scores = place.matrix(2, inner.count, 5)
     return {
-        "q": place.part(qkv[:, : heads.count].t(), 0, heads),
+        "q": divided(qkv[:, : heads.count].t(), 0, heads),
         "whole": qkv[:, heads.count :].t(),
-        "experts.gate_up": place.part(stack.transpose(1, 2), 1, inner, repeats=2),
-        "experts.down": place.part(scores.transpose(1, 2), 2, inner),
-        "down": place.part(down.t(), 1, inner),
-        "q.bias": place.part(place.empty(heads.count), 0, heads),
+        "experts.gate_up": divided(stack.transpose(1, 2), 1, inner, repeats=2),
+        "experts.down": divided(scores.transpose(1, 2), 2, inner),
+        "down": divided(down.t(), 1, inner),
+        "q.bias": divided(place.empty(heads.count), 0, heads),
         "norm": place.empty(5),
     }
 
@@ -95,7 +96,7 @@ def test_what_is_divided_is_never_read_whole(
     randomise(whole, 3)
     save_file({k: held(v).contiguous() for k, v in whole.items()}, tmp_path / "model.safetensors")
     read: list[str] = []
-    true_open = reader.safe_open
+    true_open = model_weights.safe_open
 
     @contextmanager
     def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -104,7 +105,7 @@ def test_what_is_divided_is_never_read_whole(
             wrapped.get_tensor = lambda name: read.append(name) or file.get_tensor(name)
             yield wrapped
 
-    monkeypatch.setattr(reader, "safe_open", opened)
+    monkeypatch.setattr(model_weights, "safe_open", opened)
     mine = weights(Place(torch.float64, torch.device("cpu"), Rank(1, 2)))
     load_tensors(Checkpoint(tmp_path, {}, {}), mine, lambda name: name, lambda name: False)
     assert sorted(read) == [k for k, v in sorted(mine.items()) if not isinstance(v, Part)]

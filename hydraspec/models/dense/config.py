@@ -64,6 +64,11 @@ class DenseConfig(DecoderConfig):
     rope: Rope
 
     @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.kinds)
+
+    @property
     def score_scale(self) -> float:
         """What multiplies attention scores."""
         return float(self.head_dim**-0.5 * self.rope.gain**2)

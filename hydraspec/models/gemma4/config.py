@@ -74,6 +74,11 @@ class Gemma4Config(DecoderConfig):
     rope: Mapping[str, RopeShape]
 
     @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
     def divided(self) -> Divided:
         """What tensor-parallel ranks divide."""
         kv_heads = {f"KV heads of {layer.kind} layers": layer.num_kv_heads for layer in self.layers}

@@ -7,8 +7,6 @@ import torch
 from hydraspec.errors import CheckpointError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.deepseek.layer import unpack_experts
-from hydraspec.models.deepseek.model import names_single_experts
 from hydraspec.models.detect import check_method, detect, open_draft
 from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec
@@ -40,15 +38,12 @@ def load_mtp(
     place = layers_place(
         target,
         config.block.divided,
-        config.num_layers,
-        lambda place: MTPHead(config, target, num_drafts, place).tensors(),
+        lambda place: MTPHead(config, target, num_drafts, place).layers,
     )
     with torch.no_grad():
         head = MTPHead(config, target, num_drafts, place)
         if weights == "checkpoint":
             _check_presence(opened, head, where)
-            if names_single_experts(opened):
-                unpack_experts(head.blocks)
         fill(
             head.tensors(),
             opened,
