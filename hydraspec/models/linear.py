@@ -123,10 +123,12 @@ class Linear(Weights):
         the checkpoint has them, are replaced by `reorder` of them."""
         found = self.with_weight(self.weight.clone())
         found.bias = None if self.bias is None else self.bias.clone()
-        columns = next(columns for each, _, columns in self.slices() if each == name)
-        found.weight[:, columns] = reorder(self.weight[:, columns].t().contiguous()).t()
-        if found.bias is not None:
-            found.bias[columns] = reorder(found.bias[columns])
+        for each, _, columns in self.slices():
+            if each == name:
+                rows = self.weight[:, columns].t().contiguous()
+                found.weight[:, columns] = reorder(rows).t()
+                if found.bias is not None:
+                    found.bias[columns] = reorder(found.bias[columns])
         return found
 
     def swapped(self) -> Linear:
