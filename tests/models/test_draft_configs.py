@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     **{
         f"{key} {value}": (
             {"eagle_config": {key: value}},
-            [f"{key} is {str(value).lower()}; expected {str(not value).lower()}"],
+            [f"{key} is {value}; expected {str(not value).lower()}"],
         )
         for key, value in (
             ("use_input_layernorm_in_first_layer", False),
