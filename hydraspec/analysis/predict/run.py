@@ -24,9 +24,11 @@ from hydraspec.lab import environment
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
+from hydraspec.signals import interrupts_stay_interrupts
 from hydraspec.workloads import reading as workloads
 
 
+@interrupts_stay_interrupts()
 def predict(
     config: RunConfig, wanted: Wanted, *, run_dir: Path, overrides: Sequence[str], quiet: bool
 ) -> Json:
