@@ -54,11 +54,11 @@ MAY_IMPORT = {
     "analysis": set(),
     "analysis.doctor": {
         *("types", "kernels", "config", "models", "speculators", "metrics", "factory", "study"),
-        *("lab.environment", "lab.folder", "workloads"),
+        *("lab.environment", "lab.folder", "workloads", "signals"),
     },
     "analysis.predict": {
         *("types", "config", "engine.base", "engine.costs", "factory", "metrics", "study"),
-        *("lab.environment", "lab.folder", "lab.rounds", "workloads"),
+        *("lab.environment", "lab.folder", "lab.rounds", "workloads", "signals"),
     },
     "analysis.replay": {"config", "metrics", "study"},
     "zoo": {"types", "config", "models"},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hydraspec.bench.benchmark import Curve, figure
+from hydraspec.bench.benchmark import Column, Curve
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.files import Json
@@ -139,7 +139,7 @@ def _said(result: Json) -> Iterator[str]:
     """Each part by itself."""
     for part in result["parts"]:
         if part["rows"]:
-            yield f"{_name(part)}: {BENCHMARKS[result['bench']].said(part)}"
+            yield f"{_name(part)}: {BENCHMARKS[result['bench']].summary_line(part)}"
 
 
 def _told(result: Json) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _told(result: Json) -> Iterator[str]:
         names = (OURS, THEIRS)
         ours, theirs = (measured.get((method, name)) for name in names)
         if ours and theirs:
-            told = BENCHMARKS[result["bench"]].told(ours, theirs)
+            told = BENCHMARKS[result["bench"]].comparison_line(ours, theirs)
             yield f"{_drafts(method)}, {' and '.join(names)}: {told}"
 
 
@@ -244,24 +244,25 @@ def _table(result: Json, folder: Path | None = None) -> Table:
 
 def header_of(result: Json) -> list[str]:
     """Headings: the benchmark's own columns between those of every benchmark."""
-    columns = BENCHMARKS[result["bench"]].columns(result)
-    return ["method", "engine", *columns, "first step, s", "peak, GiB"]
+    columns = [*BENCHMARKS[result["bench"]].columns(result), *OF_PARTS]
+    return ["method", "engine", *(column.heading for column in columns)]
 
 
 def cells_of(result: Json) -> Iterator[list[str]]:
     """The lines of each engine and method, and below the two engines one with their ratios."""
     benchmark = BENCHMARKS[result["bench"]]
-    methods = dict.fromkeys(part["method"] for part in result["parts"])
-    for method in methods:
-        parts = [part for part in result["parts"] if part["method"] == method and part["rows"]]
-        found = result["ratios"].get(method)
-        for line in range(benchmark.num_lines(result)):
-            for part in parts:
-                if cells := benchmark.cells(part, line, result):
-                    yield [*_names(part), *cells, *(_of_all_lines(part) if line == 0 else ("", ""))]
-            if found and (cells := benchmark.ratio_cells(found, line, result)):
-                start = figure(found["first_step"], 2) if line == 0 else ""
-                yield ["", f"{OURS} / {THEIRS}", *cells, start, "-" if line == 0 else ""]
+    columns = benchmark.columns(result)
+    for method in dict.fromkeys(part["method"] for part in result["parts"]):
+        parts = {p["engine"]: p for p in result["parts"] if p["method"] == method and p["rows"]}
+        lines = {engine: benchmark.lines(part) for engine, part in parts.items()}
+        for i in range(max(map(len, lines.values()), default=0)):
+            here = {engine: of[i] for engine, of in lines.items() if i < len(of)}
+            for engine, line in here.items():
+                ours = [column.cell(line) for column in columns]
+                yield [*_names(parts[engine]), *ours, *_of_part(i, parts[engine])]
+            if {OURS, THEIRS} <= {*here}:
+                ours = [column.ratio_cell(here[OURS], here[THEIRS]) for column in columns]
+                yield ["", f"{OURS} / {THEIRS}", *ours, *_of_part(i, parts[OURS], parts[THEIRS])]
 
 
 def _names(part: Json) -> tuple[str, str]:
@@ -269,10 +270,22 @@ def _names(part: Json) -> tuple[str, str]:
     return f"{method} K={drafts}" if drafts else method, part["engine"]
 
 
-def _of_all_lines(part: Json) -> tuple[str, str]:
-    """The cells that every benchmark has, on the first line of a part."""
+def _peak(part: Json) -> list[float | None]:
     peak = part["peak_memory_bytes"].get("allocated")
-    return figure(part["first_step_s"], 1), figure(None if peak is None else peak / GIB, 1)
+    return [None if peak is None else peak / GIB]
+
+
+OF_PARTS = (
+    Column("first step, s", lambda part: [part["first_step_s"]], 1, 2),
+    Column("peak, GiB", _peak, 1),
+)
+
+
+def _of_part(line: int, *parts: Json) -> list[str]:
+    """The cells that every benchmark has, of a part or of the ratios of two, on the first line."""
+    if line:
+        return [""] * len(OF_PARTS)
+    return [c.cell(*parts) if len(parts) == 1 else c.ratio_cell(*parts) for c in OF_PARTS]
 
 
 def notes_of(result: Json) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,6 @@ import hydraspec
 from hydraspec.bench import load
 from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
-from hydraspec.bench.bound import bound_of
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
@@ -126,14 +125,14 @@ def test_the_bound_is_of_full_steps_and_prompts(monkeypatch: pytest.MonkeyPatch)
     engine, last = Slow(method="none", num_speculative_tokens=0), {"num_steps": 9}
     last |= {"num_output_tokens": 100, "acceptance_length": 2.5, "seconds": 3.0}
     requests = load.requests_of(config, engine)
-    found = bound_of(config, engine, requests, last)
+    found = load.bound_of(config, engine, requests, last)
     assert found is not None
     prompts = sum(len(request.prompt_token_ids or []) for request in requests)
     assert (found["full_step_ms"], found["prompt_tokens"]) == (2.0, prompts)
     prefill_s = prompts / found["prefill_tokens_per_second"]
     assert found["seconds"] == pytest.approx(100 / 4 / 2.5 * 2e-3 + prefill_s)
     assert found["ratio"] == 3.0 / found["seconds"]
-    assert bound_of(config, engine, requests, {**last, "num_steps": None}) is None
+    assert load.bound_of(config, engine, requests, {**last, "num_steps": None}) is None
 
 
 def test_engines_stand_side_by_side(

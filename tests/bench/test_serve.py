@@ -139,7 +139,9 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
         "",
     ]
     assert {len(line) for line in lines} == {len(bench_study.header_of(result))}
-    assert [bool(line[-1]) for line in lines] == [True] * 3 + [False] * 6  # of the whole part
+    assert [bool(line[-2]) for line in lines] == [True] * 3 + [False] * 6  # of the whole part
+    del parts[1]["rows"][2:]  # as an interrupt leaves it
+    assert [line[:2] for line in bench_study.cells_of(result)][-1:] == [["none", "native"]]
     noted = {name: text for name, text in bench_study.notes_of(result)}
     parts[0]["rows"][2]["num_built"] = 3
     (added,) = dict(bench_study.notes_of(result)).items() - noted.items()
@@ -163,13 +165,3 @@ def test_a_given_peak_rate_is_typed_for_all(tmp_path: Path) -> None:
     assert config.bench.peak_rate == 30.0
     assert config.engine.vllm.record_steps  # times of tokens
     assert not config.engine.prefix_caching
-
-
-def test_a_part_that_was_cut_short_has_the_lines_that_it_has(build: list[FakeEngine]) -> None:
-    config = planned("bench.rates=[0.5,1]", "bench.peak_rate=100")
-    part = bench_measure.measure(config)
-    result = BENCHMARKS["serve"].settings(config)
-    del part["rows"][2:]
-    found = [BENCHMARKS["serve"].cells(part, line, result) for line in range(3)]
-    assert [bool(cells) for cells in found] == [True, True, False]
-    assert len(found[0]) == len(BENCHMARKS["serve"].columns(result))

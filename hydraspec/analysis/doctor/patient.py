@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hydraspec import factory
@@ -12,7 +13,13 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.speculators.teacher_forcing.texts import Text, Texts, read_texts
+from hydraspec.speculators.teacher_forcing.texts import (
+    Text,
+    Texts,
+    continued,
+    finished_texts,
+    read_texts,
+)
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Completion, Request, SamplingParams
 
@@ -58,49 +65,23 @@ class Patient:
         return Trial.of(self.engine.parts.runner.speculator.head)
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
-        """What the target answers to tokenised requests, greedily, and what it computed then. None
-        where no answer has two tokens.
+        """The target's greedy answers to tokenised requests, and its states there. None where no
+        answer has two tokens.
         """
-        found = list(self._answers(requests))
+        run = partial(self.engine.baseline().run, concurrency=None)
+        greedy = [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
+        ended = {event.index: event for event in run(greedy) if isinstance(event, Completion)}
         kept: list[Text] = []
         num_rows = 0
-        for text in found:
+        for text in continued(finished_texts(greedy, ended), self.k, run):
             num_rows += len(text.token_ids)
-            if text.num_chains and (num_rows <= MAX_ROWS or not kept):
+            if text.num_more == self.k and (num_rows <= MAX_ROWS or not kept):
                 kept.append(text)
         if not kept:
             return None
         num_rows = sum(len(text.token_ids) for text in kept)
         keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
         return read_texts(self.target, kept, k=self.k, keep=keep)
-
-    def _answers(self, requests: Sequence[Request]) -> Iterator[Text]:
-        engine = self.engine.baseline()
-        greedy = [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
-        first = _completed(engine, greedy)
-        # What the target would go on with after its last token: drafts there are compared too.
-        onward = [
-            replace(
-                request,
-                index=i,
-                prompt_token_ids=[*done.prompt_token_ids, *done.output_token_ids],
-                sampling=SamplingParams(max_tokens=self.k + 1, ignore_eos=True),
-            )
-            for i, request in enumerate(greedy)
-            if (done := first.get(request.index)) is not None
-        ]
-        more = _completed(engine, onward)
-        for i, request in enumerate(greedy):
-            done, rest = first.get(request.index), more.get(i)
-            if done is None or rest is None or len(rest.output_token_ids) < self.k + 1:
-                continue
-            yield Text(
-                index=request.index,
-                token_ids=[*rest.prompt_token_ids, *rest.output_token_ids],
-                num_prompt=len(done.prompt_token_ids),
-                num_output=len(done.output_token_ids),
-                category=request.category,
-            )
 
 
 def _kept_layers(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
@@ -119,15 +100,6 @@ def _greedy(sampling: SamplingParams) -> SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
     )
-
-
-def _completed(engine: Any, requests: Sequence[Request]) -> dict[int, Completion]:
-    """Finished requests by index; those that failed are left out."""
-    return {
-        event.index: event
-        for event in engine.run(requests, concurrency=None)
-        if isinstance(event, Completion) and event.finish_reason != "error"
-    }
 
 
 @contextmanager

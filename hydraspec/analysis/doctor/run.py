@@ -24,6 +24,7 @@ from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import DOCTOR
 from hydraspec.models.tokenizer import Tokenizer
+from hydraspec.signals import interrupts_stay_interrupts
 from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
@@ -80,6 +81,7 @@ class Examination:
         return "faulty" if self.wording is not None else self.diagnosis.state
 
 
+@interrupts_stay_interrupts()
 def examine(
     config: RunConfig, *, run_dir: Path, overrides: Sequence[str], quiet: bool = False
 ) -> Json:

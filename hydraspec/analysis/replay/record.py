@@ -110,6 +110,13 @@ def read_record(folder: Path) -> Record:
 
 def _check(run: Run, folder: Path) -> None:
     summary = run.summary
+    if summary["status"] == "failed":
+        raise refuse(
+            folder,
+            "is a run that failed: its record is not whole",
+            allowed=ALLOWED,
+            remedy="see the errors in its requests.jsonl, and run it again",
+        )
     if summary["num_speculative_tokens"] == 0:
         raise refuse(
             folder,
