@@ -48,8 +48,8 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
         print_table(console, "Other wordings of the prompts", HEADER, lines, num_left=2)
     accepted.print_parts(console, result["figures"])
     _figures(result, say)
-    styles = {"healthy": "bold green", "faulty": "bold red"}
-    say(result["verdict"], styles.get(result["state"], "bold"))
+    styles = {"healthy": "bold green", "convention": "bold red", "weights": "bold red"}
+    say(result["sentence"], styles.get(result["verdict"], "bold"))
     for row in result["causes"]:
         say(f"  to do: {row['remedy']}")
     say(f"Details: {file}")

@@ -14,6 +14,7 @@ import torch
 from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
+from hydraspec.analysis.doctor.parts import weights_of
 from hydraspec.analysis.doctor.variants import (
     Family,
     Matrix,
@@ -197,8 +198,16 @@ def _flag(name: str, value: bool, trial: Trial) -> Variant:
 
 
 def norm_weights(subject: Subject) -> Iterator[Variant]:
-    """Norm weights stored as 1 + w, or as w where 1 + w is meant (Gemma 2 and 3 store w)."""
+    """Norm weights stored as w where 1 + w is meant (Gemma 2 and 3 store w), or the reverse; tried
+    where most norms then come closer to one.
+    """
+    norms = [w for w in weights_of(subject.trial.head).values() if w.dim() == 1]
+    if not norms:
+        return
+    usual = float(torch.stack([w.float().mean() for w in norms]).median())
     for add, words in ((1.0, "1 + the file's"), (-1.0, "the file's - 1")):
+        if abs(usual + add - 1) >= abs(usual - 1):
+            continue
         yield Variant(
             cause="norm_weights",
             says="norms multiply by the file's weights",

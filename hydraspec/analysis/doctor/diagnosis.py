@@ -19,7 +19,6 @@ MAX_ROUNDS = 3  # a drafter may have several faults: the best variant is kept, a
 MIN_GAIN = 0.02  # drafts more per start, below which a difference of acceptance is no cause
 MIN_NATS = 0.02  # per start, the same of likelihood
 NEAR = 0.9  # variants with this share of the best one's gain are told apart by likelihood
-POOR = 1.3  # acceptance length below which a drafter is called poor where nothing explains it
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -59,13 +58,9 @@ class Diagnosis:
     trial: Trial
 
     @property
-    def state(self) -> str:
-        """`faulty`, `healthy`, `poor` (nothing explains it), or `unsure` (too few texts)."""
-        if sum(count > 0 for count in self.base.num_of) < MIN_TEXTS:
-            return "unsure"
-        if self.found:
-            return "faulty"
-        return "poor" if self.base.acceptance < POOR else "healthy"
+    def is_unsure(self) -> bool:
+        """Returns whether there are too few texts for an interval."""
+        return sum(count > 0 for count in self.base.num_of) < MIN_TEXTS
 
 
 def diagnose(

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
-from hydraspec.analysis.doctor import console, words
+from hydraspec.analysis.doctor import console, parts, tensors, words
 from hydraspec.analysis.doctor.diagnosis import Diagnosis, Ranked, diagnose
+from hydraspec.analysis.doctor.expected import Expected, of_card
 from hydraspec.analysis.doctor.figures import figures
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
 from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
 from hydraspec.analysis.doctor.scores import Gain, Scores, score
+from hydraspec.analysis.doctor.verdict import Damage, Judgement, evidence, judge, sentence
 from hydraspec.analysis.doctor.words import Files
 from hydraspec.config import to_dict
 from hydraspec.config.messages import refusal
@@ -34,7 +36,7 @@ from hydraspec.workloads import reading as workloads
 
 MAX_LISTED = 40  # variants of each round in doctor.json
 TIMED_REQUESTS = 4
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class Examination:
     patient: Patient
     files: Files | None
     diagnosis: Diagnosis
+    judgement: Judgement
+    expected: Expected | None
     first: Scores | None  # of prompts and drafter as they are; None: the target does not answer
     texts: Texts
     prompted: list[Prompted] = field(default_factory=list)
@@ -76,9 +80,9 @@ class Examination:
         return None if self.first is None else self.first.acceptance
 
     @property
-    def state(self) -> str:
-        """As Diagnosis.state."""
-        return "faulty" if self.wording is not None else self.diagnosis.state
+    def verdict(self) -> str | None:
+        """As Judgement.verdict; another wording of the prompts is a convention."""
+        return "convention" if self.wording is not None else self.judgement.verdict
 
 
 @interrupts_stay_interrupts()
@@ -157,15 +161,27 @@ def _examined(
             "nothing to draft; give prompts that it answers, through its chat template (messages)"
         )
     diagnosis = diagnose(trial, texts, patient.target, patient.k, on_variant=on_variant)
+    expected = None if files is None else of_card(Path(files.folder), patient.k)
     return Examination(
         patient=patient,
         files=files,
         diagnosis=diagnosis,
+        judgement=judge(
+            diagnosis, expected, lambda: damage_of(trial, texts, diagnosis.base, patient.k)
+        ),
+        expected=expected,
         first=first,
         texts=texts,
         prompted=prompted,
         draft_share=_draft_share(patient, requests),
     )
+
+
+def damage_of(trial: Trial, texts: Texts, base: Scores, k: int) -> Damage:
+    """What the weights of a head show: by themselves, and by what drafts are without them."""
+    weights = parts.weights_of(trial.head)
+    found = parts.effects(trial.head, base, lambda: score(trial, texts, k), weights)
+    return Damage(oddities=tensors.oddities(weights), effects=parts.damaged(list(found)))
 
 
 def other_wordings(
@@ -227,8 +243,14 @@ def as_json(found: Examination) -> Json:
     files = found.files
     return {
         "schema_version": SCHEMA_VERSION,
-        "state": found.state,
-        "verdict": verdict(found),
+        "verdict": found.verdict,
+        "sentence": verdict(found),
+        "cause": next((row["cause"] for row in causes(found)), None),
+        "module": found.judgement.damage.module if found.verdict == "weights" else None,
+        "evidence": evidence(found.judgement.damage),
+        "expected_acceptance_length": None
+        if found.expected is None
+        else found.expected.acceptance_length,
         "target": patient.config.target.name,
         "method": patient.config.method.name,
         "drafter": patient.config.method.checkpoint or patient.config.target.checkpoint,
@@ -259,7 +281,7 @@ def causes(found: Examination) -> list[Json]:
     if found.wording is not None:
         rows.append({**_prompt_row(found.wording), "acceptance_before": before})
         before = found.diagnosis.base.acceptance
-    for ranked in found.diagnosis.found:
+    for ranked in found.judgement.repairs:
         rows.append({**_row(ranked), "acceptance_before": before})
         before = ranked.scores.acceptance
     return rows
@@ -267,21 +289,14 @@ def causes(found: Examination) -> list[Json]:
 
 def verdict(found: Examination) -> str:
     """One sentence, or one for each cause."""
-    accepted = f"acceptance length {found.diagnosis.base.acceptance:.2f} at K={found.patient.k}"
-    count = sum(len(round_) for round_ in found.diagnosis.rounds[:1]) + len(found.prompted)
-    if found.state == "faulty":
+    if found.verdict == "convention":
         return " ".join(_sentence(row) for row in causes(found))
-    if found.state == "unsure":
+    if found.verdict is None:
         return (
             f"Cannot tell: {len(found.texts.texts)} prompts have answers to draft, and an interval "
-            f"needs 5 ({accepted}): give more prompts."
+            "needs 5: give more prompts."
         )
-    if found.state == "poor":
-        return (
-            f"Poor and not explained: {accepted}, and none of {count} variants is better. The "
-            "drafter was made for another target or other texts, or its files are damaged."
-        )
-    return f"Healthy: none of {count} variants is better ({accepted})."
+    return sentence(found.judgement, found.diagnosis, found.expected)
 
 
 def _sentence(row: Json) -> str:

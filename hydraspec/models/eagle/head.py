@@ -147,12 +147,16 @@ class EagleHead(Weights):
 
     def finish(self, suppressed: Tensor) -> None:
         """Call once after the weights are filled. suppressed [n]: draft ids never to propose."""
-        if self.mask_state is not None and self.combine is not None:
-            states = self.mask_state.view(len(self.spec.aux_layer_ids), 1, -1)
-            self.mask_hidden = self.combine.forward(states.unbind()).view(-1)
+        self.project_mask()
         columns = suppressed - self.vocabulary.first
         columns = columns[(columns >= 0) & (columns < self.vocabulary.num_tokens)]
         self.banned = columns if columns.shape[0] else None
+
+    def project_mask(self) -> None:
+        """Compute `mask_hidden` from the weights, where the head has mask rows."""
+        if self.mask_state is not None and self.combine is not None:
+            states = self.mask_state.view(len(self.spec.aux_layer_ids), 1, -1)
+            self.mask_hidden = self.combine.forward(states.unbind()).view(-1)
 
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """Sliding layers first, then full ones; also sets the block size forward reads with."""
