@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from gemma4_oracle import load
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models import load_target
 from hydraspec.models.checkpoint.config_reader import MAX_COUNT
 from hydraspec.models.checkpoint.reader import ZOO, open_checkpoint, read_json
 
@@ -27,17 +26,6 @@ def folder(tmp_path: Path) -> Path:
 
 def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def load(folder: Path) -> Any:
-    return load_target(
-        str(folder),
-        weights="checkpoint",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from deepseek_oracle import deepseek_config, make_deepseek
-from gemma4_oracle import PagedRun, load
+from gemma4_oracle import HeadAsTarget, PagedRun, load
 from mtp_folders import KINDS, qwen_config, random_config, write_mtp
 from mtp_oracle import PlainMTP
 from safetensors.torch import load_file, save_file
@@ -26,17 +25,6 @@ from hydraspec.models.mtp.loading import load_mtp
 # in another order where YaRN blends them.
 TOLERANCE = 1e-4
 NUM_SHAPES = 24
-
-
-class HeadAsTarget:
-    """Lets PagedRun make caches and rows for a head."""
-
-    def __init__(self, head: MTPHead) -> None:
-        self.head, self.num_layers = head, len(head.layers)
-        self.dtype = head.target.dtype
-
-    def kv_groups(self, block_size: int) -> list[Any]:
-        return self.head.kv_groups(block_size, 0)
 
 
 @dataclasses.dataclass
@@ -64,7 +52,9 @@ def drafts_and_logits(
     Step 0 goes through the rows in chunks, as a chunked prefill does.
     """
     head, draw = setting.head, random.Random(seed)
-    run = PagedRun(HeadAsTarget(head), len(texts), draw.choice([1, 4, 16]), seed=seed)  # type: ignore[arg-type]
+    run = PagedRun(
+        HeadAsTarget(head, head.target.dtype), len(texts), draw.choice([1, 4, 16]), seed=seed
+    )  # type: ignore[arg-type]
     newest: dict[int, Tensor] = {}
     with torch.inference_mode():
         while any(run.lengths[r] < len(s) for r, s in enumerate(states)):
