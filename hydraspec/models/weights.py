@@ -15,7 +15,7 @@ from torch import Tensor
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
 from hydraspec.models.moe import one_by_one
-from hydraspec.models.parts import Part, Weight, held
+from hydraspec.models.parts import Part, Weight, Weights, held
 
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -23,22 +23,12 @@ _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 EMPTY = "empty"  # for a model that only lends names and shapes, on torch's meta device
 
 
-def fill(
-    tensors: Mapping[str, Weight],
-    checkpoint: Checkpoint,
-    *,
-    weights: str,
-    seed: int,
-    canonical: Callable[[str], str | None],
-    ignored: Callable[[str], bool],
-) -> None:
-    """Fill every tensor (name -> view of the checkpoint's shape, or a rank's part of it). weights
-    is "checkpoint" or "random".
-    """
+def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
+    """Fill every tensor of an empty model. weights is "checkpoint" or "random"."""
     if weights == "random":
-        randomise(tensors, seed)
+        randomise(model.tensors(), seed)
     elif weights == "checkpoint":
-        load_tensors(checkpoint, tensors, canonical, ignored)
+        load_tensors(checkpoint, model.tensors(), model.canonical_name, model.ignores)
     else:
         raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
 
@@ -189,10 +179,3 @@ def _check_entries(
             f"checkpoint {str(folder)!r} does not fit its config.json: {'; '.join(problems)}. "
             "Download it again, or mend config.json"
         )
-
-
-def memory_bytes(tensors: Mapping[str, Weight]) -> int:
-    """Bytes of the tensors' storages on this rank, each counted once."""
-    storages = (held(weight).untyped_storage() for weight in tensors.values())
-    present = (storage for storage in storages if storage.device.type != "meta")
-    return sum({storage.data_ptr(): storage.nbytes() for storage in present}.values())

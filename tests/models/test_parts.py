@@ -17,9 +17,9 @@ from torch import Tensor
 from hydraspec.models import weights as model_weights
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.parts import Part, Share, Tensors, divided, held
+from hydraspec.models.parts import Part, Share, Tensors, divided, held, memory_bytes
 from hydraspec.models.place import Place
-from hydraspec.models.weights import load_tensors, memory_bytes, randomise
+from hydraspec.models.weights import load_tensors, randomise
 from hydraspec.parallel.group import SoloGroup
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from gemma4_oracle import load
 
-from hydraspec.models.parts import Part, held
+from hydraspec.models.parts import Part, held, memory_bytes
 from hydraspec.models.stages import LayerFacts, Stage, layers_of_stage
-from hydraspec.models.weights import memory_bytes
 from hydraspec.types import ConfigurationError
 
 
