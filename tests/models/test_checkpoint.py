@@ -14,7 +14,7 @@ from gemma4_oracle import PagedRun, load, make_target, text_config, to_public_la
 from safetensors.torch import load_file, save_file
 
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models import weights as model_weights
+from hydraspec.models.checkpoint import reader
 from hydraspec.models.checkpoint.reader import MAX_LISTED
 
 WEIGHTS = "model.safetensors"
@@ -254,7 +254,7 @@ def test_generation_config_comes_first(saved: Path) -> None:
 def test_weights_stream_one_tensor_at_a_time(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is closed before the next tensor is read, and no tensor outlives its copy."""
     alive, peak, opened = 0, 0, 0
-    real = model_weights.safe_open
+    real = reader.safe_open
 
     class Watched:
         def __init__(self, *args: object, **kwargs: object) -> None:
@@ -289,7 +289,7 @@ def test_weights_stream_one_tensor_at_a_time(saved: Path, monkeypatch: pytest.Mo
             weakref.finalize(tensor, gone)
             return tensor
 
-    monkeypatch.setattr(model_weights, "safe_open", Watched)
+    monkeypatch.setattr(reader, "safe_open", Watched)
     target = load(saved)
     sizes = [v.nbytes for v in load_file(saved / WEIGHTS).values()]
     assert alive == 0
