@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
     BlockSize,
@@ -26,7 +25,7 @@ from hydraspec.models.kv_groups import (
 from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Table
 from hydraspec.models.needed_rows import reduced
-from hydraspec.models.parts import Tensors, Weights, held, prefixed
+from hydraspec.models.parts import DecoderConfig, Tensors, Weights, held, prefixed
 from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, LayerFacts, Stage, layers_of_stage
 from hydraspec.models.weights import EMPTY, fill

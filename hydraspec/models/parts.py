@@ -169,3 +169,15 @@ class Divided:
                 "  to do: choose one of them, or another target",
                 key="parallelism.tensor",
             )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder's shape, as far as all families agree."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tied: bool  # the head is the embedding table

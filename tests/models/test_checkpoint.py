@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from gemma4_oracle import PagedRun, load, make_target, text_config, to_public_layout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_targets import edit_config, rewrite
 
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint import reader
@@ -30,11 +31,6 @@ SHARED = text_config(
 
 def logits_of(folder: Path) -> torch.Tensor:
     return PagedRun(load(folder), 1).step({0: PROMPT})[0][1]
-
-
-def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
-    file = folder / WEIGHTS
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -134,11 +130,6 @@ def test_long_lists_are_cut(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"and \d+ more") as caught:
         load(saved)
     assert str(caught.value).count("layernorm.weight") == MAX_LISTED
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def quantise(folder: Path) -> None:

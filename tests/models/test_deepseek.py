@@ -2,7 +2,6 @@
 compared with transformers' in test_target_parity.py.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from deepseek_oracle import (
 from gemma4_oracle import PagedRun, load
 from safetensors.torch import load_file, save_file
 from target_families import assert_near, prompts_of
+from tiny_targets import edit_config
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.deepseek.config import read_deepseek_config
@@ -60,8 +60,7 @@ def test_both_layouts_of_the_config_say_the_same() -> None:
 
 def save(folder: Path, **changes: object) -> None:
     make_deepseek(deepseek_config(), 0).save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    edit_config(folder, **changes)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from dense_oracle import make_dense, make_mimo, small
 from gemma4_oracle import PagedRun, load
 from safetensors.torch import load_file, save_file
+from tiny_targets import edit_config, rewrite
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.hub import download
@@ -43,16 +43,6 @@ PARAMS = {
 
 def logits_of(folder: Path) -> torch.Tensor:
     return PagedRun(load(folder), 1).step({0: PROMPT})[0][1]
-
-
-def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.fixture
