@@ -7,6 +7,7 @@ deepseek/.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from hydraspec.models.kv_groups import GroupPass
 from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
 
 
@@ -43,10 +44,17 @@ class AttentionShape:
     out_bias: bool = False
 
 
-class Attention:
+class Attention(Weights):
     """Query heads first, then key heads, then value heads, in one projection. Ranks divide the
     heads: what each returns adds up to the block's output.
     """
+
+    names: Mapping[str, str] = {
+        "qkv": "",
+        "out": "",
+        "q_norm": "q_norm.weight",
+        "k_norm": "k_norm.weight",
+    }
 
     def __init__(self, shape: AttentionShape, place: Place) -> None:
         self.uses_cpu_norms = place.uses_cpu_norms
@@ -66,14 +74,6 @@ class Attention:
         )
         self.q_norm = place.empty(size) if shape.qk_norm else None
         self.k_norm = place.empty(size) if shape.qk_norm and kv else None
-
-    def tensors(self) -> Tensors:
-        """Weights by their names below `self_attn.`."""
-        found = self.qkv.tensors() | self.out.tensors()
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None:
-                found[f"{name}.weight"] = norm
-        return found
 
     @cached_property
     def heads(self) -> QkvShape:
@@ -112,6 +112,6 @@ class Attention:
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """x [T, input_size] normed: this layer's keys and values into cache, and nothing else."""
         first = self.shape.num_heads * self.shape.head_dim
-        kv = self.qkv.columns_from(x, first)
+        kv = self.qkv.by_library(x, first)
         projection = Projection(kv, shared.cos, shared.sin, shared.cache_rows)
         write_qkv(projection, cache, replace(self.heads, num_heads=0, gain=None))

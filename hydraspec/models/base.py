@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.models.kv_groups import BlockSize
+from hydraspec.models.linear import Table
 from hydraspec.models.stages import Stage
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
@@ -30,9 +31,8 @@ class TargetModel(Protocol):
     suppress_token_ids: tuple[int, ...]  # minus infinity in the logits
     stage: Stage
     held: range  # the layers of this pipeline stage, counted in all num_layers
-    # This rank's rows, [vocabulary.num_rows, D]; one tensor where the two are tied.
-    table: Tensor  # token embedding, unscaled
-    head: Tensor  # output projection
+    table: Table  # token embedding, unscaled
+    head: Table  # output projection; the same where the two are tied
     block_size: BlockSize  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:

@@ -4,52 +4,81 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.linear import linear
 from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
     BlockSize,
     GroupPass,
-    RopeTable,
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, prefixed
+from hydraspec.models.layers import Norm
+from hydraspec.models.linear import Table
 from hydraspec.models.needed_rows import reduced
-from hydraspec.models.parts import Tensors, held
+from hydraspec.models.parts import DecoderConfig, Tensors, Weights, held, prefixed
 from hydraspec.models.place import Place
-from hydraspec.models.stages import WHOLE, LayerFacts, layers_of_stage
-from hydraspec.models.weights import EMPTY, fill, memory_bytes
-from hydraspec.parallel.group import SOLO
+from hydraspec.models.stages import WHOLE, LayerFacts, Stage, layers_of_stage
+from hydraspec.models.weights import EMPTY, fill
+from hydraspec.parallel.group import SOLO, TensorGroup
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 
-class Decoder:
+class Decoder(Weights):
     """The part of TargetModel that does not depend on the kind of layer.
 
     A layer has `kind`, `input_norm`, `attention`, `tensors()`, `finish()` and `forward(h, y,
-    shared, cache, next_norm, *extra)`; see `DenseLayer`. A subclass implements `group_shape` and
-    `rope_tables`.
+    shared, cache, next_norm, *extra)`. Its class has `group_shape`, the attention of a KV group,
+    and `rope_tables`, a rotary table for each kind of layers; see `DenseLayer`.
 
     A pipeline stage holds some of the layers. Layers are numbered globally everywhere; what other
     stages hold is here without memory, by name and shape.
     """
 
-    def __init__(
-        self, config: DecoderConfig, layers: Sequence[Callable[[Place], Any]], place: Place
-    ) -> None:
-        """layers: what builds each of them. Raises ConfigurationError: see layers_of_stage."""
+    names: Mapping[str, str] = {"table": "embed_tokens.", "norm": "norm.", "layers": "layers."}
+    layer_type: ClassVar[Any]  # of (config, index, place)
+
+    @staticmethod
+    @abstractmethod
+    def read_config(config: Mapping[str, Any], where: str) -> Any:
+        """The shape in a raw config.json; `where` names its folder. Raises CheckpointError."""
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        weights: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        group: TensorGroup = SOLO,
+        stage: Stage = WHOLE,
+    ) -> Self:
+        """Read and check the config, then fill the weights. Raises CheckpointError."""
+        where = str(checkpoint.folder)
+        config = cls.read_config(checkpoint.config, where)
+        config.divided.check(group.size, where)
+        with torch.no_grad():
+            model = cls(config, Place(dtype, device, group, stage))
+            if weights != EMPTY:
+                model.fill(checkpoint, weights=weights, seed=seed)
+        return model
+
+    def __init__(self, config: Any, place: Place) -> None:
+        """Empty weights. Raises ConfigurationError: see layers_of_stage."""
+        layers = [partial(self.layer_type, config, i) for i in range(config.num_layers)]
+        self.config, self.theta = config, self.frequencies(config, place)
         self.place, self.dtype, self.device = place, place.dtype, place.device
         self.stage = place.stage
         self.num_layers = len(layers)
@@ -57,20 +86,21 @@ class Decoder:
         if self.stage.count > 1:
             self.held = layers_of_stage(self.stage, self._facts(config, layers, place))
         self.layers = [build(place.if_held(i in self.held)) for i, build in enumerate(layers)]
-        self.vocabulary = Vocabulary(config.vocab_size, place.group)
+        self.vocabulary = vocabulary = Vocabulary(config.vocab_size, place.group)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position_embeddings = config.max_position_embeddings
         self.tied = config.tied
         self.eos_token_ids: tuple[int, ...] = ()
         self.suppress_token_ids: tuple[int, ...] = ()
         at_end = place.if_held(self.stage.is_last)
-        self.table = place.if_held(self.embeds).table(self.vocabulary, self.hidden_size)
-        self.head = self.table if self.tied else at_end.table(self.vocabulary, self.hidden_size)
+        self.table = Table(place.if_held(self.embeds), vocabulary, self.hidden_size)
+        self.head = self.table if self.tied else Table(at_end, vocabulary, self.hidden_size)
         self.norm = Norm(self.hidden_size, config.rms_norm_eps, at_end)
         self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         if not self.stage.is_last:
             self.next_norms[self.held[-1]] = None  # the next stage reads the stream
         self.embed_scale: float | None = None  # of the embedding, as the first layer reads it
+        self.softcap: float | None = None  # of the logits
         self.block_size: BlockSize = 16  # until kv_groups says otherwise
         self.groups: dict[str, GroupShape] = {}  # by kind of layer; filled by kv_groups
         self.last_owner = self.num_layers - 1  # the last layer that writes KV
@@ -96,45 +126,20 @@ class Decoder:
         """Returns whether this stage has the embedding table."""
         return self.stage.is_first or (self.stage.is_last and (self.tied or self.stage.drafts))
 
-    @abstractmethod
-    def group_shape(self, kind: str, block_size: int) -> GroupShape:
-        """The attention of the KV group of a kind of layers."""
-
-    @abstractmethod
-    def rope_tables(self, positions: Tensor) -> dict[str, RopeTable]:
-        """A rotary table for each kind of layers in `groups`."""
+    def frequencies(self, config: Any, place: Place) -> Any:
+        """Rotary frequencies, as the layers' `rope_tables` reads them."""
+        return place.frequencies(config.rope.theta)
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without prefix."""
-        found: Tensors = {"embed_tokens.weight": self.place.rows(self.table, self.vocabulary)}
-        found["norm.weight"] = self.norm.weight
-        if not self.tied:
-            found["lm_head.weight"] = self.place.rows(self.head, self.vocabulary)
-        for i, layer in enumerate(self.layers):
-            found |= prefixed(f"layers.{i}.", layer.tensors())
-        return found
+        head = {} if self.tied else prefixed("lm_head.", self.head.tensors())
+        return super().tensors() | head
 
-    def load(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        weights: str,
-        seed: int,
-        canonical: Callable[[str], str | None],
-    ) -> None:
-        """Fill the weights, unless they are to stay empty. Raises CheckpointError."""
-        if weights == EMPTY:
-            return
+    def fill(self, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
+        """Fill the weights. Raises CheckpointError."""
         self.eos_token_ids = checkpoint.token_ids("eos_token_id", self.vocab_size)
         self.suppress_token_ids = checkpoint.token_ids("suppress_tokens", self.vocab_size)
-        fill(
-            self.tensors(),
-            checkpoint,
-            weights=weights,
-            seed=seed,
-            canonical=canonical,
-            ignored=self.ignores,
-        )
+        fill(self, checkpoint, weights=weights, seed=seed)
         for i in self.held:
             self.layers[i].finish()
         if columns := self.vocabulary.rows_of(self.suppress_token_ids):
@@ -155,7 +160,12 @@ class Decoder:
         self.block_size = block_size
         owners = {i: each.kind for i, each in enumerate(self.layers) if self.kv_source(i) == i}
         # A new dict: another engine's shallow copy of this target keeps its own.
-        self.groups, specs = group_layers(owners, TARGET_GROUPS, block_size, self.group_shape)
+        self.groups, specs = group_layers(
+            owners,
+            TARGET_GROUPS,
+            block_size,
+            lambda kind, size: self.layer_type.group_shape(self.config, kind, size, self.place),
+        )
         return [
             replace(spec, layers=tuple(i for i in spec.layers if i in self.held)) for spec in specs
         ]
@@ -241,7 +251,8 @@ class Decoder:
         return h, y
 
     def _passes(self, rows: Rows) -> dict[str, GroupPass]:
-        return group_passes(self.groups, rows, self.rope_tables(rows.positions), self.dtype)
+        tables = self.layer_type.rope_tables(self.config, self.theta, rows.positions, self.dtype)
+        return group_passes(self.groups, rows, tables, self.dtype)
 
     def _cache(self, kv_caches: list[Tensor | None], layer: int) -> Tensor:
         source = self.kv_source(layer)
@@ -250,8 +261,10 @@ class Decoder:
         return cache
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, vocabulary.num_rows], suppressed tokens at minus infinity."""
-        return self.suppress(linear(hidden, self.head.t()))
+        """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
+        infinity.
+        """
+        return self.suppress(self.head.logits(hidden, self.softcap))
 
     def suppress(self, logits: Tensor) -> Tensor:
         """Logits [N, vocabulary.num_rows] with suppressed tokens at minus infinity, in place."""
@@ -261,14 +274,10 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., D], a new tensor, scaled as the first layer reads it."""
-        return self.vocabulary.embed(token_ids, self.table, self.embed_scale)
+        return self.table.embed(token_ids, self.embed_scale)
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
         at rows [B] -> [B, D + H].
         """
-        return self.vocabulary.embed_beside(token_ids, self.table, self.embed_scale, hidden, rows)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held; a tied head counts once."""
-        return memory_bytes(self.tensors())
+        return self.table.embed_beside(token_ids, self.embed_scale, hidden, rows)

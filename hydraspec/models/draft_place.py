@@ -7,13 +7,13 @@ need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from hydraspec.models.base import TargetModel
-from hydraspec.models.parts import Divided, Tensors, held
+from hydraspec.models.parts import Divided, Weights, held
 from hydraspec.models.place import Place
 from hydraspec.parallel.group import SOLO
 
@@ -44,21 +44,22 @@ def whole(place: Place) -> Place:
 
 
 def layers_place(
-    target: TargetModel, divided: Divided, num_layers: int, tensors: Callable[[Place], Tensors]
+    target: TargetModel, divided: Divided, layers: Callable[[Place], Sequence[Weights]]
 ) -> Place:
     """The place of decoder layers that have a KV cache of their own.
 
-    tensors: the layers' weights, built in a place (here without memory). A layer that is divided
-    takes two sums over ranks. Layers that the ranks cannot divide evenly are held whole.
+    layers: builds them in a place (here without memory). A layer that is divided takes two sums
+    over ranks. Layers that the ranks cannot divide evenly are held whole.
     """
     place = target_place(target)
     size = place.group.size
     if size == 1:
         return place
-    built = tensors(Place(place.dtype, torch.device("meta"))).values()
-    num_bytes = sum(held(weight).numel() * place.dtype.itemsize for weight in built)
+    built = layers(Place(place.dtype, torch.device("meta")))
+    weights = [held(weight) for layer in built for weight in layer.tensors().values()]
+    num_bytes = sum(weight.nbytes for weight in weights)
     is_divided = divided.obstacle(size) is None and is_worth_dividing(
-        place, num_bytes, 2 * num_layers
+        place, num_bytes, 2 * len(built)
     )
     return place if is_divided else whole(place)
 

@@ -7,13 +7,9 @@ is a field here, checked and logged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from torch import Tensor
-
-from hydraspec.errors import CheckpointError
 from hydraspec.shipped import ZOO_PREFIX
 
 
@@ -61,17 +57,6 @@ class DraftSpec:
             f"name_or_path); the target is {checkpoint!r}: drafts are poor unless these are the "
             "same model"
         )
-
-    def check_shapes(self, where: str, found: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-        """found maps a name to its tensor and the shape this spec implies. Raises
-        CheckpointError.
-        """
-        for name, (tensor, shape) in found.items():
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"draft checkpoint {where!r}: {name} is {list(tensor.shape)}, its config "
-                    f"implies {list(shape)}: the files do not belong together"
-                )
 
 
 def _model_name(checkpoint: str) -> str:

@@ -1,7 +1,4 @@
-"""Parts of a decoder layer that families share: norms, the residual sum, the gated MLP.
-
-Every part allocates its weights empty and names
-them as checkpoints do through `tensors` (name -> view of the checkpoint's shape).
+"""Parts of a decoder layer that families share: norms, residual sum, gated MLP, pre-norm layer.
 
 A layer carries the residual stream and its norm side by side: `forward(h, y, ...)` takes the stream
 h and y = input_norm(h), and returns the stream after the layer and its norm by whatever reads it
@@ -10,7 +7,9 @@ next. Residual sum and norms in between are one operation (`add_and_norm`), one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from hydraspec_kernels.linear import Activation
 from hydraspec_kernels.norms import (
@@ -23,14 +22,17 @@ from hydraspec_kernels.norms import (
 )
 from torch import Tensor
 
+from hydraspec.models.kv_groups import GroupPass
 from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
 from hydraspec.parallel.group import SOLO, TensorGroup
 
 
-class Norm:
+class Norm(Weights):
     """RMSNorm over the last dimension with a plain weight."""
+
+    names: Mapping[str, str] = {"weight": "weight"}
 
     def __init__(self, size: int, eps: float, place: Place) -> None:
         self.weight = place.empty(size)
@@ -93,8 +95,10 @@ def _kernel_options(
     }
 
 
-class GatedMLP:
+class GatedMLP(Weights):
     """down(act(gate(x)) * up(x)). Ranks divide the inner width: what each returns adds up to it."""
+
+    names: Mapping[str, str] = {"gate_up": "", "down": ""}
 
     def __init__(
         self, size: int, inner: int, place: Place, *, activation: Activation, bias: bool = False
@@ -102,10 +106,6 @@ class GatedMLP:
         self.activation, columns = activation, place.share(inner)
         self.gate_up = Linear(place, size, {"gate_proj": columns, "up_proj": columns}, bias=bias)
         self.down = Linear(place, columns, {"down_proj": size}, bias=bias)
-
-    def tensors(self) -> Tensors:
-        """Weights by their names below `mlp.`."""
-        return self.gate_up.tensors() | self.down.tensors()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -116,6 +116,48 @@ class GatedMLP:
         return self.down.partial_sums(self.gate_up.gated(x, self.activation))
 
 
-def prefixed(prefix: str, tensors: Tensors) -> Tensors:
-    """The same tensors by longer names."""
-    return {prefix + name: tensor for name, tensor in tensors.items()}
+class PreNormLayer(Weights):
+    """h -> h + attention(norm(h)), then h -> h + mlp(norm(h)).
+
+    Attributes:
+        attention: has `partial_sums(y, shared, cache)` and `tensors()`.
+        mlp: has `partial_sums(y)` and `tensors()`.
+        input_norm: None leaves the first norm out (EAGLE-1's Llama heads).
+    """
+
+    names: Mapping[str, str] = {
+        "attention": "self_attn.",
+        "mlp": "mlp.",
+        "input_norm": "input_layernorm.",
+        "post_attention_norm": "post_attention_layernorm.",
+    }
+
+    def __init__(
+        self,
+        kind: str,
+        attention: Any,
+        mlp: Any,
+        *,
+        size: int,
+        eps: float,
+        place: Place,
+        has_input_norm: bool = True,
+    ) -> None:
+        self.kind, self.group, self.attention, self.mlp = kind, place.group, attention, mlp
+        self.input_norm = Norm(size, eps, place) if has_input_norm else None
+        self.post_attention_norm = Norm(size, eps, place)
+
+    def finish(self) -> None:
+        """Call once after the weights are filled."""
+
+    def forward(
+        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream h [T, D] (changed in place) and y [T, ...], what the attention reads:
+        input_norm(h) -> the stream after the layer, and its norm by `next_norm`.
+        """
+        attended = self.attention.partial_sums(y, shared, cache)
+        norm, group = self.post_attention_norm, self.group
+        h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
+        m = self.mlp.partial_sums(y)
+        return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)

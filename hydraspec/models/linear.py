@@ -1,4 +1,4 @@
-"""A linear map with its place in a checkpoint: weight, scales, bias, and what ranks hold of it.
+"""Matrices with their place in a checkpoint: linear maps and tables of tokens.
 
 Checkpoints store a matrix per projection. Where several read the same input (queries, keys and
 values; gate and up), they are one slab here and one product in a step; each keeps its name in the
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 
+import torch
 from hydraspec_kernels.linear import (
     Activation,
     gated_linear,
@@ -20,11 +21,12 @@ from hydraspec_kernels.linear import (
 from torch import Tensor
 from torch.nn.functional import linear as library_linear
 
-from hydraspec.models.parts import Part, Share, Tensors, Weight, undivided
+from hydraspec.models.parts import Part, Share, Tensors, Weights, divided, undivided
 from hydraspec.models.place import Place
+from hydraspec.parallel.vocabulary import Vocabulary
 
 
-class Linear:
+class Linear(Weights):
     """y = x W + b for x [T, k] -> y [T, n].
 
     Ranks divide the columns of a map (`outputs`: shares of each projection's outputs), or its rows
@@ -32,7 +34,7 @@ class Linear:
 
     Attributes:
         weight: [k, n] of this rank; see `Place.matrix` for its memory.
-        scales: factors of a quantised weight; None: the weight is in the place's dtype.
+        scales: factors of a quantised weight; None: the weight is in a floating-point type.
         bias: [n] of this rank, or None.
     """
 
@@ -43,15 +45,26 @@ class Linear:
         outputs: Mapping[str, int | Share],
         *,
         bias: bool = False,
+        dtype: torch.dtype | None = None,
+        as_stored: bool = False,
     ) -> None:
-        """Empty weights. `outputs`: the projections of the slab, in its order, by their names in
-        the checkpoint without ".weight"; a number is a dimension that ranks do not divide."""
+        """Empty weights.
+
+        Args:
+            outputs: the projections of the slab, in its order, by their names in the checkpoint
+                without ".weight"; a number is a dimension that ranks do not divide.
+            dtype: the type of the weight; None: the place's.
+            as_stored: keep the checkpoint's order [n, k] in memory on every device.
+        """
         self.inputs = undivided(inputs)
         self.outputs = {name: undivided(share) for name, share in outputs.items()}
         columns = sum(share.count for share in self.outputs.values())
-        self.weight = place.matrix(self.inputs.count, columns)
+        if as_stored:
+            self.weight = place.empty(columns, self.inputs.count, dtype=dtype).t()
+        else:
+            self.weight = place.matrix(self.inputs.count, columns, dtype=dtype)
         self.scales: Tensor | None = None
-        self.bias = place.empty(columns) if bias else None
+        self.bias = place.empty(columns, dtype=dtype) if bias else None
         self._adds_bias = not self.inputs.is_part or place.group.rank == 0
 
     def slices(self) -> Iterator[tuple[str, Share, slice]]:
@@ -69,9 +82,9 @@ class Linear:
             if self.inputs.is_part:
                 found[f"{name}.weight"] = Part(rows, 1, self.inputs)
             else:
-                found[f"{name}.weight"] = _divided(rows, share)
+                found[f"{name}.weight"] = divided(rows, 0, share)
             if self.bias is not None:
-                found[f"{name}.bias"] = _divided(self.bias[columns], share)
+                found[f"{name}.bias"] = divided(self.bias[columns], 0, share)
         return found
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,9 +105,9 @@ class Linear:
         """gelu(x W) * factor, all [T, n]; without a bias."""
         return scaled_gelu_linear(x, self.weight, factor)
 
-    def columns_from(self, x: Tensor, first: int) -> Tensor:
-        """Columns `first` and later of `forward`, by the library's product: no kernel is compiled
-        for columns that decoding never takes alone."""
+    def by_library(self, x: Tensor, first: int = 0) -> Tensor:
+        """Columns `first` and later of `forward`, by the library's product: for float32, and for
+        columns that decoding never takes alone, so that no kernel is compiled for them."""
         bias = None if self.bias is None else self.bias[first:]
         return library_linear(x, self.weight[:, first:].t(), bias)
 
@@ -106,13 +119,17 @@ class Linear:
         return found
 
     def reordered(self, name: str, reorder: Callable[[Tensor], Tensor]) -> Linear:
-        """A map in which the rows [n, k] of projection `name`, as the checkpoint has them, are
-        replaced by `reorder` of them."""
-        weight = self.weight.clone()
-        for found, _, columns in self.slices():
-            if found == name:
-                weight[:, columns] = reorder(weight[:, columns].t().contiguous()).t()
-        return self.with_weight(weight)
+        """A map in which the rows [n, ...] of projection `name`, of its weight and of its bias as
+        the checkpoint has them, are replaced by `reorder` of them."""
+        found = self.with_weight(self.weight.clone())
+        found.bias = None if self.bias is None else self.bias.clone()
+        for each, _, columns in self.slices():
+            if each == name:
+                rows = self.weight[:, columns].t().contiguous()
+                found.weight[:, columns] = reorder(rows).t()
+                if found.bias is not None:
+                    found.bias[columns] = reorder(found.bias[columns])
+        return found
 
     def swapped(self) -> Linear:
         """A map of two equally wide projections that change places."""
@@ -122,6 +139,50 @@ class Linear:
         return found
 
 
-def _divided(tensor: Tensor, share: Share) -> Weight:
-    """A tensor of which a rank holds `share` of the first dimension."""
-    return Part(tensor, 0, share) if share.is_part else tensor
+class Table(Weights):
+    """A row for each token of a vocabulary: an embedding, an output projection, or both where a
+    model ties them. Ranks divide the tokens.
+
+    Attributes:
+        weight: [vocabulary.num_rows, D] of this rank; rows after its tokens are zero.
+    """
+
+    def __init__(
+        self, place: Place, vocabulary: Vocabulary, width: int, *, columns: Share | None = None
+    ) -> None:
+        """Empty weights. `columns`: the `width` columns of the checkpoint's that a pipeline stage
+        holds; None: all."""
+        self.vocabulary, self.width, self.columns = vocabulary, width, columns
+        self.weight = place.empty(vocabulary.num_rows, width)
+        self.weight[vocabulary.num_tokens :] = 0.0
+
+    def tensors(self) -> Tensors:
+        """This rank's tokens, without padding."""
+        tokens = self.vocabulary
+        if tokens.group.size == 1 and self.columns is None:
+            return {"weight": self.weight}
+        share = Share(tokens.size, tokens.first, tokens.num_tokens)
+        return {"weight": Part(self.weight[: share.count], 0, share, columns=self.columns)}
+
+    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
+        """Rows token_ids [...] of the whole table times scale -> [..., D], a new tensor."""
+        return self.vocabulary.embed(token_ids, self.weight, scale)
+
+    def embed_beside(
+        self, token_ids: Tensor, scale: float | None, hidden: Tensor, rows: Tensor | None
+    ) -> Tensor:
+        """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
+        at rows [B] -> [B, D + H].
+        """
+        return self.vocabulary.embed_beside(token_ids, self.weight, scale, hidden, rows)
+
+    def logits(self, x: Tensor, softcap: float | None = None) -> Tensor:
+        """x [N, D] -> this rank's columns [N, num_rows], soft cap applied."""
+        return linear(x, self.weight.t(), softcap=softcap)
+
+    def of_tokens(self, token_ids: Tensor) -> Table:
+        """A table of the rows token_ids [V'] alone, on a single rank."""
+        found = copy(self)
+        found.vocabulary = Vocabulary(token_ids.shape[0])
+        found.weight = self.weight.index_select(0, token_ids)
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 
 import torch
@@ -9,42 +10,29 @@ from hydraspec_kernels.linear import Activation
 from hydraspec_kernels.moe import moe
 from torch import Tensor
 
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Part, Tensors, Weight, Weights, divided, held, undivided
 from hydraspec.models.place import Place
 
 
-class RoutedExperts:
+class RoutedExperts(Weights):
     """E times down(act(gate(x)) * up(x)), of which each row of x takes a few, weighted. Ranks
     divide the inner width of every expert: what each returns adds up to the result.
-
-    Attributes:
-        packed: whether `tensors` names two tensors of all experts, or three of every expert.
     """
 
     def __init__(
         self, count: int, size: int, inner: int, place: Place, *, activation: Activation
     ) -> None:
-        self.count, self.columns, self.place = count, place.share(inner), place
-        self.activation, self.packed = activation, True
+        self.count, self.columns = count, place.share(inner)
+        self.activation = activation
         self.gate_up = place.matrix(count, size, 2 * self.columns.count)
         self.down = place.matrix(count, self.columns.count, size)
 
     def tensors(self) -> Tensors:
-        """Weights by their names below `experts.`."""
-        part, columns = self.place.part, self.columns
-        if self.packed:
-            return {
-                "gate_up_proj": part(self.gate_up.transpose(1, 2), 1, columns, repeats=2),
-                "down_proj": part(self.down.transpose(1, 2), 2, columns),
-            }
-        found: Tensors = {}
-        inner = columns.count
-        for i in range(self.count):
-            gate, up = self.gate_up[i, :, :inner].t(), self.gate_up[i, :, inner:].t()
-            found[f"{i}.gate_proj.weight"] = part(gate, 0, columns)
-            found[f"{i}.up_proj.weight"] = part(up, 0, columns)
-            found[f"{i}.down_proj.weight"] = part(self.down[i].t(), 1, columns)
-        return found
+        """Two tensors of all experts by their names below `experts.`; see `one_by_one`."""
+        return {
+            "gate_up_proj": divided(self.gate_up.transpose(1, 2), 1, self.columns, repeats=2),
+            "down_proj": divided(self.down.transpose(1, 2), 2, self.columns),
+        }
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, D], weights and indices of the chosen experts [T, top_k] -> [T, D]."""
@@ -55,3 +43,23 @@ class RoutedExperts:
         found = copy(self)
         found.gate_up = torch.roll(self.gate_up, self.columns.count, -1)
         return found
+
+
+def one_by_one(tensors: Mapping[str, Weight]) -> Tensors:
+    """The same weights, with a name for each matrix of each routed expert, as most releases have
+    them."""
+    found: Tensors = {}
+    for name, weight in tensors.items():
+        stem, packed, projection = name.rpartition("experts.")
+        if not packed or projection not in ("gate_up_proj", "down_proj"):
+            found[name] = weight
+            continue
+        dim = 0 if projection == "gate_up_proj" else 1
+        share = weight.share if isinstance(weight, Part) else undivided(held(weight).shape[dim + 1])
+        for i, expert in enumerate(held(weight)):
+            parts = {"down_proj": expert}
+            if projection == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            for part, matrix in parts.items():
+                found[f"{stem}experts.{i}.{part}.weight"] = divided(matrix, dim, share)
+    return found

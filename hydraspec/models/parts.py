@@ -1,4 +1,4 @@
-"""Weights that ranks divide: which slice of a checkpoint's tensor a rank holds."""
+"""Weights by their names in a checkpoint, and which slice of each a rank holds."""
 
 from __future__ import annotations
 
@@ -79,9 +79,63 @@ Weight = Tensor | Part
 Tensors = dict[str, Weight]
 
 
+def divided(tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
+    """A weight of which this rank holds `share` of dimension `dim`; see `Part`."""
+    return Part(tensor, dim, share, repeats) if share.is_part else tensor
+
+
+class Weights:
+    """Part of a model that names its weights.
+
+    Attributes:
+        names: attribute -> what the checkpoint puts before the names of this part's weights, or a
+            tensor's whole name. Lists are numbered ("layers." -> "layers.0."); None has no weights.
+    """
+
+    names: Mapping[str, str] = {}
+
+    def tensors(self) -> Tensors:
+        """Weights by their names in the checkpoint below this part, in the checkpoint's layout."""
+        found: Tensors = {}
+        for attribute, name in self.names.items():
+            part = getattr(self, attribute)
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif isinstance(part, list):
+                for i, each in enumerate(part):
+                    found |= prefixed(f"{name}{i}.", each.tensors())
+            elif part is not None:
+                found |= prefixed(name, part.tensors())
+        return found
+
+    def canonical_name(self, name: str) -> str | None:
+        """The name here of a tensor of a checkpoint; None for what is not a part of this model."""
+        return name
+
+    def ignores(self, name: str) -> bool:
+        """Returns whether a checkpoint may hold this tensor without its being needed."""
+        return False
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights held; tied ones count once."""
+        return memory_bytes(self.tensors())
+
+
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    """The same tensors by longer names."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
 def held(weight: Weight) -> Tensor:
     """What this rank holds of a weight."""
     return weight.tensor if isinstance(weight, Part) else weight
+
+
+def memory_bytes(tensors: Mapping[str, Weight]) -> int:
+    """Bytes of the tensors' storages on this rank, each counted once."""
+    storages = (held(weight).untyped_storage() for weight in tensors.values())
+    present = (storage for storage in storages if storage.device.type != "meta")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in present}.values())
 
 
 @dataclass(slots=True, frozen=True)
@@ -115,3 +169,15 @@ class Divided:
                 "  to do: choose one of them, or another target",
                 key="parallelism.tensor",
             )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder's shape, as far as all families agree."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tied: bool  # the head is the embedding table

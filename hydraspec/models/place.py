@@ -8,10 +8,9 @@ import torch
 from hydraspec_kernels.rope import Frequencies, mirrored
 from torch import Tensor
 
-from hydraspec.models.parts import Part, Share, Weight
+from hydraspec.models.parts import Share
 from hydraspec.models.stages import WHOLE, Stage
 from hydraspec.parallel.group import SOLO, TensorGroup
-from hydraspec.parallel.vocabulary import Vocabulary
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,11 +45,6 @@ class Place:
         assert size % num_kv_heads == 0, f"{num_kv_heads} KV heads on {size} ranks"
         return queries, Share(num_kv_heads, rank * num_kv_heads // size, 1)
 
-    def part(self, tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
-        """A weight of which this rank holds `share` of dimension `dim`; see `Part`."""
-        is_whole = share.count == share.size
-        return tensor if is_whole else Part(tensor, dim, share, repeats)
-
     @property
     def uses_cpu_norms(self) -> bool:
         """Returns whether norms run as the few operators of `cpu.py`. Narrow types keep the
@@ -77,24 +71,6 @@ class Place:
             return self.empty(*shape, dtype=dtype)
         *batch, k, n = shape
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
-
-    def table(self, vocabulary: Vocabulary, width: int) -> Tensor:
-        """An empty [vocabulary.num_rows, width]; padding rows are zero."""
-        table = self.empty(vocabulary.num_rows, width)
-        table[vocabulary.num_tokens :] = 0.0
-        return table
-
-    def rows(self, table: Tensor, vocabulary: Vocabulary, columns: Share | None = None) -> Weight:
-        """A table as a weight: this rank's tokens, without padding, and some columns (all if
-        None)."""
-        share = Share(vocabulary.size, vocabulary.first, vocabulary.num_tokens)
-        if self.group.size == 1 and columns is None:
-            return table
-        return Part(table[: share.count], 0, share, columns=columns)
-
-    def once(self, bias: Tensor | None) -> Tensor | None:
-        """A bias of a sum over ranks, on the one rank that adds it."""
-        return bias if self.group.rank == 0 else None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor here, of this place's dtype unless another is given."""

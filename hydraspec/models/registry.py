@@ -18,17 +18,19 @@ from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.stages import WHOLE, Stage, check_whole
 from hydraspec.parallel.group import SOLO, TensorGroup
 
+_DENSE = "hydraspec.models.dense.model:DenseTarget.load"
+_GEMMA4 = "hydraspec.models.gemma4.model:Gemma4Target.load"
 TARGETS: dict[str, str] = {
-    "deepseek_v3": "hydraspec.models.deepseek.model:load_deepseek",
-    "gemma4": "hydraspec.models.gemma4.model:load_gemma4",
-    "gemma4_text": "hydraspec.models.gemma4.model:load_gemma4",
-    "llama": "hydraspec.models.dense.model:load_dense",
-    "mimo": "hydraspec.models.dense.model:load_dense",
-    "ministral": "hydraspec.models.dense.model:load_dense",
-    "mistral": "hydraspec.models.dense.model:load_dense",
-    "mistral3": "hydraspec.models.dense.model:load_dense",  # a multimodal wrapper around mistral
-    "qwen2": "hydraspec.models.dense.model:load_dense",
-    "qwen3": "hydraspec.models.dense.model:load_dense",
+    "deepseek_v3": "hydraspec.models.deepseek.model:DeepseekTarget.load",
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "llama": _DENSE,
+    "mimo": _DENSE,
+    "ministral": _DENSE,
+    "mistral": _DENSE,
+    "mistral3": _DENSE,  # a multimodal wrapper around mistral
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
 }
 
 

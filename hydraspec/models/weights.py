@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
-from hydraspec.models.parts import Part, Weight, held
+from hydraspec.models.moe import one_by_one
+from hydraspec.models.parts import Part, Tensors, Weight, Weights, held
 
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 EMPTY = "empty"  # for a model that only lends names and shapes, on torch's meta device
 
 
-def fill(
-    tensors: Mapping[str, Weight],
-    checkpoint: Checkpoint,
-    *,
-    weights: str,
-    seed: int,
-    canonical: Callable[[str], str | None],
-    ignored: Callable[[str], bool],
-) -> None:
-    """Fill every tensor (name -> view of the checkpoint's shape, or a rank's part of it). weights
-    is "checkpoint" or "random".
-    """
+def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
+    """Fill every tensor of an empty model. weights is "checkpoint" or "random"."""
     if weights == "random":
-        randomise(tensors, seed)
+        randomise(model.tensors(), seed)
     elif weights == "checkpoint":
-        load_tensors(checkpoint, tensors, canonical, ignored)
+        load_tensors(
+            checkpoint, _named_as_in(checkpoint, model), model.canonical_name, model.ignores
+        )
     else:
         raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
+
+
+def _named_as_in(checkpoint: Checkpoint, model: Weights) -> Tensors:
+    """The model's weights, with a name for each expert where the files have one."""
+    tensors = model.tensors()
+    is_packed = any(name.endswith("experts.down_proj") for name in tensors)
+    if is_packed and any(_SINGLE_EXPERT.search(name) for name in checkpoint.entries()):
+        return one_by_one(tensors)
+    return tensors
 
 
 def randomise(tensors: Mapping[str, Weight], seed: int) -> None:
@@ -84,10 +88,3 @@ def _draw(name: str, tensor: Tensor, seed: int) -> None:
         tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
     else:
         tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
-
-
-def memory_bytes(tensors: Mapping[str, Weight]) -> int:
-    """Bytes of the tensors' storages on this rank, each counted once."""
-    storages = (held(weight).untyped_storage() for weight in tensors.values())
-    present = (storage for storage in storages if storage.device.type != "meta")
-    return sum({storage.data_ptr(): storage.nbytes() for storage in present}.values())

@@ -132,7 +132,8 @@ def test_a_step_reads_nothing_from_the_device(
         synthetic_acceptance_length=2.5 if verification is Verification.synthetic else None,
         draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
     )
-    shapes = four_fake_steps(settings, torch.float32, temperature)
+    dtype = torch.bfloat16 if temperature else torch.float32
+    shapes = four_fake_steps(settings, dtype, temperature)
     assert shapes[0] == [(12, 0)]  # a chunk that does not sample
     assert shapes[1] == [(3, 0), (3, 0)]
     assert shapes[2] == [(4, 3), (4, 3)]

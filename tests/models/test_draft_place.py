@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from gemma4_oracle import load
 from thread_ranks import as_ranks
 
-from hydraspec.models import draft_place, load_target
+from hydraspec.models import draft_place
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.dense.config import read_dense_config
@@ -40,15 +41,7 @@ HEADS = {
 
 def load_head(name: str, weights: str, group: Any) -> tuple[TargetModel, Any]:
     target_name, drafter = HEADS[name]
-    target = load_target(
-        f"zoo:{target_name}",
-        weights=weights,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=3,
-        max_model_len=None,
-        group=group,
-    )
+    target = load(f"zoo:{target_name}", weights=weights, seed=3, group=group)
     given: dict[str, Any] = {"weights": weights, "target": target, "seed": 3}
     checkpoint, kind = f"zoo:{drafter}", name.split()[0]
     if kind == "mtp":
@@ -103,10 +96,10 @@ def dense_layers_are_divided(shape: str, size: int) -> bool:
     raw = json.loads((folder / "config.json").read_text())
     config = read_dense_config(raw["transformer_layer_config"], shape)
 
-    def tensors(place: Place) -> Any:
-        return DenseLayer(config, config.kinds[0], place).tensors()
+    def layers(place: Place) -> Any:
+        return [DenseLayer(config, 0, place)]
 
-    return layers_place(fake_target(size), config.divided, 1, tensors).group.size == size
+    return layers_place(fake_target(size), config.divided, layers).group.size == size
 
 
 def test_the_rule_over_published_shapes() -> None:
@@ -135,4 +128,4 @@ def test_layers_that_ranks_cannot_divide_are_held_whole() -> None:
     raw = json.loads((resolve_folder("zoo:tiny_gemma4-eagle3") / "config.json").read_text())
     config = read_dense_config(raw["transformer_layer_config"], "here")
     assert config.divided.obstacle(3) is not None
-    assert layers_place(target, config.divided, 1, lambda _: {}).group.size == 1
+    assert layers_place(target, config.divided, lambda _: []).group.size == 1

@@ -60,7 +60,7 @@ def test_the_table_that_drafters_share_is_not_scaled(tied: bool, tmp_path: Path)
     """Gemma's scale is the target's own affair: EAGLE heads learn on the plain embedding."""
     model = make_target(text_config(tie_word_embeddings=tied), 1)
     model.save_pretrained(tmp_path)
-    assert load(tmp_path).table.equal(model.model.embed_tokens.weight)
+    assert load(tmp_path).table.weight.equal(model.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("place", [None, 0, VOCAB - 1])
@@ -75,7 +75,7 @@ def test_an_embedding_is_compared_in_pieces(
     plain = draw_eagle3(rng, target)
     while plain.layer["hidden_size"] != SIZE:
         plain = draw_eagle3(rng, target)
-    table = target.table.clone()
+    table = target.table.weight.clone()
     if place is not None:
         table[place, -1] += 1
     plain.weights["embed_tokens.weight"] = table

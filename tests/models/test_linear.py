@@ -60,7 +60,7 @@ def test_a_slab_computes_its_projections_side_by_side(bias: bool) -> None:
     made = fill(qkv(place(), bias=bias), whole)
     expected = torch.cat(plain(X, whole), -1)
     assert torch.allclose(made.forward(X), expected)
-    assert torch.allclose(made.columns_from(X, 12), expected[:, 12:])
+    assert torch.allclose(made.by_library(X, 12), expected[:, 12:])
     sums = made.partial_sums(X)
     assert torch.allclose(sums.sum(0) if sums.dim() == 3 else sums, expected)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hydraspec.models.checkpoint import mistral_names, reader
 from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
-from hydraspec.models.parts import Part, Share, Tensors, held
+from hydraspec.models.parts import Part, Share, Tensors, divided, held, memory_bytes
 from hydraspec.models.place import Place
-from hydraspec.models.weights import memory_bytes, randomise
+from hydraspec.models.weights import randomise
 from hydraspec.parallel.group import SoloGroup
 
 
@@ -39,12 +39,12 @@ def weights(place: Place) -> Tensors:
     down = place.matrix(inner.count, 5)
     scores = place.matrix(2, inner.count, 5)
     return {
-        "q": place.part(qkv[:, : heads.count].t(), 0, heads),
+        "q": divided(qkv[:, : heads.count].t(), 0, heads),
         "whole": qkv[:, heads.count :].t(),
-        "experts.gate_up": place.part(stack.transpose(1, 2), 1, inner, repeats=2),
-        "experts.down": place.part(scores.transpose(1, 2), 2, inner),
-        "down": place.part(down.t(), 1, inner),
-        "q.bias": place.part(place.empty(heads.count), 0, heads),
+        "experts.gate_up": divided(stack.transpose(1, 2), 1, inner, repeats=2),
+        "experts.down": divided(scores.transpose(1, 2), 2, inner),
+        "down": divided(down.t(), 1, inner),
+        "q.bias": divided(place.empty(heads.count), 0, heads),
         "norm": place.empty(5),
     }
 

@@ -16,26 +16,21 @@ import torch
 from deepseek_oracle import deepseek_config, random_deepseek_config
 from dense_oracle import random_config, small
 from gemma4_oracle import PagedRun, random_text_config
+from gemma4_oracle import load as load_checkpoint
 from safetensors.torch import save_file
 from thread_ranks import as_ranks
 from tiny_targets import gemma4_config, write_folder
 from torch import Tensor
 
 from hydraspec.errors import ConfigurationError
-from hydraspec.models import load_target
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.reader import open_checkpoint
-from hydraspec.models.deepseek.config import read_deepseek_config
-from hydraspec.models.deepseek.layer import unpack_experts
-from hydraspec.models.deepseek.model import DeepseekTarget
-from hydraspec.models.dense.config import read_dense_config
-from hydraspec.models.dense.model import DenseTarget
-from hydraspec.models.gemma4.config import read_gemma4_config
-from hydraspec.models.gemma4.model import Gemma4Target
+from hydraspec.models.decoder import Decoder
 from hydraspec.models.kv_groups import FULL, SLIDING
+from hydraspec.models.moe import one_by_one
 from hydraspec.models.parts import Part, held
-from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, Stage
+from hydraspec.models.weights import EMPTY
 from hydraspec.parallel.group import SOLO, SoloGroup, TensorGroup
 from hydraspec.parallel.layout import Layout
 from hydraspec.types import IntermediateTensors
@@ -102,16 +97,7 @@ EACH = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
 def load(folder: Path, weights: str, group: TensorGroup = SOLO, stage: Stage = WHOLE) -> Any:
-    return load_target(
-        str(folder),
-        weights=weights,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=3,
-        max_model_len=None,
-        group=group,
-        stage=stage,
-    )
+    return load_checkpoint(folder, torch.float64, weights=weights, seed=3, group=group, stage=stage)
 
 
 def steps(vocab_size: int) -> list[dict[int, list[int]]]:
@@ -197,14 +183,13 @@ def stirred(folder: Path, config: dict[str, Any], *, packed: bool = True) -> Any
     suppressed = {"suppress_tokens": [3, vocab // 2, vocab - 1]}
     (folder / "generation_config.json").write_text(json.dumps(suppressed))
     target = load(folder, "random")
-    if not packed and config["model_type"] == "deepseek_v3":
-        unpack_experts(target.layers)
     generator = torch.Generator().manual_seed(5)
-    for name, weight in sorted(target.tensors().items()):
+    named = target.tensors() if packed else one_by_one(target.tensors())
+    for name, weight in sorted(named.items()):
         if held(weight).dim() < 2:
             change = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
             held(weight).copy_(change - 0.5 if name.endswith("bias") else change + 0.5)
-    tensors = {k: held(v).to(torch.float64).contiguous() for k, v in target.tensors().items()}
+    tensors = {k: held(v).to(torch.float64).contiguous() for k, v in named.items()}
     save_file(tensors, folder / "model.safetensors")
     return load(folder, "checkpoint")
 
@@ -269,10 +254,11 @@ def test_ranks_compute_random_shapes(family: str, seed: int, tmp_path: Path) -> 
             assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
 
 
-def test_experts_may_be_stored_one_by_one(tmp_path: Path) -> None:
-    """As released: each rank reads its columns of every expert's matrices."""
-    whole = stirred(tmp_path, CASES["deepseek"].config, packed=False)
-    assert any(".experts.0.gate_proj" in name for name in whole.tensors())
+@pytest.mark.parametrize("name", ["deepseek", "gemma4 moe"])
+def test_experts_may_be_stored_one_by_one(name: str, tmp_path: Path) -> None:
+    """Each rank reads its columns of every expert's matrices."""
+    whole = stirred(tmp_path, CASES[name].config, packed=False)
+    assert any(".experts.0.gate_proj" in name for name in open_checkpoint(str(tmp_path)).entries())
     assert_ranks_compute_the_same(tmp_path, "checkpoint", 2, whole)
 
 
@@ -332,11 +318,6 @@ class Rank(SoloGroup):
     size: int
 
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "gemma4": (Gemma4Target, read_gemma4_config),
-    "deepseek_v3": (DeepseekTarget, read_deepseek_config),
-    "qwen3": (DenseTarget, read_dense_config),
-}
 NORMS = r"(.*norm(_[12])?|layer_scalar|.*layernorm(_[12])?)(\.weight)?"
 REPLICATED = {
     # Beside norms and scalars: routers, per-layer inputs but their table, and KV heads where there
@@ -352,10 +333,12 @@ REPLICATED = {
 
 def bytes_of_weights(name: str, group: TensorGroup) -> dict[str, int]:
     """Of a published shape, in bfloat16, without memory."""
-    config = open_checkpoint(f"shape:{name}").config
-    target, read = FAMILIES[config["model_type"].removesuffix("_text")]
-    place = Place(torch.bfloat16, torch.device("meta"), group)
-    return {k: held(v).nbytes for k, v in target(read(config, name), place).tensors().items()}
+    where = torch.device("meta")
+    target = load_checkpoint(
+        f"shape:{name}", torch.bfloat16, weights=EMPTY, device=where, group=group
+    )
+    assert isinstance(target, Decoder)
+    return {name: held(weight).nbytes for name, weight in target.tensors().items()}
 
 
 @pytest.mark.parametrize("name", REPLICATED)

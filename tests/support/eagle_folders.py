@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hydraspec.models.checkpoint.mistral_names import consolidated_name, interleaved
+from hydraspec.models.linear import Table
+from hydraspec.models.place import Place
 from hydraspec.parallel.vocabulary import Vocabulary
 
 SIZE, VOCAB, ROWS = 16, 40, 33  # of a small head; ROWS in a vocabulary of its own
@@ -42,7 +44,10 @@ class FakeTarget:
         self.dtype, self.device = torch.float64, torch.device("cpu")
         self.eos_token_ids: tuple[int, ...] = ()
         self.suppress_token_ids: tuple[int, ...] = ()
-        self.table, self.head = (matrix(rng, vocab_size, hidden_size) for _ in range(2))
+        place = Place(self.dtype, self.device)
+        self.table, self.head = (Table(place, self.vocabulary, hidden_size) for _ in range(2))
+        for table in (self.table, self.head):
+            table.weight.copy_(matrix(rng, vocab_size, hidden_size))
 
 
 def matrix(rng: np.random.Generator, *shape: int) -> Tensor:
@@ -178,7 +183,24 @@ def draw_eagle1(rng: np.random.Generator, target: Any, *, is_mistral: bool) -> P
     )
     head.layer.pop("layer_types", None)
     head.weights = draw_weights(rng, head, target, rows=target.vocab_size)
-    head.weights |= {"embed_tokens.weight": target.table, "lm_head.weight": target.head}
+    head.weights |= {
+        "embed_tokens.weight": target.table.weight,
+        "lm_head.weight": target.head.weight,
+    }
+    return head
+
+
+def make_target(**changes: Any) -> FakeTarget:
+    """A target of the sizes that heads of `make_head` read."""
+    sizes = {"hidden_size": SIZE, "vocab_size": VOCAB} | changes
+    return FakeTarget(np.random.default_rng(1), **sizes)
+
+
+def make_head(method: str = "eagle3", **flags: bool) -> PlainEagle:
+    """A head of one plain layer with a narrow vocabulary."""
+    mask = 3 if method == "peagle" else None
+    head = PlainEagle(method, LAYER, {}, flags, (1, 2, 4), torch.arange(ROWS) + 5, mask)
+    head.weights = draw_weights(np.random.default_rng(2), head, make_target(), rows=ROWS)
     return head
 
 

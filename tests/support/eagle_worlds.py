@@ -194,7 +194,7 @@ def make_world(folder: Path, name: str, num_prompts: int) -> EagleWorld:
     plain.weights = draw_weights(rng, plain, target, rows=rows)
     world = EagleWorld(folder=str(folder / "target"), target=target, plain=plain)
     if method == "eagle":
-        plain.weights["embed_tokens.weight"] = target.table
+        plain.weights["embed_tokens.weight"] = target.table.weight
     texts, first = [], {}
     lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
     for length in rng.permutation(lengths)[:num_prompts]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
+from hydraspec.models.moe import one_by_one
 from hydraspec.models.parts import held
 from hydraspec.models.registry import TARGETS, load_target
 from hydraspec.models.weights import EMPTY, drawn_whole
@@ -57,21 +58,9 @@ def random_weights(
     tensors = {name: held(weight) for name, weight in shapes.tensors().items()}
     for name, tensor in drawn_whole(tensors, seed, device):
         prefix = "" if name.startswith("lm_head.") else "model."
-        yield from _single_experts(prefix + name, tensor)
-
-
-def _single_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A layer's experts [E, 2 I, D] or [E, D, I] one by one, if vLLM reads them so."""
-    before, packed, projection = name.partition(_PACKED)
-    if not packed or tensor.dim() != 3:
-        yield name, tensor
-        return
-    for i, expert in enumerate(tensor):
-        parts = {projection: expert}
-        if projection == "gate_up_proj":
-            parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
-        for part, weight in parts.items():
-            yield f"{before}{packed}{i}.{part}.weight", weight
+        found = {prefix + name: tensor}
+        for single, weight in (one_by_one(found) if _PACKED in name else found).items():
+            yield single, held(weight)
 
 
 @torch.no_grad()

@@ -270,7 +270,7 @@ def tables(subject: Subject) -> Iterator[Variant]:
     own = getattr(head, "own", {})
     if target.vocabulary.group.size > 1:
         return
-    if "embed_tokens.weight" in own and head.embedding.shape == target.table.shape:
+    if "embed_tokens.weight" in own and head.embedding.width == target.table.width:
         yield Variant(
             cause="embedding_table",
             says="it has an embedding of its own",
@@ -278,9 +278,9 @@ def tables(subject: Subject) -> Iterator[Variant]:
             remedy="remove embed_tokens.weight from the drafter's files: the target's is used then",
             trial=edited_trial(subject.trial, edited(head, embedding=target.table)),
         )
-    if "lm_head.weight" in own and head.head.shape[1] == target.head.shape[1]:
+    if "lm_head.weight" in own and head.head.width == target.head.width:
         ids = head.vocab_map
-        theirs = target.head if ids is None else target.head.index_select(0, ids)
+        theirs = target.head if ids is None else target.head.of_tokens(ids)
         yield Variant(
             cause="output_head",
             says="it has an lm_head of its own",

@@ -196,7 +196,7 @@ def embedding_scale(subject: Subject) -> Iterator[Variant]:
     difference.
     """
     head = subject.trial.head
-    place = "target" if subject.trial.kind == "target_cache" else "target_vocabulary"
+    place = "target" if subject.trial.kind == "target_cache" else "embedding"
     is_normed = getattr(head, "first", None) is not None or hasattr(head, "blocks")
     if is_normed:
         return

@@ -8,7 +8,7 @@ from typing import Any
 from hydraspec.models.checkpoint.names import name_in_model
 from hydraspec.models.detect import open_draft
 from hydraspec.models.draft_spec import DraftSpec
-from hydraspec.models.eagle.loading import canonical_name
+from hydraspec.models.eagle.head import canonical_name
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 
 MAPS = ("d2t", "t2d")  # read on their own: which token a draft id means

@@ -25,10 +25,9 @@ from hydraspec.models.parts import Part, Weight, held
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_LISTED = 10  # names a message lists before it only counts
-
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+MAX_LISTED = 10  # names a message lists before it only counts
 
 
 @dataclass(slots=True, frozen=True)
@@ -125,8 +124,10 @@ def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
     )
 
 
-def open_checkpoint(checkpoint: str) -> Checkpoint:
-    """Resolve and read the json files. Tensors stay unread. Raises CheckpointError."""
+def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
+    """Resolve and read the json files. Tensors stay unread. Raises CheckpointError, also for
+    quantisation settings unless `is_draft`.
+    """
     folder = resolve_folder(checkpoint)
     if (folder / "config.json").is_file():
         config = _read_config(folder / "config.json")
@@ -137,7 +138,7 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
             f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
             "save_pretrained or a Hugging Face download wrote (or Mistral's, with params.json)"
         )
-    for part in (config, config.get("text_config") or {}):
+    for part in () if is_draft else (config, config.get("text_config") or {}):
         if isinstance(part, dict) and part.get("quantization_config"):
             kind = part["quantization_config"]
             method = kind.get("quant_method") if isinstance(kind, dict) else kind

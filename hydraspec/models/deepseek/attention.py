@@ -7,69 +7,83 @@ half after the attention ("absorption"), which is the same sum in another order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
-from hydraspec_kernels.attention import GroupShape, paged_attention
-from hydraspec_kernels.rope import Frequencies, apply_rope, rope_table
+from hydraspec_kernels.attention import paged_attention
+from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
 
 from hydraspec.models.deepseek.config import DeepseekConfig
-from hydraspec.models.kv_groups import GroupPass, RopeTable
+from hydraspec.models.kv_groups import GroupPass
 from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Share, Tensors
+from hydraspec.models.parts import Share, Tensors, Weights
 from hydraspec.models.place import Place
 
 # The norms inside the attention have their own eps in transformers, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6
 
 
-def latent_group(config: DeepseekConfig, block_size: int, place: Place) -> GroupShape:
-    """The attention of a KV group of such layers, with this rank's heads. Every rank caches whole
-    rows.
+class HeadLatents(Linear):
+    """kv_b_proj of this rank's heads: latents [T, R] -> keys [T, Hq, n] and values [T, Hq, v].
+
+    Absorbed, it never expands the cache: its key half takes queries to the latents, its value half
+    what was attended from there.
     """
-    return GroupShape(
-        num_heads=place.share(config.num_heads).count,
-        num_kv_heads=1,
-        head_dim=config.row_size,
-        block_size=block_size,
-        window=None,
-        scale=config.score_scale,
-        latent_dim=config.kv_rank,
-    )
+
+    def __init__(self, config: DeepseekConfig, heads: Share, place: Place) -> None:
+        n, v = config.nope_dim, config.value_dim
+        outputs = {"kv_b_proj": heads.times(n + v)}
+        super().__init__(place, config.kv_rank, outputs, as_stored=True)
+        by_head = self.weight.t().unflatten(0, (heads.count, n + v))
+        self.keys = by_head[:, :n]  # [Hq, n, R]
+        self.values = by_head[:, n:].transpose(1, 2)  # [Hq, R, v]
+
+    def absorb_keys(self, queries: Tensor) -> Tensor:
+        """queries [T, Hq, n] -> [T, Hq, R]: their products with latents are scores."""
+        return torch.bmm(queries.transpose(0, 1), self.keys).transpose(0, 1)
+
+    def expand_values(self, latents: Tensor) -> Tensor:
+        """Attended latents [T, Hq, R] -> values [T, Hq * v]."""
+        return torch.bmm(latents.transpose(0, 1), self.values).transpose(0, 1).flatten(1)
 
 
-def latent_rope_table(
-    config: DeepseekConfig, theta: Frequencies, positions: Tensor, dtype: torch.dtype
-) -> RopeTable:
-    """Cosines and sines with YaRN's gain, rounded once."""
-    cos, sin = rope_table(positions, theta, theta.cos.dtype)
-    if config.rope.gain != 1.0:
-        cos, sin = cos.mul_(config.rope.gain), sin.mul_(config.rope.gain)
-    return cos.to(dtype), sin.to(dtype)
-
-
-def half_split(matrix: Tensor) -> None:
-    """Reorder the last dimension [..., r] in place: even entries first, then odd ones.
+def half_split(rows: Tensor, num_heads: int, kept: int) -> Tensor:
+    """Rows [heads * H, ...], of each head those from `kept` on taken from interleaved to half-split
+    RoPE order: even ones first, then odd ones.
 
     Rotating i with i + r/2 then is what rotating neighbours was. Scores do not see the order, as
     long as queries and keys share it.
     """
-    matrix.copy_(torch.cat((matrix[..., 0::2], matrix[..., 1::2]), -1))
+    heads = rows.unflatten(0, (num_heads, -1))
+    turned = heads[:, kept:]
+    return torch.cat((heads[:, :kept], turned[:, 0::2], turned[:, 1::2]), 1).flatten(0, 1)
 
 
-class LatentAttention:
+class LatentAttention(Weights):
     """Letters: R kv_rank, r rope_dim, n nope_dim, v value_dim, Hq heads.
 
     `down` yields the query latent (or the queries) and, after it, the cached latent and key. Ranks
     divide the heads; Hq are this rank's.
     """
 
+    names: Mapping[str, str] = {
+        "down": "",
+        "q_norm": "q_a_layernorm.",
+        "q_up": "",
+        "kv_norm": "kv_a_layernorm.",
+        "kv_up": "",
+        "out": "",
+    }
+
     def __init__(self, config: DeepseekConfig, place: Place) -> None:
         self.config, self.place, size = config, place, config.hidden_size
         self.heads = place.share(config.num_heads)
         self.num_heads = heads = self.heads.count
-        self.query_width = heads * config.query_dim
-        self.q_width = config.q_rank or self.query_width  # columns of `down` before the cached ones
+        # Columns of `down` before the cached ones.
+        self.q_width = config.q_rank or heads * config.query_dim
         queries, biased = self.heads.times(config.query_dim), config.attention_bias
         entry: dict[str, int | Share] = {"q_proj": queries}
         if config.q_rank is not None:
@@ -84,33 +98,27 @@ class LatentAttention:
         elif self.down.bias is not None:
             self.down.bias.zero_()  # q_proj has none
         self.kv_norm = Norm(config.kv_rank, LATENT_EPS, place)
-        self.kv_up = place.empty(heads, config.nope_dim + config.value_dim, config.kv_rank)
-        self.key_up = self.kv_up[:, : config.nope_dim]  # [Hq, n, R]
-        self.value_up = self.kv_up[:, config.nope_dim :].transpose(1, 2)  # [Hq, R, v]
+        self.kv_up = HeadLatents(config, self.heads, place)
         values = self.heads.times(config.value_dim)
         self.out = Linear(place, values, {"o_proj": size}, bias=biased)
 
     def tensors(self) -> Tensors:
-        config = self.config
-        expanded = self.heads.times(config.nope_dim + config.value_dim)
-        up = self.place.part(self.kv_up.view(-1, config.kv_rank), 0, expanded)
-        found: Tensors = {"kv_b_proj.weight": up, "kv_a_layernorm.weight": self.kv_norm.weight}
-        found |= self.down.tensors() | self.out.tensors()
+        """Weights by their names below `self_attn.`."""
+        found = super().tensors()
         found.pop("q_proj.bias", None)  # no file has one
-        if self.q_norm is not None and self.q_up is not None:
-            found |= {"q_a_layernorm.weight": self.q_norm.weight, **self.q_up.tensors()}
         return found
 
     def finish(self) -> None:
         """Split rotary pairs into halves; call once after the weights are filled."""
-        config = self.config
-        if config.rope_interleaved:
-            queries = self.down.weight[:, : self.q_width] if self.q_up is None else self.q_up.weight
-            heads = queries.unflatten(1, (self.num_heads, config.query_dim))
-            half_split(heads[..., config.nope_dim :])
-            half_split(self.down.weight[:, self.q_width + config.kv_rank :])
-            if self.down.bias is not None:
-                half_split(self.down.bias[self.q_width + config.kv_rank :])
+        if not self.config.rope_interleaved:
+            return
+        queries = partial(half_split, num_heads=self.num_heads, kept=self.config.nope_dim)
+        keys = partial(half_split, num_heads=1, kept=self.config.kv_rank)
+        self.down = self.down.reordered("kv_a_proj_with_mqa", keys)
+        if self.q_up is None:
+            self.down = self.down.reordered("q_proj", queries)
+        else:
+            self.q_up = self.q_up.reordered("q_b_proj", queries)
 
     def partial_sums(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
         """x [T, D] normed -> [T, D], or partial sums of it [S, T, D].
@@ -129,14 +137,13 @@ class LatentAttention:
             q = self.q_up.forward(self.q_norm.forward(q))
         q = q.unflatten(1, (self.num_heads, self.config.query_dim))
         rotated = apply_rope(q[..., n:], shared.cos, shared.sin)
-        absorbed = torch.bmm(q[..., :n].transpose(0, 1), self.key_up).transpose(0, 1)
-        query = torch.cat((absorbed, rotated), -1)
+        query = torch.cat((self.kv_up.absorb_keys(q[..., :n]), rotated), -1)
         latent = paged_attention(query, cache, shared.plan).view(-1, self.num_heads, rank)
-        return torch.bmm(latent.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
+        return self.kv_up.expand_values(latent)
 
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """x [T, D] normed: this layer's rows into cache, and nothing else."""
-        self._cache_rows(self.down.columns_from(x, self.q_width), shared, cache)
+        self._cache_rows(self.down.by_library(x, self.q_width), shared, cache)
 
     def _cache_rows(self, kv: Tensor, shared: GroupPass, cache: Tensor) -> None:
         """kv [T, R + r], raw -> cached rows: the normed latent, then the rotated key."""

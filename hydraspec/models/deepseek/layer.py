@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
+from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.moe import route_grouped
+from hydraspec_kernels.rope import Frequencies, rope_table
 from torch import Tensor
 
 from hydraspec.models.deepseek.attention import LatentAttention
 from hydraspec.models.deepseek.config import DeepseekConfig, ExpertsShape
-from hydraspec.models.dense.layer import DenseLayer
-from hydraspec.models.kv_groups import FULL, GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, add_and_norm, prefixed
+from hydraspec.models.kv_groups import FULL, RopeTable
+from hydraspec.models.layers import GatedMLP, PreNormLayer
 from hydraspec.models.linear import Linear
 from hydraspec.models.moe import RoutedExperts
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
 
 
-class Experts:
+class Experts(Weights):
     """Routed experts in groups, beside shared ones that see every token. Ranks divide the inner
     width of every expert: what each returns adds up to the block's output.
     """
+
+    names: Mapping[str, str] = {
+        "router": "",
+        "bias": "gate.e_score_correction_bias",
+        "routed": "experts.",
+        "shared": "shared_experts.",
+    }
 
     def __init__(self, size: int, shape: ExpertsShape, place: Place) -> None:
         count, inner = shape.num_experts, shape.intermediate_size
         # Scores are taken in float32 or wider: near ties must not be decided by rounding.
         self.wide = place.wide
         self.shape = shape
-        self.router = Linear(replace(place, dtype=self.wide), size, {"gate": count})
+        self.router = Linear(place, size, {"gate": count}, dtype=self.wide)
         self.bias = place.empty(count, dtype=self.wide)
         self.routed = RoutedExperts(count, size, inner, place, activation="silu")
         self.shared = GatedMLP(size, inner * shape.num_shared, place, activation="silu")
-
-    def tensors(self) -> Tensors:
-        found: Tensors = {"gate.e_score_correction_bias": self.bias, **self.router.tensors()}
-        found |= prefixed("shared_experts.", self.shared.tensors())
-        return found | prefixed("experts.", self.routed.tensors())
 
     def partial_sums(self, x: Tensor) -> Tensor:
         """x [T, D] normed -> [T, D]."""
@@ -47,7 +49,7 @@ class Experts:
     def _mixed(self, x: Tensor) -> Tensor:
         """The routed experts' weighted sum, [T, D]."""
         shape = self.shape
-        logits = torch.mm(x.to(self.wide), self.router.weight)
+        logits = self.router.by_library(x.to(self.wide))
         weights, experts = route_grouped(
             logits, self.bias, shape.top_k, shape.num_groups, shape.kept_groups
         )
@@ -56,50 +58,51 @@ class Experts:
         return self.routed.forward(x, weights * shape.scale, experts)
 
 
-class DeepseekLayer:
-    """h -> h + attention(norm(h)) -> h + mlp(norm(h))."""
-
-    kind = FULL
+class DeepseekLayer(PreNormLayer):
+    """Latent attention, and a gated MLP or experts."""
 
     def __init__(self, config: DeepseekConfig, index: int, place: Place) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.group = place.group
-        self.attention = LatentAttention(config, place)
-        self.input_norm = Norm(size, eps, place)
-        self.post_attention_norm = Norm(size, eps, place)
-        self.mlp: GatedMLP | Experts
+        size = config.hidden_size
         if index < config.num_dense_layers or config.experts is None:
-            self.mlp = GatedMLP(size, config.intermediate_size, place, activation="silu")
+            mlp: GatedMLP | Experts = GatedMLP(
+                size, config.intermediate_size, place, activation="silu"
+            )
         else:
-            self.mlp = Experts(size, config.experts, place)
-
-    def tensors(self) -> Tensors:
-        found: Tensors = {
-            "input_layernorm.weight": self.input_norm.weight,
-            "post_attention_layernorm.weight": self.post_attention_norm.weight,
-        }
-        found |= prefixed("self_attn.", self.attention.tensors())
-        return found | prefixed("mlp.", self.mlp.tensors())
+            mlp = Experts(size, config.experts, place)
+        super().__init__(
+            FULL,
+            LatentAttention(config, place),
+            mlp,
+            size=size,
+            eps=config.rms_norm_eps,
+            place=place,
+        )
 
     def finish(self) -> None:
         """Call once after the weights are filled."""
         self.attention.finish()
 
-    def forward(
-        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        """The stream h [T, D] (changed in place) and y = input_norm(h) -> the stream after the
-        layer, and its norm by `next_norm`.
+    @staticmethod
+    def group_shape(config: DeepseekConfig, kind: str, block_size: int, place: Place) -> GroupShape:
+        """The attention of all layers, over rows [1, kv_rank + rope_dim] of the cache, with this
+        rank's heads. Every rank caches whole rows.
         """
-        attended = self.attention.partial_sums(y, shared, cache)
-        norm, group = self.post_attention_norm, self.group
-        h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
-        m = self.mlp.partial_sums(y)
-        return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)
+        return GroupShape(
+            num_heads=place.share(config.num_heads).count,
+            num_kv_heads=1,
+            head_dim=config.row_size,
+            block_size=block_size,
+            window=None,
+            scale=config.score_scale,
+            latent_dim=config.kv_rank,
+        )
 
-
-def unpack_experts(layers: Sequence[DeepseekLayer | DenseLayer]) -> None:
-    """Make `tensors` name every expert by itself, as released files do; MTP layers may be dense."""
-    for layer in layers:
-        if isinstance(layer.mlp, Experts):
-            layer.mlp.routed.packed = False
+    @staticmethod
+    def rope_tables(
+        config: DeepseekConfig, theta: Frequencies, positions: Tensor, dtype: torch.dtype
+    ) -> dict[str, RopeTable]:
+        """Cosines and sines with YaRN's gain, rounded once."""
+        cos, sin = rope_table(positions, theta, theta.cos.dtype)
+        if config.rope.gain != 1.0:
+            cos, sin = cos.mul_(config.rope.gain), sin.mul_(config.rope.gain)
+        return {FULL: (cos.to(dtype), sin.to(dtype))}

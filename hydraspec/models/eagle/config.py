@@ -23,6 +23,7 @@ from hydraspec.models.detect import (
 )
 from hydraspec.models.kv_groups import SLIDING
 
+PARTS = ("eagle_config", "dflash_config")  # objects whose keys are read by their paths
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published with both ways of counting layers
 COMPUTED = {  # the only supported value of each key
@@ -79,33 +80,30 @@ def read_eagle(opened: Checkpoint, method: str) -> EagleConfig:
 
 
 def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfig:
-    raw, where, form = opened.config, str(opened.folder), found.format
-    nested = part_of(raw, "eagle_config", where)
-    layers = _layers(raw if form != SPECULATORS else _nested(raw, where))
-    _refuse_uncomputed(raw, nested, layers, where)
-
-    def flag(key: str, default: bool = False) -> bool:
-        value = _flag(key, raw, nested, where)
-        return default if value is None else value
-
-    ids, notes = _aux_layer_ids(raw, nested, where)
-    norms_residual = _flag("norm_before_residual", raw, nested, where)
+    raw, where = opened.config, str(opened.folder)
+    nested = {name: part_of(raw, name, where) for name in PARTS}
+    paths = {f"{name}.{key}": part[key] for name, part in nested.items() for key in part}
+    keys = ConfigReader(raw | paths, where)
+    layers = _layers(raw if found.format != SPECULATORS else _nested(keys))
+    _refuse_uncomputed(keys, layers)
+    ids, notes = _aux_layer_ids(keys)
+    norms_residual = _flag(keys, "norm_before_residual")
     if norms_residual is None:
-        norms_residual, note = _silent_norm(form, method, raw, where)
+        norms_residual, note = _silent_norm(found.format, method, raw, where)
         notes += (note,)
     config = EagleConfig(
         method=method,
-        format=form,
+        format=found.format,
         layers=layers,
         aux_layer_ids=ids,
-        num_aux=_stated_count(raw, nested, where),
-        use_aux=flag("use_aux_hidden_state", True),
-        norm_before_fc=flag("norm_before_fc"),
-        fc_norm=flag("fc_norm"),
+        num_aux=_count(keys, *_everywhere("num_aux_hidden_states", "num_aux_layers")),
+        use_aux=_flag(keys, "use_aux_hidden_state") is not False,
+        norm_before_fc=bool(_flag(keys, "norm_before_fc")),
+        fc_norm=bool(_flag(keys, "fc_norm")),
         norm_before_residual=norms_residual,
-        norm_output=flag("norm_output"),
-        target_hidden_size=_count(raw, "target_hidden_size", where),
-        draft_vocab_size=_count(raw, "draft_vocab_size", where),
+        norm_output=bool(_flag(keys, "norm_output")),
+        target_hidden_size=_count(keys, "target_hidden_size"),
+        draft_vocab_size=_count(keys, "draft_vocab_size"),
         notes=notes,
     )
     if config.norm_before_fc and config.fc_norm:
@@ -113,23 +111,27 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
             f"config.json of {where!r}: norm_before_fc and fc_norm are both true; expected at most "
             "one, since each norms what enters fc: mend the config"
         )
-    return config if method == "eagle3" else _with_mask(config, raw, where)
+    return config if method == "eagle3" else _with_mask(config, keys)
 
 
-def _flag(key: str, raw: dict[str, Any], nested: dict[str, Any], where: str) -> bool | None:
+def _everywhere(*names: str) -> list[str]:
+    """Keys at the top level and, each after it, under eagle_config."""
+    return [path for name in names for path in (name, f"eagle_config.{name}")]
+
+
+def _flag(keys: ConfigReader, key: str) -> bool | None:
     """A flag, top level or under eagle_config; None where it is absent or null in both."""
-    top, under = raw.get(key), nested.get(key)
-    if top is not None and under is not None and top != under:
+    found = {name: keys.get(name) for name in _everywhere(key) if keys.get(name) is not None}
+    if len(set(map(str, found.values()))) > 1:
+        both = ", ".join(f"{name} is {value!r}" for name, value in found.items())
         raise CheckpointError(
-            f"config.json of {where!r} contradicts itself: {key} is {top!r}, eagle_config.{key} is "
-            f"{under!r}; expected the same in both: mend the config"
+            f"config.json of {keys.where!r} contradicts itself: {both}; expected the same in both: "
+            "mend the config"
         )
-    value = under if top is None else top
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(
-            f"config.json of {where!r}: {key} is {value!r}; expected true or false: mend the config"
-        )
-    return value
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise keys.fail(name, "true or false: mend the config")
+    return next(iter(found.values()), None)
 
 
 def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tuple[bool, str]:
@@ -151,51 +153,44 @@ def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tup
     return value, f"drafter {where!r} does not say norm_before_residual; taken as {taken}, {why}"
 
 
-def _refuse_uncomputed(
-    raw: dict[str, Any], nested: dict[str, Any], layers: dict[str, Any], where: str
-) -> None:
+def _refuse_uncomputed(keys: ConfigReader, layers: dict[str, Any]) -> None:
     for key, computed in COMPUTED.items():
-        value = _flag(key, raw, nested, where)
-        if value not in (None, computed):
-            raise CheckpointError(
-                f"config.json of {where!r}: {key} is {str(value).lower()}; expected "
+        if _flag(keys, key) not in (None, computed):
+            name = next(name for name in _everywhere(key) if keys.get(name) is not None)
+            raise keys.fail(
+                name,
                 f"{str(computed).lower()} or nothing, since no other head is computed: choose "
-                "another drafter"
+                "another drafter",
             )
-    for name, source in (("", raw), ("eagle_config.", nested), ("layers' ", layers)):
-        scale = source.get("logit_scale")
-        if scale not in (None, 1):
-            raise CheckpointError(
-                f"config.json of {where!r}: {name}logit_scale is {scale!r}; expected 1 or nothing, "
-                "since EAGLE-3 heads are computed without it: choose another drafter"
-            )
+    of_layers = ConfigReader({"layers' logit_scale": layers.get("logit_scale")}, keys.where)
+    for source, names in ((keys, _everywhere("logit_scale")), (of_layers, of_layers.values)):
+        for name in names:
+            if source.get(name, 1) != 1:
+                raise source.fail(
+                    name,
+                    "1 or nothing, since EAGLE-3 heads are computed without it: choose another "
+                    "drafter",
+                )
 
 
-def _with_mask(config: EagleConfig, raw: dict[str, Any], where: str) -> EagleConfig:
+def _with_mask(config: EagleConfig, keys: ConfigReader) -> EagleConfig:
     """The config with P-EAGLE's mask token: mask_token_id in speculators folders, pard_token in
     PARD's, ptd_token_id or dflash_config.mask_token_id in others.
     """
-    spelt = {key: raw[key] for key in MASK_KEYS if raw.get(key) is not None}
-    inner = part_of(raw, "dflash_config", where).get("mask_token_id")
-    if inner is not None:
-        spelt["dflash_config.mask_token_id"] = inner
+    names = (*MASK_KEYS, "dflash_config.mask_token_id")
+    spelt = {key: keys.get(key) for key in names if keys.get(key) is not None}
     if not spelt:
         raise CheckpointError(
-            f"config.json of {where!r} names no mask token; method=peagle needs one of "
-            f"{', '.join(MASK_KEYS)}, dflash_config.mask_token_id: {unmasked_remedy(config)}"
+            f"config.json of {keys.where!r} names no mask token; method=peagle needs one of "
+            f"{', '.join(names)}: {unmasked_remedy(config)}"
         )
     if len({str(value) for value in spelt.values()}) > 1:
         both = ", ".join(f"{key} {value}" for key, value in spelt.items())
         raise CheckpointError(
-            f"config.json of {where!r} names several mask tokens: {both}; expected one: mend the "
-            "config"
+            f"config.json of {keys.where!r} names several mask tokens: {both}; expected one: mend "
+            "the config"
         )
-    key, value = next(iter(spelt.items()))
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(
-            f"config.json of {where!r}: {key} is {value!r}; expected a token id, 0 or more"
-        )
-    return replace(config, mask_token_id=value)
+    return replace(config, mask_token_id=keys.count(next(iter(spelt)), least=0))
 
 
 def unmasked_remedy(config: EagleConfig) -> str:
@@ -207,70 +202,46 @@ def unmasked_remedy(config: EagleConfig) -> str:
     return "use method=eagle3 if the head was not trained for parallel drafting"
 
 
-def _aux_layer_ids(
-    raw: dict[str, Any], nested: dict[str, Any], where: str
-) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+def _aux_layer_ids(keys: ConfigReader) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Aux layer ids (the target's states after that many layers), and notes on configs that are
     ambiguous. An empty list counts as absent.
     """
-    under = f"eagle_config.{AUX_KEY}"
-    spelt: dict[str, tuple[int, ...]] = {}
-    for name, source in ((AUX_KEY, raw), (under, nested)):
-        unclear = source.get(UNCLEAR_AUX_KEY)
-        if unclear:
-            raise CheckpointError(
-                f"config.json of {where!r}: {name.replace(AUX_KEY, UNCLEAR_AUX_KEY)} is "
-                f"{unclear!r}, which does not say how layers are counted; expected {AUX_KEY} "
-                "(states after that many layers) or target_layer_ids (outputs of layers, counted "
-                "from 0): rename it to the one that is meant"
+    for name in _everywhere(UNCLEAR_AUX_KEY):
+        if keys.get(name):
+            raise keys.fail(
+                name,
+                f"{AUX_KEY} (states after that many layers) or target_layer_ids (outputs of "
+                "layers, counted from 0), since this name is used for both: rename it",
             )
-        if source.get(AUX_KEY) not in (None, []):
-            spelt[name] = _ids(source[AUX_KEY], name, where)
-    dflash = part_of(raw, "dflash_config", where)
-    outputs = (
-        ("dflash_config.target_layer_ids", dflash.get("target_layer_ids")),
-        ("dspark_target_layer_ids", raw.get("dspark_target_layer_ids")),
-        ("target_layer_ids", raw.get("target_layer_ids")),
-    )
-    for name, value in outputs:
-        if value not in (None, []):
-            spelt[name] = ids_of_layer_outputs(_ids(value, name, where))
+    states = _everywhere(AUX_KEY)
+    outputs = ("dflash_config.target_layer_ids", "dspark_target_layer_ids", "target_layer_ids")
+    spelt = {name: keys.get(name) for name in (*states, *outputs)}
+    spelt = {name: _ids(keys, name) for name, value in spelt.items() if value not in (None, [])}
+    for name in spelt.keys() & set(outputs):
+        spelt[name] = ids_of_layer_outputs(spelt[name])
     if len(set(spelt.values())) > 1:
         both = ", ".join(f"{name} means {list(ids)}" for name, ids in spelt.items())
         raise CheckpointError(
-            f"config.json of {where!r} contradicts itself, counted as states after layers: {both}; "
-            "expected the same in all: mend the config"
+            f"config.json of {keys.where!r} contradicts itself, counted as states after layers: "
+            f"{both}; expected the same in all: mend the config"
         )
-    ids = next(iter(spelt.values()), None)
+    ids, under = next(iter(spelt.values()), None), states[1]
     if ids is None or ids[0] != 1 or set(spelt) != {under}:
         return ids, ()
     other = list(ids_of_layer_outputs(ids))
     note = (
-        f"drafter {where!r}: {under} {list(ids)} is read as the target's states after that many "
-        "layers. Some tools count outputs of layers from 0 instead, and start with 1: if "
+        f"drafter {keys.where!r}: {under} {list(ids)} is read as the target's states after that "
+        "many layers. Some tools count outputs of layers from 0 instead, and start with 1: if "
         f"acceptance is low, add {AUX_KEY} {other} at the top level and remove the nested list"
     )
     return ids, (note,)
 
 
-def _ids(value: object, name: str, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(
-        not isinstance(i, int) or isinstance(i, bool) for i in value
-    ):
-        raise CheckpointError(
-            f"config.json of {where!r}: {name} is {value!r}; expected a list of layer numbers: "
-            "mend the config"
-        )
+def _ids(keys: ConfigReader, name: str) -> tuple[int, ...]:
+    value = keys.get(name)
+    if not isinstance(value, list) or any(type(i) is not int for i in value):
+        raise keys.fail(name, "a list of layer numbers: mend the config")
     return tuple(value)
-
-
-def _stated_count(raw: dict[str, Any], nested: dict[str, Any], where: str) -> int | None:
-    for key in ("num_aux_hidden_states", "num_aux_layers"):
-        for source in (raw, nested):
-            count = _count(source, key, where)
-            if count is not None:
-                return count
-    return None
 
 
 # ------------------------------------------------------------------ EAGLE-1
@@ -280,38 +251,37 @@ def _read_eagle1(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
     """EAGLE-1. Mistral's heads keep layer 0's input norm and the final norm; all others have
     neither (cnets.py of the authors' code), since the target's state is normed already.
     """
-    raw, where, form = opened.config, str(opened.folder), found.format
-    if form == SPECULATORS:
+    raw, keys = opened.config, ConfigReader(opened.config, str(opened.folder))
+    if found.format == SPECULATORS:
         if raw.get("layernorms"):
-            raise CheckpointError(
-                f"config.json of {where!r}: layernorms is true (HASS); method=eagle reads heads "
-                "without extra norms: use an eagle3 head"
+            raise keys.fail(
+                "layernorms",
+                "false: heads with extra norms (HASS) are not read: use an eagle3 head",
             )
-        layers = _layers(_nested(raw, where))
+        layers = _layers(_nested(keys))
     else:
         inner = raw.get("model")
         layers = {**raw, **inner} if isinstance(inner, dict) else raw
     is_mistral = layers.get("model_type") == "mistral" or "mistral" in architectures_of(raw)
     return EagleConfig(
         method=method,
-        format=form,
+        format=found.format,
         layers=layers,
         keeps_input_norm=is_mistral,
         final_norm=is_mistral,
         norm_output=is_mistral,
-        logit_scale=ConfigReader(raw, where).number("logit_scale", 1.0),
+        logit_scale=keys.number("logit_scale", 1.0),
     )
 
 
 # ------------------------------------------------------------------ layers and counts
 
 
-def _nested(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    layers = raw.get("transformer_layer_config")
+def _nested(keys: ConfigReader) -> dict[str, Any]:
+    layers = keys.get("transformer_layer_config")
     if not isinstance(layers, dict):
-        raise CheckpointError(
-            f"config.json of {where!r} has no transformer_layer_config; expected the config of the "
-            "head's layers: download it again"
+        raise keys.fail(
+            "transformer_layer_config", "the config of the head's layers: download it again"
         )
     return layers
 
@@ -331,5 +301,6 @@ def _layers(raw: dict[str, Any]) -> dict[str, Any]:
     return layers
 
 
-def _count(source: dict[str, Any], key: str, where: str) -> int | None:
-    return None if source.get(key) is None else ConfigReader(source, where).count(key)
+def _count(keys: ConfigReader, *names: str) -> int | None:
+    """The first count of these keys; None where all are absent or null."""
+    return next((keys.count(name) for name in names if keys.get(name) is not None), None)

@@ -7,16 +7,16 @@ the state that enters the target's head), EAGLE-3 a few states from within the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.linear import linear
-from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
 from hydraspec.models.dense.config import DenseConfig
-from hydraspec.models.dense.layer import DenseLayer, dense_attention, dense_group, dense_mlp
+from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import EagleConfig
 from hydraspec.models.kv_groups import (
@@ -26,61 +26,62 @@ from hydraspec.models.kv_groups import (
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm, add_and_norm, prefixed
-from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Tensors
+from hydraspec.models.layers import Norm
+from hydraspec.models.linear import Linear, Table
+from hydraspec.models.parts import Tensors, Weights
 from hydraspec.models.place import Place
-from hydraspec.models.weights import memory_bytes
-from hydraspec.parallel.vocabulary import WHOLE
+from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
+_IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*|.*kv_fake_quantizer.*)$")
+_EAGLE1_IDENTITIES = ("layers.0.input_layernorm.weight", "norm.weight")
 
-class FusedLayer:
+
+def canonical_name(name: str) -> str:
+    """A tensor's name in the form used here: without `model.`, layers numbered. (The reader has
+    already turned Mistral's names into Hugging Face's.)
+    """
+    name = name.removeprefix("model.")
+    for start, ours in (
+        ("midlayer.", "layers.0."),
+        ("transformer.", "layers.0."),
+        ("fusion_fc.", "fc."),
+    ):
+        if name.startswith(start):
+            return ours + name.removeprefix(start)
+    return name
+
+
+class FusedLayer(DenseLayer):
     """EAGLE-3's layer 0: attention over cat[norm(embedding), norm(state)], then as any layer.
 
     The residual is the state, or its norm (norm_before_residual).
     """
 
-    def __init__(
-        self, config: DenseConfig, kind: str, place: Place, *, norm_before_residual: bool
-    ) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.kind, self.group = kind, place.group
+    names: Mapping[str, str] = {**DenseLayer.names, "hidden_norm": "hidden_norm."}
+
+    def __init__(self, config: DenseConfig, place: Place, *, norm_before_residual: bool) -> None:
+        super().__init__(config, 0, place, input_size=2 * config.hidden_size)
         self.norm_before_residual = norm_before_residual
-        self.attention = dense_attention(config, place, 2 * size)
-        self.mlp = dense_mlp(config, place)
-        self.input_norm = Norm(size, eps, place)
-        self.hidden_norm = Norm(size, eps, place)
-        self.post_attention_norm = Norm(size, eps, place)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps, place)
 
-    def tensors(self) -> Tensors:
-        """Weights by their names below `layers.0.`."""
-        found: Tensors = {
-            "input_layernorm.weight": self.input_norm.weight,
-            "hidden_norm.weight": self.hidden_norm.weight,
-            "post_attention_layernorm.weight": self.post_attention_norm.weight,
-        }
-        found |= prefixed("self_attn.", self.attention.tensors())
-        return found | prefixed("mlp.", self.mlp.tensors())
-
-    def forward(
+    def fuse(
         self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
         """Embeddings e and states h [T, D] -> the stream after the layer, and its norm by
         `next_norm`; writes and reads cache.
         """
+        assert self.input_norm is not None
         g = self.hidden_norm.forward(h)
         x = torch.cat((self.input_norm.forward(e), g), -1)
         h = g if self.norm_before_residual else h.clone()  # the caller's states stay as they are
-        attended = self.attention.partial_sums(x, shared, cache)
-        norm, group = self.post_attention_norm, self.group
-        h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
-        m = self.mlp.partial_sums(y)
-        return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)
+        return self.forward(h, x, shared, cache, next_norm)
 
 
-class Combine:
+class Combine(Weights):
     """Target states -> what enters the head: norms, concatenation, fc."""
+
+    names: Mapping[str, str] = {"fc": "", "norm": "input_norm.", "state_norms": "fc_norm."}
 
     def __init__(
         self, config: EagleConfig, num_aux: int, width: int, size: int, eps: float, place: Place
@@ -89,13 +90,6 @@ class Combine:
         self.norm = Norm(num_aux * width, eps, place) if config.norm_before_fc else None
         count = num_aux if config.fc_norm else 0
         self.state_norms = [Norm(width, eps, place) for _ in range(count)]
-
-    def tensors(self) -> Tensors:
-        found = self.fc.tensors()
-        if self.norm is not None:
-            found["input_norm.weight"] = self.norm.weight
-        norms = enumerate(self.state_norms)
-        return found | {f"fc_norm.{i}.weight": norm.weight for i, norm in norms}
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
         """A times [T, D_target] -> [T, D]."""
@@ -107,10 +101,25 @@ class Combine:
         return self.fc.forward(x)
 
 
-class EagleHead:
-    """Implements OwnCacheHead. Built empty by `load_eagle`, which fills and finishes it."""
+class EagleHead(Weights):
+    """Implements OwnCacheHead. Built empty by `load_eagle`, which fills and finishes it.
 
+    Attributes:
+        embedding: of the target's vocabulary, unscaled; its own or the target's.
+        head: output projection of the draft's vocabulary; its own or the target's.
+        own: weights of both where they are the checkpoint's.
+    """
+
+    names: Mapping[str, str] = {
+        "combine": "",
+        "fc": "",
+        "norm": "norm.",
+        "mask_state": "mask_hidden",
+        "stack": "layers.",
+    }
     spec: DraftSpec
+    embedding: Table
+    head: Table
 
     def __init__(
         self, config: EagleConfig, layers: DenseConfig, num_aux: int, width: int, place: Place
@@ -120,55 +129,49 @@ class EagleHead:
         self.combine: Combine | None = None
         self.fc: Linear | None = None
         self.first: FusedLayer | None = None
-        kinds = layers.kinds
         if config.method == "eagle":
             self.fc = Linear(place, 2 * size, {"fc": size})
             self.layers = [
-                DenseLayer(layers, kind, place, has_input_norm=bool(i) or config.keeps_input_norm)
-                for i, kind in enumerate(kinds)
+                DenseLayer(layers, i, place, has_input_norm=bool(i) or config.keeps_input_norm)
+                for i in range(layers.num_layers)
             ]
         else:
             if config.use_aux:
                 self.combine = Combine(config, num_aux, width, size, eps, place)
-            self.first = FusedLayer(
-                layers, kinds[0], place, norm_before_residual=config.norm_before_residual
-            )
-            self.layers = [DenseLayer(layers, kind, place) for kind in kinds[1:]]
+            self.first = FusedLayer(layers, place, norm_before_residual=config.norm_before_residual)
+            self.layers = [DenseLayer(layers, i, place) for i in range(1, layers.num_layers)]
         self.norm = Norm(size, eps, place) if config.final_norm else None
         self.theta = place.frequencies(layers.rope.theta)
-        # This rank's rows of both, its own or the target's; the embedding unscaled.
-        self.embedding: Tensor = place.empty(0)  # [V, D]
-        self.head: Tensor = place.empty(0)  # [V_draft, D]
-        self.target_vocabulary = self.vocabulary = WHOLE  # V, and V_draft
-        self.own: Tensors = {}  # embedding and head where they are the checkpoint's
+        self.own: Tensors = {}
         self.mask_state: Tensor | None = None  # [1, 1, A * D_target], as in the checkpoint
         self.mask_hidden: Tensor | None = None  # [D], projected
         self.vocab_map: Tensor | None = None  # [V_draft] ids of the target; None: the same
         self.banned: Tensor | None = None  # columns of draft ids that the target never samples
         self.groups: dict[str, GroupShape] = {}
 
+    @property
+    def stack(self) -> list[DenseLayer]:
+        """All decoder layers."""
+        return self.layers if self.first is None else [self.first, *self.layers]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The draft's vocabulary, as ranks divide it."""
+        return self.head.vocabulary
+
     def tensors(self) -> Tensors:
         """Every weight the checkpoint holds, by its canonical name."""
-        found: Tensors = dict(self.own)
-        if self.combine is not None:
-            found |= self.combine.tensors()
-        if self.fc is not None:
-            found |= self.fc.tensors()
-        if self.norm is not None:
-            found["norm.weight"] = self.norm.weight
-        if self.mask_state is not None:
-            found["mask_hidden"] = self.mask_state
-        return found | self.layer_tensors()
+        return super().tensors() | self.own
 
-    def layer_tensors(self) -> Tensors:
-        """Those of the decoder layers."""
-        stack: list[FusedLayer | DenseLayer] = [*self.layers]
-        if self.first is not None:
-            stack.insert(0, self.first)
-        found: Tensors = {}
-        for i, layer in enumerate(stack):
-            found |= prefixed(f"layers.{i}.", layer.tensors())
-        return found
+    def canonical_name(self, name: str) -> str | None:
+        """See the function of that name."""
+        return canonical_name(name)
+
+    def ignores(self, name: str) -> bool:
+        """Vocabulary maps, which are read apart, and norms that a Llama head does not have."""
+        has_identities = self.config.method == "eagle" and not self.config.keeps_input_norm
+        is_identity = has_identities and name in _EAGLE1_IDENTITIES
+        return is_identity or _IGNORED.match(name) is not None
 
     def finish(self, suppressed: Tensor) -> None:
         """Call once after the weights are filled. suppressed [n]: draft ids never to propose."""
@@ -185,7 +188,7 @@ class EagleHead:
             {first_layer + i: kind for i, kind in enumerate(self.shape.kinds)},
             DRAFT_GROUPS,
             block_size,
-            lambda kind, size: dense_group(self.shape, kind, size, self.place),
+            partial(DenseLayer.group_shape, self.shape, place=self.place),
         )
         return specs
 
@@ -199,15 +202,15 @@ class EagleHead:
         self, rows: Rows, hidden: Tensor, kv_caches: list[Tensor], *, step: int
     ) -> tuple[Tensor, Tensor]:
         """See OwnCacheHead.forward; `step` makes no difference."""
-        e = self.target_vocabulary.embed(rows.input_ids, self.embedding)
-        table = rope_table(rows.positions, self.theta, self.place.dtype)
-        tables = dict.fromkeys(self.groups, table)
-        passes = group_passes(self.groups, rows, tables, self.place.dtype)
+        e = self.embedding.embed(rows.input_ids)
+        dtype = self.place.dtype
+        tables = DenseLayer.rope_tables(self.shape, self.theta, rows.positions, dtype)
+        passes = group_passes(self.groups, rows, tables, dtype)
         caches = iter(kv_caches)
         norms = [*(layer.input_norm for layer in self.layers), self.norm]
         if self.first is not None:
             shared = passes[self.first.kind]
-            h, y = self.first.forward(e, hidden, shared, next(caches), norms[0])
+            h, y = self.first.fuse(e, hidden, shared, next(caches), norms[0])
         else:
             assert self.fc is not None, "EAGLE-1 enters through fc over embedding and state"
             h = self.fc.forward(torch.cat((e, hidden), -1))
@@ -222,7 +225,7 @@ class EagleHead:
 
     def _columns(self, hidden: Tensor) -> Tensor:
         """This rank's columns of the logits."""
-        logits = linear(hidden, self.head.t())
+        logits = self.head.logits(hidden)
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         if self.banned is not None:
@@ -233,7 +236,3 @@ class EagleHead:
         """[B, D] -> [B] ids of the target's vocabulary; equal scores go to the lowest draft id."""
         tokens = self.vocabulary.greedy_tokens(self._columns(hidden))
         return tokens if self.vocab_map is None else self.vocab_map.index_select(0, tokens)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held beside the target's."""
-        return memory_bytes(self.tensors())

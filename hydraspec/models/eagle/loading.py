@@ -4,7 +4,6 @@ the target, and checks the config against the tensors and the target.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -20,30 +19,15 @@ from hydraspec.models.detect import open_draft
 from hydraspec.models.draft_place import head_place, layers_place, target_place
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
-from hydraspec.models.eagle.head import EagleHead
+from hydraspec.models.eagle.head import EagleHead, canonical_name
+from hydraspec.models.linear import Table
+from hydraspec.models.parts import prefixed
 from hydraspec.models.weights import fill
 from hydraspec.parallel.vocabulary import Vocabulary
 
 Entries = Mapping[str, TensorEntry]
 
-_IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*|.*kv_fake_quantizer.*)$")
 COMPARED_ROWS = 1 << 14  # rows of two embeddings compared at a time
-_EAGLE1_IDENTITIES = ("layers.0.input_layernorm.weight", "norm.weight")
-
-
-def canonical_name(name: str) -> str:
-    """A tensor's name in the form used here: without `model.`, layers numbered. (The reader has
-    already turned Mistral's names into Hugging Face's.)
-    """
-    name = name.removeprefix("model.")
-    for start, ours in (
-        ("midlayer.", "layers.0."),
-        ("transformer.", "layers.0."),
-        ("fusion_fc.", "fc."),
-    ):
-        if name.startswith(start):
-            return ours + name.removeprefix(start)
-    return name
 
 
 def load_eagle(
@@ -65,21 +49,13 @@ def load_eagle(
     place = layers_place(
         target,
         layers.divided,
-        len(layers.kinds),
-        lambda place: EagleHead(config, layers, len(ids), width, place).layer_tensors(),
+        lambda place: EagleHead(config, layers, len(ids), width, place).stack,
     )
     with torch.no_grad():
         head = EagleHead(config, layers, len(ids), width, place)
         _place_tables(head, entries, target, where)
         _place_extras(head, entries, len(ids) * width, where)
-        fill(
-            head.tensors(),
-            opened,
-            weights=weights,
-            seed=seed,
-            canonical=canonical_name,
-            ignored=lambda name: _is_ignored(config, name),
-        )
+        fill(head, opened, weights=weights, seed=seed)
         head.vocab_map = _vocab_map(head, entries, target, weights, where)
         shares = _share_equal_embedding(head, target)
         head.spec = _spec(config, layers, ids, head, target, shares, entries)
@@ -91,13 +67,6 @@ def _entries(opened: Checkpoint, weights: str) -> dict[str, TensorEntry]:
     if weights != "checkpoint":
         return {}
     return {canonical_name(name): entry for name, entry in opened.entries().items()}
-
-
-def _is_ignored(config: EagleConfig, name: str) -> bool:
-    if _IGNORED.match(name):
-        return True
-    is_llama_eagle1 = config.method == "eagle" and not config.keeps_input_norm
-    return is_llama_eagle1 and name in _EAGLE1_IDENTITIES
 
 
 # ------------------------------------------------------------------ against the target
@@ -169,25 +138,20 @@ def _check_target(
 def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where: str) -> None:
     """Embedding and output projection: the checkpoint's own if it has them, else the target's."""
     size, place = head.shape.hidden_size, target_place(target)
-    head.target_vocabulary = tokens = target.vocabulary
-    is_eagle1 = head.config.method == "eagle"
-    lm_head = entries.get("lm_head.weight")
+    lm_head, head.embedding = entries.get("lm_head.weight"), target.table
     if "embed_tokens.weight" in entries or size != target.hidden_size:
-        head.embedding = place.table(tokens, size)
-        head.own["embed_tokens.weight"] = place.rows(head.embedding, tokens)
-    else:
-        head.embedding = target.table
+        head.embedding = Table(place, target.vocabulary, size)
+        head.own |= prefixed("embed_tokens.", head.embedding.tensors())
     rows = head.config.draft_vocab_size
     if rows is None:
         rows = target.vocab_size if lm_head is None else lm_head.shape[0]
-    has_own = lm_head is not None or (not entries and not is_eagle1)
+    has_own = lm_head is not None or (not entries and head.config.method != "eagle")
     if has_own:
         place = head_place(target, rows, size)
-        head.vocabulary = Vocabulary(rows, place.group)
-        head.head = place.table(head.vocabulary, size)
-        head.own["lm_head.weight"] = place.rows(head.head, head.vocabulary)
+        head.head = Table(place, Vocabulary(rows, place.group), size)
+        head.own |= prefixed("lm_head.", head.head.tensors())
     elif rows == target.vocab_size and size == target.hidden_size:
-        head.head, head.vocabulary = target.head, tokens
+        head.head = target.head
     else:
         raise CheckpointError(
             f"drafter {where!r} has no lm_head.weight, and its head of {rows} tokens and width "
@@ -225,12 +189,13 @@ def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
     """Use the target's embedding if the head's equals it: some formats always save a copy."""
     if "embed_tokens.weight" not in head.own:
         return True
-    theirs, group = target.table, target.vocabulary.group
-    is_equal = head.embedding.shape == theirs.shape and _are_equal(head.embedding, theirs)
+    ours, theirs = head.embedding.weight, target.table.weight
+    group, is_equal = target.vocabulary.group, ours.shape == theirs.shape
+    is_equal = is_equal and _are_equal(ours, theirs)
     if not group.all_gather(torch.tensor(int(is_equal), device=theirs.device)).all():
         return False
     del head.own["embed_tokens.weight"]
-    head.embedding = theirs
+    head.embedding = target.table
     return True
 
 

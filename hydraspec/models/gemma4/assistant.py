@@ -8,13 +8,12 @@ uses p + 1; the weights are the same, and the target's cache at p is what both r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from hydraspec_kernels.attention import hold_kv, plan_attention
 from hydraspec_kernels.embedding import centroid_greedy, centroid_head
-from hydraspec_kernels.linear import linear
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
@@ -27,11 +26,11 @@ from hydraspec.models.gemma4.assistant_config import AssistantConfig, read_assis
 from hydraspec.models.gemma4.layer import Gemma4Layer
 from hydraspec.models.gemma4.model import rope_frequencies_by_kind
 from hydraspec.models.kv_groups import TARGET_GROUPS, GroupPass
-from hydraspec.models.layers import Norm, prefixed
-from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Tensors
+from hydraspec.models.layers import Norm
+from hydraspec.models.linear import Linear, Table
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
-from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.models.weights import fill
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, RowSegment
 
@@ -44,7 +43,45 @@ class DraftContext:
     caches: dict[str, Tensor]  # of the target layer they read
 
 
-class Gemma4Assistant:
+class CentroidHead(Weights):
+    """An output projection that scores centroids first, and tokens of the best ones only. It reads
+    few of its rows, so every rank holds it whole.
+    """
+
+    names: Mapping[str, str] = {"centroids": "", "ordering": "masked_embedding.token_ordering"}
+
+    def __init__(self, config: AssistantConfig, table: Table, place: Place) -> None:
+        """table: the tokens' rows, whose weights the assistant names."""
+        width, count = config.text.hidden_size, config.num_centroids
+        self.table, self.count, self.top_k = table, count, config.centroid_top_k
+        self.centroids = Linear(place, width, {"masked_embedding.centroids": count})
+        self.ordering = place.empty(config.text.vocab_size, dtype=torch.int64)
+        self.clusters = self.ordering  # [C, V / C], set by `finish`
+
+    def finish(self, where: str) -> None:
+        """Call once after the weights are filled. Raises CheckpointError for an ordering that is
+        none.
+        """
+        everything = torch.arange(len(self.ordering), device=self.ordering.device)
+        if not torch.equal(self.ordering.sort().values, everything):
+            raise CheckpointError(
+                f"draft checkpoint {where!r}: masked_embedding.token_ordering does not hold "
+                "every token id once: download it again"
+            )
+        self.clusters = self.ordering.view(self.count, -1)
+
+    def logits(self, d: Tensor) -> Tensor:
+        """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
+        rows, centroids = self.table.weight, self.centroids.weight
+        return centroid_head(d, rows, centroids, self.clusters, self.top_k)
+
+    def greedy_tokens(self, d: Tensor, banned: Tensor | None) -> Tensor:
+        """d [B, Hd] -> the best token [B] that the mask `banned` [V] does not mark."""
+        rows, centroids = self.table.weight, self.centroids.weight
+        return centroid_greedy(d, rows, centroids, self.clusters, self.top_k, banned)
+
+
+class Gemma4Assistant(Weights):
     """The draft head. It owns no KV and writes none; its logits have no soft cap (as in
     transformers).
     """
@@ -54,46 +91,30 @@ class Gemma4Assistant:
     def __init__(self, config: AssistantConfig, target: TargetModel, place: Place) -> None:
         text = config.text
         width, backbone = text.hidden_size, config.backbone_hidden_size
-        self.config, self.target = config, target
-        # A centroid head reads few of its rows, so every rank holds it whole.
+        self.config, self.target, self.place = config, target, place
         is_sparse = config.num_centroids > 0
-        self.head_place = whole(place) if is_sparse else head_place(target, text.vocab_size, width)
-        self.vocabulary = Vocabulary(text.vocab_size, self.head_place.group)
-        self.head = place.table(self.vocabulary, width)
+        at = whole(place) if is_sparse else head_place(target, text.vocab_size, width)
+        self.head = Table(at, Vocabulary(text.vocab_size, at.group), width)
+        self.vocabulary = self.head.vocabulary
+        self.centroids = CentroidHead(config, self.head, place) if is_sparse else None
         self.pre = Linear(place, 2 * backbone, {"pre_projection": width})
         self.post = Linear(place, width, {"post_projection": backbone})
-        self.layers = [Gemma4Layer(text, layer, place) for layer in text.layers]
+        self.layers = [Gemma4Layer(text, i, place) for i in range(text.num_layers)]
         self.norm = Norm(width, text.rms_norm_eps, place)
         self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         self.frequencies = rope_frequencies_by_kind(text, place)
-        self.place = place
-        self.centroids: Linear | None = None
-        self.ordering: Tensor | None = None
-        if config.num_centroids:
-            self.centroids = Linear(
-                place, width, {"masked_embedding.centroids": config.num_centroids}
-            )
-            self.ordering = place.empty(text.vocab_size, dtype=torch.int64)
-        self.clusters = self.ordering
+        # A tied head is stored under the embedding's name.
+        self.names = {
+            "head": "model.embed_tokens." if text.tied else "lm_head.",
+            "centroids": "",
+            "pre": "",
+            "post": "",
+            "layers": "model.layers.",
+            "norm": "model.norm.",
+        }
         self.sources: dict[str, tuple[int, KVGroupSpec]] = {}  # type -> KV group's place, its spec
         self._banned_ids: Tensor | None = None
         self._banned: Tensor | None = None
-
-    def tensors(self) -> Tensors:
-        """Every weight by its checkpoint name; a tied head is stored under the embedding's name."""
-        head = "model.embed_tokens.weight" if self.config.text.tied else "lm_head.weight"
-        found: Tensors = {
-            head: self.head_place.rows(self.head, self.vocabulary),
-            "model.norm.weight": self.norm.weight,
-            **self.pre.tensors(),
-            **self.post.tensors(),
-        }
-        if self.centroids is not None and self.ordering is not None:
-            found |= self.centroids.tensors()
-            found["masked_embedding.token_ordering"] = self.ordering
-        for i, layer in enumerate(self.layers):
-            found |= prefixed(f"model.layers.{i}.", layer.tensors())
-        return found
 
     def ignores(self, name: str) -> bool:
         """The head's other name: tied files may hold both, untied ones an embedding that nothing
@@ -102,23 +123,16 @@ class Gemma4Assistant:
         return name in ("lm_head.weight", "model.embed_tokens.weight")
 
     def finish(self, where: str) -> None:
-        """Call once after the weights are filled. Raises CheckpointError for an ordering that is
-        none.
-        """
+        """Call once after the weights are filled. Raises CheckpointError: see CentroidHead."""
         for layer in self.layers:
             layer.finish()
         if banned := self.vocabulary.rows_of(self.target.suppress_token_ids):
-            self._banned_ids = torch.tensor(banned, device=self.place.device)
-            self._banned = torch.zeros(len(self.head), dtype=torch.bool, device=self.place.device)
+            rows, device = self.vocabulary.num_rows, self.place.device
+            self._banned_ids = torch.tensor(banned, device=device)
+            self._banned = torch.zeros(rows, dtype=torch.bool, device=device)
             self._banned[self._banned_ids] = True
-        if self.ordering is not None:
-            everything = torch.arange(len(self.ordering), device=self.ordering.device)
-            if not torch.equal(self.ordering.sort().values, everything):
-                raise CheckpointError(
-                    f"draft checkpoint {where!r}: masked_embedding.token_ordering does not hold "
-                    "every token id once: download it again"
-                )
-            self.clusters = self.ordering.view(self.config.num_centroids, -1)
+        if self.centroids is not None:
+            self.centroids.finish(where)
 
     def read_from(self, specs: Sequence[KVGroupSpec]) -> None:
         """Read caches laid out as the target's groups say, which come first in `specs`."""
@@ -172,25 +186,16 @@ class Gemma4Assistant:
 
     def _columns(self, d: Tensor) -> Tensor:
         """This rank's columns of the logits."""
-        if self.centroids is None or self.clusters is None:
-            logits = linear(d, self.head.t())
-        else:
-            k = self.config.centroid_top_k
-            logits = centroid_head(d, self.head, self.centroids.weight, self.clusters, k)
+        logits = (self.centroids or self.head).logits(d)
         if self._banned_ids is not None:
             logits.index_fill_(1, self._banned_ids, torch.finfo(logits.dtype).min)
         return logits
 
     def greedy_tokens(self, d: Tensor) -> Tensor:
         """d [B, Hd] -> the best token [B]; equal scores go to the lowest id."""
-        if self.centroids is None or self.clusters is None:
-            return self.vocabulary.greedy_tokens(self._columns(d))
-        k = self.config.centroid_top_k
-        return centroid_greedy(d, self.head, self.centroids.weight, self.clusters, k, self._banned)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held."""
-        return memory_bytes(self.tensors())
+        if self.centroids is not None:
+            return self.centroids.greedy_tokens(d, self._banned)
+        return self.vocabulary.greedy_tokens(self._columns(d))
 
 
 def load_assistant(
@@ -222,23 +227,7 @@ def load_assistant(
             shares_head=False,
             kv_sources=tuple((spec.name, spec.layers[-1]) for _, spec in sources.values()),
         )
-        fill(
-            model.tensors(),
-            opened,
-            weights=weights,
-            seed=seed,
-            canonical=lambda name: name,
-            ignored=model.ignores,
-        )
-        width, backbone = model.spec.draft_width, model.spec.hidden_width
-        model.spec.check_shapes(
-            where,
-            {
-                "pre_projection": (model.pre.weight, (2 * backbone, width)),
-                "post_projection": (model.post.weight, (width, backbone)),
-                "head": (model.head, (model.vocabulary.num_rows, width)),
-            },
-        )
+        fill(model, opened, weights=weights, seed=seed)
         model.finish(where)
     return model
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint.config_reader import text_part
+from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint
 from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 
 MODEL_TYPES = ("gemma4_assistant",)
+TOP_K = "centroid_intermediate_top_k"
+DEFAULTS = {"num_centroids": 2048, TOP_K: 32, "backbone_hidden_size": 1536}
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,23 +47,12 @@ def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
             )
     config = read_gemma4_config({**raw, "text_config": text}, where, is_assistant=True)
     centroids = top_k = 0
+    reader = ConfigReader(raw, where, DEFAULTS)
     if raw.get("use_ordered_embeddings"):
-        centroids = _count(raw.get("num_centroids", 2048), "num_centroids", where)
-        top_k = _count(
-            raw.get("centroid_intermediate_top_k", 32), "centroid_intermediate_top_k", where
-        )
+        centroids, top_k = reader.count("num_centroids"), reader.count(TOP_K)
         if config.vocab_size % centroids or top_k > centroids:
-            raise CheckpointError(
-                f"config.json of {where!r}: num_centroids is {centroids}; expected a divisor of "
-                f"vocab_size {config.vocab_size}, at least centroid_intermediate_top_k ({top_k})"
+            raise reader.fail(
+                "num_centroids",
+                f"a divisor of vocab_size {config.vocab_size}, at least {TOP_K} ({top_k})",
             )
-    backbone = _count(raw.get("backbone_hidden_size", 1536), "backbone_hidden_size", where)
-    return opened, AssistantConfig(config, backbone, centroids, top_k)
-
-
-def _count(value: object, key: str, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(
-            f"config.json of {where!r}: {key} is {value!r}; expected an integer of at least 1"
-        )
-    return value
+    return opened, AssistantConfig(config, reader.count("backbone_hidden_size"), centroids, top_k)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
-from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
-from hydraspec.models.parts import Divided
+from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MIN_THETA
 
 # Released configs leave out what equals transformers' default (Gemma4TextConfig).
@@ -72,6 +71,11 @@ class Gemma4Config(DecoderConfig):
     moe_intermediate_size: int
     layers: tuple[LayerShape, ...]
     rope: Mapping[str, RopeShape]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
 
     @property
     def divided(self) -> Divided:

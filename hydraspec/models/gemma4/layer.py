@@ -1,46 +1,112 @@
-"""One Gemma 4 decoder layer: sandwich norms, attention, MLP, experts, per-layer inputs, layer
-scalar.
+"""One Gemma 4 decoder layer: sandwich norms, attention, MLP, experts beside it, per-layer inputs,
+layer scalar.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+from hydraspec_kernels.attention import GroupShape
+from hydraspec_kernels.moe import route
+from hydraspec_kernels.norms import rms_norm
+from hydraspec_kernels.rope import Frequencies, rope_table
 from torch import Tensor
 
 from hydraspec.models.attention import Attention, AttentionShape
 from hydraspec.models.gemma4.config import Gemma4Config, LayerShape
-from hydraspec.models.gemma4.experts import Experts
-from hydraspec.models.kv_groups import GroupPass
-from hydraspec.models.layers import GatedMLP, Norm, add_and_norm, prefixed
+from hydraspec.models.kv_groups import SLIDING, GroupPass, RopeTable
+from hydraspec.models.layers import GatedMLP, Norm, add_and_norm
 from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Tensors
+from hydraspec.models.moe import RoutedExperts
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
 from hydraspec.parallel.group import SOLO
 
 
-class PerLayerInput:
+class Experts(Weights):
+    """Router and experts; both read the residual stream, each through its own norm. Ranks divide
+    the inner width of every expert.
+    """
+
+    names: Mapping[str, str] = {
+        "router": "",
+        "router_scale": "router.scale",
+        "expert_scale": "router.per_expert_scale",
+        "routed": "experts.",
+        "pre_norm": "pre_feedforward_layernorm_2.",
+        "dense_norm": "post_feedforward_layernorm_1.",
+        "post_norm": "post_feedforward_layernorm_2.",
+    }
+
+    def __init__(self, config: Gemma4Config, place: Place) -> None:
+        size, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        self.group = place.group
+        self.top_k, self.eps, self.wide = config.top_k_experts, config.rms_norm_eps, place.wide
+        self.router = Linear(place, size, {"router.proj": count})
+        self.router_scale = place.empty(size)
+        # The weight of the router's norm, set by `finish`: wide, so that the product rounds once.
+        self.router_gain = self.router_scale
+        self.expert_scale = place.empty(count)
+        self.routed = RoutedExperts(count, size, inner, place, activation="gelu_tanh")
+        self.pre_norm = Norm(size, self.eps, place)  # before the experts
+        self.dense_norm = Norm(size, self.eps, place)  # after the dense MLP
+        self.post_norm = Norm(size, self.eps, place)  # after the experts
+
+    def finish(self) -> None:
+        """Call once after the weights are filled."""
+        self.router_gain = self.router_scale.to(self.wide) * len(self.router_scale) ** -0.5
+
+    def forward(self, h: Tensor, dense: Tensor) -> Tensor:
+        """The stream h [T, D] and the dense MLP's output -> the sum of both branches, each
+        normed. dense is a rank's addend; what is returned is whole on every rank.
+        """
+        logits = self.router.forward(rms_norm(h, self.router_gain, self.eps))
+        weights, experts = route(logits, self.top_k, self.expert_scale)
+        mixed = self.routed.forward(self.pre_norm.forward(h), weights, experts)
+        if self.group.size > 1:  # one sum over ranks for both branches
+            both = self.group.all_reduce(torch.stack((dense, mixed)))
+            dense, mixed = both.unbind()
+        total, _ = add_and_norm(
+            self.dense_norm.forward(dense), mixed, post=self.post_norm, next_norm=None
+        )
+        return total
+
+
+class PerLayerInput(Weights):
     """The part of a layer that mixes in its slice of the per-layer embeddings (PLE). Every rank
     holds it whole: its matrices are small beside what one more sum over ranks costs.
     """
+
+    names: Mapping[str, str] = {"gate": "", "projection": "", "norm": "post_per_layer_input_norm."}
 
     def __init__(self, size: int, width: int, eps: float, place: Place) -> None:
         self.gate = Linear(place, size, {"per_layer_input_gate": width})
         self.projection = Linear(place, width, {"per_layer_projection": size})
         self.norm = Norm(size, eps, place)
 
-    def tensors(self) -> Tensors:
-        """Weights by their names below `layers.N.`."""
-        found = self.gate.tensors() | self.projection.tensors()
-        return found | {"post_per_layer_input_norm.weight": self.norm.weight}
-
     def partial_sums(self, h: Tensor, inputs: Tensor) -> Tensor:
         """h [T, D] and this layer's inputs [T, width] -> what `norm` reads, [S, T, D]."""
         return self.projection.partial_sums(self.gate.gelu_times(h, inputs))
 
 
-class Gemma4Layer:
+class Gemma4Layer(Weights):
     """h -> (h + attention, + MLP, + per-layer input) * layer_scalar."""
 
-    def __init__(self, config: Gemma4Config, layer: LayerShape, place: Place) -> None:
+    names: Mapping[str, str] = {
+        "attention": "self_attn.",
+        "mlp": "mlp.",
+        "experts": "",
+        "per_layer": "",
+        "input_norm": "input_layernorm.",
+        "post_attention_norm": "post_attention_layernorm.",
+        "pre_mlp_norm": "pre_feedforward_layernorm.",
+        "post_mlp_norm": "post_feedforward_layernorm.",
+        "layer_scalar": "layer_scalar",
+    }
+
+    def __init__(self, config: Gemma4Config, index: int, place: Place) -> None:
+        layer = config.layers[index]
         size, eps, inner = config.hidden_size, config.rms_norm_eps, layer.intermediate_size
         self.kind, self.group = layer.kind, place.group
         self.attention = Attention(_attention_shape(config, layer), place)
@@ -55,22 +121,6 @@ class Gemma4Layer:
         self.post_mlp_norm = Norm(size, eps, place)
         self.layer_scalar = place.empty(1)
         self.scale: float | None = None  # the scalar as a host number, set by `finish`; None: 1
-
-    def tensors(self) -> Tensors:
-        """Weights by their names below `layers.N.`."""
-        found: Tensors = {
-            "input_layernorm.weight": self.input_norm.weight,
-            "post_attention_layernorm.weight": self.post_attention_norm.weight,
-            "pre_feedforward_layernorm.weight": self.pre_mlp_norm.weight,
-            "post_feedforward_layernorm.weight": self.post_mlp_norm.weight,
-            "layer_scalar": self.layer_scalar,
-        }
-        found |= prefixed("self_attn.", self.attention.tensors())
-        found |= prefixed("mlp.", self.mlp.tensors())
-        for part in (self.experts, self.per_layer):
-            if part is not None:
-                found |= part.tensors()
-        return found
 
     def finish(self) -> None:
         """Call once after the weights are filled."""
@@ -105,6 +155,28 @@ class Gemma4Layer:
         h, _ = add_and_norm(h, m, post=post, next_norm=None, group=group)
         p = self.per_layer.partial_sums(h, per_layer_input)
         return add_and_norm(h, p, post=self.per_layer.norm, next_norm=next_norm, scale=scale)
+
+    @staticmethod
+    def group_shape(config: Gemma4Config, kind: str, block_size: int, place: Place) -> GroupShape:
+        """The attention of the KV group of a kind of layers, which all have one shape, with this
+        rank's heads.
+        """
+        layer = next(layer for layer in config.layers if layer.kind == kind)
+        queries, kv = place.heads(config.num_heads, layer.num_kv_heads)
+        return GroupShape(
+            num_heads=queries.count,
+            num_kv_heads=kv.count,
+            head_dim=layer.head_dim,
+            block_size=block_size,
+            window=config.sliding_window if kind == SLIDING else None,
+        )
+
+    @staticmethod
+    def rope_tables(
+        config: Gemma4Config, theta: dict[str, Frequencies], positions: Tensor, dtype: torch.dtype
+    ) -> dict[str, RopeTable]:
+        """A rotary table for each kind of layers."""
+        return {kind: rope_table(positions, theta[kind], dtype) for kind in theta}
 
 
 def _attention_shape(config: Gemma4Config, layer: LayerShape) -> AttentionShape:

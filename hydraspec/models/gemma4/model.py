@@ -9,75 +9,64 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.embedding import ple_inputs
-from hydraspec_kernels.linear import linear
-from hydraspec_kernels.rope import Frequencies, rope_frequencies, rope_table
+from hydraspec_kernels.rope import Frequencies, rope_frequencies
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.names import name_in_text_model
-from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 from hydraspec.models.gemma4.layer import Gemma4Layer
-from hydraspec.models.kv_groups import SLIDING, RopeTable
-from hydraspec.models.linear import Linear
-from hydraspec.models.parts import Share, Tensors
+from hydraspec.models.linear import Linear, Table
+from hydraspec.models.parts import Share, Weights
 from hydraspec.models.place import Place
-from hydraspec.models.stages import WHOLE, Stage
-from hydraspec.parallel.group import SOLO, TensorGroup
 from hydraspec.parallel.vocabulary import Vocabulary
 
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
-def canonical_name(name: str) -> str | None:
-    """A checkpoint's tensor name without its prefix; None for the vision and audio towers."""
-    name = name_in_text_model(name)
-    return None if name.startswith(_TOWERS) else name
-
-
-class PerLayerEmbedding:
+class PerLayerEmbedding(Weights):
     """The per-layer inputs (PLE): a second embedding table, and a projection of the scaled token
     embedding. A pipeline stage has the columns of its layers (docs/adr/0024).
     """
 
+    names: Mapping[str, str] = {
+        "table": "embed_tokens_per_layer.",
+        "projection": "",
+        "norm_weight": "per_layer_projection_norm.weight",
+    }
+
     def __init__(self, config: Gemma4Config, held: range, place: Place) -> None:
         """held: the layers that read what is computed here."""
-        self.width, self.num_layers = config.ple_size, len(held)
+        self.width = config.ple_size
         share = Share(len(config.layers), held.start, len(held))
-        self.columns = share.times(self.width) if share.is_part else None
-        self.place, self.eps = place, config.rms_norm_eps
-        self.vocabulary = Vocabulary(config.ple_vocab_size, place.group)
-        self.table = place.table(self.vocabulary, self.num_layers * self.width)
-        columns = {"per_layer_model_projection": share.times(self.width)}
-        self.projection = Linear(place, config.hidden_size, columns)
+        columns = share.times(self.width)
+        self.table = Table(
+            place,
+            Vocabulary(config.ple_vocab_size, place.group),
+            columns.count,
+            columns=columns if share.is_part else None,
+        )
+        self.projection = Linear(place, config.hidden_size, {"per_layer_model_projection": columns})
+        self.eps = config.rms_norm_eps
         self.norm_weight = place.empty(self.width)
         self.table_scale = rounded(math.sqrt(self.width), place.dtype)
         self.projection_scale = config.hidden_size**-0.5
-
-    def tensors(self) -> Tensors:
-        return {
-            "embed_tokens_per_layer.weight": self.place.rows(
-                self.table, self.vocabulary, self.columns
-            ),
-            "per_layer_projection_norm.weight": self.norm_weight,
-            **self.projection.tensors(),
-        }
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """token_ids [T] and their scaled embeddings [T, D] -> [T, num_layers, width]. Unknown ids
         read row 0.
         """
-        ids, table = token_ids, self.table
-        if self.place.group.size > 1:  # the rows that were looked up stand in for the table
-            is_known = (ids >= 0) & (ids < self.vocabulary.size)
-            table = self.vocabulary.embed(torch.where(is_known, ids, 0), table)
+        ids, table, vocabulary = token_ids, self.table.weight, self.table.vocabulary
+        if vocabulary.group.size > 1:  # the rows that were looked up stand in for the table
+            is_known = (ids >= 0) & (ids < vocabulary.size)
+            table = self.table.embed(torch.where(is_known, ids, 0))
             ids = torch.arange(len(table), device=ids.device)
         return ple_inputs(
             ids,
@@ -93,49 +82,42 @@ class PerLayerEmbedding:
 class Gemma4Target(Decoder):
     """Implements TargetModel."""
 
+    names: Mapping[str, str] = {**Decoder.names, "per_layer": ""}
+    layer_type = Gemma4Layer
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any], where: str) -> Gemma4Config:
+        """The shape in a raw config.json, whose layers of a kind must be alike."""
+        found = read_gemma4_config(config, where)
+        _check_uniform(found, where)
+        return found
+
     def __init__(self, config: Gemma4Config, place: Place) -> None:
-        self.config = config
-        layers = [partial(Gemma4Layer, config, layer) for layer in config.layers]
-        super().__init__(config, layers, place)
+        super().__init__(config, place)
         self.last_owner = max(i for i, x in enumerate(config.layers) if not x.shares_kv)
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
+        self.softcap = config.softcap
         self.per_layer = PerLayerEmbedding(config, self.held, place) if config.ple_size else None
-        self.frequencies = rope_frequencies_by_kind(config, place)
 
-    def tensors(self) -> Tensors:
-        """Every weight by its checkpoint name without prefix."""
-        return super().tensors() | (self.per_layer.tensors() if self.per_layer else {})
+    def frequencies(self, config: Gemma4Config, place: Place) -> dict[str, Frequencies]:
+        """Rotary frequencies of each kind of layers."""
+        return rope_frequencies_by_kind(config, place)
+
+    def canonical_name(self, name: str) -> str | None:
+        """A checkpoint's tensor name without its prefix; None for the vision and audio towers."""
+        name = name_in_text_model(name)
+        return None if name.startswith(_TOWERS) else name
 
     def ignores(self, name: str) -> bool:
         """Keys and values of layers that share them, and the head of a tied model."""
         match = _SHARED_KV.match(name)
         if match is None or int(match[1]) >= self.num_layers:
             return super().ignores(name)
-        return self.config.layers[int(match[1])].shares_kv
+        return bool(self.config.layers[int(match[1])].shares_kv)
 
     def kv_source(self, layer: int) -> int:
         """The layer whose cache `layer` reads: itself, unless it shares."""
-        return self.config.layers[layer].kv_source
-
-    def group_shape(self, kind: str, block_size: int) -> GroupShape:
-        """The attention of the KV group of a kind of layers, which all have one shape, with this
-        rank's heads.
-        """
-        layer = next(layer for layer in self.config.layers if layer.kind == kind)
-        queries, kv = self.place.heads(self.config.num_heads, layer.num_kv_heads)
-        return GroupShape(
-            num_heads=queries.count,
-            num_kv_heads=kv.count,
-            head_dim=layer.head_dim,
-            block_size=block_size,
-            window=self.config.sliding_window if kind == SLIDING else None,
-        )
-
-    def rope_tables(self, positions: Tensor) -> dict[str, RopeTable]:
-        """A rotary table for each kind of layers."""
-        return {
-            kind: rope_table(positions, self.frequencies[kind], self.dtype) for kind in self.groups
-        }
+        return int(self.config.layers[layer].kv_source)
 
     @property
     def embeds(self) -> bool:
@@ -151,12 +133,6 @@ class Gemma4Target(Decoder):
         embedded = self.embed(token_ids) if embedded is None else embedded
         return self.per_layer.forward(token_ids, embedded)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
-        infinity.
-        """
-        return self.suppress(linear(hidden, self.head.t(), softcap=self.config.softcap))
-
 
 def rounded(value: float, dtype: torch.dtype) -> float:
     """value as dtype holds it: published models round their embedding scale."""
@@ -171,27 +147,6 @@ def rope_frequencies_by_kind(config: Gemma4Config, place: Place) -> dict[str, Fr
         theta = rope_frequencies(layer.head_dim, rope.base, rope.share, rope.factor)
         found[layer.kind] = place.frequencies(theta)
     return found
-
-
-def load_gemma4(
-    checkpoint: Checkpoint,
-    *,
-    weights: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    group: TensorGroup = SOLO,
-    stage: Stage = WHOLE,
-) -> Gemma4Target:
-    """Read and check the config, then fill the weights. Raises CheckpointError."""
-    where = str(checkpoint.folder)
-    config = read_gemma4_config(checkpoint.config, where)
-    _check_uniform(config, where)
-    config.divided.check(group.size, where)
-    with torch.no_grad():
-        model = Gemma4Target(config, Place(dtype, device, group, stage))
-        model.load(checkpoint, weights=weights, seed=seed, canonical=canonical_name)
-    return model
 
 
 def _check_uniform(config: Gemma4Config, where: str) -> None:

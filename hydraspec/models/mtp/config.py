@@ -8,13 +8,16 @@ position's embedding is blanked (docs/adr/0008).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.config_reader import ConfigReader
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.deepseek.config import DeepseekConfig, read_deepseek_config
+from hydraspec.models.deepseek.layer import DeepseekLayer
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
+from hydraspec.models.dense.layer import DenseLayer
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class MTPLayout:
     """Names and conventions of a published layout."""
 
     name: str
+    layer_type: Any  # class of the decoder blocks, as of a target's layers
     token_norm: str
     hidden_norm: str
     projection: str  # 2D -> D
@@ -32,6 +36,7 @@ class MTPLayout:
 
 DEEPSEEK = MTPLayout(
     name="DeepSeek-V3",
+    layer_type=DeepseekLayer,
     token_norm="enorm",
     hidden_norm="hnorm",
     projection="eh_proj",
@@ -41,6 +46,7 @@ DEEPSEEK = MTPLayout(
 )
 MIMO = MTPLayout(
     name="MiMo",
+    layer_type=DenseLayer,
     token_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
     projection="input_proj",
@@ -48,15 +54,7 @@ MIMO = MTPLayout(
     embedding_first=False,
     blanks_first_position=True,
 )
-SPECULATORS = MTPLayout(
-    name="speculators",
-    token_norm="token_layernorm",
-    hidden_norm="hidden_layernorm",
-    projection="input_proj",
-    final_norm="final_layernorm",
-    embedding_first=True,
-    blanks_first_position=False,
-)
+SPECULATORS = replace(MIMO, name="speculators", embedding_first=True, blanks_first_position=False)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -9,43 +9,38 @@ layer returns after its own final norm is scored by the target's head and fed ba
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hydraspec_kernels.attention import GroupShape
-from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.names import name_in_model
-from hydraspec.models.deepseek.attention import latent_group, latent_rope_table
-from hydraspec.models.deepseek.config import DeepseekConfig
-from hydraspec.models.deepseek.layer import DeepseekLayer
-from hydraspec.models.dense.layer import DenseLayer, dense_group
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.kv_groups import (
     FULL,
     MTP_GROUPS,
     BlockSize,
     GroupPass,
-    RopeTable,
     group_layers,
     group_passes,
 )
-from hydraspec.models.layers import Norm
+from hydraspec.models.layers import Norm, PreNormLayer
 from hydraspec.models.linear import Linear
 from hydraspec.models.mtp.config import MTPConfig, MTPLayout
-from hydraspec.models.parts import Tensors
+from hydraspec.models.parts import Tensors, Weights, prefixed
 from hydraspec.models.place import Place
-from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
 
-class MTPLayer:
+class MTPLayer(Weights):
     """final_norm(block(projection(cat of the normed embedding and the normed state)))."""
 
     def __init__(
         self,
         layout: MTPLayout,
-        block: DeepseekLayer | DenseLayer,
+        block: PreNormLayer,
         size: int,
         eps: float,
         place: Place,
@@ -55,15 +50,12 @@ class MTPLayer:
         self.token_norm, self.hidden_norm = Norm(size, eps, place), Norm(size, eps, place)
         self.projection = Linear(place, 2 * size, {layout.projection: size})
         self.final_norm = Norm(size, eps, place)
-
-    def tensors(self) -> Tensors:
-        """Weights by their names below the layer's prefix."""
-        layout = self.layout
-        return self.block.tensors() | {
-            f"{layout.token_norm}.weight": self.token_norm.weight,
-            f"{layout.hidden_norm}.weight": self.hidden_norm.weight,
-            **self.projection.tensors(),
-            f"{layout.final_norm}.weight": self.final_norm.weight,
+        self.names = {
+            "block": "",
+            "token_norm": f"{layout.token_norm}.",
+            "hidden_norm": f"{layout.hidden_norm}.",
+            "projection": "",
+            "final_norm": f"{layout.final_norm}.",
         }
 
     def forward(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
@@ -75,7 +67,7 @@ class MTPLayer:
         return self.block.forward(x, y, shared, cache, self.final_norm)[1]
 
 
-class MTPHead:
+class MTPHead(Weights):
     """Implements OwnCacheHead. Step j runs layer j % n; embedding and head are the target's."""
 
     spec: DraftSpec
@@ -87,12 +79,9 @@ class MTPHead:
         block, count = config.block, config.num_layers
         self.config, self.target, self.num_drafts = config, target, num_drafts
         self.theta = place.frequencies(block.rope.theta)
-        self.blocks: list[DeepseekLayer | DenseLayer]
-        if isinstance(block, DeepseekConfig):  # indices after the target's: layers with experts
-            first = block.num_layers
-            self.blocks = [DeepseekLayer(block, first + i, place) for i in range(count)]
-        else:
-            self.blocks = [DenseLayer(block, FULL, place) for _ in range(count)]
+        self.layer_type = config.layout.layer_type
+        # Indices after the target's: layers with experts, where there are any.
+        self.blocks = [self.layer_type(block, block.num_layers + i, place) for i in range(count)]
         self.layers = [
             MTPLayer(config.layout, each, block.hidden_size, block.rms_norm_eps, place)
             for each in self.blocks
@@ -101,16 +90,19 @@ class MTPHead:
 
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without the leading `model.`."""
-        return {
-            prefix + name: tensor
-            for prefix, layer in zip(self.config.prefixes, self.layers, strict=True)
-            for name, tensor in layer.tensors().items()
-        }
+        found: Tensors = {}
+        for prefix, layer in zip(self.config.prefixes, self.layers, strict=True):
+            found |= prefixed(prefix, layer.tensors())
+        return found
 
     def canonical_name(self, name: str) -> str | None:
         """A checkpoint's tensor name without `model.`; None for what is not an MTP layer's."""
         name = name_in_model(name)
         return name if name.startswith(self.config.prefixes) else None
+
+    def ignores(self, name: str) -> bool:
+        """Copies of the target's embedding and head beside each layer; the target's stand in."""
+        return name.endswith(("embed_tokens.weight", "shared_head.head.weight", "inv_freq"))
 
     def finish(self) -> None:
         """Call once after the weights are filled."""
@@ -120,20 +112,13 @@ class MTPHead:
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """One group; also sets the block size forward reads with."""
         layers = dict.fromkeys(range(first_layer, first_layer + len(self.layers)), FULL)
-        self.groups, specs = group_layers(layers, MTP_GROUPS, block_size, self._group_shape)
+        self.groups, specs = group_layers(
+            layers,
+            MTP_GROUPS,
+            block_size,
+            partial(self.layer_type.group_shape, self.config.block, place=self.place),
+        )
         return specs
-
-    def _group_shape(self, kind: str, block_size: int) -> GroupShape:
-        block = self.config.block
-        if isinstance(block, DeepseekConfig):
-            return latent_group(block, block_size, self.place)
-        return dense_group(block, kind, block_size, self.place)
-
-    def _rope_table(self, positions: Tensor) -> RopeTable:
-        block, dtype = self.config.block, self.place.dtype
-        if isinstance(block, DeepseekConfig):
-            return latent_rope_table(block, self.theta, positions, dtype)
-        return rope_table(positions, self.theta, dtype)
 
     def combine_target_hidden(self, target_step: TargetStep) -> Tensor:
         """The target's states after its final norm, [T, D]."""
@@ -151,8 +136,9 @@ class MTPHead:
         e = self.target.embed(rows.input_ids)
         if self.config.layout.blanks_first_position:
             e = e.masked_fill((rows.positions == 0)[:, None], 0.0)
-        tables = {FULL: self._rope_table(rows.positions)}
-        shared = group_passes(self.groups, rows, tables, self.place.dtype)[FULL]
+        config, dtype = self.config, self.place.dtype
+        tables = self.layer_type.rope_tables(config.block, self.theta, rows.positions, dtype)
+        shared = group_passes(self.groups, rows, tables, dtype)[FULL]
         last = max(step + 1, self.num_drafts)
         states = {
             i: self.layers[i].forward(e, hidden, shared, kv_caches[i])
@@ -167,7 +153,3 @@ class MTPHead:
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B] ids; equal scores go to the lowest id."""
         return self.target.vocabulary.greedy_tokens(self.target.compute_logits(hidden))
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held beside the target's."""
-        return memory_bytes(self.tensors())

@@ -7,17 +7,12 @@ import torch
 from hydraspec.errors import CheckpointError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.deepseek.layer import unpack_experts
-from hydraspec.models.deepseek.model import names_single_experts
 from hydraspec.models.detect import check_method, detect, open_draft
 from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.mtp.config import MTPConfig, check_num_drafts, read_mtp_config
 from hydraspec.models.mtp.head import MTPHead
 from hydraspec.models.weights import fill
-
-# Files hold copies of the target's embedding and head beside each layer; the target's stand in.
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 
 
 def load_mtp(
@@ -40,23 +35,13 @@ def load_mtp(
     place = layers_place(
         target,
         config.block.divided,
-        config.num_layers,
-        lambda place: MTPHead(config, target, num_drafts, place).tensors(),
+        lambda place: MTPHead(config, target, num_drafts, place).layers,
     )
     with torch.no_grad():
         head = MTPHead(config, target, num_drafts, place)
         if weights == "checkpoint":
             _check_presence(opened, head, where)
-            if names_single_experts(opened):
-                unpack_experts(head.blocks)
-        fill(
-            head.tensors(),
-            opened,
-            weights=weights,
-            seed=seed,
-            canonical=head.canonical_name,
-            ignored=lambda name: name.endswith(_COPIES),
-        )
+        fill(head, opened, weights=weights, seed=seed)
         head.finish()
     head.spec = DraftSpec(
         method="mtp",
