@@ -38,7 +38,7 @@ MAY_IMPORT = {
         *("speculators", "signals"),
     },
     "parallel.engines": {"types", "config", "signals", "parallel", "engine"},
-    "adapters": {"kernels", "types", "config", "sampling", "models", "engine"},
+    "adapters": {"kernels", "types", "config", "sampling", "models", "engine", "shipped"},
     "metrics": {"types"},
     "study": {"types", "metrics"},
     "workloads": {"types", "config", "metrics", "plugins", "shipped"},
@@ -49,7 +49,8 @@ MAY_IMPORT = {
     },
     "bench": {
         *("types", "config", "metrics", "engine.base", "factory", "study", "workloads"),
-        *("lab.environment", "lab.folder", "signals"),
+        *("lab.environment", "lab.folder", "signals", "shipped"),
+        *("models.checkpoint.reader", "models.checkpoint.config_reader"),
     },
     "analysis": set(),
     "analysis.doctor": {

@@ -29,6 +29,7 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.lab import run as run_module
 from hydraspec.lab.outcome import outcome
 
+SYNTHETIC = ("method.verification=synthetic", "method.synthetic_acceptance_length=2")
 DEEPSEEK = "bench_mtp target=custom target.checkpoint=shape:deepseek_v3_6_layers"
 # what follows experiment= -> shape, method, drafter's shape, tokens a step
 PRESETS = {
@@ -128,6 +129,43 @@ def test_requests_longer_than_the_target_takes_are_refused_once_it_is_loaded(
     with pytest.raises(ConfigurationError, match="tokens of a request"):
         bench_measure.measure(config)
     assert build[0].closed
+
+
+def test_requests_longer_than_a_folder_says_are_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bench=serve as shipped, on the default target: the last process said so after 26 seconds."""
+    told = in_process(monkeypatch, {})
+    config = plan(["bench=serve"]).jobs[0].config
+    with pytest.raises(ConfigurationError, match="= 2432: target tiny_gemma4 takes 2048 tokens"):
+        bench.run(config, run_dir=tmp_path / "run", overrides=[])
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "count"),
+    [
+        (["bench=serve", "bench.max_prompt_tokens=300"], 1),
+        (["bench=decode", *SMALL], 1),
+        (["bench=decode", *SMALL, "method=none"], 0),
+        (["bench=decode", *SMALL, *SYNTHETIC], 0),
+    ],
+    ids=["a load", "batches", "no drafts", "a given acceptance"],
+)
+def test_acceptance_on_random_tokens_is_warned_of(
+    typed: list[str],
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a run over workload=random is."""
+    monkeypatch.setattr(bench, "_in_processes", lambda *_: iter(()))
+    config = plan([*typed, "bench.engines=[native]"]).jobs[0].config
+    result = bench.run(config, run_dir=tmp_path, overrides=typed, quiet=True)
+    said = [text for text in result["warnings"] if "prompts of random tokens" in text]
+    assert len(said) == count
+    assert [text for text in caplog.messages if "prompts of random tokens" in text] == said
 
 
 def test_a_benchmark_of_which_every_part_is_refused_exits_as_a_refused_run() -> None:

@@ -16,7 +16,6 @@ from hydraspec.bench import measure as bench_measure
 from hydraspec.bench import run as bench
 from hydraspec.bench import study as bench_study
 from hydraspec.bench import turns
-from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.cli.compose import plan
 from hydraspec.config.checks import check
 from hydraspec.config.schema import RunConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Request, StepRecord, WorkloadError
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
+
+log = logging.getLogger(__name__)
 
 MAX_LISTED = 40  # variants of each round in doctor.json
 TIMED_REQUESTS = 4
@@ -97,15 +100,19 @@ def examine(
     with console.progress(quiet=quiet) as on_variant:
         workload = workloads.read(config)
         with loaded(config) as patient, torch.inference_mode():
+            warnings = []
             if workload is None:
                 workload = generated.random_requests(config, patient.target.vocab_size)
+                source = f"workload={config.workload.name}"
+                warnings.append(generated.random_text_warning(source, generated.REAL_TEXT))
+                log.warning(warnings[0])
             patient.engine.tokenize(workload.requests)
             count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
             folder.replace_older_run()
             folder.write_environment(environment.describe(patient.engine.info))
             firsts = [r for r in workload.requests if r.after is None]  # of their conversations
             found = _examined(patient, few(firsts, count), on_variant)
-            result = as_json(found)
+            result = as_json(found) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
     console.show(result, folder.path / DOCTOR, quiet=quiet)
     return result
