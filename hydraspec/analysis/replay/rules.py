@@ -140,12 +140,11 @@ def _check_sources(values: dict[str, list[Any]], record: Record) -> None:
             remedy="record the run with metrics.all_positions=true",
         )
     ran = str(record.run.summary["verification"])
-    sampled = record.run.summary["lossless"]["num_requests_sampled"]
     asked = values.get(VERIFICATION, [ran])
-    if sampled and any(name != ran for name in asked):
+    if record.num_sampled and any(name != ran for name in asked):
         raise refuse(
             f"{VERIFICATION}={asked[0]}",
-            f"accepts otherwise than {ran} where requests are sampled, as {sampled} are",
+            f"accepts otherwise than {ran} where requests are sampled, as {record.num_sampled} are",
             allowed=ran,
             remedy=A_NEW_RUN,
         )
