@@ -240,7 +240,7 @@ def page_of(result: Json) -> str:
 
 
 def title_of(result: Json) -> str:
-    """What is measured, in a line."""
+    """The title of a benchmark, in a line."""
     return f"{result['target']}, {result['dtype']}: {BENCHMARKS[result['bench']].title(result)}"
 
 

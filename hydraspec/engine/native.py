@@ -22,7 +22,7 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
-from hydraspec.engine.run.positions import can_be_forced, position_scores
+from hydraspec.engine.run.positions import position_scores
 from hydraspec.engine.run.profiling import profile_phases, profile_step
 from hydraspec.engine.run.results import LaunchedStep
 from hydraspec.engine.run.state import write_request
@@ -34,6 +34,7 @@ from hydraspec.engine.turns import History
 from hydraspec.parallel.ranks import current
 from hydraspec.sampling.flags import flags_of
 from hydraspec.speculators.teacher_forcing.texts import continued, finished_texts
+from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
     Completion,
     NotFiniteError,

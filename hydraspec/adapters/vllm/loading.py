@@ -247,7 +247,7 @@ def _weights(config: RunConfig) -> dict[str, Any]:
 
 
 def _executor(config: RunConfig) -> dict[str, Any]:
-    """How processes are started, where vLLM is not to choose: by itself it runs on this host."""
+    """Arguments that say how processes are started; without them vLLM runs on this host."""
     options, backend = config.engine.vllm, config.engine.vllm.distributed_executor_backend
     found: dict[str, Any] = {}
     if backend is not None:

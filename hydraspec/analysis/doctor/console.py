@@ -1,4 +1,4 @@
-"""What an examination prints: progress while variants are tried, then findings and tables."""
+"""Console output of an examination: progress while variants are tried, then findings and tables."""
 
 from __future__ import annotations
 

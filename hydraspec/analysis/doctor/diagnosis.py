@@ -39,7 +39,7 @@ class Tried(Generic[C]):
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
-    """What was found, round after round.
+    """Findings, round after round.
 
     Attributes:
         base: the drafter as it is.

@@ -119,7 +119,7 @@ def _wording(
 def gain_of_wording(
     variant: Mapping[int, float], base: Mapping[int, float], num_compared: int
 ) -> Gain:
-    """How much more is accepted per start, paired over requests (index -> mean of its answer). A
+    """Drafts accepted more per start, paired over requests (index -> mean of its answer). A
     request that was answered with a token or less counts as none accepted.
     """
     requests = sorted({*variant, *base})

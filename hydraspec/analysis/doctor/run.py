@@ -1,4 +1,4 @@
-"""One examination, from configuration to doctor.json."""
+"""An examination, from configuration to doctor.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording
 from hydraspec.analysis.doctor.scores import Scores, score
 from hydraspec.analysis.doctor.words import Files
 from hydraspec.config import to_dict
-from hydraspec.config.messages import refusal
 from hydraspec.config.own_drafter import check_own_drafter
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import environment
@@ -29,7 +28,6 @@ from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.run_files import DOCTOR
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
-from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Request, StepRecord, WorkloadError
@@ -124,19 +122,10 @@ def check(config: RunConfig) -> None:
 def _examined(
     patient: Patient, requests: Sequence[Request], on_variant: Callable[[int, int], None]
 ) -> Examination:
-    speculator = patient.engine.parts.runner.speculator
-    if not isinstance(speculator, DraftModelSpeculator) or not hasattr(speculator.spec, "kv_mode"):
-        raise refusal(
-            "method.name",
-            patient.config.method.name,
-            "is not examined: its drafter is no head of ours",
-            allowed="eagle, eagle3, peagle, mtp, gemma4_mtp",
-            remedy="choose one of them",
-        )
     files = None
     checkpoint = patient.config.method.checkpoint or patient.config.target.checkpoint
     if patient.config.method.weights.value == "checkpoint":
-        files = words.files_of(checkpoint, speculator.head)
+        files = words.files_of(checkpoint, patient.speculator.head)
     texts = patient.texts(requests)
     trial = patient.trial()
     first = None if texts is None else score(trial, texts, patient.k)
@@ -239,7 +228,7 @@ def as_json(found: Examination) -> Json:
 
 
 def causes(found: Examination) -> list[Json]:
-    """What was named, in order, each with the acceptance before it."""
+    """Rows of the named changes in order, each with the acceptance before it."""
     rows, before = [], found.acceptance
     for tried in found.causes:
         rows.append({**_row(tried), "acceptance_before": before})
@@ -248,7 +237,7 @@ def causes(found: Examination) -> list[Json]:
 
 
 def verdict(found: Examination) -> str:
-    """One sentence, or one for each cause."""
+    """The verdict: a sentence, or one for each cause."""
     accepted = f"acceptance length {found.diagnosis.base.acceptance:.2f} at K={found.patient.k}"
     count = sum(len(round_) for round_ in found.diagnosis.rounds[:1]) + len(found.prompted)
     if found.state == "faulty":
@@ -295,7 +284,7 @@ def _row(tried: Tried[Any]) -> Json:
 
 
 def _figures(scores: Scores, texts: Texts, tokenizer: Tokenizer | None) -> Json:
-    """Where the drafter is accepted, over the target's texts."""
+    """The `figures` of doctor.json: where the drafter is accepted, over the target's texts."""
     chains = texts.chains
     places = ChainPlaces(
         output_place=np.concatenate([np.arange(1, n + 1) for n in chains.num_of if n]),

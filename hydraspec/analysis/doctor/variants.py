@@ -1,4 +1,4 @@
-"""What a variant of a drafter is, and the tools that make one without touching the loaded head."""
+"""Variants of a drafter, and the tools that make one without touching the loaded head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Change:
-    """One convention, tried otherwise.
+    """A convention tried otherwise.
 
     Attributes:
         cause: a name for machines, such as "aux_layer_ids"; changes of one convention share it.
@@ -44,7 +44,7 @@ class Variant(Change):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Subject:
-    """What families of variants look at."""
+    """A drafter under examination, as families of variants see it."""
 
     trial: Trial
     texts: Texts
@@ -180,11 +180,11 @@ class ScaledTokens:
         return getattr(self._inner, name)
 
     def embed(self, *args: Any) -> Tensor:
-        """As the inner one's, scaled."""
+        """The inner one's embeddings, scaled."""
         found: Tensor = self._inner.embed(*args) * self._scale
         return found
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """As the inner one's, with scaled embeddings."""
+        """The inner one's rows, with scaled embeddings."""
         beside = hidden if rows is None else hidden.index_select(0, rows)
         return torch.cat((self.embed(token_ids), beside), -1)

@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Acceptance:
-    """How many drafts of a step are accepted, of each request.
+    """Drafts accepted in a step, of each request.
 
     With fewer drafts than were measured, position i is accepted as often as it was: a step accepts
     min(accepted, K). This assumes that acceptance does not depend on where steps begin in the text,

@@ -43,7 +43,7 @@ NOTHING_DECODED = "workload: no request has a second token, so nothing is decode
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Wanted:
-    """What is to be predicted."""
+    """A prediction's numbers of drafts and loads."""
 
     drafts: Sequence[int]  # K
     concurrencies: Sequence[int]

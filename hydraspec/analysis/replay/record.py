@@ -1,4 +1,4 @@
-"""What a run recorded of its drafts, read from its folder: positions.jsonl if it is there, else
+"""The drafts that a run recorded in its folder: in positions.jsonl if it is there, else in
 trace.jsonl.
 """
 
@@ -25,7 +25,7 @@ REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true fo
 
 @dataclass(slots=True, frozen=True)
 class Forced:
-    """What positions.jsonl has beside ranks."""
+    """Probabilities and entropies, which positions.jsonl has beside ranks."""
 
     draft_probs: NDArray[np.float64]  # [N, K] of the drafter's best token
     target_probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution

@@ -1,4 +1,4 @@
-"""What a replay changes: the rules that a record answers for, typed as key=value[,value…]."""
+"""Rules that a record can be replayed under, typed as key=value[,value…]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A_NEW_RUN = "run it: what the target or the drafter would compute then is not re
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Rule:
-    """How a replayed run drafts and accepts.
+    """A way to draft and to accept.
 
     Attributes:
         num_speculative_tokens: drafts of a step at most.
@@ -40,7 +40,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """What tells it from others: "K=2, min_probability=0.4"."""
+        """The rule in words: "K=2, min_probability=0.4"."""
         parts = [f"K={self.num_speculative_tokens}"]
         if self.max_tokens is not None:
             parts.append(f"{MAX_TOKENS}={self.max_tokens}")

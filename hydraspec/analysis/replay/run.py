@@ -73,7 +73,7 @@ def write(result: Json, folder: Path) -> Path:
 
 
 def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
-    """What keeps the replay from being what a run would do, request by request."""
+    """Reasons why a run would do otherwise than the replay, request by request."""
     why = []
     if record.source == "trace":
         why.append(
@@ -107,7 +107,8 @@ def _check(record: Record, as_run: Sequence[Steps]) -> Json | None:
 
 
 def _figures(record: Record) -> Json | None:
-    """Where the recorded drafts are accepted, over all places whose K next tokens are known."""
+    """The `figures` of replay.json: where the recorded drafts are accepted, over all places whose K
+    next tokens are known."""
     k, parts = record.num_drafts, []
     for request in record.requests:
         count = int((request.num_known == k).sum())  # it falls towards the end alone
@@ -180,7 +181,7 @@ def _columns(steps: Sequence[Steps], name: str, k: int) -> list[int]:
 
 
 def _total(steps: Sequence[Steps], counts: Sequence[int] | NDArray[np.int64]) -> int:
-    """Of counts of each request's steps, scaled to those that a run takes."""
+    """The sum of counts of each request's steps, scaled to those that a run takes."""
     return round(sum(each.scale * int(n) for each, n in zip(steps, counts, strict=True)))
 
 

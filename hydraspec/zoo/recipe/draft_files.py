@@ -29,7 +29,7 @@ _ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
 def folder_of(name: str, recipe: DraftRecipe, out: Path = CHECKPOINTS) -> Path:
-    """Where a drafter's tensors are: an MTP layer is in its target's folder."""
+    """The folder of a drafter's tensors: an MTP layer is in its target's."""
     return out / (recipe.target if recipe.kind == "mtp" else name)
 
 

@@ -239,8 +239,8 @@ def load_assistant(folder: Path, device: torch.device | str = "cpu") -> Gemma4As
 
 
 def prepare(model: PreTrainedModel, seed: int) -> None:
-    """After the common initialisation: branches that leave the residual stream of order one
-    whatever the depth, and router biases that are not zero (they stay as they are set here).
+    """Scale branches, after the common initialisation, so that the residual stream stays of order
+    one whatever the depth, and set router biases that are not zero (they stay so).
     """
     scale = (2 * model.config.num_hidden_layers) ** -0.5
     generator = torch.Generator().manual_seed(seed)

@@ -56,7 +56,7 @@ def layer_types(num_layers: int, every: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How long and how fast a model is trained."""
+    """Settings of a model's training."""
 
     steps: int
     learning_rate: float

@@ -70,7 +70,7 @@ def read_states(
 def keep_states(
     target: PreTrainedModel, data: Sequences, aux_layer_ids: tuple[int, ...]
 ) -> KeptStates:
-    """In the precision that training computes in."""
+    """The target's states over all texts, in the precision that training computes in."""
     on_gpu = data.tokens.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     hidden, aux = [], []

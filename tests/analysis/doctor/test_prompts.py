@@ -76,7 +76,7 @@ def test_wrong_wordings_are_named(target: str, method: str) -> None:
         assert own is not None
         assert named(patient, chats) is None
         assert named(patient, plain) == "the target's chat template"
-        patient.engine.parts.tokenizer = own.with_template(CHATML)
+        patient.tokenizer = patient.engine.parts.tokenizer = own.with_template(CHATML)
         assert named(patient, chats) == "Gemma 4's chat template"
 
 
