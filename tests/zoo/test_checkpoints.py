@@ -16,7 +16,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hydraspec.zoo.recipe import corpus, evaluate, modeling, tasks, tokenizer, train_assistant
+from hydraspec.zoo.recipe import (
+    corpus,
+    evaluate,
+    modeling,
+    tasks,
+    tokenizer,
+    train_assistant,
+    train_target,
+)
 from hydraspec.zoo.recipe.recipes import ASSISTANTS, CHECKPOINTS, TARGETS
 
 GEMMA4 = [name for name, recipe in TARGETS.items() if recipe.family == "gemma4"]
@@ -66,6 +74,16 @@ def test_the_recipe_is_the_shipped_shape(name: str) -> None:
     files = {"architectures", "dtype", "eos_token_id", "pad_token_id", "bos_token_id"}
     differing = {key for key in built if built[key] != shipped.get(key)}
     assert differing <= files | {"_name_or_path", "transformers_version"}
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "tiny_deepseek"])
+def test_saving_a_loaded_target_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
+    """DeepSeek's file holds its MTP layer too, which is no part of the target."""
+    folder = CHECKPOINTS / name
+    target = modeling.load_target(folder)
+    train_target.save_target(target, tmp_path, _config(folder)["eos_token_id"])
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
 
 
 @pytest.mark.parametrize("name", GEMMA4)

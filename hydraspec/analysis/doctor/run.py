@@ -82,22 +82,21 @@ def examine(
     """
     check(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
-    with console.progress(quiet=quiet) as on_variant:
-        workload = workloads.read(config)
-        with loaded(config) as patient, torch.inference_mode():
-            warnings = []
-            if workload is None:
-                workload = generated.random_requests(config, patient.target.vocab_size)
-                source = f"workload={config.workload.name}"
-                warnings.append(generated.random_text_warning(source, generated.REAL_TEXT))
-                log.warning(warnings[0])
-            patient.engine.tokenize(workload.requests)
-            count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
-            folder.replace_older_run()
-            folder.write_environment(environment.describe(patient.engine.info))
-            firsts = [r for r in workload.requests if r.after is None]  # of their conversations
-            found = _examined(patient, few(firsts, count), on_variant)
-            result = as_json(found) | {"warnings": warnings}
+    workload = workloads.read(config)
+    with loaded(config) as patient, torch.inference_mode():
+        warnings = []
+        if workload is None:
+            workload = generated.random_requests(config, patient.target.vocab_size)
+            source = f"workload={config.workload.name}"
+            warnings.append(generated.random_text_warning(source, generated.REAL_TEXT))
+            log.warning(warnings[0])
+        patient.engine.tokenize(workload.requests)
+        count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
+        folder.replace_older_run()
+        folder.write_environment(environment.describe(patient.engine.info))
+        firsts = [r for r in workload.requests if r.after is None]  # of their conversations
+        found = _examined(patient, few(firsts, count), console.progress(quiet=quiet))
+        result = as_json(found) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
     console.show(result, folder.path / DOCTOR, quiet=quiet)
     return result
