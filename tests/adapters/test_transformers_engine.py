@@ -385,10 +385,15 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "missing ['model.layers" in message
 
 
-def test_transformers_is_imported_by_its_own_engine_only() -> None:
+@pytest.mark.parametrize(
+    ("package", "loaded"),
+    [("transformers", "hydraspec.engine.native"), ("vllm", "hydraspec.adapters.vllm.engine")],
+)
+def test_a_package_is_imported_by_its_own_engine_only(package: str, loaded: str) -> None:
+    """vllm, which is slow to load, once its engine is to run."""
     program = (
-        "import sys, hydraspec.cli.main, hydraspec.lab.run, hydraspec.engine.native;"
-        "print(sorted(m for m in sys.modules if m.split('.')[0] == 'transformers'))"
+        f"import sys, hydraspec.cli.main, hydraspec.lab.run, {loaded};"
+        f"print(sorted(m for m in sys.modules if m.split('.')[0] == {package!r}))"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
