@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -383,19 +381,3 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     message = refused(run_config(deeper, weights=Weights.checkpoint))
     assert message.startswith("checkpoint ")
     assert "missing ['model.layers" in message
-
-
-@pytest.mark.parametrize(
-    ("package", "loaded"),
-    [("transformers", "hydraspec.engine.native"), ("vllm", "hydraspec.adapters.vllm.engine")],
-)
-def test_a_package_is_imported_by_its_own_engine_only(package: str, loaded: str) -> None:
-    """vllm, which is slow to load, once its engine is to run."""
-    program = (
-        f"import sys, hydraspec.cli.main, hydraspec.lab.run, {loaded};"
-        f"print(sorted(m for m in sys.modules if m.split('.')[0] == {package!r}))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "[]"

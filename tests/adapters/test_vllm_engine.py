@@ -4,6 +4,8 @@ where it is installed."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -270,6 +272,22 @@ def test_the_baseline_is_left_to_a_sweep(start: Callable[..., VllmEngine]) -> No
     with pytest.raises(ConfigurationError, match="takes the device for one engine"):
         start().baseline()
     assert start().next_token_logits([1]) is None
+
+
+@pytest.mark.parametrize(
+    ("package", "loaded"),
+    [("transformers", "hydraspec.engine.native"), ("vllm", "hydraspec.adapters.vllm.engine")],
+)
+def test_a_package_is_imported_by_its_own_engine_only(package: str, loaded: str) -> None:
+    """vllm, which is slow to load, once its engine is to run."""
+    program = (
+        f"import sys, hydraspec.cli.main, hydraspec.lab.run, {loaded};"
+        f"print(sorted(m for m in sys.modules if m.split('.')[0] == {package!r}))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"
 
 
 # ------------------------------------------------------------------ for real
