@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Request
 
 
@@ -23,19 +24,49 @@ class Curve:
     points: Callable[[Json], Sequence[tuple[float | None, float | None]]]  # of a part
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table. Its cells hold numbers, side by side, or a word.
+
+    Attributes:
+        of: the numbers of a part's line, or the word.
+        ratio_digits: of a line below two engines with our numbers over theirs; None: no ratios.
+    """
+
+    heading: str
+    of: Callable[[Json], Sequence[float | None] | str]
+    digits: int = 0
+    ratio_digits: int | None = None
+
+    def cell(self, line: Json) -> str:
+        """The cell of a part's line."""
+        found = self.of(line)
+        return found if isinstance(found, str) else _side_by_side(found, self.digits)
+
+    def ratio_cell(self, ours: Json, theirs: Json) -> str:
+        """The cell below the lines of two engines."""
+        a, b = self.of(ours), self.of(theirs)
+        if self.ratio_digits is None or isinstance(a, str) or isinstance(b, str):
+            return ""
+        return _side_by_side(list(map(ratio_of, a, b)), self.ratio_digits)
+
+
 class Benchmark(ABC):
-    """One choice of the group `bench`. A part is an engine with a method, and has several rows."""
+    """A choice of the group `bench`. A part is an engine with a method, and has several rows."""
 
     question: str  # the title of a report over it, {} is the target
     curves: Sequence[Curve]
     heading: str  # of the table in bench.html
     unit: str  # what a row is of
     units: str
+    keys: Sequence[str]  # of config.bench that say what is measured
+    engine_keys: Sequence[str] = ()  # the same of config.engine
     needs_times = False  # of each request's tokens: vLLM then records its steps, too
 
-    @abstractmethod
     def settings(self, config: RunConfig) -> Json:
         """The keys of bench.json that say what is measured."""
+        found = {key: getattr(config.bench, key) for key in self.keys}
+        return {**found, **{key: getattr(config.engine, key) for key in self.engine_keys}}
 
     @abstractmethod
     def num_rows(self, config: RunConfig) -> int:
@@ -54,44 +85,43 @@ class Benchmark(ABC):
         return {}
 
     def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
-        """What the earlier parts set for the next one's process, as overrides."""
+        """Overrides that the earlier parts add to the next one's process."""
         return []
 
     @abstractmethod
-    def said(self, part: Json) -> str:
+    def summary_line(self, part: Json) -> str:
         """The main figures of a part that has rows, in words."""
 
     @abstractmethod
-    def told(self, ours: Json, theirs: Json) -> str:
-        """One part beside that of another engine with the same method, in words."""
-
-    # ------------------------------------------------------------------ the table
+    def comparison_line(self, ours: Json, theirs: Json) -> str:
+        """A part beside that of another engine with the same method, in words."""
 
     @abstractmethod
     def title(self, result: Json) -> str:
-        """What is measured, after target and dtype."""
+        """The rest of the table's title, after target and dtype."""
 
     @abstractmethod
-    def columns(self, result: Json) -> list[str]:
-        """Headings of the columns that only this benchmark has."""
+    def columns(self, result: Json) -> list[Column]:
+        """The columns that only this benchmark has."""
 
-    def num_lines(self, result: Json) -> int:
-        """Lines of a part; those of several engines stand directly below each other."""
-        return 1
-
-    @abstractmethod
-    def cells(self, part: Json, line: int, result: Json) -> list[str]:
-        """The cells of a part's line in these columns; empty: it has no such line."""
+    def lines(self, part: Json) -> list[Json]:
+        """A part's lines in the table, as columns read them."""
+        return [part]
 
     @abstractmethod
     def ratios(self, ours: Json, theirs: Json) -> Json:
         """Times of one part over those of another, where both were measured."""
 
-    @abstractmethod
-    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
-        """The cells of these ratios, likewise."""
-
 
 def figure(value: float | None, digits: int) -> str:
     """A number in a cell; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def ratio_of(ours: float | None, theirs: float | None) -> float | None:
+    """ours / theirs; None where one is missing, or theirs is 0."""
+    return None if ours is None or theirs is None else ratio(ours, theirs)
+
+
+def _side_by_side(values: Sequence[float | None], digits: int) -> str:
+    return " / ".join(figure(value, digits) for value in values)

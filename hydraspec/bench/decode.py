@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from hydraspec.bench.benchmark import Benchmark, Curve, figure
+from hydraspec.bench.benchmark import Benchmark, Column, Curve, figure
 from hydraspec.bench.passes import Passes, make_requests, random_prompts
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
@@ -35,15 +35,7 @@ class Decode(Benchmark):
     )
     heading = "Milliseconds per output token"
     unit, units = "batch size", "batch sizes"
-
-    def settings(self, config: RunConfig) -> Json:
-        bench = config.bench
-        return {
-            "prompt_tokens": bench.prompt_tokens,
-            "output_tokens": bench.output_tokens,
-            "batches": bench.batches,
-            "repeats": bench.repeats,
-        }
+    keys = ("prompt_tokens", "output_tokens", "batches", "repeats")
 
     def num_rows(self, config: RunConfig) -> int:
         return len(config.bench.batches)
@@ -56,12 +48,12 @@ class Decode(Benchmark):
         num_tokens = min(CLOCK_TOKENS, config.bench.output_tokens)
         return requests_of(config, engine, config.bench.batches[-1], num_tokens)
 
-    def said(self, part: Json) -> str:
+    def summary_line(self, part: Json) -> str:
         ends = [part["rows"][0], part["rows"][-1]][: len(part["rows"])]
         words = [f"{figure(row['tpot_ms'], 2)} ms at batch {row['batch']}" for row in ends]
         return f"time per output token {' and '.join(words)}"
 
-    def told(self, ours: Json, theirs: Json) -> str:
+    def comparison_line(self, ours: Json, theirs: Json) -> str:
         found = self.ratios(ours, theirs)["tpot"]
         ratios = [value for value in found.values() if value is not None]
         if not ratios:
@@ -75,18 +67,17 @@ class Decode(Benchmark):
             f"{result['output_tokens']} tokens out"
         )
 
-    def columns(self, result: Json) -> list[str]:
-        batches = [f"batch {batch}, ms" for batch in result["batches"]]
-        prefill = f"prefill {result['batches'][-1]} x {result['prompt_tokens']}, s"
-        return [*batches, prefill, "tokens a draft"]
-
-    def cells(self, part: Json, line: int, result: Json) -> list[str]:
-        by_batch = {row["batch"]: row for row in part["rows"]}
-        last = by_batch.get(result["batches"][-1], {})
+    def columns(self, result: Json) -> list[Column]:
+        last = result["batches"][-1]
         return [
-            *(figure(by_batch.get(batch, {}).get("tpot_ms"), 2) for batch in result["batches"]),
-            figure(last.get("prefill_s"), 3),
-            figure(last.get("acceptance_length"), 2),
+            *(
+                Column(f"batch {batch}, ms", _of_batch(batch, "tpot_ms"), 2, 3)
+                for batch in result["batches"]
+            ),
+            Column(
+                f"prefill {last} x {result['prompt_tokens']}, s", _of_batch(last, "prefill_s"), 3, 3
+            ),
+            Column("tokens a draft", _of_batch(last, "acceptance_length"), 2),
         ]
 
     def ratios(self, ours: Json, theirs: Json) -> Json:
@@ -97,13 +88,15 @@ class Decode(Benchmark):
             "prefill": {str(a["batch"]): ratio(a["prefill_s"], b["prefill_s"]) for a, b in both},
         }
 
-    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
-        batches = [str(batch) for batch in result["batches"]]
-        return [
-            *(figure(ratios["tpot"].get(batch), 3) for batch in batches),
-            figure(ratios["prefill"].get(batches[-1]), 3),
-            "-",
-        ]
+
+def _of_batch(batch: int, key: str) -> Callable[[Json], list[float | None]]:
+    """A figure of a part's row of some batch; None where that was not measured."""
+
+    def of(part: Json) -> list[float | None]:
+        rows = [row for row in part["rows"] if row["batch"] == batch]
+        return [rows[0][key] if rows else None]
+
+    return of
 
 
 def _time_batch(config: RunConfig, engine: Engine, batch: int) -> Json:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.bench.benchmark import Benchmark, Curve, figure
-from hydraspec.bench.bound import bound_of
+from hydraspec.bench.benchmark import Benchmark, Column, Curve, figure
 from hydraspec.bench.passes import Passes, make_requests
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
-from hydraspec.types import Request
+from hydraspec.types import Request, StepRecord
 
 log = logging.getLogger(__name__)
 
 PROMPT_SIGMA, OUTPUT_SIGMA = 1.0, 0.6  # of the logarithms of the lengths
 SHORTEST = 16  # tokens, or the median where that is less
+UNSETTLED_STEPS = 2  # first decode steps of a pass; left out where others follow
+REQUEST_KEYS = (
+    *("num_requests", "prompt_tokens", "output_tokens"),
+    *("max_prompt_tokens", "max_output_tokens"),
+)
 
 
 class Load(Benchmark):
@@ -39,9 +46,8 @@ class Load(Benchmark):
     )
     heading = "Seconds for all requests"
     unit, units = "pass", "passes"
-
-    def settings(self, config: RunConfig) -> Json:
-        return {**settings_of_requests(config), "repeats": config.bench.repeats}
+    keys = (*REQUEST_KEYS, "repeats")
+    engine_keys = ("max_num_seqs",)
 
     def num_rows(self, config: RunConfig) -> int:
         return config.bench.repeats
@@ -57,12 +63,12 @@ class Load(Benchmark):
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         return requests_of(config, engine)[: config.engine.max_num_seqs]
 
-    def said(self, part: Json) -> str:
+    def summary_line(self, part: Json) -> str:
         last = part["rows"][-1]
         seconds, rate = figure(last["seconds"], 2), figure(last["tokens_per_second"], 0)
         return f"all requests in {seconds} s, {rate} tokens/s"
 
-    def told(self, ours: Json, theirs: Json) -> str:
+    def comparison_line(self, ours: Json, theirs: Json) -> str:
         a, b = (part["rows"][-1]["seconds"] for part in (ours, theirs))
         return f"{figure(a, 2)} s and {figure(b, 2)} s for all requests"
 
@@ -72,62 +78,40 @@ class Load(Benchmark):
             f"around {result['prompt_tokens']}, outputs around {result['output_tokens']} tokens"
         )
 
-    def columns(self, result: Json) -> list[str]:
-        passes = [f"pass {number}, s" for number in range(1, result["repeats"] + 1)]
-        bound = ["bound, s", "last pass / bound"]
-        return [*passes, *bound, "tokens/s", "steps", "tokens a draft"]
-
-    def cells(self, part: Json, line: int, result: Json) -> list[str]:
-        rows, bound = part["rows"], part.get("bound") or {}
-        missing = ["-"] * (result["repeats"] - len(rows))
-        last = rows[-1]
+    def columns(self, result: Json) -> list[Column]:
         return [
-            *(figure(row["seconds"], 2) for row in rows),
-            *missing,
-            figure(bound.get("seconds"), 2),
-            figure(bound.get("ratio"), 2),
-            figure(last["tokens_per_second"], 0),
-            figure(last["num_steps"], 0),
-            figure(last["acceptance_length"], 2),
+            *(
+                Column(f"pass {i + 1}, s", partial(_of_pass, "seconds", i), 2, 3)
+                for i in range(result["repeats"])
+            ),
+            Column("bound, s", partial(_of_bound, "seconds"), 2),
+            Column("last pass / bound", partial(_of_bound, "ratio"), 2),
+            Column("tokens/s", partial(_of_pass, "tokens_per_second", -1)),
+            Column("steps", partial(_of_pass, "num_steps", -1)),
+            Column("tokens a draft", partial(_of_pass, "acceptance_length", -1), 2),
         ]
 
     def ratios(self, ours: Json, theirs: Json) -> Json:
         pairs = zip(ours["rows"], theirs["rows"], strict=False)
         return {"seconds": [ratio(a["seconds"], b["seconds"]) for a, b in pairs]}
 
-    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
-        found = [figure(value, 3) for value in ratios["seconds"]]
-        return [*found, *["-"] * (len(self.columns(result)) - len(found))]
+
+def _of_pass(key: str, index: int, part: Json) -> list[float | None]:
+    rows = part["rows"]
+    return [rows[index][key] if index < len(rows) else None]
+
+
+def _of_bound(key: str, part: Json) -> list[float | None]:
+    return [(part.get("bound") or {}).get(key)]
 
 
 def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json:
     passes = Passes(engine, requests)
     passes.run()
-    (seconds,), meter = passes.seconds, passes.meter
-    num_tokens = meter.num_output_tokens()
-    rate = ratio(num_tokens, seconds)
-    log.info("pass %d: %.2f s, %.0f tokens per second", number, seconds, rate or 0.0)
-    return {
-        "pass": number,
-        "seconds": seconds,
-        "num_output_tokens": num_tokens,
-        "tokens_per_second": rate,
-        "num_steps": meter.steps.num_steps or None,  # an engine may report completions only
-        "acceptance_length": meter.acceptance_length().mean,
-    }
-
-
-def settings_of_requests(config: RunConfig) -> Json:
-    """The keys of bench.json that say what `requests_of` gives."""
-    bench = config.bench
-    return {
-        "num_requests": bench.num_requests,
-        "max_num_seqs": config.engine.max_num_seqs,
-        "prompt_tokens": bench.prompt_tokens,
-        "output_tokens": bench.output_tokens,
-        "max_prompt_tokens": bench.max_prompt_tokens,
-        "max_output_tokens": bench.max_output_tokens,
-    }
+    found = {"pass": number, **passes.figures()}
+    rate = found["tokens_per_second"] or 0.0
+    log.info("pass %d: %.2f s, %.0f tokens per second", number, found["seconds"], rate)
+    return found
 
 
 def requests_of(config: RunConfig, engine: Engine) -> list[Request]:
@@ -148,3 +132,67 @@ def _lengths(
 ) -> NDArray[np.int64]:
     drawn = rng.lognormal(math.log(median), sigma, count)
     return np.clip(drawn, min(SHORTEST, median), longest).astype(np.int64)
+
+
+def bound_of(
+    config: RunConfig, engine: Engine, requests: Sequence[Request], last: Json
+) -> Json | None:
+    """The time that a mixed load would take if prompts and full decode steps were all there is,
+    with this engine's own times, and the `last` pass over it: (output tokens / slots / tokens per
+    step) x time of a full step + prompt tokens / prefill rate.
+
+    The full step is the median decode step with every slot in use, over requests of the load's mean
+    lengths. The prefill rate is that of the load's own prompts, each followed by one token. None
+    from an engine that reports completions only, or where no step was full.
+    """
+    if last["num_steps"] is None:
+        return None
+    slots = min(config.engine.max_num_seqs, len(requests))
+    step_ms = _full_step_ms(engine, requests, slots)
+    if step_ms is None:
+        return None
+    num_prompt = sum(len(request.prompt_token_ids or ()) for request in requests)
+    prefill = Passes(engine, [_shortened(request, 1) for request in requests])
+    for _ in range(2):  # the first may compile kernels
+        prefill.run()
+    per_step = last["acceptance_length"] or 1.0
+    decode_s = last["num_output_tokens"] / slots / per_step * step_ms / 1e3
+    seconds = decode_s + prefill.seconds[-1]
+    ratio = last["seconds"] / seconds
+    log.info("bound %.2f s: full step %.3f ms; ratio %.2f", seconds, step_ms, ratio)
+    return {
+        "seconds": seconds,
+        "ratio": ratio,
+        "full_step_ms": step_ms,
+        "tokens_per_step": per_step,
+        "prompt_tokens": num_prompt,
+        "prefill_tokens_per_second": num_prompt / prefill.seconds[-1],
+    }
+
+
+def _full_step_ms(engine: Engine, requests: Sequence[Request], slots: int) -> float | None:
+    """Median wall time of the decode steps in which `slots` requests take part."""
+    prompts = [request.prompt_token_ids or [] for request in requests]
+    length = round(statistics.fmean(map(len, prompts)))
+    num_tokens = round(statistics.fmean(request.sampling.max_tokens for request in requests))
+    drawn = [token for prompt in prompts for token in prompt]
+    equal = [
+        replace(
+            _shortened(requests[i], max(2, num_tokens)),
+            prompt_token_ids=drawn[i * length : (i + 1) * length],
+        )
+        for i in range(slots)
+    ]
+    passes = Passes(engine, equal)
+    passes.run()
+    times = [step.total_ms for step in passes.steps if _is_full(step, slots)]
+    settled = times[UNSETTLED_STEPS:] or times
+    return statistics.median(settled) if settled else None
+
+
+def _is_full(step: StepRecord, slots: int) -> bool:
+    return len(step.requests) == slots and not any(part.is_prefill for part in step.requests)
+
+
+def _shortened(request: Request, num_tokens: int) -> Request:
+    return replace(request, sampling=replace(request.sampling, max_tokens=num_tokens))

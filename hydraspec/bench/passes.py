@@ -9,7 +9,9 @@ import numpy as np
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
+from hydraspec.metrics.files import Json
 from hydraspec.metrics.meter import Meter
+from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Completion, Request, StepRecord
 from hydraspec.workloads.reading import fixed_length_sampling
 
@@ -65,6 +67,17 @@ class Passes:
                 self.meter.add_step(event)
             else:
                 self.meter.add_completion(event)
+
+    def figures(self) -> Json:
+        """The keys of a row that every benchmark of whole passes has, of the only pass."""
+        (seconds,), num_tokens = self.seconds, self.meter.num_output_tokens()
+        return {
+            "seconds": seconds,
+            "num_output_tokens": num_tokens,
+            "tokens_per_second": ratio(num_tokens, seconds),
+            "acceptance_length": self.meter.acceptance_length().mean,
+            "num_steps": self.meter.steps.num_steps or None,  # None: it reports completions only
+        }
 
     def _check(self, completions: Sequence[Completion]) -> None:
         wanted = {request.index: request.sampling.max_tokens for request in self._requests}

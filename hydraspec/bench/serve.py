@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 
 from hydraspec.bench import load
-from hydraspec.bench.benchmark import Benchmark, Curve, figure
+from hydraspec.bench.benchmark import Benchmark, Column, Curve, figure, ratio_of
 from hydraspec.bench.passes import Passes
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
@@ -61,18 +63,11 @@ class Serve(Benchmark):
     heading = "Latencies at several request rates"
     unit, units = "line", "lines"
     needs_times = True
+    keys = (*load.REQUEST_KEYS, "rates", "peak_rate")
+    engine_keys = ("max_num_seqs",)
 
     def settings(self, config: RunConfig) -> Json:
-        bench = config.bench
-        return {
-            **load.settings_of_requests(config),
-            "rates": bench.rates,
-            "peak_rate": bench.peak_rate,
-            "limits": {
-                "ttft_ms": bench.goodput.ttft_ms,
-                "inter_token_ms": bench.goodput.inter_token_ms,
-            },
-        }
+        return {**super().settings(config), "limits": asdict(config.bench.goodput)}
 
     def num_rows(self, config: RunConfig) -> int:
         return 1 + len(config.bench.rates)
@@ -96,7 +91,7 @@ class Serve(Benchmark):
         found = [part["rows"][0]["requests_per_second"] for part in parts if part["rows"]]
         return [f"bench.peak_rate={rate:.6f}" for rate in found[:1]]
 
-    def said(self, part: Json) -> str:
+    def summary_line(self, part: Json) -> str:
         limited = [row for row in _at_rates(part) if row["goodput"] is not None]
         if not limited:
             return "no limits were set"
@@ -105,7 +100,7 @@ class Serve(Benchmark):
             return f"at no rate {MOST:.0%} of requests in limits"
         return f"{MOST:.0%} of requests or more in limits up to {max(kept):.3g} requests/s"
 
-    def told(self, ours: Json, theirs: Json) -> str:
+    def comparison_line(self, ours: Json, theirs: Json) -> str:
         a, b = list(zip(ours["rows"], theirs["rows"], strict=False))[-1]
         rate = "all at once" if a["request_rate"] is None else f"at {a['request_rate']:.3g}/s"
         known = [
@@ -122,74 +117,58 @@ class Serve(Benchmark):
             f"{result['output_tokens']} tokens"
         )
 
-    def columns(self, result: Json) -> list[str]:
-        latencies = [heading.format(" / ".join(keys)) for heading, keys, _ in WAITS.values()]
-        good = "in limits, %"
+    def columns(self, result: Json) -> list[Column]:
         return [
-            "requests/s",
-            "total, s",
-            "tokens/s",
-            *latencies,
-            "TPOT, ms",
-            good,
-            "tokens a draft",
+            Column("requests/s", _offered),
+            Column("total, s", lambda row: [row["seconds"]], 2, 3),
+            Column("tokens/s", lambda row: [row["tokens_per_second"]]),
+            *(
+                Column(heading.format(" / ".join(keys)), partial(_waits, name, keys), digits, 2)
+                for name, (heading, keys, digits) in WAITS.items()
+            ),
+            Column("TPOT, ms", lambda row: [row["time_per_output_token_ms"]], 2, 3),
+            Column("in limits, %", _percent_in_limits),
+            Column("tokens a draft", lambda row: [row["acceptance_length"]], 2),
         ]
 
-    def num_lines(self, result: Json) -> int:
-        return 1 + len(result["rates"])
-
-    def cells(self, part: Json, line: int, result: Json) -> list[str]:
-        if line >= len(part["rows"]):
-            return []
-        row = part["rows"][line]
-        share = None if row["goodput"] is None else row["goodput"]["share"]
-        return [
-            "all at once" if line == 0 else figure(row["request_rate"], 2),
-            figure(row["seconds"], 2),
-            figure(row["tokens_per_second"], 0),
-            *(_several(row[name], keys, digits) for name, (_, keys, digits) in WAITS.items()),
-            figure(row["time_per_output_token_ms"], 2),
-            figure(None if share is None else 100 * share, 0),
-            figure(row["acceptance_length"], 2),
-        ]
+    def lines(self, part: Json) -> list[Json]:
+        return list(part["rows"])
 
     def ratios(self, ours: Json, theirs: Json) -> Json:
         pairs = zip(ours["rows"], theirs["rows"], strict=False)
         return {"rates": [_ratios(a, b) for a, b in pairs]}
 
-    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
-        if line >= len(ratios["rates"]):
-            return []
-        found = ratios["rates"][line]
-        waiting = (_several(found[name], keys, 2) for name, (_, keys, _) in WAITS.items())
-        per_token = figure(found["time_per_output_token"], 3)
-        return ["", figure(found["seconds"], 3), "", *waiting, per_token, "", ""]
+
+def _offered(row: Json) -> str:
+    rate = row["request_rate"]
+    return "all at once" if rate is None else figure(rate, 2)
+
+
+def _waits(name: str, keys: Sequence[str], row: Json) -> list[float | None]:
+    return [row[name][key] for key in keys]
+
+
+def _percent_in_limits(row: Json) -> list[float | None]:
+    share = (row["goodput"] or {}).get("share")
+    return [None if share is None else 100 * share]
 
 
 def _row(
     config: RunConfig, engine: Engine, requests: Sequence[Request], rate: float | None
 ) -> Json:
-    """One pass; None: all requests at once. Arrivals at other rates are the same, stretched."""
+    """The row of a pass; rate None: all requests at once. Other rates stretch the same arrivals."""
     process = ArrivalProcess(rate=rate, burstiness=1.0, seed=config.seed)
     passes = Passes(engine, process.offered(requests, 1))
     passes.run()
-    (seconds,), meter = passes.seconds, passes.meter
-    limits = config.bench.goodput
+    found, meter, limits = passes.figures(), passes.meter, config.bench.goodput
+    seconds = found["seconds"]
     row = {
         "request_rate": rate,
-        "seconds": seconds,
+        **found,
         "requests_per_second": len(requests) / seconds,
-        "num_output_tokens": meter.num_output_tokens(),
-        "tokens_per_second": meter.num_output_tokens() / seconds,
         **{name: summary_of(values) for name, values in waits(meter.completed).items()},
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
-        "goodput": goodput(
-            meter.completed,
-            Limits(ttft_ms=limits.ttft_ms, inter_token_ms=limits.inter_token_ms),
-            seconds,
-        ),
-        "acceptance_length": meter.acceptance_length().mean,
-        "num_steps": meter.steps.num_steps or None,
+        "goodput": goodput(meter.completed, Limits(**asdict(limits)), seconds),
         "num_built": passes.num_built,
     }
     offered = "all at once" if rate is None else f"{rate:.2f} requests per second"
@@ -202,23 +181,14 @@ def summary_of(values: Sequence[float]) -> Json:
     return {"mean": ratio(sum(values), len(values)), **percentiles(values)}
 
 
-def _several(found: Json, keys: Sequence[str], digits: int) -> str:
-    return " / ".join(figure(found[key], digits) for key in keys)
-
-
 def _ratios(ours: Json, theirs: Json) -> Json:
-    def of(name: str) -> Json:
-        keys = ("mean", *PLACES)
-        return {key: _ratio(ours[name][key], theirs[name][key]) for key in keys}
-
     return {
-        "seconds": _ratio(ours["seconds"], theirs["seconds"]),
-        **{name: of(name) for name in WAITS},
-        "time_per_output_token": _ratio(
+        "seconds": ratio_of(ours["seconds"], theirs["seconds"]),
+        **{
+            name: {key: ratio_of(ours[name][key], theirs[name][key]) for key in ("mean", *PLACES)}
+            for name in WAITS
+        },
+        "time_per_output_token": ratio_of(
             ours["time_per_output_token_ms"], theirs["time_per_output_token_ms"]
         ),
     }
-
-
-def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    return None if ours is None or theirs is None else ratio(ours, theirs)

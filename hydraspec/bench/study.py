@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hydraspec.bench.benchmark import Curve, figure
+from hydraspec.bench.benchmark import Column, Curve
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.files import Json
@@ -113,10 +113,8 @@ def side_by_side(results: Sequence[Result]) -> list[Block]:
 
 
 def _titles(results: Sequence[Result]) -> list[str]:
-    titles = [title_of(result) for _, result in results]
-    if len(titles) < 2:
-        return titles
-    return [f"{label}: {title}" for label, title in zip(_labels(results), titles, strict=True)]
+    labels = [f"{label}: " if len(results) > 1 else "" for label in _labels(results)]
+    return [label + title_of(result) for label, (_, result) in zip(labels, results, strict=True)]
 
 
 def _labels(results: Sequence[Result]) -> list[str]:
@@ -130,27 +128,39 @@ def _question(results: Sequence[Json]) -> str:
 
 
 def _verdict(result: Json, title: str) -> Verdict:
-    found = list(_told(result)) or list(_said(result)) or ["Nothing was measured"]
+    found = list(_comparisons(result)) or list(_summaries(result)) or ["Nothing was measured"]
     said = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in found)
     return Verdict(kind="", about=title, sentence=said)
 
 
-def _said(result: Json) -> Iterator[str]:
+def _measured(result: Json) -> dict[str, dict[str, Json]]:
+    """Parts with rows, by method and engine."""
+    found: dict[str, dict[str, Json]] = {part["method"]: {} for part in result["parts"]}
+    for part in result["parts"]:
+        if part["rows"]:
+            found[part["method"]][part["engine"]] = part
+    return found
+
+
+def _pairs(result: Json) -> Iterator[tuple[str, Json, Json]]:
+    """Methods that both engines were measured with."""
+    for method, parts in _measured(result).items():
+        if {OURS, THEIRS} <= {*parts}:
+            yield method, parts[OURS], parts[THEIRS]
+
+
+def _summaries(result: Json) -> Iterator[str]:
     """Each part by itself."""
     for part in result["parts"]:
         if part["rows"]:
-            yield f"{_name(part)}: {BENCHMARKS[result['bench']].said(part)}"
+            yield f"{_name(part)}: {BENCHMARKS[result['bench']].summary_line(part)}"
 
 
-def _told(result: Json) -> Iterator[str]:
+def _comparisons(result: Json) -> Iterator[str]:
     """Both engines beside each other, by method."""
-    measured = {(part["method"], part["engine"]): part for part in result["parts"] if part["rows"]}
-    for method in dict.fromkeys(method for method, _ in measured):
-        names = (OURS, THEIRS)
-        ours, theirs = (measured.get((method, name)) for name in names)
-        if ours and theirs:
-            told = BENCHMARKS[result["bench"]].told(ours, theirs)
-            yield f"{_drafts(method)}, {' and '.join(names)}: {told}"
+    for method, ours, theirs in _pairs(result):
+        told = BENCHMARKS[result["bench"]].comparison_line(ours, theirs)
+        yield f"{_drafts(method)}, {OURS} and {THEIRS}: {told}"
 
 
 def _name(part: Json) -> str:
@@ -167,7 +177,7 @@ def _section(of: Result, title: str) -> Section:
     table = Block(
         title=benchmark.heading,
         note=f"Times; {OURS} / {THEIRS}: below 1, {OURS} is faster." if result["ratios"] else "",
-        sentences=list(_said(result)) if any(_told(result)) else (),
+        sentences=list(_summaries(result)) if any(_pairs(result)) else (),
         table=_table(result, folder),
     )
     charts = [block for curve in benchmark.curves for block in _chart(curve, result)]
@@ -200,16 +210,13 @@ def _chart(curve: Curve, result: Json) -> Iterator[Block]:
 def ratios(result: Json) -> Json:
     """Our times over vLLM's where both were measured, method → figure → ratio: below 1, faster."""
     benchmark = BENCHMARKS[result["bench"]]
-    parts = {(part["engine"], part["method"]): part for part in result["parts"] if part["rows"]}
-    found: Json = {}
-    for (engine, method), ours in parts.items():
-        theirs = parts.get((THEIRS, method))
-        if engine == OURS and theirs is not None:
-            found[method] = {
-                **benchmark.ratios(ours, theirs),
-                "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
-            }
-    return found
+    return {
+        method: {
+            **benchmark.ratios(ours, theirs),
+            "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
+        }
+        for method, ours, theirs in _pairs(result)
+    }
 
 
 def print_result(result: Json, console: Console) -> None:
@@ -233,7 +240,7 @@ def page_of(result: Json) -> str:
 
 
 def title_of(result: Json) -> str:
-    """What is measured, in a line."""
+    """The title of a benchmark, in a line."""
     return f"{result['target']}, {result['dtype']}: {BENCHMARKS[result['bench']].title(result)}"
 
 
@@ -244,24 +251,24 @@ def _table(result: Json, folder: Path | None = None) -> Table:
 
 def header_of(result: Json) -> list[str]:
     """Headings: the benchmark's own columns between those of every benchmark."""
-    columns = BENCHMARKS[result["bench"]].columns(result)
-    return ["method", "engine", *columns, "first step, s", "peak, GiB"]
+    columns = [*BENCHMARKS[result["bench"]].columns(result), *OF_PARTS]
+    return ["method", "engine", *(column.heading for column in columns)]
 
 
 def cells_of(result: Json) -> Iterator[list[str]]:
     """The lines of each engine and method, and below the two engines one with their ratios."""
     benchmark = BENCHMARKS[result["bench"]]
-    methods = dict.fromkeys(part["method"] for part in result["parts"])
-    for method in methods:
-        parts = [part for part in result["parts"] if part["method"] == method and part["rows"]]
-        found = result["ratios"].get(method)
-        for line in range(benchmark.num_lines(result)):
-            for part in parts:
-                if cells := benchmark.cells(part, line, result):
-                    yield [*_names(part), *cells, *(_of_all_lines(part) if line == 0 else ("", ""))]
-            if found and (cells := benchmark.ratio_cells(found, line, result)):
-                start = figure(found["first_step"], 2) if line == 0 else ""
-                yield ["", f"{OURS} / {THEIRS}", *cells, start, "-" if line == 0 else ""]
+    columns = benchmark.columns(result)
+    for parts in _measured(result).values():
+        lines = {engine: benchmark.lines(part) for engine, part in parts.items()}
+        for i in range(max(map(len, lines.values()), default=0)):
+            here = {engine: of[i] for engine, of in lines.items() if i < len(of)}
+            for engine, line in here.items():
+                ours = [column.cell(line) for column in columns]
+                yield [*_names(parts[engine]), *ours, *_of_part(i, parts[engine])]
+            if {OURS, THEIRS} <= {*here}:
+                ours = [column.ratio_cell(here[OURS], here[THEIRS]) for column in columns]
+                yield ["", f"{OURS} / {THEIRS}", *ours, *_of_part(i, parts[OURS], parts[THEIRS])]
 
 
 def _names(part: Json) -> tuple[str, str]:
@@ -269,10 +276,22 @@ def _names(part: Json) -> tuple[str, str]:
     return f"{method} K={drafts}" if drafts else method, part["engine"]
 
 
-def _of_all_lines(part: Json) -> tuple[str, str]:
-    """The cells that every benchmark has, on the first line of a part."""
+def _peak(part: Json) -> list[float | None]:
     peak = part["peak_memory_bytes"].get("allocated")
-    return figure(part["first_step_s"], 1), figure(None if peak is None else peak / GIB, 1)
+    return [None if peak is None else peak / GIB]
+
+
+OF_PARTS = (
+    Column("first step, s", lambda part: [part["first_step_s"]], 1, 2),
+    Column("peak, GiB", _peak, 1),
+)
+
+
+def _of_part(line: int, *parts: Json) -> list[str]:
+    """The cells that every benchmark has, of a part or of the ratios of two, on the first line."""
+    if line:
+        return [""] * len(OF_PARTS)
+    return [c.cell(*parts) if len(parts) == 1 else c.ratio_cell(*parts) for c in OF_PARTS]
 
 
 def notes_of(result: Json) -> Iterator[tuple[str, str]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from hydraspec.bench.benchmark import Benchmark, Curve, figure
+from hydraspec.bench.benchmark import Benchmark, Column, Curve, figure
 from hydraspec.bench.passes import Passes, make_requests
 from hydraspec.bench.serve import summary_of
 from hydraspec.config.schema import RunConfig
@@ -20,7 +21,6 @@ from hydraspec.workloads.conversations import in_conversations
 log = logging.getLogger(__name__)
 
 STREAM, COLD_STREAM = 0x7475726E, 0x636F6C64  # of the prompts' random numbers
-WARM, COLD = 0, 1  # lines of a part
 
 
 def _first_tokens(turns: Sequence[Json]) -> list[tuple[float, float | None]]:
@@ -52,18 +52,8 @@ class Turns(Benchmark):
     heading = "Time to first token by turn"
     unit, units = "pass", "passes"
     needs_times = True
-
-    def settings(self, config: RunConfig) -> Json:
-        bench = config.bench
-        return {
-            "num_conversations": bench.num_conversations,
-            "num_turns": bench.num_turns,
-            "turn_tokens": bench.turn_tokens,
-            "output_tokens": bench.output_tokens,
-            "max_num_seqs": config.engine.max_num_seqs,
-            "prefix_caching": config.engine.prefix_caching,
-            "repeats": bench.repeats,
-        }
+    keys = ("num_conversations", "num_turns", "turn_tokens", "output_tokens", "repeats")
+    engine_keys = ("max_num_seqs", "prefix_caching")
 
     def num_rows(self, config: RunConfig) -> int:
         return config.bench.repeats
@@ -80,16 +70,16 @@ class Turns(Benchmark):
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         return [request for request in requests_of(config, engine) if request.after is None]
 
-    def said(self, part: Json) -> str:
+    def summary_line(self, part: Json) -> str:
         row = part["rows"][-1]
         last = row["turns"][-1]
         cold = [each for each in part.get("cold") or [] if each["turn"] == last["turn"]]
         beside = f", {figure(cold[0]['ttft']['mean'], 0)} ms cold" if cold else ""
         first = figure(last["ttft"]["mean"], 0)
-        hits = _percent(row["hit_rate"])
+        hits = figure(None if row["hit_rate"] is None else 100 * row["hit_rate"], 1)
         return f"first token of turn {last['turn']} after {first} ms{beside}; prefix hits {hits} %"
 
-    def told(self, ours: Json, theirs: Json) -> str:
+    def comparison_line(self, ours: Json, theirs: Json) -> str:
         a, b = (part["rows"][-1]["turns"][-1] for part in (ours, theirs))
         first, other = (figure(each["ttft"]["mean"], 0) for each in (a, b))
         return f"first token of turn {a['turn']} after {first} ms and {other} ms"
@@ -101,26 +91,23 @@ class Turns(Benchmark):
             f"{result['turn_tokens']} new tokens and {result['output_tokens']} out{cached}"
         )
 
-    def columns(self, result: Json) -> list[str]:
-        turns = [f"turn {turn}, ms" for turn in range(1, result["num_turns"] + 1)]
-        return ["prompts", *turns, "total, s", "hits, %", "of eligible, %", "tokens a draft"]
-
-    def num_lines(self, result: Json) -> int:
-        return 2
-
-    def cells(self, part: Json, line: int, result: Json) -> list[str]:
-        if line == COLD:
-            found = part.get("cold")
-            return ["cold", *_by_turn(found, result), "", "", "", ""] if found else []
-        last = part["rows"][-1]
+    def columns(self, result: Json) -> list[Column]:
         return [
-            "turns",
-            *_by_turn(last["turns"], result),
-            figure(last["seconds"], 2),
-            _percent(last["hit_rate"]),
-            _percent(last["eligible_hit_rate"]),
-            figure(last["acceptance_length"], 2),
+            Column("prompts", lambda line: line["prompts"]),
+            *(
+                Column(f"turn {turn}, ms", partial(_of_turn, turn), 0, 3)
+                for turn in range(1, result["num_turns"] + 1)
+            ),
+            Column("total, s", partial(_of_pass, "seconds"), 2, 3),
+            Column("hits, %", partial(_of_pass, "hit_rate", factor=100), 1),
+            Column("of eligible, %", partial(_of_pass, "eligible_hit_rate", factor=100), 1),
+            Column("tokens a draft", partial(_of_pass, "acceptance_length"), 2),
         ]
+
+    def lines(self, part: Json) -> list[Json]:
+        cold = part.get("cold")
+        found = [{"prompts": "turns", **part["rows"][-1]}]
+        return [*found, {"prompts": "cold", "turns": cold}] if cold else found
 
     def ratios(self, ours: Json, theirs: Json) -> Json:
         last = [part["rows"][-1] for part in (ours, theirs)]
@@ -130,13 +117,17 @@ class Turns(Benchmark):
             "cold": _ratios(*(part.get("cold") or [] for part in (ours, theirs))),
         }
 
-    def ratio_cells(self, ratios: Json, line: int, result: Json) -> list[str]:
-        found = ratios["cold"] if line == COLD else ratios["turns"]
-        if not found:
-            return []
-        turns = map(str, range(1, result["num_turns"] + 1))
-        total = "" if line == COLD else figure(ratios["seconds"], 3)
-        return ["", *(figure(found.get(turn), 3) for turn in turns), total, "", "", ""]
+
+def _of_turn(turn: int, line: Json) -> list[float | None]:
+    """Mean time to the first token; None for a turn that was not measured."""
+    return [dict(_first_tokens(line["turns"])).get(turn)]
+
+
+def _of_pass(key: str, line: Json, *, factor: float = 1) -> list[float | None] | str:
+    """A figure of a whole pass; cold prompts have none."""
+    if key not in line:
+        return ""
+    return [None if line[key] is None else factor * line[key]]
 
 
 def requests_of(config: RunConfig, engine: Engine) -> list[Request]:
@@ -153,7 +144,7 @@ def requests_of(config: RunConfig, engine: Engine) -> list[Request]:
 def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json:
     passes = Passes(engine, requests)
     passes.run()
-    (seconds,), meter = passes.seconds, passes.meter
+    found, hits = passes.figures(), passes.meter.prefix_hits
     places = {request.index: request.turn for request in requests}
     turns = [
         _turn(turn, [done for done in passes.completions if places[done.index] == turn])
@@ -161,17 +152,12 @@ def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json
     ]
     num_cached = sum(done.num_cached_tokens for done in passes.completions)
     hit_rate = ratio(num_cached, sum(len(done.prompt_token_ids) for done in passes.completions))
-    hits = meter.prefix_hits
-    log.info("pass %d: %.2f s, hit rate %.3f", number, seconds, hit_rate or 0.0)
+    log.info("pass %d: %.2f s, hit rate %.3f", number, found["seconds"], hit_rate or 0.0)
     return {
         "pass": number,
-        "seconds": seconds,
-        "num_output_tokens": meter.num_output_tokens(),
-        "tokens_per_second": meter.num_output_tokens() / seconds,
+        **found,
         "hit_rate": hit_rate,
         "eligible_hit_rate": None if hits is None else hits.eligible_hit_rate(),
-        "acceptance_length": meter.acceptance_length().mean,
-        "num_steps": meter.steps.num_steps or None,
         "num_built": passes.num_built,
         "turns": turns,
     }
@@ -190,8 +176,8 @@ def _turn(turn: int, completions: Sequence[Completion]) -> Json:
 
 
 def _cold_turn(config: RunConfig, engine: Engine, turn: int) -> Json:
-    """As many random prompts as there are conversations, as long as those of `turn`, at once: a run
-    begins with an empty cache."""
+    """The figures of random prompts, a conversation each and as long as those of `turn`, all at
+    once: a run begins with an empty cache."""
     bench, rng = config.bench, np.random.default_rng([config.seed, COLD_STREAM, turn])
     length = turn * bench.turn_tokens + (turn - 1) * bench.output_tokens
     count = bench.num_conversations
@@ -203,17 +189,7 @@ def _cold_turn(config: RunConfig, engine: Engine, turn: int) -> Json:
     return found
 
 
-def _by_turn(found: Sequence[Json], result: Json) -> list[str]:
-    """Mean times to the first token; a dash for a turn that was not measured."""
-    by_turn = {each["turn"]: each["ttft"]["mean"] for each in found}
-    return [figure(by_turn.get(turn), 0) for turn in range(1, result["num_turns"] + 1)]
-
-
 def _ratios(ours: Sequence[Json], theirs: Sequence[Json]) -> Json:
     other = {each["turn"]: each["ttft"]["mean"] for each in theirs}
     found = {str(each["turn"]): (each["ttft"]["mean"], other.get(each["turn"])) for each in ours}
     return {turn: ratio(a, b) for turn, (a, b) in found.items() if a is not None and b is not None}
-
-
-def _percent(share: float | None) -> str:
-    return figure(None if share is None else 100 * share, 1)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from hydraspec import factory
 from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import plan
 from hydraspec.config.checks import ALIASES, check
@@ -197,6 +198,7 @@ def _reason(config: RunConfig) -> str | None:
     """What the rules say of a configuration; None: they hold."""
     try:
         check(config)
+        factory.check_split(config)
     except ConfigurationError as error:
         return str(error).partition("\n")[0]
     return None

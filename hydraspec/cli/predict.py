@@ -65,10 +65,10 @@ def predict(
         waves: of requests that follow each other in a load; 1: they all begin together.
         check: also run what is predicted.
     """
-    from hydraspec.analysis.predict.console import show_best
     from hydraspec.analysis.predict.prediction import Wanted
     from hydraspec.analysis.predict.run import check as check_job
     from hydraspec.analysis.predict.run import predict as run_prediction
+    from hydraspec.analysis.predict.words import show_best
 
     refuse_no_folder(overrides)
     torchrun.refuse_calls()

@@ -1,19 +1,22 @@
-"""Measured milliseconds of decode steps, by requests in the step and drafts per request.
-
-Plain numbers that engines measure, a run saves and predictions read; knows no engine.
+"""Milliseconds of decode steps by their requests and drafts: how they are timed, and the table that
+a run saves and later runs read. Plain numbers; knows no engine.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from hydraspec.errors import ConfigurationError
+from hydraspec.types import StepRecord
 
 SCHEMA_VERSION = 1
 Grid = tuple[tuple[float, ...], ...]  # a row per batch, a column per number of drafts
@@ -25,7 +28,6 @@ class StepCost:
 
     step_ms: float  # the whole step: verifying the drafts, sampling, drafting the next ones
     draft_ms: float | None  # of it drafting; None: not measured
-    outside: bool = False  # nothing was measured so far out: the nearest measured one's
 
     @property
     def verify_ms(self) -> float | None:
@@ -76,14 +78,16 @@ class CostTable:
 
     def at(self, batch: float, num_drafts: int) -> StepCost:
         """The cost of a step of `batch` requests with `num_drafts` each: linear between measured
-        neighbours. Outside the measured range it is that of the nearest edge, and says so.
+        neighbours, and outside the measured range that of the nearest edge.
         """
-        row, is_out = _place(self.batches, batch)
-        column, is_wider = _place(self.drafts, num_drafts)
+
+        def between(grid: Grid) -> float:
+            by_batch = [np.interp(num_drafts, self.drafts, row) for row in grid]
+            return float(np.interp(batch, self.batches, by_batch))
+
         return StepCost(
-            step_ms=_between(self.step_ms, row, column),
-            draft_ms=None if self.draft_ms is None else _between(self.draft_ms, row, column),
-            outside=is_out or is_wider,
+            step_ms=between(self.step_ms),
+            draft_ms=None if self.draft_ms is None else between(self.draft_ms),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -94,32 +98,63 @@ class CostTable:
         return content
 
 
-def merged(tables: Sequence[CostTable]) -> CostTable:
-    """The tables of engines with different K, ascending and of the same batches, as one."""
-    first, rows = tables[0], range(len(tables[0].batches))
-    assert all(table.batches == first.batches for table in tables), "measured at equal batches"
-    drafting = [table.draft_ms for table in tables if table.draft_ms is not None]
-    return CostTable(
-        batches=first.batches,
-        drafts=tuple(k for table in tables for k in table.drafts),
-        step_ms=tuple(tuple(ms for table in tables for ms in table.step_ms[i]) for i in rows),
-        draft_ms=tuple(tuple(ms for grid in drafting for ms in grid[i]) for i in rows)
-        if len(drafting) == len(tables)
-        else None,
-    )
+Size = tuple[int, int]  # of a step: its requests, and the drafts of each
 
 
-def averaged(tables: Sequence[CostTable]) -> CostTable:
-    """The mean of tables of the same steps, measured several times."""
-    grids = [table.step_ms for table in tables]
-    return CostTable(
-        batches=tables[0].batches,
-        drafts=tables[0].drafts,
-        step_ms=tuple(
-            tuple(sum(times) / len(times) for times in zip(*rows, strict=True))
-            for rows in zip(*grids, strict=True)
-        ),
-    )
+def full_size(record: StepRecord) -> Size | None:
+    """The size of a step in which every request verified equally many drafts, those that were to be
+    verified; None for any other step."""
+    widths = {-1 if part.is_prefill else part.num_rows - 1 for part in record.requests}
+    width = widths.pop() if len(widths) == 1 else -1
+    if width < 0 or record.draft_length not in (None, width):
+        return None
+    return len(record.requests), width
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Milliseconds of decode steps in which every request verifies and proposes K drafts.
+
+    Attributes:
+        fastest, slowest: shares of the times of a size that its typical time leaves out.
+        step_ms: whole steps.
+        draft_ms: drafting in these steps; a size is absent where phases are not timed.
+    """
+
+    fastest: float = 0.0
+    slowest: float = 0.0
+    step_ms: dict[Size, list[float]] = field(default_factory=lambda: defaultdict(list))
+    draft_ms: dict[Size, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, record: StepRecord) -> None:
+        """Keep the times of a step, if `full_size` gives it a size."""
+        if (size := full_size(record)) is None:
+            return
+        self.step_ms[size].append(record.total_ms)
+        if (drafting := record.phase_ms.get("propose")) is not None:
+            self.draft_ms[size].append(drafting)
+
+    def typical(self, times: Sequence[float]) -> float:
+        """Mean of times, without the shares at either end."""
+        first, count = int(self.fastest * len(times)), len(times)
+        return mean(sorted(times)[first : count - int(self.slowest * count)])
+
+    def table(
+        self, batches: Sequence[int], drafts: Sequence[int], rates: Sequence[float] = ()
+    ) -> CostTable:
+        """Typical times of every size of a grid, all of which were seen."""
+
+        def grid(times: Mapping[Size, Sequence[float]]) -> Grid:
+            return tuple(tuple(self.typical(times[b, k]) for k in drafts) for b in batches)
+
+        has_phases = any(drafts) and all(self.draft_ms.get((b, k)) for b in batches for k in drafts)
+        return CostTable(
+            batches=tuple(batches),
+            drafts=tuple(drafts),
+            step_ms=grid(self.step_ms),
+            draft_ms=grid(self.draft_ms) if has_phases else None,
+            rates=tuple(rates),
+        )
 
 
 def from_json(found: object, source: str) -> CostTable:
@@ -173,30 +208,3 @@ def _whole(value: object) -> int:
 
 def _grid(rows: Sequence[Sequence[float]]) -> Grid:
     return tuple(tuple(float(each) for each in row) for row in rows)
-
-
-@dataclass(slots=True, frozen=True)
-class _Place:
-    low: int
-    high: int
-    share: float  # of the way from low to high
-
-
-def _place(known: Sequence[int], wanted: float) -> tuple[_Place, bool]:
-    """Where a value lies among ascending ones, and whether it lies outside."""
-    if wanted <= known[0]:
-        return _Place(0, 0, 0.0), wanted < known[0]
-    if wanted >= known[-1]:
-        last = len(known) - 1
-        return _Place(last, last, 0.0), wanted > known[-1]
-    high = bisect_right(known, wanted)
-    below, above = known[high - 1], known[high]
-    return _Place(high - 1, high, (wanted - below) / (above - below)), False
-
-
-def _between(grid: Grid, row: _Place, column: _Place) -> float:
-    low, high = (
-        grid[r][column.low] * (1 - column.share) + grid[r][column.high] * column.share
-        for r in (row.low, row.high)
-    )
-    return low * (1 - row.share) + high * row.share

@@ -22,12 +22,7 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
-from hydraspec.engine.run.positions import (
-    can_be_forced,
-    continued,
-    finished_texts,
-    position_scores,
-)
+from hydraspec.engine.run.positions import position_scores
 from hydraspec.engine.run.profiling import profile_phases, profile_step
 from hydraspec.engine.run.results import LaunchedStep
 from hydraspec.engine.run.state import write_request
@@ -38,6 +33,8 @@ from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.engine.turns import History
 from hydraspec.parallel.ranks import current
 from hydraspec.sampling.flags import flags_of
+from hydraspec.speculators.teacher_forcing.texts import continued, finished_texts
+from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
     Completion,
     NotFiniteError,

@@ -22,6 +22,7 @@ from hydraspec.metrics.paired import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.study.texts import interval
 from hydraspec.types import Completion, Request
+from hydraspec.workloads.generated import REAL_TEXT, random_text_warning
 from hydraspec.workloads.scoring import score_completion
 
 LOW_LENGTH = 1.3  # tokens per verification; a drafter that fits its target has more
@@ -177,11 +178,8 @@ def figure_warnings(
     accepted = _Acceptance.of(summary, rates)
     hardly = is_real and accepted.is_hardly_ever
     if is_real and is_random_text:
-        found.append(
-            f"workload={config.workload.name} has prompts of random tokens, so acceptance and "
-            "speedup say nothing about real text; to try: workload=jsonl with prompts of your own, "
-            "or, for speed at a known acceptance, method.verification=synthetic"
-        )
+        remedy = f"{REAL_TEXT}, or, for speed at a known acceptance, method.verification=synthetic"
+        found.append(random_text_warning(f"workload={config.workload.name}", remedy))
     if hardly:
         found.append(
             f"drafts of method={summary['method']} are hardly ever accepted: "

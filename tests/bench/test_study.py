@@ -25,7 +25,7 @@ def test_rates_that_keep_the_limits() -> None:
         found = {"ttft_ms": 5.0, "inter_token_ms": None, "share": share}
         return {"request_rate": rate, "goodput": found}
 
-    said, rows = BENCHMARKS["serve"].said, [row(None, 1.0), row(2.5, 0.9), row(5.0, 0.89)]
+    said, rows = BENCHMARKS["serve"].summary_line, [row(None, 1.0), row(2.5, 0.9), row(5.0, 0.89)]
     assert said(part_of(*rows)) == "90% of requests or more in limits up to 2.5 requests/s"
     assert said(part_of(rows[0], rows[2])) == "at no rate 90% of requests in limits"
     assert said(part_of({"request_rate": 2.5, "goodput": None})) == "no limits were set"

@@ -56,6 +56,16 @@ def test_a_refused_combination_says_why() -> None:
     assert not cell.tests
 
 
+def test_what_an_engine_refuses_by_the_sizes_of_a_target_is_no_yes() -> None:
+    """vLLM loses per-layer inputs after the first stage, so its adapter refuses to start."""
+    wanted = {"target": ["gemma4_e2b"], "method": ["none"], "engine": ["vllm"]}
+    one = {"cudagraph": ["none"], "sampling": ["greedy"]}
+    split, whole = matrix.cells({**wanted, **one, "parallelism": ["pp2", "tp2"]})
+    assert split.reason is not None
+    assert "a target with per-layer inputs" in split.reason
+    assert whole.reason is None
+
+
 def test_a_target_without_a_drafter_is_no_pair() -> None:
     found = matrix.cells({"target": ["tiny_mistral"], "method": ["mtp"], "engine": ["native"]})
     assert {cell.reason for cell in found} == {matrix.NO_DRAFTER}

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hydraspec.engine.costs import CostTable, averaged, from_json, merged, read
+from hydraspec.engine.costs import CostTable, StepTimes, from_json, read
 from hydraspec.errors import ConfigurationError
+from hydraspec.types import RequestStep, StepRecord
 
 TABLE = CostTable(
     batches=(1, 4, 16),
@@ -24,7 +25,6 @@ def test_measured_entries_come_back_exactly():
             assert cost.step_ms == TABLE.step_ms[row][column]
             assert cost.draft_ms == TABLE.draft_ms[row][column]
             assert cost.verify_ms == cost.step_ms - cost.draft_ms
-            assert not cost.outside
 
 
 def test_between_neighbours_it_is_linear_in_both():
@@ -37,32 +37,64 @@ def test_between_neighbours_it_is_linear_in_both():
 @pytest.mark.parametrize(
     ("batch", "num_drafts", "step_ms"), [(32, 0, 10.0), (0.5, 2, 2.0), (4, 5, 8.0), (17, 9, 30.0)]
 )
-def test_outside_the_range_it_says_so(batch, num_drafts, step_ms):
-    cost = TABLE.at(batch, num_drafts)
-    assert cost.outside
-    assert cost.step_ms == step_ms
+def test_outside_the_range_it_is_the_nearest_edge(batch, num_drafts, step_ms):
+    assert TABLE.at(batch, num_drafts).step_ms == step_ms
 
 
-def of_one_k(num_drafts, first, last, *, drafting=None):
-    return CostTable(
-        batches=(1, 4),
-        drafts=(num_drafts,),
-        step_ms=((first,), (last,)),
-        draft_ms=None if drafting is None else ((drafting,), (drafting,)),
+def step(widths, ms, *, drafting=None, prefill=False, draft_length=None):
+    requests = [
+        RequestStep(
+            index=i,
+            num_rows=1 + width,
+            is_prefill=prefill,
+            num_computed_tokens=5,
+            draft_token_ids=[7] * width,
+            num_accepted=0,
+            output_token_ids=[7],
+        )
+        for i, width in enumerate(widths)
+    ]
+    phases = {} if drafting is None else {"propose": drafting}
+    return StepRecord(
+        step=0, phase_ms=phases, total_ms=ms, requests=requests, draft_length=draft_length
     )
 
 
-def test_tables_of_several_k_become_one():
-    found = merged([of_one_k(1, 2.0, 3.0, drafting=0.5), of_one_k(3, 4.0, 7.0, drafting=1.5)])
-    assert found.drafts == (1, 3)
-    assert found.step_ms == ((2.0, 4.0), (3.0, 7.0))
-    assert found.draft_ms == ((0.5, 1.5), (0.5, 1.5))
-    assert merged([of_one_k(1, 2.0, 3.0, drafting=0.5), of_one_k(3, 4.0, 7.0)]).draft_ms is None
+def test_only_steps_in_which_all_requests_verify_all_drafts_are_timed():
+    """A prompt, unequal drafts, and drafts of the step before's length are no size's steps."""
+    times = StepTimes()
+    for record in (
+        step([2, 2], 4.0, drafting=1.0),
+        step([2, 2], 6.0, drafting=3.0),
+        step([2, 2], 90.0, prefill=True),
+        step([2, 1], 90.0),
+        step([2, 2], 90.0, draft_length=3),
+        step([1], 3.0, draft_length=1),
+    ):
+        times.add(record)
+    assert times.table([2], [2]) == CostTable(
+        batches=(2,), drafts=(2,), step_ms=((5.0,),), draft_ms=((2.0,),)
+    )
+    assert times.table([1], [1]).draft_ms is None
 
 
-def test_repeated_measurements_are_averaged():
-    found = averaged([of_one_k(0, 2.0, 3.0), of_one_k(0, 4.0, 7.0)])
-    assert found == of_one_k(0, 3.0, 5.0)
+@pytest.mark.parametrize(
+    ("shares", "given", "found"),
+    [
+        ((0.05, 0.05), [*[2.0] * 46, 1000.0, 1000.0], 2.0),
+        ((0.05, 0.05), [3.0], 3.0),
+        ((0.05, 0.05), [*[2.0] * 32, *[8.0] * 16], 4.0),
+        ((0.0, 0.5), [9.0, 1.0, 2.0], 1.5),
+    ],
+    ids=[
+        "a few outliers do not count",
+        "a single time",
+        "interrupted steps count in proportion, where a median would not see them",
+        "the faster half",
+    ],
+)
+def test_the_typical_time(shares, given, found):
+    assert StepTimes(*shares).typical(given) == pytest.approx(found, rel=0.05)
 
 
 def test_a_table_survives_its_file(tmp_path):

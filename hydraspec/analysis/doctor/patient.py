@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hydraspec import factory
+from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.speculators.teacher_forcing.texts import Text, Texts, read_texts
-from hydraspec.speculators.teacher_forcing.trial import Trial
+from hydraspec.speculators.draft_model import DraftModelSpeculator
+from hydraspec.speculators.teacher_forcing.texts import (
+    Text,
+    Texts,
+    continued,
+    finished_texts,
+    read_texts,
+)
+from hydraspec.speculators.teacher_forcing.trial import Trial, can_be_forced
 from hydraspec.types import Completion, Request, SamplingParams
 
 MAX_PROMPTS = 32  # where workload.limit does not say how many
@@ -29,23 +38,15 @@ class Patient:
 
     engine: Any  # a NativeEngine
     config: RunConfig
-
-    @property
-    def target(self) -> TargetModel:
-        """Its target."""
-        target: TargetModel = self.engine.parts.target
-        return target
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The target's."""
-        tokenizer: Tokenizer | None = self.engine.parts.tokenizer
-        return tokenizer
+    target: TargetModel
+    tokenizer: Tokenizer | None  # the target's
+    speculator: DraftModelSpeculator
 
     @property
     def spec(self) -> DraftSpec:
         """The drafter's conventions as the engine reads them."""
-        spec: DraftSpec = self.engine.parts.runner.speculator.spec
+        spec = self.speculator.spec
+        assert spec is not None, "it is loaded"
         return spec
 
     @property
@@ -55,52 +56,26 @@ class Patient:
 
     def trial(self) -> Trial:
         """The drafter as the engine uses it."""
-        return Trial.of(self.engine.parts.runner.speculator.head)
+        return Trial.of(self.speculator.head)
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
-        """What the target answers to tokenised requests, greedily, and what it computed then. None
-        where no answer has two tokens.
+        """The target's greedy answers to tokenised requests, and its states there. None where no
+        answer has two tokens.
         """
-        found = list(self._answers(requests))
+        run = partial(self.engine.baseline().run, concurrency=None)
+        greedy = [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
+        ended = {event.index: event for event in run(greedy) if isinstance(event, Completion)}
         kept: list[Text] = []
         num_rows = 0
-        for text in found:
+        for text in continued(finished_texts(greedy, ended), self.k, run):
             num_rows += len(text.token_ids)
-            if text.num_chains and (num_rows <= MAX_ROWS or not kept):
+            if text.num_more == self.k and (num_rows <= MAX_ROWS or not kept):
                 kept.append(text)
         if not kept:
             return None
         num_rows = sum(len(text.token_ids) for text in kept)
         keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
         return read_texts(self.target, kept, k=self.k, keep=keep)
-
-    def _answers(self, requests: Sequence[Request]) -> Iterator[Text]:
-        engine = self.engine.baseline()
-        greedy = [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
-        first = _completed(engine, greedy)
-        # What the target would go on with after its last token: drafts there are compared too.
-        onward = [
-            replace(
-                request,
-                index=i,
-                prompt_token_ids=[*done.prompt_token_ids, *done.output_token_ids],
-                sampling=SamplingParams(max_tokens=self.k + 1, ignore_eos=True),
-            )
-            for i, request in enumerate(greedy)
-            if (done := first.get(request.index)) is not None
-        ]
-        more = _completed(engine, onward)
-        for i, request in enumerate(greedy):
-            done, rest = first.get(request.index), more.get(i)
-            if done is None or rest is None or len(rest.output_token_ids) < self.k + 1:
-                continue
-            yield Text(
-                index=request.index,
-                token_ids=[*rest.prompt_token_ids, *rest.output_token_ids],
-                num_prompt=len(done.prompt_token_ids),
-                num_output=len(done.output_token_ids),
-                category=request.category,
-            )
 
 
 def _kept_layers(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
@@ -121,15 +96,6 @@ def _greedy(sampling: SamplingParams) -> SamplingParams:
     )
 
 
-def _completed(engine: Any, requests: Sequence[Request]) -> dict[int, Completion]:
-    """Finished requests by index; those that failed are left out."""
-    return {
-        event.index: event
-        for event in engine.run(requests, concurrency=None)
-        if isinstance(event, Completion) and event.finish_reason != "error"
-    }
-
-
 @contextmanager
 def loaded(config: RunConfig) -> Iterator[Patient]:
     """The engine of a configuration, loaded for an examination: one device, no graphs."""
@@ -141,9 +107,24 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
         cache = replace(cache, memory_fraction=SHARE_OF_FREE_MEMORY)
         engine_config = replace(engine_config, kv_cache=cache)
     config = replace(config, cudagraph=replace(config.cudagraph, name="none"), engine=engine_config)
-    engine = factory.build_engine(config)
+    engine: Any = factory.build_engine(config)
     try:
-        yield Patient(engine=engine, config=config)
+        parts, speculator = engine.parts, engine.parts.runner.speculator
+        if not can_be_forced(speculator):
+            raise refusal(
+                "method.name",
+                config.method.name,
+                "is not examined: its drafter is no head of ours",
+                allowed="eagle, eagle3, peagle, mtp, gemma4_mtp",
+                remedy="choose one of them",
+            )
+        yield Patient(
+            engine=engine,
+            config=config,
+            target=parts.target,
+            tokenizer=parts.tokenizer,
+            speculator=speculator,
+        )
     finally:
         engine.close()
 

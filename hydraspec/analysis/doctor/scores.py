@@ -27,7 +27,7 @@ LEAST_LOG_PROB = -12.0  # nats, of tokens that the drafter cannot propose
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Scores(ChainDrafts):
-    """What a trial's drafts are worth, from every place of the texts."""
+    """Matches, ranks and likelihoods of a trial's drafts from every place of the texts."""
 
     log_probs: NDArray[np.float64]  # [N, K] nats, expected over the target's likely tokens
 

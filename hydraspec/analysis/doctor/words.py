@@ -26,7 +26,8 @@ class Files:
 
 
 def files_of(checkpoint: str, head: Any) -> Files:
-    """What a loaded head took from its folder. (A tensor that it lacks was refused on loading.)"""
+    """Tensors that a loaded head took from its folder, and those it left. (Loading refuses missing
+    ones.)"""
     opened = open_draft(checkpoint)
     expected = tuple(sorted(head.tensors()))
     read: list[str] = []

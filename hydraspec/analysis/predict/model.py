@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ Array = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Acceptance:
-    """How many drafts of a step are accepted, of each request.
+    """Drafts accepted in a step, of each request.
 
     With fewer drafts than were measured, position i is accepted as often as it was: a step accepts
     min(accepted, K). This assumes that acceptance does not depend on where steps begin in the text,
@@ -142,6 +143,7 @@ def simulate(
         max_rows: token rows of a step.
     """
     rng = np.random.default_rng(SEED)
+    step_ms = cache(lambda batch: costs.at(batch, num_drafts).step_ms)
     num_tokens = milliseconds = 0.0
     for _ in range(1 if acceptance is None else NUM_DRAWS):
         for first, end in load.parts:
@@ -156,9 +158,8 @@ def simulate(
                 num_rows = len(decodes) * (1 + num_drafts)
                 num_read, reading, done = _read(reading, left, max_rows - num_rows)
                 if decodes:
-                    step_ms = costs.at(len(decodes), num_drafts).step_ms
-                    step_ms += num_read * ms_per_prompt_row
-                    milliseconds += step_ms * num_rows / (num_rows + num_read)
+                    took = step_ms(len(decodes)) + num_read * ms_per_prompt_row
+                    milliseconds += took * num_rows / (num_rows + num_read)
                     emitted = _emitted(decodes, acceptance, num_drafts, rng)
                     for request, count in zip(decodes, emitted, strict=True):
                         count = min(count, running[request])

@@ -1,15 +1,15 @@
-"""What is to be predicted, and a prediction as its engines are loaded one after another."""
+"""Expected speedups, as engines are measured one after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hydraspec.analysis.predict.measure import (
+    Answers,
     Costs,
-    Texts,
     interleaved,
-    read_texts,
+    read_answers,
     run_loads,
     warm_up,
 )
@@ -22,9 +22,9 @@ from hydraspec.analysis.predict.model import (
     constant_rate,
     simulate,
 )
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine
-from hydraspec.engine.costs import CostTable, averaged, merged
+from hydraspec.engine.costs import StepTimes
 from hydraspec.errors import WorkloadError
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
@@ -38,11 +38,12 @@ SCHEMA_VERSION = 1
 LEAST_REQUESTS = 32  # of a load, where the workload has them; more where more run at once
 LEAST_PART = 4  # requests of a load that are offered at once
 ROUNDS = 4  # of timed steps; half of them after the measurement, where there is one
+NOTHING_DECODED = "workload: no request has a second token, so nothing is decoded"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Wanted:
-    """What is to be predicted."""
+    """A prediction's numbers of drafts and loads."""
 
     drafts: Sequence[int]  # K
     concurrencies: Sequence[int]
@@ -59,192 +60,196 @@ class Wanted:
         return max(LEAST_PART, self.waves * concurrency)
 
 
-@dataclass(slots=True, frozen=True)
-class _Measured:
-    """The step costs of one engine."""
-
-    table: CostTable
-    ms_per_prompt_row: float
-
-
+@dataclass(slots=True, kw_only=True)
 class Prediction:
-    """Rows of the table, as engines are measured one after another."""
+    """The answers that predictions stand on, and the rows of the table so far.
 
-    def __init__(
-        self,
+    Attributes:
+        acceptance: measured on the answers, or assumed.
+        facts: what predict.json says of the engine.
+        notes: what disturbed a measurement.
+        rows: by K and concurrency.
+        drafter_times: the steps of all K.
+        plain_times: the baseline's steps beside them.
+    """
+
+    config: RunConfig
+    wanted: Wanted
+    say: Callable[[str], None]
+    answers: Answers
+    acceptance: Acceptance
+    facts: Json
+    notes: list[str]
+    rows: list[Json] = field(default_factory=list)
+    drafter_times: StepTimes
+    plain_times: StepTimes
+
+    @classmethod
+    def begin(
+        cls,
         config: RunConfig,
         wanted: Wanted,
+        engine: Engine,
         workload: Workload | None,
         say: Callable[[str], None],
-    ) -> None:
-        self._config, self._wanted, self._workload, self._say = config, wanted, workload, say
-        self.texts: Texts | None = None
-        self._acceptance: Acceptance | None = None
-        # By K: the method's costs, and those of the baseline beside it.
-        self._measured: dict[int, tuple[_Measured, _Measured]] = {}
-        self._rows: list[Json] = []
-        self._facts: Json = {}
-        self._notes: list[str] = []  # of what disturbed a measurement
-
-    # ------------------------------------------------------------------ measure
-
-    def read(self, engine: Engine) -> None:
-        """Answer the workload's requests once, with the most drafts."""
-        most = max(self._wanted.concurrencies)
-        count = self._wanted.num_requests(most)
-        requests = _requests(self._config, engine, self._workload, count)
-        self._say(f"{len(requests)} requests are answered with K={max(self._wanted.drafts)}")
+    ) -> Prediction:
+        """Answer the workload's requests once, with an engine of the most drafts."""
+        most, drafts = max(wanted.concurrencies), max(wanted.drafts)
+        requests = _requests(config, engine, workload, wanted.num_requests(most))
+        say(f"{len(requests)} requests are answered with K={drafts}")
         warm_up(engine, requests, most)
-        self.texts = read_texts(engine, requests, concurrency=most)
-        if not self.texts.requests:
+        answers = read_answers(engine, requests, concurrency=most)
+        count, notes = len(answers.requests), []
+        if not count:
             raise WorkloadError("workload: no request could be answered; see their errors in a run")
-        if (count := len(self.texts.requests)) < most:
-            self._notes.append(
+        if count < most:
+            notes.append(
                 f"the workload has fewer requests ({count}) than run at once: predictions for a "
                 f"higher concurrency are of at most {count} at once"
             )
-        self._acceptance = self.texts.acceptance
-        if self._wanted.rates is not None:
-            drafts = max(self._wanted.drafts)
-            self._acceptance = assumed_acceptance(self._wanted.rates, drafts, count)
-        self._facts = {
-            "target": engine.info.target,
-            "method": engine.info.method,
-            "device": engine.info.devices[0] if engine.info.devices else engine.info.device,
-            "dtype": engine.info.dtype,
-        }
+        acceptance = answers.acceptance
+        is_real = config.method.verification is not Verification.synthetic
+        if workload is None and is_real and wanted.rates is None:
+            source = f"workload={config.workload.name}"
+            notes.append(generated.random_text_warning(source, generated.REAL_TEXT))
+        if wanted.rates is not None:
+            acceptance = assumed_acceptance(wanted.rates, drafts, count)
+        assert acceptance is not None, "method=none is not predicted"
+        info = engine.info
+        return cls(
+            config=config,
+            wanted=wanted,
+            say=say,
+            answers=answers,
+            acceptance=acceptance,
+            facts={
+                "target": info.target,
+                "method": info.method,
+                "device": info.devices[0] if info.devices else info.device,
+                "dtype": info.dtype,
+            },
+            notes=notes,
+            drafter_times=Costs(engine).times,
+            plain_times=Costs(engine).times,
+        )
+
+    @property
+    def batches(self) -> list[int]:
+        """Requests in the steps that are timed."""
+        return sorted({1, *self.wanted.concurrencies})
 
     def add(self, engine: Engine, plain: Engine) -> None:
         """Measure an engine beside its baseline and predict every concurrency; with `check` the
         loads run in between, so that costs and speedups are of the same time."""
-        assert self.texts is not None
-        num_drafts = engine.info.num_speculative_tokens
-        batches = sorted({1, *self._wanted.concurrencies})
-        self._say(f"K={num_drafts}: steps are timed, {', '.join(map(str, batches))} at once")
-        costs = (Costs(plain), Costs(engine))
+        num_drafts, batches = engine.info.num_speculative_tokens, self.batches
+        self.say(f"K={num_drafts}: steps are timed, {', '.join(map(str, batches))} at once")
+        slow, fast = costs = Costs(plain), Costs(engine, self.drafter_times)
         for each in (plain, engine):
-            warm_up(each, self.texts.requests, batches[-1])
-            Costs(each).measure(self.texts, batches[-1])  # not kept: what runs first is slow
-        found: dict[int, Json] = {}
-        if self._wanted.check:
-            interleaved(costs, self.texts, batches, ROUNDS // 2)
-            found = {c: self._run(engine, plain, c) for c in self._wanted.concurrencies}
-        interleaved(costs, self.texts, batches, ROUNDS - (ROUNDS // 2 if found else 0))
-        costs[1].split(self.texts)
-        slow, fast = (_Measured(each.table(), each.ms_per_prompt_row()) for each in costs)
-        self._measured[num_drafts] = (fast, slow)
-        for concurrency in self._wanted.concurrencies:
-            row = self._row(num_drafts, concurrency)
-            if (run := found.get(concurrency)) is not None:
-                row["measured"] = run
-                row["error"] = row["speedup"] / run["speedup"]["mean"] - 1
-            self._rows.append(row)
+            warm_up(each, self.answers.requests, batches[-1])
+            Costs(each).measure(self.answers, batches[-1])  # not kept: what runs first is slow
+        measured: dict[int, Json] = {}
+        if self.wanted.check:
+            interleaved(costs, self.answers, batches, ROUNDS // 2)
+            measured = {c: self._run(engine, plain, c) for c in self.wanted.concurrencies}
+        interleaved(costs, self.answers, batches, ROUNDS - (ROUNDS // 2 if measured else 0))
+        fast.split(self.answers, batches)
+        for size, times in slow.times.step_ms.items():
+            self.plain_times.step_ms[size] += times
+        for concurrency in self.wanted.concurrencies:
+            row = self._row(fast, slow, concurrency)
+            if (run := measured.get(concurrency)) is not None:
+                row |= {"measured": run, "error": row["speedup"] / run["speedup"]["mean"] - 1}
+            self.rows.append(row)
 
     def _run(self, engine: Engine, plain: Engine, concurrency: int) -> Json:
         """The speedup of a load as a run measures it, both sides in turn part by part."""
         requests, parts = self._parts(concurrency)
+        where = f"K={engine.info.num_speculative_tokens}"
         before = engine.num_built() + plain.num_built()
         fast, slow = run_loads((engine, plain), requests, parts, concurrency=concurrency)
         if engine.num_built() + plain.num_built() != before:
-            self._notes.append(
-                f"K={engine.info.num_speculative_tokens} at concurrency {concurrency}: kernels "
-                "were compiled or graphs captured while it was measured; run it again"
+            self.notes.append(
+                f"{where} at concurrency {concurrency}: kernels were compiled or graphs captured "
+                "while it was measured; run it again"
             )
         gained = speedup(finished_pairs(fast, slow), at_once=concurrency)
         if gained.ratio is None:
-            raise WorkloadError("workload: no request has a second token, so nothing is decoded")
-        self._say(
-            f"K={engine.info.num_speculative_tokens}, {concurrency} at once: {gained.ratio:.2f}x"
-        )
+            raise WorkloadError(NOTHING_DECODED)
+        self.say(f"{where}, {concurrency} at once: {gained.ratio:.2f}x")
         return {
             "speedup": as_interval(gained),
             "acceptance_length": fast.acceptance_length().mean,
         }
 
-    # ------------------------------------------------------------------ predict
-
     def _parts(self, concurrency: int) -> tuple[Sequence[Request], list[tuple[int, int]]]:
         """The requests of a load, and the bounds of its parts."""
-        assert self.texts is not None
-        requests = self.texts.requests[: self._wanted.num_requests(concurrency)]
-        count, size = len(requests), self._wanted.part(concurrency)
+        requests = self.answers.requests[: self.wanted.num_requests(concurrency)]
+        count, size = len(requests), self.wanted.part(concurrency)
         return requests, [(first, min(count, first + size)) for first in range(0, count, size)]
 
-    def _load(self, concurrency: int) -> Load:
-        assert self.texts is not None
-        requests, parts = self._parts(concurrency)
-        ended = [self.texts.completions[request.index] for request in requests]
-        return Load(
-            prompts=[len(c.prompt_token_ids) - c.num_cached_tokens for c in ended],
-            outputs=[len(c.output_token_ids) for c in ended],
-            concurrency=concurrency,
-            parts=parts,
-        )
-
-    def _row(self, num_drafts: int, concurrency: int) -> Json:
-        acceptance = self._acceptance
-        assert acceptance is not None
-        method, plain = self._measured[num_drafts]
-        load = self._load(concurrency)
-        fast = self._speed(load, method, num_drafts)
-        slow = self._speed(load, plain, 0)
-        if not slow.num_tokens:
-            raise WorkloadError("workload: no request has a second token, so nothing is decoded")
-        needed = break_even(method.table, plain.table, concurrency, num_drafts)
-        cost = method.table.at(concurrency, num_drafts)
+    def _row(self, fast: Costs, slow: Costs, concurrency: int) -> Json:
+        num_drafts = fast.num_drafts
+        method, plain = (each.table(self.batches) for each in (fast, slow))
+        with_drafts, without = (self._speed(each, concurrency) for each in (fast, slow))
+        if not without.num_tokens:
+            raise WorkloadError(NOTHING_DECODED)
+        needed = break_even(method, plain, concurrency, num_drafts)
+        cost = method.at(concurrency, num_drafts)
         return {
             "num_speculative_tokens": num_drafts,
             "concurrency": concurrency,
-            "acceptance_length": acceptance.length(num_drafts),
-            "speedup": fast.tokens_per_second / slow.tokens_per_second,
+            "acceptance_length": self.acceptance.length(num_drafts),
+            "speedup": with_drafts.tokens_per_second / without.tokens_per_second,
             "break_even_acceptance_length": needed,
             "break_even_acceptance_rate": constant_rate(needed, num_drafts),
             "step_ms": cost.step_ms,
             "draft_ms": cost.draft_ms,
             "verify_ms": cost.verify_ms,
-            "plain_step_ms": plain.table.at(concurrency, 0).step_ms,
+            "plain_step_ms": plain.at(concurrency, 0).step_ms,
             "measured": None,
             "error": None,
         }
 
-    def _speed(self, load: Load, costs: _Measured, num_drafts: int) -> Speed:
+    def _speed(self, costs: Costs, concurrency: int) -> Speed:
+        requests, parts = self._parts(concurrency)
+        ended = [self.answers.completions[request.index] for request in requests]
+        load = Load(
+            prompts=[len(c.prompt_token_ids) - c.num_cached_tokens for c in ended],
+            outputs=[len(c.output_token_ids) for c in ended],
+            concurrency=concurrency,
+            parts=parts,
+        )
         return simulate(
             load,
-            costs.table,
-            num_drafts,
-            ms_per_prompt_row=costs.ms_per_prompt_row,
-            acceptance=self._acceptance if num_drafts else None,
-            max_rows=self._config.engine.max_num_batched_tokens,
+            costs.table(self.batches),
+            costs.num_drafts,
+            ms_per_prompt_row=costs.ms_per_prompt_row(self.batches),
+            acceptance=self.acceptance if costs.num_drafts else None,
+            max_rows=self.config.engine.max_num_batched_tokens,
         )
-
-    # ------------------------------------------------------------------ predict.json
 
     def as_json(self) -> Json:
         """The content of predict.json; see docs/outputs/predict.md."""
-        acceptance, texts = self._acceptance, self.texts
-        assert acceptance is not None
-        assert texts is not None
-        rows = sorted(
-            self._rows, key=lambda row: (row["concurrency"], row["num_speculative_tokens"])
-        )
-        measured = [self._measured[k] for k in sorted(self._measured)]
+        order = ("concurrency", "num_speculative_tokens")
+        rows = sorted(self.rows, key=lambda row: [row[key] for key in order])
         errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+        drafts = sorted({row["num_speculative_tokens"] for row in rows})
         return {
             "schema_version": SCHEMA_VERSION,
-            **self._facts,
-            "num_requests": len(texts.requests),
+            **self.facts,
+            "num_requests": len(self.answers.requests),
             "acceptance": {
-                "source": "measured" if self._wanted.rates is None else "assumed",
-                "num_speculative_tokens": acceptance.most_drafts,
-                "conditional_rate_per_position": acceptance.conditional(),
+                "source": "measured" if self.wanted.rates is None else "assumed",
+                "num_speculative_tokens": self.acceptance.most_drafts,
+                "conditional_rate_per_position": self.acceptance.conditional(),
             },
             "predictions": rows,
-            "best": [_best(rows, c) for c in self._wanted.concurrencies],
-            "warnings": [*self._notes, *_losing(rows)],
+            "best": [_best(rows, c) for c in self.wanted.concurrencies],
+            "warnings": [*self.notes, *_losing(rows)],
             "mean_absolute_error": sum(errors) / len(errors) if errors else None,
             "costs": {
-                "method": merged([fast.table for fast, _ in measured]).as_json(),
-                "plain": averaged([slow.table for _, slow in measured]).as_json(),
+                "method": self.drafter_times.table(self.batches, drafts).as_json(),
+                "plain": self.plain_times.table(self.batches, [0]).as_json(),
             },
         }
 

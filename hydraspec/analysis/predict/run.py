@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydraspec import factory
-from hydraspec.analysis.predict import console, page
+from hydraspec.analysis.predict import words
 from hydraspec.analysis.predict.prediction import Prediction, Wanted
 from hydraspec.config import to_dict
 from hydraspec.config.checks import check_method
@@ -24,9 +24,11 @@ from hydraspec.lab import environment
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
+from hydraspec.signals import interrupts_stay_interrupts
 from hydraspec.workloads import reading as workloads
 
 
+@interrupts_stay_interrupts()
 def predict(
     config: RunConfig, wanted: Wanted, *, run_dir: Path, overrides: Sequence[str], quiet: bool
 ) -> Json:
@@ -39,14 +41,20 @@ def predict(
     """
     check(config, wanted)
     folder = RunFolder(run_dir, to_dict(config), overrides)
-    workload = workloads.read(config)  # before anything is loaded
-    prediction = Prediction(config, wanted, workload, console.progress(quiet=quiet))
+    workload, say = workloads.read(config), words.progress(quiet=quiet)
+    prediction: Prediction | None = None
     for num_drafts in sorted(wanted.drafts, reverse=True):
-        _add(prediction, config, num_drafts, folder)
+        with _engines(config, num_drafts) as (engine, plain):
+            if prediction is None:
+                folder.replace_older_run()
+                folder.write_environment(environment.describe(engine.info))
+                prediction = Prediction.begin(config, wanted, engine, workload, say)
+            prediction.add(engine, plain)
+    assert prediction is not None, "at least one K is wanted"
     result = prediction.as_json()
     write_whole(folder.path / PREDICTION, pretty_json(result))
-    write_whole(folder.path / PREDICTION_REPORT, page.page_of(result))
-    console.show(result, folder.path, quiet=quiet)
+    write_whole(folder.path / PREDICTION_REPORT, words.page_of(result))
+    words.show(result, folder.path, quiet=quiet)
     return result
 
 
@@ -81,16 +89,6 @@ def check(config: RunConfig, wanted: Wanted) -> None:
             allowed=f"1 to {config.engine.max_num_seqs}",
             remedy=f"add engine.max_num_seqs={most}",
         )
-
-
-def _add(prediction: Prediction, config: RunConfig, num_drafts: int, folder: RunFolder) -> None:
-    """Measure one K; its engine ends with this call."""
-    with _engines(config, num_drafts) as (engine, plain):
-        if prediction.texts is None:
-            folder.replace_older_run()
-            folder.write_environment(environment.describe(engine.info))
-            prediction.read(engine)
-        prediction.add(engine, plain)
 
 
 def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:

@@ -1,13 +1,76 @@
-"""What a prediction says: its table and sentences, the same on the console and on the page."""
+"""A prediction in words: its table and sentences, the same on the console and on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
 from hydraspec.metrics.statistics import range_words
+from hydraspec.study import html
+from hydraspec.study.charts import Bar, horizontal_bars
+from hydraspec.study.console import print_table, run_console, table_console
 
 MAX_WARNINGS = 6
+WIDTH = 130
+
+
+def progress(*, quiet: bool) -> Callable[[str], None]:
+    """A function that prints a line of progress."""
+    console = run_console(quiet=quiet)
+    return lambda text: _say(console, text)
+
+
+def show(result: Json, folder: Path, *, quiet: bool) -> None:
+    """Print the content of predict.json."""
+    console = table_console(WIDTH, quiet=quiet)
+    lines = [*map(cells(result), result["predictions"])]
+    print_table(console, title(result), header(result), lines, best=best_rows(result))
+    for text in (*sentences(result), f"Details: {folder / PREDICTION}, {PREDICTION_REPORT}"):
+        _say(console, text)
+
+
+def show_best(results: Sequence[Json], *, quiet: bool) -> None:
+    """Print which method and K wins at each concurrency, of several predictions."""
+    console = run_console(quiet=quiet)
+    for text in best_of_all(results) if len(results) > 1 else ():
+        _say(console, text, style="bold")
+
+
+def _say(console: Any, text: str, style: str | None = None) -> None:
+    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def page_of(result: Json) -> str:
+    """The page of the content of predict.json."""
+    rows, best = result["predictions"], best_rows(result)
+    bars = [
+        Bar(
+            label=f"{row['concurrency']} at once, K={row['num_speculative_tokens']}",
+            value=row["speedup"],
+            text=f"{row['speedup']:.2f}x",
+            color=_color(row["speedup"], is_best=i in best),
+        )
+        for i, row in enumerate(rows)
+    ]
+    return html.render(
+        "predict.html",
+        title=title(result),
+        sentences=list(sentences(result)),
+        speedups=horizontal_bars(bars, description="Predicted speedup by K", mark=1.0),
+        header=header(result),
+        lines=[*map(cells(result), rows)],
+        best=best,
+    )
+
+
+def _color(speedup: float, *, is_best: bool) -> str:
+    if speedup < 1:
+        return "var(--bad)"
+    return "var(--good)" if is_best else "var(--method)"
 
 
 def title(result: Json) -> str:
@@ -64,7 +127,8 @@ def best_rows(result: Json) -> list[int]:
 
 
 def sentences(result: Json) -> Iterator[str]:
-    """Which K wins, what loses, the error beside a measurement, and what is assumed."""
+    """Sentences on the K that wins, those that lose, the error beside a measurement, and what is
+    assumed."""
     for best in result["best"]:
         if best["num_speculative_tokens"]:
             yield (
@@ -93,8 +157,7 @@ def sentences(result: Json) -> Iterator[str]:
 
 
 def best_of_all(results: Sequence[Json]) -> Iterator[str]:
-    """Of predictions of several methods or targets: what is best on each target at each
-    concurrency."""
+    """The best choice on each target at each concurrency, of predictions of several methods."""
     found: dict[tuple[str, int], list[tuple[float, str]]] = {}
     for result in results:
         for best in result["best"]:

@@ -4,95 +4,24 @@ run's steps: it has its own KV caches, and replays no graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from hydraspec.engine.run.loading import Loaded
-from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.scores import chain_scores
 from hydraspec.speculators.teacher_forcing.texts import Text, Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
-from hydraspec.types import (
-    Completion,
-    NotFiniteError,
-    PositionScores,
-    Request,
-    SamplingParams,
-    StepRecord,
-)
+from hydraspec.types import PositionScores
 
 MAX_ROWS = 4096  # of the texts that are read at once, unless a single one has more
 PADDING = 0  # a token id in place of those that are not known
 
-Run = Callable[[Seq[Request]], Generator[StepRecord | Completion]]
 
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class FinishedText:
-    """A request's prompt and output, and the tokens with which the target goes on, if known."""
-
-    index: int
-    token_ids: list[int]
-    num_prompt: int
-    num_output: int
-    is_greedy: bool
-
-
-def can_be_forced(speculator: BaseSpeculator) -> bool:
-    """Returns whether a drafter is a head of ours, on one device."""
-    return isinstance(speculator, DraftModelSpeculator) and hasattr(speculator.spec, "kv_mode")
-
-
-def finished_texts(
-    requests: Seq[Request], completions: Mapping[int, Completion]
-) -> list[FinishedText]:
-    """Texts of the requests that finished with two output tokens or more, in their order."""
-    return [
-        FinishedText(
-            index=request.index,
-            token_ids=[*done.prompt_token_ids, *done.output_token_ids],
-            num_prompt=len(done.prompt_token_ids),
-            num_output=len(done.output_token_ids),
-            is_greedy=request.sampling.temperature == 0,
-        )
-        for request in requests
-        if (done := completions.get(request.index)) is not None
-        and done.finish_reason != "error"
-        and len(done.output_token_ids) > 1
-    ]
-
-
-def continued(texts: Seq[FinishedText], num_more: int, run: Run) -> list[FinishedText]:
-    """The texts with up to `num_more` tokens that the target goes on with after greedy outputs:
-    the drafts of a last step are compared with them. Where the model length or the cache leaves no
-    room, and after sampled outputs, there are none.
-    """
-    onward = [
-        Request(
-            index=i,
-            id=f"after request {text.index}",
-            prompt_token_ids=text.token_ids,
-            sampling=SamplingParams(max_tokens=num_more, ignore_eos=True),
-        )
-        for i, text in enumerate(texts)
-        if text.is_greedy
-    ]
-    found = list(texts)
-    with suppress(NotFiniteError):  # the tokens after it stay unknown
-        for event in run(onward):
-            if isinstance(event, Completion) and event.finish_reason != "error":
-                text = texts[event.index]
-                more = [*text.token_ids, *event.output_token_ids]
-                found[event.index] = replace(text, token_ids=more)
-    return found
-
-
-def position_scores(parts: Loaded, texts: Seq[FinishedText]) -> Iterator[PositionScores]:
+def position_scores(parts: Loaded, texts: Seq[Text]) -> Iterator[PositionScores]:
     """Text by text, a few at once."""
     speculator = parts.runner.speculator
     assert isinstance(speculator, DraftModelSpeculator), "see can_be_forced"
@@ -106,8 +35,8 @@ def position_scores(parts: Loaded, texts: Seq[FinishedText]) -> Iterator[Positio
         yield from found
 
 
-def _groups(texts: Seq[FinishedText]) -> Iterator[list[FinishedText]]:
-    group: list[FinishedText] = []
+def _groups(texts: Seq[Text]) -> Iterator[list[Text]]:
+    group: list[Text] = []
     num_rows = 0
     for text in texts:
         num_rows += len(text.token_ids)
@@ -119,21 +48,14 @@ def _groups(texts: Seq[FinishedText]) -> Iterator[list[FinishedText]]:
         yield group
 
 
-def _padded(text: FinishedText, k: int) -> Text:
+def _padded(text: Text, k: int) -> Text:
     """Rows up to the last that a chain is compared with."""
+    missing = max(0, k - text.num_more)
     length = text.num_prompt + text.num_output + k
-    missing = length - len(text.token_ids)
-    return Text(
-        index=text.index,
-        token_ids=[*text.token_ids[:length], *[PADDING] * missing],
-        num_prompt=text.num_prompt,
-        num_output=text.num_output,
-    )
+    return replace(text, token_ids=[*text.token_ids[:length], *[PADDING] * missing])
 
 
-def _scored(
-    trial: Trial, texts: Texts, group: Seq[FinishedText], k: int
-) -> Iterator[PositionScores]:
+def _scored(trial: Trial, texts: Texts, group: Seq[Text], k: int) -> Iterator[PositionScores]:
     found, chains = chain_scores(trial, texts, k), texts.chains
     lengths = torch.tensor([len(text.token_ids) for text in group], device=chains.text.device)
     place = chains.position[:, None] + torch.arange(2, 2 + k, device=chains.text.device)

@@ -1,20 +1,20 @@
-"""Measures what decode steps cost by requests and drafts, once, over some of a workload's requests:
-where K is chosen per step, by those costs."""
+"""Measures what decode steps cost, once, over some of a workload's requests: where K is chosen per
+step, by those costs."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from statistics import mean
-from typing import Protocol
 
-from hydraspec.engine.costs import CostTable
+from hydraspec.engine.base import Engine
+from hydraspec.engine.costs import CostTable, StepTimes
 from hydraspec.engine.schedule.draft_lengths import AcceptanceCounts, DraftLengths
-from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.types import Request, StepRecord
 
-NUM_STEPS = 12  # of each batch and length, at least; the faster half counts
+NUM_STEPS = 12  # of each batch and length, at least
+SLOWER_HALF = 0.5  # left out: what else the machine did made these slower
 TOKENS_PER_RUN = 48  # of each request
 MAX_RUNS = 12  # of each batch
 NOT_MEASURED = (
@@ -23,28 +23,8 @@ NOT_MEASURED = (
 )
 
 
-class Measured(Protocol):
-    """The part of an engine that a measurement uses."""
-
-    def run(
-        self, requests: Sequence[Request], *, concurrency: int | None
-    ) -> Generator[StepRecord | Completion]: ...
-
-
-@dataclass(slots=True)
-class Times:
-    """Milliseconds of the steps of one size, by length."""
-
-    step_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    draft_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def has_all(self, lengths: Sequence[int]) -> bool:
-        """Returns whether enough steps were seen of each length."""
-        return all(len(self.step_ms[length]) >= NUM_STEPS for length in lengths)
-
-
 def measure_costs(
-    engine: Measured,
+    engine: Engine,
     requests: Sequence[Request],
     lengths: DraftLengths,
     *,
@@ -61,21 +41,25 @@ def measure_costs(
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
-    found: dict[int, Times] = defaultdict(Times)
-    counts = AcceptanceCounts(lengths.offered[-1])
+    sizes = sorted({-(-batch // num_micro_batches) for batch in batches})
+    times, counts = StepTimes(slowest=SLOWER_HALF), AcceptanceCounts(lengths.offered[-1])
+
+    def is_known(size: int) -> bool:
+        return all(len(times.step_ms[size, n]) >= NUM_STEPS for n in lengths.offered)
+
     lengths.follow(cycle(lengths.offered))
     try:
         for batch in batches * MAX_RUNS:
-            if found[-(-batch // num_micro_batches)].has_all(lengths.offered):
+            if is_known(-(-batch // num_micro_batches)):
                 continue
             for event in engine.run(_copies(firsts, batch), concurrency=None):
                 if isinstance(event, StepRecord):
-                    _note(event, found)
+                    times.add(event)
                     counts.add(event.requests)
     finally:
         lengths.follow(None)
-    measured = {-(-batch // num_micro_batches) for batch in batches}
-    return _table({size: found[size] for size in sorted(measured)}, lengths.offered, counts.rates())
+    known = [size for size in sizes if is_known(size)]
+    return _never_falling(times.table(known, lengths.offered, counts.rates())) if known else None
 
 
 def _copies(requests: Sequence[Request], count: int) -> list[Request]:
@@ -97,43 +81,12 @@ def _copies(requests: Sequence[Request], count: int) -> list[Request]:
     ]
 
 
-def _note(record: StepRecord, found: dict[int, Times]) -> None:
-    """Add the time of a step in which every request verified all drafts."""
-    length = record.draft_length
-    if length is None or any(r.is_prefill or r.num_rows != length + 1 for r in record.requests):
-        return
-    times = found[len(record.requests)]
-    times.step_ms[length].append(record.total_ms)
-    drafting = record.phase_ms.get("propose")
-    if drafting is not None:
-        times.draft_ms[length].append(drafting)
-
-
-def _table(
-    found: dict[int, Times], offered: Sequence[int], rates: Sequence[float]
-) -> CostTable | None:
-    whole = {size: times for size, times in found.items() if times.has_all(offered)}
-    if not whole:
-        return None
-    has_phases = all(times.draft_ms[n] for times in whole.values() for n in offered)
-    step_ms = [rising([_typical(t.step_ms[n]) for n in offered]) for t in whole.values()]
-    draft_ms = [[_typical(t.draft_ms[n]) for n in offered] for t in whole.values() if has_phases]
-    return CostTable(
-        batches=tuple(whole),
-        drafts=tuple(offered),
-        step_ms=tuple(map(tuple, step_ms)),
-        draft_ms=tuple(
-            tuple(map(min, drafting, steps))
-            for drafting, steps in zip(draft_ms, step_ms, strict=False)
-        )
-        or None,
-        rates=tuple(rates),
-    )
-
-
-def _typical(times: list[float]) -> float:
-    """The mean of the faster half: what else the machine did made the others slower."""
-    return mean(sorted(times)[: (len(times) + 1) // 2])
+def _never_falling(table: CostTable) -> CostTable:
+    """The table with step times that rise with the drafts, and drafting within them."""
+    step_ms = tuple(tuple(rising(row)) for row in table.step_ms)
+    pairs = zip(table.draft_ms or (), step_ms, strict=False)
+    draft_ms = tuple(tuple(map(min, drafting, steps)) for drafting, steps in pairs)
+    return replace(table, step_ms=step_ms, draft_ms=draft_ms or None)
 
 
 def rising(values: Sequence[float]) -> list[float]:

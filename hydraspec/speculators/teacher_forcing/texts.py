@@ -4,35 +4,97 @@ start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
-from hydraspec.types import KVGroupSpec, Rows, RowSegment
+from hydraspec.types import (
+    Completion,
+    KVGroupSpec,
+    NotFiniteError,
+    Request,
+    Rows,
+    RowSegment,
+    SamplingParams,
+    StepRecord,
+)
 
 BLOCK = 16  # cache rows a block
 LOGIT_ROWS = 256  # rows whose logits are computed at a time
 NUM_LIKELY = 16  # of the target's distribution, what is kept: its most likely tokens
 
 
-@dataclass(slots=True, kw_only=True)
+Run = Callable[[Sequence[Request]], Iterable[StepRecord | Completion]]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Text:
-    """A prompt and the target's answer to it."""
+    """A prompt, the target's answer to it, and tokens with which the target goes on."""
 
     index: int  # of the request
-    token_ids: list[int]  # prompt, output, and K + 1 tokens of how the target would go on
+    token_ids: list[int]
     num_prompt: int
     num_output: int
-    category: str | None = None
+    is_greedy: bool
 
     @property
     def num_chains(self) -> int:
         """Output tokens after which a run would have verified drafts, had it stopped there."""
         return max(0, self.num_output - 1)
+
+    @property
+    def num_more(self) -> int:
+        """Known tokens after the output."""
+        return len(self.token_ids) - self.num_prompt - self.num_output
+
+
+def finished_texts(
+    requests: Sequence[Request], completions: Mapping[int, Completion]
+) -> list[Text]:
+    """Texts of the requests that finished with two output tokens or more, in their order."""
+    return [
+        Text(
+            index=request.index,
+            token_ids=[*done.prompt_token_ids, *done.output_token_ids],
+            num_prompt=len(done.prompt_token_ids),
+            num_output=len(done.output_token_ids),
+            is_greedy=request.sampling.temperature == 0,
+        )
+        for request in requests
+        if (done := completions.get(request.index)) is not None
+        and done.finish_reason != "error"
+        and len(done.output_token_ids) > 1
+    ]
+
+
+def continued(texts: Sequence[Text], num_more: int, run: Run) -> list[Text]:
+    """The texts with up to `num_more` tokens that the target goes on with after greedy outputs:
+    the drafts of a last step are compared with them. Where the model length or the cache leaves no
+    room, and after sampled outputs, there are none.
+    """
+    onward = [
+        Request(
+            index=i,
+            id=f"after request {text.index}",
+            prompt_token_ids=text.token_ids,
+            sampling=SamplingParams(max_tokens=num_more, ignore_eos=True),
+        )
+        for i, text in enumerate(texts)
+        if text.is_greedy
+    ]
+    found = list(texts)
+    with suppress(NotFiniteError):  # the tokens after it stay unknown
+        for event in run(onward):
+            if isinstance(event, Completion) and event.finish_reason != "error":
+                text = texts[event.index]
+                more = [*text.token_ids, *event.output_token_ids]
+                found[event.index] = replace(text, token_ids=more)
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +119,7 @@ class Chains:
 
 
 @dataclass(slots=True, kw_only=True)
-class Prediction:
+class NextTokens:
     """The target's distribution of the token after each row."""
 
     ids: Tensor  # [T, NUM_LIKELY] its most likely tokens, the best first
@@ -79,7 +141,7 @@ class Texts:
     caches: list[Tensor | None]  # of the target's layers
     specs: list[KVGroupSpec]  # of the target, with blocks of BLOCK rows
     chains: Chains
-    target: Prediction  # of every row
+    target: NextTokens  # of every row
     num_layers: int
     vocab_size: int
 
@@ -108,7 +170,7 @@ def read_texts(target: TargetModel, texts: Sequence[Text], *, k: int, keep: Sequ
         caches=caches,
         specs=specs,
         chains=chains,
-        target=_prediction(target, final),
+        target=_next_tokens(target, final),
         num_layers=target.num_layers,
         vocab_size=target.vocab_size,
     )
@@ -162,8 +224,8 @@ def _chains(texts: Sequence[Text], first_row: Tensor, tokens: Tensor, k: int) ->
     )
 
 
-def _prediction(target: TargetModel, hidden: Tensor) -> Prediction:
-    """Logits of hidden states [T, D], a few rows at a time."""
+def _next_tokens(target: TargetModel, hidden: Tensor) -> NextTokens:
+    """The distributions of hidden states [T, D], computed a few rows at a time."""
     ids, probs, entropy = [], [], []
     for part in hidden.split(LOGIT_ROWS):
         found = target.vocabulary.whole(target.compute_logits(part)).float().softmax(-1)
@@ -171,4 +233,4 @@ def _prediction(target: TargetModel, hidden: Tensor) -> Prediction:
         ids.append(best.indices)
         probs.append(best.values)
         entropy.append(torch.special.entr(found).sum(-1))
-    return Prediction(ids=torch.cat(ids), probs=torch.cat(probs), entropy=torch.cat(entropy))
+    return NextTokens(ids=torch.cat(ids), probs=torch.cat(probs), entropy=torch.cat(entropy))

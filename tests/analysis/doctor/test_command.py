@@ -1,4 +1,4 @@
-"""The command: help, refusals with their status, and an examination from prompt to doctor.json."""
+"""Examinations from prompt to doctor.json."""
 
 from __future__ import annotations
 
@@ -11,33 +11,6 @@ from hydraspec.analysis.doctor import run as examination
 from hydraspec.cli.doctor import main
 
 ZOO = ["target=tiny_mistral", "method=eagle", "engine.device=cpu", "tracker=none"]
-
-
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "docs/doctor.md" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("argv", "status", "said"),
-    [
-        (["method=none"], 2, "has no drafter to examine"),
-        (["engine=transformers"], 2, "engine=transformers"),
-        (["parallelism=tp2"], 2, "parallelism"),
-        (["-m", "seed=1,2"], 2, "of one drafter"),
-        (["method.chekpoint=x"], 2, "method.chekpoint"),
-        (["method.checkpoint=/nowhere/at/all"], 3, "/nowhere/at/all"),
-        (["workload=jsonl", "workload.path=/nowhere.jsonl"], 3, "/nowhere.jsonl"),
-    ],
-)
-def test_refusals_are_one_message(
-    argv: list[str], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*ZOO, f"hydra.run.dir={tmp_path}", *argv]) == status
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-    assert not (tmp_path / "doctor.json").exists()
 
 
 def prompts(folder: Path, *, plain: bool) -> Path:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hydraspec.analysis.predict.page import page_of
-from hydraspec.analysis.predict.words import best_of_all, cells, header, sentences
+from hydraspec.analysis.predict.words import best_of_all, cells, header, page_of, sentences
 
 
 def row(k: int, at_once: int, speedup: float, *, measured: float | None = None) -> dict[str, Any]:

@@ -233,6 +233,8 @@ def test_folders_without_a_record(
     says(folder, "method.verification=synthetic")
     changed_summary(folder, num_speculative_tokens=0, method="none")
     says(folder, "method=none, which drafts nothing")
+    changed_summary(folder, status="failed")
+    says(folder, "is a run that failed", "run it again")
 
 
 def test_a_run_that_chose_k_has_no_constant_k_to_be_checked_with(

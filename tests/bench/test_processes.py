@@ -1,4 +1,5 @@
-"""Benchmarks that are interrupted: what was finished is saved, and no process outlives it."""
+"""The processes of a benchmark: interrupts save what was finished, no process outlives its
+time, and what it said last is its reason."""
 
 from __future__ import annotations
 
@@ -98,3 +99,45 @@ def test_a_process_hears_of_an_interrupt_and_may_save(tmp_path: Path) -> None:
         bench._wait([sys.executable, "-c", program], log, dict(os.environ), 60)
     keyboard.join()
     assert log.read_text() == "up\nsaved\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("hydraspec: no device\n  to do: take one\nbye\n", "no device; to do: take one; bye"),
+        ("Traceback\nacme.LoadError: no file\n[rank0] Warning: Error\n", "acme.LoadError: no file"),
+        ("[rank0]: LoadError: no file\n[rank0]:[W1] Warning: no\n", "LoadError: no file"),
+        ("(Worker_TP0 pid=4) ERROR 11-23 [a.py:9] LoadError: x\nException: y\n", "LoadError: x"),
+        ("one\ntwo\n", "two"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_last_words_of_a_log_are_the_error(tmp_path: Path, log: str, words: str) -> None:
+    (tmp_path / "log.txt").write_text(log)
+    assert bench._last_words(tmp_path / "log.txt") == words
+
+
+def test_a_process_and_its_children_end_at_the_time_limit(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    program = "import os, sys; print(os.environ['A']); sys.exit(3)"
+    environment = {**os.environ, "A": "b"}
+    assert bench._wait([sys.executable, "-c", program], log, environment, 60) == 3
+    assert log.read_text() == "b\n"
+    program = (
+        "import subprocess, sys, time; c = subprocess.Popen(['sleep', '60']);"
+        "print(c.pid, flush=True); time.sleep(60)"
+    )
+    assert bench._wait([sys.executable, "-c", program], log, environment, 2) is None
+    child = int(log.read_text())
+    deadline = time.monotonic() + 60
+    while _runs(child):
+        assert time.monotonic() < deadline, "what the process started outlives it"
+        time.sleep(0.1)
+
+
+def _runs(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"
