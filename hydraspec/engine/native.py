@@ -44,6 +44,7 @@ from hydraspec.types import (
     PositionScores,
     Request,
     SamplingParams,
+    Span,
     StepPlan,
     StepRecord,
 )
@@ -285,12 +286,13 @@ class NativeEngine(Engine):
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
 
-    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
         request = Request(
             index=0,
             id="logits",
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
+            spans=spans,
         )
         runner = self.parts.runner
         with runner.keeping_logits():
