@@ -26,7 +26,6 @@ from hydraspec.engine.cache.sizing import (
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.rank_check import RankCheck
-from hydraspec.engine.run.runner import Runner
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
 from hydraspec.engine.schedule.scheduler import Scheduler
@@ -62,7 +61,7 @@ class Loaded:
     config: RunConfig
     target: TargetModel
     tokenizer: Tokenizer | None
-    runner: Runner
+    runner: DeviceRunner
     scheduler: Scheduler
     info: EngineInfo
     control: Control = ALONE  # of the ranks that run this engine's steps
@@ -124,15 +123,13 @@ def load_baseline(loaded: Loaded) -> Loaded:
     block_size = loaded.config.engine.kv_cache.block_size_of
     target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
     config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
-    origin = loaded.runner
-    backend = origin.backend if isinstance(origin, DeviceRunner) else None
     return assemble(
         config,
         loaded.target,
         loaded.tokenizer,
         NoSpeculator(config),
         target_kv,
-        backend=backend,  # the same memory pool: only one of the two runs
+        backend=loaded.runner.backend,  # the same memory pool: only one of the two runs
         control=loaded.control,
         link=loaded.link,
     )
@@ -183,8 +180,7 @@ def assemble(
     memory_bytes["kv_cache"] = kv.num_bytes
     activation_bytes = memory_bytes.get("activations", 0)
     runner = build_runner(*(models, kv, modes, backend, control), activation_bytes=activation_bytes)
-    if isinstance(runner, DeviceRunner):
-        _capture(runner)
+    _capture(runner)
     return Loaded(
         config=config,
         target=target,
@@ -198,7 +194,7 @@ def assemble(
     )
 
 
-def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
+def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
     config, speculator = models.config, models.speculator
     return Scheduler(
         kv,
@@ -228,9 +224,7 @@ def rehearsing_runner(
     In a rehearsal indices read zeros and products are left out, so whatever a runner computes and
     keeps is wrong: a runner that has rehearsed never decodes.
     """
-    runner = build_runner(models, smallest_cache(models), modes, backend)
-    assert isinstance(runner, DeviceRunner)
-    return runner
+    return build_runner(models, smallest_cache(models), modes, backend)
 
 
 def _rehearse(

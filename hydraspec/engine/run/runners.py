@@ -5,13 +5,8 @@ from __future__ import annotations
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run.device_runner import DeviceRunner
-from hydraspec.engine.run.runner import Runner
 from hydraspec.engine.run.stage_io import StageIO
-from hydraspec.engine.run.stage_runner import (
-    EarlierStageRunner,
-    LastStageRunner,
-    StageRunner,
-)
+from hydraspec.engine.run.stage_runner import EarlierStageRunner, LastStageRunner
 from hydraspec.engine.run.state import new_request_state
 from hydraspec.engine.run.step_graphs import RunnerLimits
 from hydraspec.engine.schedule.draft_lengths import offered_lengths
@@ -28,9 +23,8 @@ def build_runner(
     control: Control = ALONE,
     *,
     activation_bytes: int = 0,
-) -> Runner:
-    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one.
-    activation_bytes: as in RunnerLimits."""
+) -> DeviceRunner:
+    """The runner of these models' steps. activation_bytes: as in RunnerLimits."""
     config, target, speculator = models.config, models.target, models.speculator
     num_drafts = speculator.num_speculative_tokens
     state = new_request_state(
@@ -47,9 +41,6 @@ def build_runner(
         num_speculative_tokens=num_drafts,
         vocabulary=target.vocabulary,
     )
-    if target.device.type == "cpu" and backend is None:
-        plain = Runner if models.link is None else StageRunner
-        return _with_io(plain(target, speculator, verifier, kv, state), models)
     most = config.engine.max_num_seqs
     limits = RunnerLimits(
         max_num_seqs=most,
@@ -72,7 +63,9 @@ def build_runner(
         backend=backend,
         control=control,
     )
-    return _with_io(runner, models)
+    if models.link is not None:
+        runner.io = StageIO.of(models)
+    return runner
 
 
 def launch_bound_rows(hidden_size: int) -> int:
@@ -81,9 +74,3 @@ def launch_bound_rows(hidden_size: int) -> int:
     weights, about 14 * hidden_size ** 2 (11 to 17 in Gemma 4, Qwen3 and Llama), at 6e14 a second.
     """
     return int(0.28e-3 * 6e14 / (2 * 14 * hidden_size**2))
-
-
-def _with_io(runner: Runner, models: Models) -> Runner:
-    if models.link is not None:
-        runner.io = StageIO.of(models)
-    return runner

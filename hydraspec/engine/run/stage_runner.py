@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from hydraspec.engine.run.device_runner import DeviceRunner
-from hydraspec.engine.run.draft_check import check_drafts_on_cpu
 from hydraspec.engine.run.inputs import PlanTensors
-from hydraspec.engine.run.results import (
-    LaunchedStep,
-    StepOutputs,
-    StepResult,
-    packed_results,
-    unpacked,
-)
-from hydraspec.engine.run.runner import Runner
+from hydraspec.engine.run.results import LaunchedStep, StepOutputs, StepResult
 from hydraspec.engine.run.stage_io import StageIO, stack
 from hydraspec.engine.run.step_graphs import CapturedStep
 from hydraspec.types import StepPlan
@@ -39,81 +31,8 @@ class _Unapplied:
     found: LaunchedStep | None = None  # once they are applied
 
 
-class AppliesResults(Runner):
-    """Applies the results of the last stage to the state of every other stage."""
-
-    io: StageIO
-
-    @cached_property
-    def _unapplied(self) -> deque[_Unapplied]:
-        return deque()
-
-    def reassign(self, slot: int) -> None:
-        for step in self._unapplied:
-            step.reassigned.add(slot)
-
-    def _apply_before(self, plan: StepPlan) -> None:
-        """Inputs that a step with these requests builds on."""
-        slots = set(plan.slots.tolist())
-        for step in list(self._unapplied):
-            kept = slots - step.reassigned
-            if any(kept & set(part.slots.tolist()) for part in step.parts):
-                self._apply(step)
-
-    def _apply(self, step: _Unapplied) -> LaunchedStep:
-        """With all steps before it, which are applied first."""
-        while step.found is None:
-            oldest = self._unapplied.popleft()
-            oldest.found = self._read(
-                [
-                    (self.io.apply_results(part, self.state, oldest.reassigned), len(part.slots))
-                    for part in oldest.parts
-                ]
-            )
-        return step.found
-
-    def _launched(self, parts: list[StepPlan]) -> LaunchedStep:
-        """A step whose layers here are on their way."""
-        step = _Unapplied(parts)
-        self._unapplied.append(step)
-        return LaunchedStep(partial(self._result, step))
-
-    @torch.inference_mode()
-    def _result(self, step: _Unapplied) -> StepResult:
-        return self._apply(step).result()
-
-    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
-        """Packed results of each part of a step, on their way to the host."""
-        raise NotImplementedError
-
-
-class StageRunner(AppliesResults):
-    """On a CPU."""
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step."""
-        self._apply_before(plan)
-        self.io.receive(int(plan.num_rows.sum()))
-        if not self.io.stage.is_last:
-            batch = self.prepare(self.place(plan))
-            self.io.send(stack(*self.hidden_states(batch)))
-            return self._launched([plan])
-        step = self.run_eagerly(plan)
-        check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
-        packed = self.io.send_results(plan, packed_results(step), self.state)
-        return LaunchedStep(lambda: self._unpacked(packed))
-
-    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
-        ((packed, _),) = parts
-        return LaunchedStep(lambda: self._unpacked(packed))
-
-    def _unpacked(self, packed: Tensor) -> StepResult:
-        return unpacked(packed.numpy(), self.speculator.num_speculative_tokens)
-
-
 class LastStageRunner(DeviceRunner):
-    """The runner of the last stage, on a device."""
+    """The runner of the last stage."""
 
     io: StageIO
 
@@ -128,8 +47,14 @@ class LastStageRunner(DeviceRunner):
         return self._ring.launched(parts)
 
 
-class EarlierStageRunner(AppliesResults, DeviceRunner):
-    """The runner of a stage before the last, on a device."""
+class EarlierStageRunner(DeviceRunner):
+    """The runner of a stage before the last, which applies the last one's results to its state."""
+
+    io: StageIO
+
+    @cached_property
+    def _unapplied(self) -> deque[_Unapplied]:
+        return deque()
 
     @torch.inference_mode()
     def run_padding(self) -> None:
@@ -155,10 +80,37 @@ class EarlierStageRunner(AppliesResults, DeviceRunner):
         for part, captured in parts:
             self.io.receive(num_rows_sent(part, captured))
             self.io.send(self._launch_part(part, captured))
-        return self._launched([part for part, _ in parts])
+        step = _Unapplied([part for part, _ in parts])
+        self._unapplied.append(step)
+        return LaunchedStep(partial(self._result, step))
 
-    def _read(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
-        return self._ring.launched(parts)
+    def reassign(self, slot: int) -> None:
+        for step in self._unapplied:
+            step.reassigned.add(slot)
+
+    def _apply_before(self, plan: StepPlan) -> None:
+        """Inputs that a step with these requests builds on."""
+        slots = set(plan.slots.tolist())
+        for step in list(self._unapplied):
+            kept = slots - step.reassigned
+            if any(kept & set(part.slots.tolist()) for part in step.parts):
+                self._apply(step)
+
+    def _apply(self, step: _Unapplied) -> LaunchedStep:
+        """With all steps before it, which are applied first."""
+        while step.found is None:
+            oldest = self._unapplied.popleft()
+            oldest.found = self._ring.launched(
+                [
+                    (self.io.apply_results(part, self.state, oldest.reassigned), len(part.slots))
+                    for part in oldest.parts
+                ]
+            )
+        return step.found
+
+    @torch.inference_mode()
+    def _result(self, step: _Unapplied) -> StepResult:
+        return self._apply(step).result()
 
 
 def num_rows_sent(plan: StepPlan, captured: CapturedStep | None) -> int:
