@@ -6,6 +6,7 @@ Nothing here reads the device from the host: results are copied asynchronously (
 
 from __future__ import annotations
 
+from hydraspec_kernels.sampling.verification import commit_tokens
 from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
@@ -13,7 +14,7 @@ from hydraspec.engine.run.draft_check import check_draft
 from hydraspec.engine.run.inputs import PlanTensors, prepare
 from hydraspec.engine.run.results import DeviceStep
 from hydraspec.engine.run.stage_io import StageIO
-from hydraspec.engine.run.state import commit, of_full_width, store_draft
+from hydraspec.engine.run.state import of_full_width, store_draft
 from hydraspec.engine.run.timing import Clock, no_clock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
@@ -79,8 +80,9 @@ class Runner:
         return self.verifier(target_step.logits, batch, self.state, batch.flags)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Write the verdict into the request state."""
-        commit(self.state, batch, verdict)
+        """Write the verdict into the request state: emitted tokens after the computed ones, then
+        the new computed count."""
+        commit_tokens(self.state, batch, verdict)
 
     def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:
         draft = self.speculator.propose(target_step, verdict, batch, self.state)

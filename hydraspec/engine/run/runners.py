@@ -38,7 +38,6 @@ def build_runner(
     verifier = build_verifier(
         config.method.verification.value,
         synthetic_acceptance_length=config.method.synthetic_acceptance_length,
-        num_speculative_tokens=num_drafts,
         vocabulary=target.vocabulary,
     )
     most = config.engine.max_num_seqs

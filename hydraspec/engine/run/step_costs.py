@@ -4,15 +4,15 @@ where K is chosen per step, by those costs."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import mean
-from typing import Protocol
 
+from hydraspec.engine.base import Engine
 from hydraspec.engine.costs import CostTable
 from hydraspec.engine.schedule.draft_lengths import AcceptanceCounts, DraftLengths
-from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.types import Request, StepRecord
 
 NUM_STEPS = 12  # of each batch and length, at least; the faster half counts
 TOKENS_PER_RUN = 48  # of each request
@@ -21,14 +21,6 @@ NOT_MEASURED = (
     "method.num_speculative_tokens=auto: too few steps ran in warm-up to measure what they cost; "
     "every step has method.max_speculative_tokens drafts"
 )
-
-
-class Measured(Protocol):
-    """The part of an engine that a measurement uses."""
-
-    def run(
-        self, requests: Sequence[Request], *, concurrency: int | None
-    ) -> Generator[StepRecord | Completion]: ...
 
 
 @dataclass(slots=True)
@@ -44,7 +36,7 @@ class Times:
 
 
 def measure_costs(
-    engine: Measured,
+    engine: Engine,
     requests: Sequence[Request],
     lengths: DraftLengths,
     *,
