@@ -24,7 +24,6 @@ from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
 from hydraspec.engine.run.positions import (
     can_be_forced,
-    continued,
     finished_texts,
     position_scores,
 )
@@ -277,10 +276,10 @@ class NativeEngine(Engine):
     ) -> Iterator[PositionScores] | None:
         if not can_be_forced(self.parts.runner.speculator):
             return None
-        finished = finished_texts(requests, completions)
         run = partial(self.run, concurrency=None)
         num_more = self.parts.info.num_speculative_tokens
-        return position_scores(self.parts, continued(finished, num_more, run))
+        texts = finished_texts(requests, completions, num_more, run)
+        return position_scores(self.parts, texts)
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)

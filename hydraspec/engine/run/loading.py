@@ -181,6 +181,8 @@ def assemble(
     activation_bytes = memory_bytes.get("activations", 0)
     runner = build_runner(*(models, kv, modes, backend, control), activation_bytes=activation_bytes)
     _capture(runner)
+    group = target.vocabulary.group
+    is_checked = config.parallelism.check and group.size > 1
     return Loaded(
         config=config,
         target=target,
@@ -189,7 +191,7 @@ def assemble(
         scheduler=_scheduler(models, kv, runner),
         info=_info(models, kv, modes, memory_bytes, warnings),
         control=control,
-        check=_rank_check(config, target),
+        check=RankCheck(group, target.device) if is_checked else None,
         link=link,
     )
 
@@ -208,12 +210,6 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
         draft_lengths=build_draft_lengths(config, models.target.stage.count),
     )
-
-
-def _rank_check(config: RunConfig, target: TargetModel) -> RankCheck | None:
-    group = target.vocabulary.group
-    is_needed = config.parallelism.check and group.size > 1
-    return RankCheck(group, target.device) if is_needed else None
 
 
 def rehearsing_runner(
@@ -315,10 +311,6 @@ def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
     return modes
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
     """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
     done. Of pipeline stages, whether a step is launched before the results of the one that it
@@ -335,6 +327,7 @@ def _info(
     warnings: list[str],
 ) -> EngineInfo:
     config, target, spec = models.config, models.target, models.speculator.spec
+    device = target.device
     notes: list[str] = []
     if spec is not None:
         log.info("drafter: %s", spec)
@@ -347,7 +340,7 @@ def _info(
         target=config.target.name,
         method=config.method.name,
         num_speculative_tokens=models.speculator.num_speculative_tokens,
-        device=str(target.device),
+        device=str(device),
         dtype=config.target.dtype.value,
         vocab_size=target.vocab_size,
         max_model_len=models.max_model_len,
@@ -357,7 +350,7 @@ def _info(
         async_scheduling=_runs_ahead(config, target),
         prefix_caching=kv.prefix_caching,
         memory_bytes=memory_bytes,
-        devices=[_device_name(target.device)],
+        devices=[torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
         draft_spec=None if spec is None else asdict(spec),
         warnings=[*warnings, *notes],
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -32,67 +32,54 @@ PADDING = 0  # a token id in place of those that are not known
 Run = Callable[[Seq[Request]], Generator[StepRecord | Completion]]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class FinishedText:
-    """A request's prompt and output, and the tokens with which the target goes on, if known."""
-
-    index: int
-    token_ids: list[int]
-    num_prompt: int
-    num_output: int
-    is_greedy: bool
-
-
 def can_be_forced(speculator: BaseSpeculator) -> bool:
     """Returns whether a drafter is a head of ours, on one device."""
     return isinstance(speculator, DraftModelSpeculator) and hasattr(speculator.spec, "kv_mode")
 
 
 def finished_texts(
-    requests: Seq[Request], completions: Mapping[int, Completion]
-) -> list[FinishedText]:
-    """Texts of the requests that finished with two output tokens or more, in their order."""
-    return [
-        FinishedText(
-            index=request.index,
-            token_ids=[*done.prompt_token_ids, *done.output_token_ids],
-            num_prompt=len(done.prompt_token_ids),
-            num_output=len(done.output_token_ids),
-            is_greedy=request.sampling.temperature == 0,
-        )
-        for request in requests
-        if (done := completions.get(request.index)) is not None
-        and done.finish_reason != "error"
-        and len(done.output_token_ids) > 1
-    ]
+    requests: Seq[Request], completions: Mapping[int, Completion], num_more: int, run: Run
+) -> list[Text]:
+    """Texts of the requests that finished with two output tokens or more, in their order.
 
-
-def continued(texts: Seq[FinishedText], num_more: int, run: Run) -> list[FinishedText]:
-    """The texts with up to `num_more` tokens that the target goes on with after greedy outputs:
-    the drafts of a last step are compared with them. Where the model length or the cache leaves no
-    room, and after sampled outputs, there are none.
+    Greedy outputs go on with up to `num_more` tokens of the target: the drafts of a last step are
+    compared with them. Where the model length or the cache leaves no room, and after sampled
+    outputs, there are none.
     """
-    onward = [
-        Request(
-            index=i,
-            id=f"after request {text.index}",
-            prompt_token_ids=text.token_ids,
-            sampling=SamplingParams(max_tokens=num_more, ignore_eos=True),
+    texts, onward = list[Text](), list[Request]()
+    for request in requests:
+        done = completions.get(request.index)
+        if done is None or done.finish_reason == "error" or len(done.output_token_ids) < 2:
+            continue
+        tokens = [*done.prompt_token_ids, *done.output_token_ids]
+        if request.sampling.temperature == 0:
+            onward.append(
+                Request(
+                    index=len(texts),
+                    id=f"after request {request.index}",
+                    prompt_token_ids=tokens,
+                    spans=done.spans,
+                    sampling=SamplingParams(max_tokens=num_more, ignore_eos=True),
+                )
+            )
+        texts.append(
+            Text(
+                index=request.index,
+                token_ids=tokens,
+                num_prompt=len(done.prompt_token_ids),
+                num_output=len(done.output_token_ids),
+            )
         )
-        for i, text in enumerate(texts)
-        if text.is_greedy
-    ]
-    found = list(texts)
     with suppress(NotFiniteError):  # the tokens after it stay unknown
         for event in run(onward):
             if isinstance(event, Completion) and event.finish_reason != "error":
                 text = texts[event.index]
                 more = [*text.token_ids, *event.output_token_ids]
-                found[event.index] = replace(text, token_ids=more)
-    return found
+                texts[event.index] = replace(text, token_ids=more)
+    return texts
 
 
-def position_scores(parts: Loaded, texts: Seq[FinishedText]) -> Iterator[PositionScores]:
+def position_scores(parts: Loaded, texts: Seq[Text]) -> Iterator[PositionScores]:
     """Text by text, a few at once."""
     speculator = parts.runner.speculator
     assert isinstance(speculator, DraftModelSpeculator), "see can_be_forced"
@@ -106,8 +93,8 @@ def position_scores(parts: Loaded, texts: Seq[FinishedText]) -> Iterator[Positio
         yield from found
 
 
-def _groups(texts: Seq[FinishedText]) -> Iterator[list[FinishedText]]:
-    group: list[FinishedText] = []
+def _groups(texts: Seq[Text]) -> Iterator[list[Text]]:
+    group: list[Text] = []
     num_rows = 0
     for text in texts:
         num_rows += len(text.token_ids)
@@ -119,21 +106,14 @@ def _groups(texts: Seq[FinishedText]) -> Iterator[list[FinishedText]]:
         yield group
 
 
-def _padded(text: FinishedText, k: int) -> Text:
+def _padded(text: Text, k: int) -> Text:
     """Rows up to the last that a chain is compared with."""
     length = text.num_prompt + text.num_output + k
     missing = length - len(text.token_ids)
-    return Text(
-        index=text.index,
-        token_ids=[*text.token_ids[:length], *[PADDING] * missing],
-        num_prompt=text.num_prompt,
-        num_output=text.num_output,
-    )
+    return replace(text, token_ids=[*text.token_ids[:length], *[PADDING] * missing])
 
 
-def _scored(
-    trial: Trial, texts: Texts, group: Seq[FinishedText], k: int
-) -> Iterator[PositionScores]:
+def _scored(trial: Trial, texts: Texts, group: Seq[Text], k: int) -> Iterator[PositionScores]:
     found, chains = chain_scores(trial, texts, k), texts.chains
     lengths = torch.tensor([len(text.token_ids) for text in group], device=chains.text.device)
     place = chains.position[:, None] + torch.arange(2, 2 + k, device=chains.text.device)
