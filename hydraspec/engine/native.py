@@ -41,6 +41,7 @@ from hydraspec.types import (
     PositionScores,
     Request,
     SamplingParams,
+    Span,
     StepPlan,
     StepRecord,
 )
@@ -273,21 +274,22 @@ class NativeEngine(Engine):
     ) -> Iterator[PositionScores] | None:
         if not can_be_forced(self.parts.runner.speculator):
             return None
-        finished = finished_texts(requests, completions)
         run = partial(self.run, concurrency=None)
         num_more = self.parts.info.num_speculative_tokens
-        return position_scores(self.parts, continued(finished, num_more, run))
+        texts = continued(finished_texts(requests, completions), num_more, run)
+        return position_scores(self.parts, texts)
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
 
-    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
         request = Request(
             index=0,
             id="logits",
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
+            spans=spans,
         )
         runner = self.parts.runner
         with runner.keeping_logits():

@@ -18,7 +18,7 @@ from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.run_files import JOURNAL, SUMMARY, written_since
 from hydraspec.metrics.sinks import Side
-from hydraspec.types import Request
+from hydraspec.types import Request, Span
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
 
@@ -136,5 +136,5 @@ class _Gone(Engine):
     def baseline(self) -> NoReturn:
         raise RuntimeError(GONE)
 
-    def next_token_logits(self, token_ids: Sequence[int]) -> NoReturn:
+    def next_token_logits(self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()) -> NoReturn:
         raise RuntimeError(GONE)

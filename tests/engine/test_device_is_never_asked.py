@@ -15,7 +15,7 @@ from deepseek_oracle import deepseek_config
 from mtp_folders import qwen_config
 from scenarios import make_engine
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from hydraspec.config.schema import DraftSampling, RunConfig, Verification
 from hydraspec.engine.schedule.sequence import Sequence
@@ -70,7 +70,10 @@ def make_fake(engine, mode: FakeTensorMode) -> None:  # type: ignore[no-untyped-
 def step_and_pretend(engine) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
     """Run the next step on fake tensors, then let the host think every draft was rejected."""
     scheduled, plan = engine._schedule()
-    step = engine.parts.runner.run_eagerly(plan)
+    runner = engine.parts.runner
+    with unset_fake_temporarily():  # a plan is host numbers, which are written into real memory
+        inputs = runner.place(plan)
+    step = runner.run(inputs)
     target_step, verdict = step.target_step, step.verdict
     k = engine.info.num_speculative_tokens
     assert isinstance(verdict.tokens, FakeTensor)

@@ -89,9 +89,7 @@ def by_kernels(
 
 def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
     length = LENGTH if verification == "synthetic" else None
-    verify = build_verifier(
-        verification, synthetic_acceptance_length=length, num_speculative_tokens=num_drafts
-    )
+    verify = build_verifier(verification, synthetic_acceptance_length=length)
     verdict: Verdict = step.verdict(verify, NO_TRUNCATION)
     return verdict
 
@@ -191,7 +189,6 @@ def test_truncated_verdicts_are_those_of_the_reference(
     verify = build_verifier(
         verification,
         synthetic_acceptance_length=LENGTH if verification == "synthetic" else None,
-        num_speculative_tokens=3,
     )
     step = steps(make_step, 3, 70, len(truncation), drafts, **given)
     wanted = step.verdict(verify, flags)
