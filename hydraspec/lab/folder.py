@@ -29,7 +29,6 @@ from hydraspec.metrics.run_files import (
     COSTS,
     DOCTOR,
     ENVIRONMENT,
-    JOURNAL,
     OVERRIDES,
     POSITIONS,
     PREDICTION,
@@ -41,6 +40,7 @@ from hydraspec.metrics.run_files import (
     SUMMARY,
     TRACE,
     TRACKER,
+    UNSAVED,
 )
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 OF_A_RUN = (
     *(COSTS, PREDICTION, PREDICTION_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
-    JOURNAL,
+    UNSAVED,
     *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
 )
 
@@ -107,10 +107,14 @@ class RunFolder:
         """costs.json."""
         write_whole(self.path / COSTS, pretty_json(costs))
 
-    def remove_journal(self) -> None:
-        """What it is for is saved, or nobody can."""
+    def write_unsaved(self, beginning: Json) -> None:
+        """.unsaved.json; see lab.lost."""
+        write_whole(self.path / UNSAVED, pretty_json(beginning))
+
+    def remove_unsaved(self) -> None:
+        """Remove .unsaved.json, once the run is saved or cannot be."""
         with suppress(OSError):
-            (self.path / JOURNAL).unlink(missing_ok=True)
+            (self.path / UNSAVED).unlink(missing_ok=True)
 
     def write_requests(self, rows: Sequence[Json]) -> None:
         """requests.jsonl."""

@@ -83,7 +83,7 @@ class Recorder:
                     file.close()
                 self._folder.write_requests(rows)
                 self._write(summary, rows)
-                self._folder.remove_journal()
+                self._folder.remove_unsaved()
             if self._tracker is not None:
                 self._tracker.on_requests(rows)
                 if failures := self._tracker.on_summary(summary):

@@ -13,7 +13,6 @@ import torch
 
 from hydraspec import factory
 from hydraspec.config import to_dict
-from hydraspec.config.engines import runs_over_ranks
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.lab import (
@@ -27,12 +26,12 @@ from hydraspec.lab import (
     verdict,
 )
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.journal import Beginning, Journal
+from hydraspec.lab.lost import Beginning, FinishedRequests
 from hydraspec.lab.recorder import Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.saving import Loaded
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts
 from hydraspec.types import NotFiniteError, WorkloadError
 from hydraspec.workloads import generated
@@ -67,13 +66,13 @@ def run(
     folder = RunFolder(run_dir, to_dict(config), overrides)
     with (
         _load(config, folder, overrides) as loaded,
-        _journal(loaded, folder) as journal,
+        closing(_finished_requests(loaded, folder)) as finished,
         closing(_recorder(loaded, folder, quiet)) as recorder,
     ):
         measurement = Measurement(
             loaded.engines,
             loaded.workload.requests,
-            [*recorder.sinks, *journal],
+            [*recorder.sinks, finished],
             concurrency=config.workload.concurrency,
             arrivals=_arrivals(config),
         )
@@ -100,8 +99,8 @@ def run(
         if lossless["not_finite_in"] is not None:
             save("failed", lossless)
             raise _not_finite(lossless["not_finite_in"], lossless, measurement)
-        finished = any(c.finished for c in measurement.method.meter.completed)
-        return save("ok" if finished else "failed", lossless)
+        is_any_finished = any(c.finished for c in measurement.method.meter.completed)
+        return save("ok" if is_any_finished else "failed", lossless)
 
 
 def _arrivals(config: RunConfig) -> ArrivalProcess:
@@ -196,19 +195,12 @@ def _recorder(loaded: Loaded, folder: RunFolder, quiet: bool) -> Recorder:
     )
 
 
-@contextmanager
-def _journal(loaded: Loaded, folder: RunFolder) -> Iterator[list[Sink]]:
-    """One where several ranks run: if this one is lost, others can save what it had finished."""
-    if not runs_over_ranks(loaded.config):
-        yield []
-        return
+def _finished_requests(loaded: Loaded, folder: RunFolder) -> FinishedRequests:
+    """The sink that writes requests as they finish, for a run whose process may be lost."""
     infos = {side: engine.info for side, engine in loaded.engines.items()}
     facts = loaded.facts(infos[Side.method])
-    with closing(Journal(folder.path, Beginning(infos, facts, loaded.workload.warnings))) as made:
-        try:
-            yield [made]
-        finally:
-            folder.remove_journal()
+    beginning = Beginning(infos, facts, loaded.workload.warnings)
+    return FinishedRequests(folder, loaded.workload.requests, beginning)
 
 
 # ------------------------------------------------------------------ verdict

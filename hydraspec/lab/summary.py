@@ -167,7 +167,7 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "latency_ms": latencies(meter.completed),
         "by_turn": by_turn(meter.completed),
-        "goodput": goodput(meter.completed, limits, measured.rounds_s),
+        "goodput": goodput(meter.completed, limits, meter.steps.rounds_s),
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": ALL_STEPS if has_phases else None if profile is None else PROFILE,
         "total_step_time_s": meter.total_step_time_s(),

@@ -34,7 +34,7 @@ COMPARISON_MARKDOWN = "compare.md"
 STUDY = "study.html"
 STUDY_SPEC = "study.json"
 TRACKER = "wandb"
-JOURNAL = ".journal.jsonl"  # of a run over several ranks, until it is saved
+UNSAVED = ".unsaved.json"  # what a run knew when it began, until it is saved
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 

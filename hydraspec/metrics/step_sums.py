@@ -19,6 +19,7 @@ class StepSums:
     num_steps: int = 0
     num_preemptions: int = 0
     total_ms: float = 0.0  # wall time; of replicas at work side by side each has its share
+    rounds_s: float = 0.0  # wall time of the rounds so far, waits for arrivals included
     peak_kv_usage: float = 0.0
     peak_kv_usage_per_group: dict[str, float] = field(default_factory=dict)
     phase_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

@@ -350,7 +350,7 @@ def test_a_full_disk_leaves_no_half_written_file(
     use_engine(FakeEngine())
 
     def full(descriptor: int) -> None:
-        if (tmp_path / "run" / "env.json").exists():
+        if (tmp_path / "run" / "requests.jsonl").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
@@ -361,7 +361,9 @@ def test_a_full_disk_leaves_no_half_written_file(
         "config.yaml",
         "env.json",
         "overrides.yaml",
+        "requests.jsonl",
     ]
+    assert len(read_lines(tmp_path / "run" / "requests.jsonl")) == 12, "as they finished"
 
 
 def test_a_full_disk_under_a_growing_file_is_one_clear_error(

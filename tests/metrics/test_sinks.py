@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 
 import pytest
+from hydraspec.lab.lost import _completion
 
-from hydraspec.lab.journal import _completion
 from hydraspec.metrics.files import json_line
 from hydraspec.metrics.meter import RequestCounters
 from hydraspec.metrics.sinks import request_row
@@ -54,6 +54,6 @@ def test_prompts_that_differ_in_a_spans_content_are_other_prompts() -> None:
 
 
 @pytest.mark.parametrize("spans", [(), (IMAGE,)])
-def test_a_journal_gives_a_completion_its_spans_back(spans: tuple[Span, ...]) -> None:
+def test_a_growing_file_gives_a_completion_its_spans_back(spans: tuple[Span, ...]) -> None:
     done = completion_of(*spans)
     assert _completion(json.loads(json.dumps(asdict(done)))) == done
