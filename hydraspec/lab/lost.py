@@ -18,9 +18,9 @@ from typing import Any, NoReturn, TextIO
 from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
-from hydraspec.lab import prediction, saving
+from hydraspec.lab import prediction
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.recorder import Recorder
+from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter, RequestCounters
@@ -156,8 +156,11 @@ def _save(
     info, facts = infos[Side.method], beginning.facts
     workload = workloads.read(config) or generated.random_requests(config, info.vocab_size)
     workload.warnings = list(beginning.warnings)
-    loaded = saving.Loaded(
-        config=config,
+    loaded = Loaded(
+        config=replace(
+            config,
+            metrics=replace(config.metrics, steps=False, trace=False, all_positions=False),
+        ),
         typed=overrides,
         engines={side: _Gone(known) for side, known in infos.items()},
         workload=workload,
@@ -166,22 +169,12 @@ def _save(
         decode=None,
         facts=lambda _: facts,
     )
-    recorder = Recorder(
-        folder,
-        workload.requests,
-        metrics=replace(config.metrics, steps=False, trace=False, all_positions=False),
-        method=info.method,
-        sides=list(infos),
-        tracker=None,
-        decode=None,
-        quiet=quiet,
-    )
-    with closing(recorder):
+    with closing(Recorder(folder, loaded, quiet=quiet)) as recorder:
         measurement = Measurement(loaded.engines, workload.requests, [], concurrency=None)
         lines = _lines(folder.path / REQUESTS)
         _count(lines, measurement)
         facts["run_s"] += (lines[-1]["at_s"] if lines else beginning.at_s) - beginning.at_s
-        saving.save_early(error, loaded, measurement, recorder)
+        recorder.save_early(error, measurement)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -20,16 +20,14 @@ from hydraspec.lab import (
     positions,
     prediction,
     sampled,
-    saving,
     token_texts,
     tracking,
     verdict,
 )
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.lost import Beginning, FinishedRequests
-from hydraspec.lab.recorder import Recorder
+from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
-from hydraspec.lab.saving import Loaded
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts
@@ -67,7 +65,7 @@ def run(
     with (
         _load(config, folder, overrides) as loaded,
         closing(_finished_requests(loaded, folder)) as finished,
-        closing(_recorder(loaded, folder, quiet)) as recorder,
+        closing(Recorder(folder, loaded, quiet=quiet)) as recorder,
     ):
         measurement = Measurement(
             loaded.engines,
@@ -76,7 +74,6 @@ def run(
             concurrency=config.workload.concurrency,
             arrivals=_arrivals(config),
         )
-        save = partial(saving.save, loaded, measurement, recorder)
         try:
             measurement.warm_up()
             if (costs := measurement.method.engine.info.costs) is not None:
@@ -91,16 +88,19 @@ def run(
             lossless = _judge(loaded, measurement)
             lossless["distribution"] = distribution
         except KeyboardInterrupt:
-            save("interrupted", _judge_if_possible(loaded, measurement))
+            recorder.save(measurement, "interrupted", _judge_if_possible(loaded, measurement))
             raise
         except Exception as error:
-            saving.save_despite(error, loaded, measurement, recorder)
+            try:
+                recorder.save_early(error, measurement)
+            except OSError as other:  # the error itself matters more
+                error.add_note(f"and what had finished could not be saved: {other}")
             raise
         if lossless["not_finite_in"] is not None:
-            save("failed", lossless)
+            recorder.save(measurement, "failed", lossless)
             raise _not_finite(lossless["not_finite_in"], lossless, measurement)
         is_any_finished = any(c.finished for c in measurement.method.meter.completed)
-        return save("ok" if is_any_finished else "failed", lossless)
+        return recorder.save(measurement, "ok" if is_any_finished else "failed", lossless)
 
 
 def _arrivals(config: RunConfig) -> ArrivalProcess:
@@ -129,13 +129,15 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         folder.write_environment(described)
         if replaces:
             tracker = tracking.start(config, folder.path, open_parts, typed)
-        if tracker is not None:
-            tracker.add_config(environment=described)
         loaded_at = time.perf_counter()
         engines = {Side.method: engine}
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
             open_parts.callback(engines[Side.baseline].close)
+        if tracker is not None:
+            spec, memory = engine.info.draft_spec, engine.info.memory_bytes
+            tracker.add_config(environment=described, draft_spec=spec, memory_bytes=memory)
+            tracker.wait_until_ready()
         num_arriving = sum(request.after is None for request in workload.requests)
         arrivals = _arrivals(config).warnings(num_arriving, len(engines))
         for warning in (*arrivals, *expected.warnings):
@@ -175,24 +177,6 @@ def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> 
     except WorkloadError as error:
         raise workload.with_place(error) from error
     return workload
-
-
-def _recorder(loaded: Loaded, folder: RunFolder, quiet: bool) -> Recorder:
-    """The run's recorder; its tracker knows the loaded engine, and has started."""
-    info = loaded.engines[Side.method].info
-    if loaded.tracker is not None:
-        loaded.tracker.add_config(draft_spec=info.draft_spec, memory_bytes=info.memory_bytes)
-        loaded.tracker.wait_until_ready()
-    return Recorder(
-        folder,
-        loaded.workload.requests,
-        metrics=loaded.config.metrics,
-        method=info.method,
-        sides=list(loaded.engines),
-        tracker=loaded.tracker,
-        decode=loaded.decode,
-        quiet=quiet,
-    )
 
 
 def _finished_requests(loaded: Loaded, folder: RunFolder) -> FinishedRequests:

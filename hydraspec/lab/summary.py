@@ -14,7 +14,7 @@ from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.latency import Limits, goodput, latencies, percentiles
+from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.sinks import baseline_row, request_row
 from hydraspec.metrics.summary import (
@@ -32,7 +32,6 @@ from hydraspec.metrics.summary import (
     StepProfile,
     Summary,
 )
-from hydraspec.metrics.turns import by_turn
 from hydraspec.types import Completion, Request
 from hydraspec.workloads.scoring import accuracy, score_completion
 
@@ -166,7 +165,7 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "latency_ms": latencies(meter.completed),
-        "by_turn": by_turn(meter.completed),
+        "by_turn": by_turn(list(meter.counters.values())),
         "goodput": goodput(meter.completed, limits, meter.steps.rounds_s),
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": ALL_STEPS if has_phases else None if profile is None else PROFILE,

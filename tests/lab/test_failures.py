@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.lab import recorder
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.run_warnings import failure_warnings
+from hydraspec.metrics.sinks import Side
 from hydraspec.types import Completion, ConfigurationError, NotFiniteError, WorkloadError
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -238,3 +241,58 @@ def test_control_characters_reach_neither_page_nor_terminal(
     for text in (page, "".join(capsys.readouterr())):
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
         assert r"i\x1b[2J\x07\x9b31m\x0d" in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a device is lost")], ids=repr)
+def test_a_baseline_with_fewer_turns_has_a_page(
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    workload_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    """Catches a page that cannot be made, and hides what ended the run."""
+    workload_file.write_text('{"turns": [[1, 2], [3], [4]], "max_tokens": 5}\n', encoding="utf-8")
+    config.workload.concurrency = 1
+
+    class Ending(recorder.ConsoleSink):
+        def on_completion(self, side, completion, meter):  # type: ignore[no-untyped-def]
+            if side is Side.baseline:
+                raise error
+
+    monkeypatch.setattr(recorder, "ConsoleSink", Ending)
+    use_engine(FakeEngine())
+    with pytest.raises(type(error)):
+        run_config()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert len(summary["by_turn"]) == len(summary["baseline"]["by_turn"]) == 4
+    assert [row["num_requests"] for row in summary["baseline"]["by_turn"]] == [1, 0, 0, 0]
+    assert not [warning for warning in summary["warnings"] if "report.html" in warning]
+    assert not (tmp_path / "run" / ".unsaved.json").exists()
+
+
+@pytest.mark.parametrize("step", [None, 12], ids=["whole", "failed"])
+def test_a_page_that_cannot_be_made_hides_nothing(
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int | None,
+) -> None:
+    """Catches a fault of the page in place of the run's own error, or of its summary."""
+
+    def broken(*_: Any, **__: Any) -> str:
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr(recorder.run_page, "render", broken)
+    faults = {} if step is None else {step: RuntimeError("a device is lost")}
+    use_engine(FakeEngine(Behaviour(raise_at_step=faults)))
+    with nullcontext() if step is None else pytest.raises(RuntimeError, match="device is lost"):
+        run_config()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == ("ok" if step is None else "failed")
+    assert "report.html could not be made: ZeroDivisionError: of a chart" in str(
+        summary["warnings"]
+    )

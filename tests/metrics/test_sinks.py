@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 
 import pytest
-from hydraspec.lab.lost import _completion
 
+from hydraspec.lab.lost import _completion
 from hydraspec.metrics.files import json_line
 from hydraspec.metrics.meter import RequestCounters
 from hydraspec.metrics.sinks import request_row
