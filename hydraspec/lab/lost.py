@@ -22,11 +22,11 @@ from hydraspec.lab import prediction
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
+from hydraspec.metrics.counters import RequestCounters, StepSums
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.run_files import REQUESTS, SUMMARY, UNSAVED, written_since
 from hydraspec.metrics.sinks import Side, Sink
-from hydraspec.metrics.step_sums import StepSums
 from hydraspec.metrics.summary import RunFacts
 from hydraspec.types import Completion, PrefixCaching, Request, Span
 from hydraspec.workloads import generated

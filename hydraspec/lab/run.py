@@ -20,7 +20,6 @@ from hydraspec.lab import (
     positions,
     prediction,
     sampled,
-    token_texts,
     tracking,
     verdict,
 )
@@ -75,18 +74,7 @@ def run(
             arrivals=_arrivals(config),
         )
         try:
-            measurement.warm_up()
-            if (costs := measurement.method.engine.info.costs) is not None:
-                folder.write_costs(costs.as_json())
-            measurement.run()
-            measurement.profile()
-            loaded.workload.warnings += positions.record(
-                config, measurement, recorder.add_scores, loaded.decode
-            )
-            distribution, warnings = sampled.check(config, measurement)
-            loaded.workload.warnings += warnings
-            lossless = _judge(loaded, measurement)
-            lossless["distribution"] = distribution
+            lossless = _measure(loaded, measurement, folder, recorder)
         except KeyboardInterrupt:
             recorder.save(measurement, "interrupted", _judge_if_possible(loaded, measurement))
             raise
@@ -101,6 +89,22 @@ def run(
             raise _not_finite(lossless["not_finite_in"], lossless, measurement)
         is_any_finished = any(c.finished for c in measurement.method.meter.completed)
         return recorder.save(measurement, "ok" if is_any_finished else "failed", lossless)
+
+
+def _measure(
+    loaded: Loaded, measurement: Measurement, folder: RunFolder, recorder: Recorder
+) -> Lossless:
+    """Decode the workload, then look at outputs, drafts and samples; returns the verdict."""
+    config, warnings = loaded.config, loaded.workload.warnings
+    measurement.warm_up()
+    if (costs := measurement.method.engine.info.costs) is not None:
+        folder.write_costs(costs.as_json())
+    measurement.run()
+    measurement.profile()
+    warnings += positions.record(config, measurement, recorder.add_scores, loaded.decode)
+    distribution, found = sampled.check(config, measurement)
+    warnings += found
+    return {**_judge(loaded, measurement), "distribution": distribution}
 
 
 def _arrivals(config: RunConfig) -> ArrivalProcess:
@@ -150,7 +154,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             workload=workload,
             expected=expected,
             tracker=tracker,
-            decode=token_texts.decoder(config),
+            decode=positions.decoder(config),
             facts=partial(_facts, load_s, loaded_at),
         )
 

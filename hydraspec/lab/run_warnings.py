@@ -6,15 +6,16 @@ Defines no metric: reads the summary and the completions.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from hydraspec.config.schema import RunConfig, Verification, Weights
+from hydraspec.config.choices import choices_of, packaged_drafters
+from hydraspec.config.schema import RunConfig, TargetConfig, Verification, Weights
 from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
-from hydraspec.lab.doctor_command import doctor_command
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
@@ -31,6 +32,14 @@ ENOUGH_DRAFTS = 50  # for a rate that low to be no accident
 DOCTOR = "whether the drafter is read as it was trained shows: "
 MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
+DOCTOR_COMMAND = "python -m hydraspec.doctor"
+# Typed keys of these groups are repeated, but for those that say how a run drafts or is loaded.
+DOCTORS_GROUPS = ("target", "method", "workload")
+OF_RUNS = {
+    *("method.max_speculative_tokens", "method.costs", "method.draft_sampling"),
+    *("method.verification", "method.synthetic_acceptance_length"),
+    *("workload.concurrency", "workload.request_rate", "workload.burstiness", "workload.limit"),
+}
 
 
 def warnings_of(
@@ -270,6 +279,44 @@ def _why_slower(summary: Summary, *, hardly: bool) -> str:
         "likely cause: drafting and verifying cost more than the accepted drafts save, because the "
         f"target is small, many requests share a step, or acceptance is low; {fewer}"
     )
+
+
+def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
+    """With the target, the method and its checkpoint if it is not the target's own, and what was
+    typed of prompts and conventions.
+
+    Args:
+        config: of the run, resolved.
+        typed: its overrides.
+    """
+    given = {line.lstrip("+").partition("=")[0]: line for line in typed}
+    keys = {**_target(config.target, given), "method": f"method={config.method.name}"}
+    drafter, named = config.method.checkpoint, packaged_drafters(config.target.name)
+    own = (None, config.target.checkpoint, named.get(config.method.name))
+    if "method.checkpoint" in given or drafter not in own:
+        keys["method.checkpoint"] = given.get("method.checkpoint", f"method.checkpoint={drafter}")
+    for key, line in given.items():
+        is_asked = key.partition(".")[0] in DOCTORS_GROUPS and key not in OF_RUNS
+        if is_asked and not key.startswith("workload.goodput") and not line.endswith("=auto"):
+            keys.setdefault(key, line)
+    return " ".join([DOCTOR_COMMAND, *map(_quoted, keys.values())])
+
+
+def _quoted(text: str) -> str:
+    """As a shell takes it; text with Hydra's own quotes stays readable."""
+    return shlex.quote(text) if "'" not in text or set(text) & set('"$`\\!') else f'"{text}"'
+
+
+def _target(target: TargetConfig, given: dict[str, str]) -> dict[str, str]:
+    """A target that has no choice's name is one whose folder was given."""
+    if target.name in choices_of("target"):
+        return {"target": f"target={target.name}"}
+    if "target.checkpoint" in given:
+        return {key: given[key] for key in ("target", "target.checkpoint") if key in given}
+    return {
+        "target": "target=custom",
+        "target.checkpoint": f"target.checkpoint={target.checkpoint}",
+    }
 
 
 def accuracy_warnings(

@@ -13,6 +13,7 @@ from hydraspec.engine.base import EngineInfo
 from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment
+from hydraspec.metrics.accuracy import accuracy
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
@@ -33,7 +34,7 @@ from hydraspec.metrics.summary import (
     Summary,
 )
 from hydraspec.types import Completion, Request
-from hydraspec.workloads.scoring import accuracy, score_completion
+from hydraspec.workloads.scoring import score_completion
 
 NOTHING = Expected()  # is predicted
 
@@ -153,7 +154,7 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
     where no step did.
     """
     meter, profile = measured.meter, measured.phase_ms
-    breakdown: Mapping[str, float | None] = meter.time_breakdown_ms()
+    breakdown: Mapping[str, float | None] = meter.steps.time_breakdown_ms()
     has_phases = any(value is not None for value in breakdown.values())
     if not has_phases and profile is not None:
         breakdown = profile
@@ -169,7 +170,7 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
         "goodput": goodput(meter.completed, limits, meter.steps.rounds_s),
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": ALL_STEPS if has_phases else None if profile is None else PROFILE,
-        "total_step_time_s": meter.total_step_time_s(),
+        "total_step_time_s": meter.steps.total_step_time_s(),
         "step_profile_ms": cast(StepProfile | None, plain(measured.step_profile)),
         "built_in_rounds": {"kernels": measured.built.kernels, "graphs": measured.built.graphs},
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
@@ -184,7 +185,7 @@ def _counts(meter: Meter) -> Counts:
         "num_steps": meter.steps.num_steps,
         "num_preemptions": meter.steps.num_preemptions,
         "prefix_cache": _prefix_cache(meter),
-        "kv_peak_usage_per_group": meter.steps.peak_kv_usage_per_group,
+        "kv_peak_usage_per_group": meter.steps.kv_peak_usage_per_group,
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,16 +121,15 @@ def teacher_forced(
         probs=np.concatenate(probs),
         num_of=tuple(num_of),
     )
-    owner = np.repeat(np.arange(len(num_of)), num_of)
-    truth = np.concatenate(tokens)
-    return {
-        "num_places": sum(num_of),
-        "by_step": by_step(drafts),
-        "by_context": _bucketed(drafts, owner, np.concatenate(contexts), PLACES),
-        "by_target_entropy": _bucketed(drafts, owner, np.concatenate(entropies), ENTROPIES),
-        "by_token_class": None if decode is None else _by_class(drafts, owner, truth, decode),
-        "ceilings": ceilings(drafts),
-    }
+    places = ChainPlaces(
+        output_place=np.concatenate([np.arange(1, count + 1) for count in num_of]),
+        context=np.concatenate(contexts),
+        entropy=np.concatenate(entropies),
+        token=None if decode is None else np.concatenate(tokens),
+    )
+    by_place = figures(drafts, places, decode)
+    del by_place["by_output_place"]
+    return cast(TeacherForced, {"num_places": sum(num_of), "by_token_class": None, **by_place})
 
 
 def draft_share(phase_ms: Mapping[str, float | None]) -> float | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
-from hydraspec.metrics.meter import RequestCounters
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import Goodput, Latencies, Percentiles, TurnFigures
 
@@ -122,3 +123,37 @@ def _of_turns(requests: Sequence[RequestCounters], first: int, last: int) -> Tur
         "mean_acceptance_length": None if rate is None else 1 + rate,
         "time_to_first_token_ms": ratio(sum(waits), len(waits)),
     }
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchTimes:
+    """Wall times in seconds of a batch that starts together: whole, and up to its first tokens.
+
+    The figures are of medians over the repeats. They need no times of steps or requests, so that
+    every engine has them.
+    """
+
+    num_requests: int
+    num_tokens: int  # of each request's whole output
+    whole_s: list[float]
+    one_token_s: list[float]
+
+    @property
+    def prefill_s(self) -> float:
+        """Time until every request has its first token."""
+        return median(self.one_token_s)
+
+    @property
+    def time_per_output_token_ms(self) -> float:
+        """(time of the whole output - prefill_s) / (tokens of a request - 1)."""
+        return self._decode_s / (self.num_tokens - 1) * 1e3
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Decode throughput: tokens after the first of every request / their time."""
+        return self.num_requests * (self.num_tokens - 1) / self._decode_s
+
+    @property
+    def _decode_s(self) -> float:
+        # Noise may exceed the time of a tiny model's few tokens.
+        return max(median(self.whole_s) - self.prefill_s, 1e-9)

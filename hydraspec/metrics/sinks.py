@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.files import Json, JsonLinesFile
 from hydraspec.metrics.latency import percentiles
-from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.summary import Summary
 from hydraspec.types import Completion, Request, StepRecord
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hydraspec.metrics import media
-from hydraspec.metrics.draft_lengths import DraftLengthCounts
+from hydraspec.metrics.counters import DraftLengthCounts, RunningTotals
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.meter import Meter, RunningTotals
+from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Summary
 from hydraspec.types import StepRecord

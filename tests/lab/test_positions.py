@@ -15,6 +15,7 @@ from fake_engine import FakeEngine
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
+from hydraspec.lab.positions import decoder
 from hydraspec.types import PositionScores
 
 POSITIONS = "positions.jsonl"
@@ -92,3 +93,17 @@ def test_an_engine_without_scores_says_so(
 def test_where_there_is_no_such_record_it_is_refused(typed: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"metrics\.all_positions=true"):
         plan([*typed, "metrics.all_positions=true", "target.dtype=float32"])
+
+
+@pytest.mark.parametrize("name", ["trace", "all_positions"])
+def test_the_targets_tokenizer_gives_texts_of_tokens(config: RunConfig, name: str) -> None:
+    config.target.checkpoint = "zoo:tiny_gemma4"
+    assert decoder(config) is None, "no tokens are shown"
+    setattr(config.metrics, name, True)
+    decode = decoder(config)
+    assert decode is not None
+    assert decode([6]) == "!"
+    assert decode([10**9]) == decode([10**30]) == decode([-1]) == ""
+    for checkpoint in ("zoo:tiny_fake", "shape:gemma4_e4b"):
+        config.target.checkpoint = checkpoint
+        assert decoder(config) is None

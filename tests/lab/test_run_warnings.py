@@ -12,8 +12,12 @@ from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, Verification, Weights
-from hydraspec.lab.doctor_command import doctor_command
-from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings
+from hydraspec.lab.run_warnings import (
+    ENOUGH_DRAFTS,
+    accuracy_warnings,
+    doctor_command,
+    figure_warnings,
+)
 from hydraspec.types import Completion, Request, SamplingParams
 
 Use = Callable[[FakeEngine], FakeEngine]

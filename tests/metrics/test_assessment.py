@@ -12,7 +12,8 @@ from hydraspec.metrics.assessment import (
     by_output_place,
     speedups_by_category,
 )
-from hydraspec.metrics.meter import Meter, finished_pairs, place_bin, speedup
+from hydraspec.metrics.counters import place_bin
+from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.summary import Assessment
 from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
-from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.metrics.meter import Meter
 from hydraspec.types import Completion, Request, SamplingParams
 
 

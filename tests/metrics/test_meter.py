@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
-from hydraspec.metrics.batch_times import BatchTimes
+from hydraspec.metrics.counters import StepSums
+from hydraspec.metrics.files import plain
+from hydraspec.metrics.latency import BatchTimes
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.paired import paired_ratio
 from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_sums
@@ -217,15 +220,21 @@ def test_unfinished_requests_are_left_out_but_totals_are_live() -> None:
     assert meter.totals.output_tokens_per_second == pytest.approx(1000)
 
 
-def test_time_breakdown_is_per_step_and_null_where_not_measured() -> None:
-    meter = metered(
-        step(part(0), forward=2.0, propose=None), step(part(0), forward=4.0, propose=None)
-    )
-    breakdown = meter.time_breakdown_ms()
-    assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
-    assert breakdown["forward"] == pytest.approx(3.0)
-    assert breakdown["propose"] is None
-    assert meter.total_step_time_s() == pytest.approx(0.002)
+def test_sums_and_peaks_over_steps_are_the_same_after_a_file() -> None:
+    """Catches drafts per step whose numbers have become texts."""
+    sums = StepSums()
+    first = replace(step(part(0, 2, 1), ms=4.0, forward=1.5, propose=None), draft_length=2)
+    assert sums.add(replace(first, num_replicas=2, kv_usage=0.5, num_preempted=1)) == 2.0
+    assert sums.add(replace(first, draft_length=0, kv_usage=0.25)) == 4.0
+    for found in (sums, StepSums.of_json(json.loads(json.dumps(plain(sums))))):
+        assert (found.num_steps, found.num_preemptions, found.peak_kv_usage) == (2, 1, 0.5)
+        assert found.total_step_time_s() == pytest.approx(0.006)
+        breakdown = found.time_breakdown_ms()
+        assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
+        assert (breakdown["forward"], breakdown["propose"]) == (1.5, None)
+        assert found.draft_lengths.used(3) == {"mean": 1.0, "histogram": [1, 0, 1, 0]}
+        found.add(first)
+        assert found.num_steps == 3
 
 
 def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:

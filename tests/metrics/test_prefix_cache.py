@@ -143,4 +143,4 @@ def test_recomputed_tokens_and_peaks_by_group() -> None:
     meter.add_step(step(0, 15, 4, is_prefill=False, accepted=3))
     meter.add_completion(done(0, SHARED, [90]))
     assert meter.num_recomputed_tokens() == 6
-    assert meter.steps.peak_kv_usage_per_group == {"full": 0.15, "sliding": 0.08}
+    assert meter.steps.kv_peak_usage_per_group == {"full": 0.15, "sliding": 0.08}

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from hydraspec.lab.lost import _completion
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.files import json_line
-from hydraspec.metrics.meter import RequestCounters
 from hydraspec.metrics.sinks import request_row
 from hydraspec.study.comparison.baseline import digest
 from hydraspec.study.comparison.runs import key_of

@@ -10,11 +10,12 @@ import pytest
 from workload_lines import GOOD, read_lines
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.metrics.accuracy import accuracy
 from hydraspec.types import ConfigurationError, Request, SamplingParams, WorkloadError
 from hydraspec.workloads import reading as workloads
 from hydraspec.workloads.generated import random_requests
 from hydraspec.workloads.reading import request_seed
-from hydraspec.workloads.scoring import accuracy, score
+from hydraspec.workloads.scoring import score
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
-from hydraspec.metrics.accuracy import accuracy_name
+from hydraspec.metrics.accuracy import accuracy, accuracy_name
 from hydraspec.types import Completion, Request, SamplingParams
-from hydraspec.workloads.scoring import MAX_CODE, accuracy, score_completion, score_defines
+from hydraspec.workloads.scoring import MAX_CODE, score_completion, score_defines
 
 PROMPT = 'import math\n\n\ndef double(x):\n    """Twice x."""\n'
 WHOLE = "def double(x):\n    return 2 * x\n"
