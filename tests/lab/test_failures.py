@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_engine import Behaviour, FakeEngine
+from records import completion, json_lines
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import recorder
@@ -24,16 +25,7 @@ Run = Callable[[], dict[str, Any]]
 
 
 def failed(index: int, error: str | None) -> Completion:
-    return Completion(
-        index=index,
-        prompt_token_ids=[],
-        output_token_ids=[],
-        text=None,
-        finish_reason="length" if error is None else "error",
-        error=error,
-        ttft_ms=None,
-        latency_ms=1.0,
-    )
+    return completion(index, finish_reason="length" if error is None else "error", error=error)
 
 
 def test_three_kinds_of_error_are_spelt_out_with_their_counts() -> None:
@@ -63,8 +55,7 @@ def test_counts_by_position_have_k_places_whatever_was_drafted(
 ) -> None:
     use_engine(FakeEngine(Behaviour(error_indices={2})))
     run_config()
-    lines = (tmp_path / "run" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
     assert rows[2]["finish_reason"] == "error"
     assert rows[2]["drafted_per_position"] == rows[2]["accepted_per_position"] == [0, 0, 0]
     assert {len(row["drafted_per_position"]) for row in rows} == {3}
@@ -101,7 +92,7 @@ def test_a_run_of_broken_logits_fails(
     assert (summary["status"], summary["num_requests"]) == ("failed", 6)
     assert summary["lossless"]["not_finite_in"] == place[0]
     assert summary["lossless"]["verdict"] == ("diverged" if differs else "not_checked")
-    assert len((folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()) == 6
+    assert len(json_lines(folder / "requests.jsonl")) == 6
     page = (folder / "report.html").read_text(encoding="utf-8")
     for text in (summary["warnings"][0], capsys.readouterr().out, page):
         assert "NaN or infinite" in text
@@ -219,8 +210,7 @@ def test_meta_travels_unchanged(
     workload_file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     use_engine(FakeEngine())
     run_config()
-    rows = (tmp_path / "run" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(row)["meta"] for row in rows] == metas
+    assert [row["meta"] for row in json_lines(tmp_path / "run" / "requests.jsonl")] == metas
 
 
 def test_control_characters_reach_neither_page_nor_terminal(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_engine import Behaviour, FakeEngine
+from records import json_lines
 
 import hydraspec
 from hydraspec.config.schema import GoodputConfig, RunConfig
@@ -72,8 +73,7 @@ def save(config: RunConfig, folder: Path, since_s: float = 0.0) -> None:
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    return summary, [json.loads(line) for line in lines]
+    return summary, json_lines(folder / "requests.jsonl")
 
 
 def forget(folder: Path) -> None:
@@ -182,8 +182,8 @@ def test_a_killed_run_leaves_every_request_that_ended(config: RunConfig, folder:
     is read as that of a whole one."""
     _, rows = read(folder)
     forget(folder)
-    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    grown = {row["id"]: row for row in map(json.loads, lines) if row["side"] == "method"}
+    lines = json_lines(folder / "requests.jsonl")
+    grown = {row["id"]: row for row in lines if row["side"] == "method"}
     assert len(lines) > len(grown) == len(rows)
     for row in rows:
         for key in ("prompt_token_ids", "output_token_ids", "text", "error", "num_drafts"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine
+from records import json_lines
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
@@ -19,10 +19,6 @@ from hydraspec.lab.positions import decoder
 from hydraspec.types import PositionScores
 
 POSITIONS = "positions.jsonl"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class Scoring(FakeEngine):
@@ -61,7 +57,7 @@ def test_lists_end_where_tokens_are_not_known(
     engine.is_short = is_short
     use_engine(engine)
     summary = run_config()
-    lines = read(tmp_path / "run" / POSITIONS)
+    lines = json_lines(tmp_path / "run" / POSITIONS)
     assert lines[0]["target_ranks"] == [1, None, 2]
     assert lines[0]["target_probabilities"] == [0.5, 0, 0.333333]
     assert lines[1]["target_ranks"] == [1, 1]

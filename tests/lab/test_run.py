@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from fake_engine import Behaviour, FakeEngine
+from records import json_lines
 
 from hydraspec.config import to_dict
 from hydraspec.config.schema import MethodConfig, RunConfig, Verification
@@ -96,10 +97,6 @@ TRACE_KEYS = [
 ]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def no_constant(name: str) -> None:
     raise AssertionError(f"{name} in a JSON file")
 
@@ -147,8 +144,8 @@ def test_figures_agree_with_each_other(
     config.metrics.trace = True
     use_engine(FakeEngine())
     summary = run_config()
-    rows = read_lines(tmp_path / "run" / "requests.jsonl")
-    trace = read_lines(tmp_path / "run" / "trace.jsonl")
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
+    trace = json_lines(tmp_path / "run" / "trace.jsonl")
     assert [list(row) for row in rows] == [REQUEST_KEYS] * 6
     assert [row["id"] for row in rows] == [f"task-{i}" for i in range(6)]
     assert {tuple(line) for line in trace} == {tuple(TRACE_KEYS)}
@@ -177,7 +174,7 @@ def test_steps_are_the_methods_and_count_on_through_rounds(
     config.metrics.steps = True
     use_engine(FakeEngine())
     summary = run_config()
-    steps = read_lines(tmp_path / "run" / "steps.jsonl")
+    steps = json_lines(tmp_path / "run" / "steps.jsonl")
     assert [line["step"] for line in steps] == list(range(summary["num_steps"]))
     assert steps[0].keys() >= {"phase_ms", "total_ms", "requests", "num_preempted", "kv_usage"}
     assert any(part["draft_token_ids"] for line in steps for part in line["requests"])
@@ -236,7 +233,7 @@ def test_requests_that_fail_leave_the_others_alone(
         "verdict": "identical",
         "num_requests_checked": 4,
     }
-    rows = read_lines(tmp_path / "run" / "requests.jsonl")
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
     assert (rows[1]["finish_reason"], rows[1]["error"]) == ("error", "prompt is too long")
     assert rows[1]["correct"] is None
     assert summary["warnings"] == ["2 requests ended with an error: prompt is too long"]
@@ -260,7 +257,7 @@ def test_an_interrupt_saves_what_finished(
     with pytest.raises(KeyboardInterrupt):
         run_config()
     summary = read_summary(tmp_path)
-    rows = read_lines(tmp_path / "run" / "requests.jsonl")
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
     assert summary["status"] == "interrupted"
     assert summary["num_requests"] == len(rows) == (0 if step == 2 else 5)
     assert summary["num_requests_in_workload"] == 6
@@ -288,7 +285,7 @@ def test_an_interrupt_while_saving_waits_for_whole_files(
     with pytest.raises(KeyboardInterrupt):
         run_config()
     assert read_summary(tmp_path)["num_requests"] == 6
-    assert len(read_lines(tmp_path / "run" / "requests.jsonl")) == 6
+    assert len(json_lines(tmp_path / "run" / "requests.jsonl")) == 6
 
 
 def test_a_crash_saves_what_finished_and_is_raised(
@@ -363,7 +360,7 @@ def test_a_full_disk_leaves_no_half_written_file(
         "overrides.yaml",
         "requests.jsonl",
     ]
-    assert len(read_lines(tmp_path / "run" / "requests.jsonl")) == 12, "as they finished"
+    assert len(json_lines(tmp_path / "run" / "requests.jsonl")) == 12, "as they finished"
 
 
 def test_a_full_disk_under_a_growing_file_is_one_clear_error(

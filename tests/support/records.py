@@ -1,4 +1,4 @@
-"""Requests, completions and steps in plain numbers, and their files; fields not given are filled."""
+"""Requests, completions and steps in plain numbers, whatever a test leaves out filled in."""
 
 from __future__ import annotations
 
