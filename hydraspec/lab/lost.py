@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO, cast
 
 from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 OF_COMPLETION = tuple(each.name for each in fields(Completion))
 OF_COUNTERS = tuple(each.name for each in fields(RequestCounters) if each.name != "inter_token_ms")
-GONE = "the process of this engine is gone"
 
 
 @dataclass(slots=True, frozen=True)
@@ -153,8 +153,8 @@ def _save(
     known = json.loads((folder.path / UNSAVED).read_text(encoding="utf-8"))
     infos = {Side(side): _info(facts) for side, facts in known.pop("infos").items()}
     beginning = Beginning(infos, **known)
-    info, facts = infos[Side.method], beginning.facts
-    workload = workloads.read(config) or generated.random_requests(config, info.vocab_size)
+    facts, vocab_size = beginning.facts, infos[Side.method].vocab_size
+    workload = workloads.read(config) or generated.random_requests(config, vocab_size)
     workload.warnings = list(beginning.warnings)
     loaded = Loaded(
         config=replace(
@@ -162,7 +162,8 @@ def _save(
             metrics=replace(config.metrics, steps=False, trace=False, all_positions=False),
         ),
         typed=overrides,
-        engines={side: _Gone(known) for side, known in infos.items()},
+        # Facts are all that is left of the lost process's engines.
+        engines={side: cast(Engine, SimpleNamespace(info=info)) for side, info in infos.items()},
         workload=workload,
         expected=prediction.read(config),
         tracker=None,
@@ -216,22 +217,3 @@ def _info(known: Mapping[str, Any]) -> EngineInfo:
     caching = known["prefix_caching"]
     objects = {"prefix_caching": caching and PrefixCaching(**caching), "costs": None}
     return EngineInfo(**{**known, **objects})
-
-
-class _Gone(Engine):
-    """What is left of the lost process's engine: its facts."""
-
-    def __init__(self, info: EngineInfo) -> None:
-        self.info = info
-
-    def tokenize(self, requests: Sequence[Request]) -> NoReturn:
-        raise RuntimeError(GONE)
-
-    def run(self, requests: Sequence[Request], *, concurrency: int | None) -> NoReturn:
-        raise RuntimeError(GONE)
-
-    def baseline(self) -> NoReturn:
-        raise RuntimeError(GONE)
-
-    def next_token_logits(self, token_ids: Sequence[int]) -> NoReturn:
-        raise RuntimeError(GONE)

@@ -18,7 +18,7 @@ from hydraspec.lab import recorder
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.run_warnings import failure_warnings
 from hydraspec.metrics.sinks import Side
-from hydraspec.types import Completion, ConfigurationError, NotFiniteError, WorkloadError
+from hydraspec.types import Completion, NotFiniteError
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
@@ -139,20 +139,6 @@ def test_a_request_lost_by_the_method_alone_is_a_divergence(
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Diverged" in report
     assert "with an error in the method only" in report
-
-
-def test_stop_ids_outside_the_vocabulary_are_refused(
-    config: RunConfig, use_engine: Use, run_config: Run, workload_file: Path
-) -> None:
-    use_engine(FakeEngine())
-    config.sampling.stop_token_ids = [64]
-    with pytest.raises(ConfigurationError, match=r"sampling\.stop_token_ids\[0\]=64 is outside"):
-        run_config()
-    config.sampling.stop_token_ids = [63]
-    line = '{"prompt": "a", "sampling": {"stop_token_ids": [64]}}\n'
-    workload_file.write_text(line, encoding="utf-8")
-    with pytest.raises(WorkloadError, match=r"workload\.jsonl:1: sampling\.stop_token_ids: 64"):
-        run_config()
 
 
 def test_a_run_folder_is_cleared_of_the_older_run(
