@@ -68,8 +68,7 @@ def test_later_turns_find_their_conversation_with_every_drafter(
     target: str, method: str, tmp_path: Path
 ) -> None:
     """All that is eligible is taken, with the drafter and without; a block of draft KV less only
-    where prompts part at the end of a block. Of 16 turns that is nine tokens in ten. Tokens and
-    accepted drafts are those without prefix caching."""
+    where prompts part at the end of a block. Of 16 turns that is nine tokens in ten."""
     size = ("workload=multi_turn", "workload.num_conversations=4", "workload.num_turns=16")
     typed = (f"target={target}", f"method={method}", *size)
     found, rows = run(tmp_path / "hits", *typed)
@@ -85,6 +84,16 @@ def test_later_turns_find_their_conversation_with_every_drafter(
     page = (tmp_path / "hits" / "report.html").read_text(encoding="utf-8")
     assert "Prefix cache" in page
     assert f"{100 * hits['hit_rate']:.1f} %" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "method"), PAIRS)
+def test_hits_change_neither_tokens_nor_accepted_drafts(
+    target: str, method: str, tmp_path: Path
+) -> None:
+    size = ("workload.num_conversations=4", "workload.num_turns=6", "sampling.max_tokens=24")
+    typed = (f"target={target}", f"method={method}", "workload=multi_turn", *size)
+    _, rows = run(tmp_path / "hits", *typed, "baseline=false")
     _, cold = run(tmp_path / "cold", *typed, "engine.prefix_caching=false", "baseline=false")
     same = ("output_token_ids", "accepted_per_position", "drafted_per_position")
     assert {i: [row[key] for key in same] for i, row in rows.items()} == {
