@@ -1,4 +1,4 @@
-"""What a run has finished, written as it goes, and saved by another process if its own is lost.
+"""Requests written as they finish, so that another process can save a run whose own is lost.
 
 While a run lasts, requests.jsonl has a line for each request that ended on either side, with all
 that was counted until then, and .unsaved.json says what the run knew before its first step.
@@ -41,7 +41,7 @@ OF_COUNTERS = tuple(each.name for each in fields(RequestCounters) if each.name !
 
 @dataclass(slots=True, frozen=True)
 class Beginning:
-    """What a run knew before its first step: the content of .unsaved.json."""
+    """Facts that a run knew before its first step: the content of .unsaved.json."""
 
     infos: Mapping[Side, EngineInfo]
     facts: RunFacts

@@ -1,4 +1,4 @@
-"""What `python -m hydraspec.predict` expects of a run: read before it, shown beside its figures."""
+"""The prediction of `python -m hydraspec.predict` for a run: read before it, shown beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes and prints, whatever ended it: its files, the console and the tracker."""
+"""The output of a run, whatever ended it: files, console and tracker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Loaded:
-    """What a run has before its first step."""
+    """Parts of a run that are ready before its first step."""
 
     config: RunConfig
     typed: Sequence[str]  # its overrides

@@ -29,7 +29,7 @@ PROFILED_REQUESTS = 32  # at most, and no more than run at once
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What one side of a run did: its engine's outputs, their counts, and its profile."""
+    """Results of one side of a run: its engine's outputs, their counts, and its profile."""
 
     engine: Engine
     meter: Meter

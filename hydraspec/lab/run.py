@@ -1,4 +1,4 @@
-"""One run from configuration to summary: load, warm up, measure, judge, save."""
+"""A run from configuration to summary: load, warm up, measure, judge, save."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
 
 
 def _facts(load_s: float, loaded_at: float, info: EngineInfo) -> RunFacts:
-    """As they are now; `loaded_at`: time.perf_counter()."""
+    """The facts at this moment; `loaded_at`: time.perf_counter()."""
     return {
         "num_threads": torch.get_num_threads(),
         "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,

@@ -134,7 +134,7 @@ def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class _Acceptance:
-    """How often drafts were accepted; None where too few were verified to say.
+    """Acceptance of drafts; None where too few were verified to say.
 
     Attributes:
         first_rate: accepted / verified first drafts.
@@ -215,7 +215,7 @@ def figure_warnings(
 
 
 def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
-    """What suggests a fault of the drafter; empty where acceptance and speedup do not."""
+    """The sign of a fault of the drafter; empty where acceptance and speedup show none."""
     length, speedup = accepted.length, summary["speedup"]
     if length is None:
         idle = _idle_words(summary)
@@ -226,7 +226,7 @@ def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
 
 
 def _idle_words(summary: Summary, before: str = "") -> str:
-    """How rarely the engine chose to draft; empty where it drafted, or K is fixed."""
+    """The share of steps in which the engine chose K=0; empty where it drafted, or K is fixed."""
     used = summary.get("num_speculative_tokens_used")
     if not used or used["mean"] >= IDLE:
         return ""
@@ -303,7 +303,7 @@ def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As a shell takes it; text with Hydra's own quotes stays readable."""
+    """The text quoted for a shell; with Hydra's own quotes it stays readable."""
     return shlex.quote(text) if "'" not in text or set(text) & set('"$`\\!') else f'"{text}"'
 
 

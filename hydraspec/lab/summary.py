@@ -17,7 +17,7 @@ from hydraspec.metrics.accuracy import accuracy
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
-from hydraspec.metrics.sinks import baseline_row, request_row
+from hydraspec.metrics.sinks import OF_BASELINE, request_row
 from hydraspec.metrics.summary import (
     ALL_STEPS,
     PROFILE,
@@ -97,27 +97,25 @@ def build(
 
 def request_rows(requests: Sequence[Request], measurement: Measurement) -> list[Json]:
     """The lines of requests.jsonl: completed requests in workload order."""
-    measured, baseline = measurement.method, measurement.baseline
-    counters, num_positions = measured.meter.counters, measured.meter.num_speculative_tokens
-    return [
-        request_row(
+    rows = _rows(requests, measurement.method)
+    others = {} if measurement.baseline is None else _rows(requests, measurement.baseline)
+    for index in rows.keys() & others.keys():
+        rows[index]["baseline"] = {key: others[index][key] for key in OF_BASELINE}
+    return list(rows.values())
+
+
+def _rows(requests: Sequence[Request], measured: Measured) -> dict[int, dict[str, Json]]:
+    meter = measured.meter
+    return {
+        request.index: request_row(
             request,
             completion,
-            counters[request.index],
+            meter.counters[request.index],
             score_completion(request, completion),
-            num_positions=num_positions,
-            baseline=None if baseline is None else _baseline_row(request, baseline),
+            num_positions=meter.num_speculative_tokens,
         )
         for request, completion in _completed(requests, measured)
-    ]
-
-
-def _baseline_row(request: Request, baseline: Measured) -> Json:
-    completion = baseline.completions.get(request.index)
-    if completion is None:
-        return None
-    counters = baseline.meter.counters[request.index]
-    return baseline_row(counters, score_completion(request, completion))
+    }
 
 
 def _completed(requests: Sequence[Request], measured: Measured) -> list[tuple[Request, Completion]]:
@@ -204,7 +202,7 @@ def _prefix_cache(meter: Meter) -> PrefixCache | None:
 
 
 def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) -> Settings:
-    """What a reader needs to place the figures, without opening config.yaml."""
+    """Settings that a reader needs to place the figures, without opening config.yaml."""
     return {
         "workload": config.workload.name,
         "num_requests_in_workload": len(requests),

@@ -107,7 +107,7 @@ class RunningTotals:
     decode_ms: float = 0.0
 
     def since(self, earlier: RunningTotals) -> RunningTotals:
-        """What was added after `earlier`."""
+        """The sums that were added after `earlier`."""
         return RunningTotals(
             num_drafts=self.num_drafts - earlier.num_drafts,
             num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
@@ -117,13 +117,13 @@ class RunningTotals:
 
     @property
     def acceptance_length(self) -> float | None:
-        """As `Meter.acceptance_length`, over these sums."""
+        """`Meter.acceptance_length` over these sums."""
         rate = ratio(self.num_accepted_tokens, self.num_drafts)
         return None if rate is None else 1 + rate
 
     @property
     def output_tokens_per_second(self) -> float | None:
-        """As `Meter.output_tokens_per_second`, over these sums."""
+        """`Meter.output_tokens_per_second` over these sums."""
         return ratio(1000 * self.decode_tokens, self.decode_ms)
 
 
@@ -148,7 +148,7 @@ class DraftLengthCounts(Counter[int]):
 
 @dataclass(slots=True, kw_only=True)
 class StepSums:
-    """Of all steps so far."""
+    """Sums and peaks over all steps so far, whatever became of the requests in them."""
 
     num_steps: int = 0
     num_preemptions: int = 0

@@ -1,4 +1,4 @@
-"""Where a drafter is accepted, and the best it could reach: from drafts of every place of some
+"""Acceptance of a drafter by place, and the best it could reach: from drafts of every place of some
 texts, teacher-forced.
 """
 
@@ -69,7 +69,7 @@ def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ChainPlaces:
-    """Where the N chains start."""
+    """Starts of the N chains."""
 
     output_place: NDArray[np.int64]  # [N] of the first token they draft, in the output from 0
     context: NDArray[np.int64]  # [N] tokens before that one
@@ -96,9 +96,9 @@ def figures(
 def teacher_forced(
     found: Iterable[PositionScores], decode: Callable[[Sequence[int]], str] | None
 ) -> TeacherForced | None:
-    """How the drafter ranks the target's tokens, by draft, where its drafts are accepted, and
-    ceilings of its acceptance length; over the places whose K next tokens are known. None where
-    there is none. `decode` gives tokens their text, and so their class.
+    """Ranks of the target's tokens by draft, acceptance by place, and ceilings of the acceptance
+    length, over the places whose K next tokens are known; None where there is none. `decode` gives
+    tokens their text, and so their class.
     """
     matches, ranks, probs, num_of = [], [], [], []
     contexts, entropies, tokens = [], [], []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from hydraspec.metrics.summary import Goodput, Latencies, Percentiles, TurnFigur
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Limits:
-    """What a request may take to count for goodput; None: as long as it likes."""
+    """Limits that a request has to meet to count for goodput; None: any time will do."""
 
     ttft_ms: float | None = None
     inter_token_ms: float | None = None
@@ -33,7 +34,7 @@ def percentiles(values: Iterable[float]) -> Percentiles:
 
 
 def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
-    """What was waited for, in milliseconds.
+    """Waiting times in milliseconds, by name.
 
     ttft: over requests, from being offered to the first token (TTFT).
 
@@ -54,12 +55,8 @@ def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
 
 def latencies(requests: Sequence[RequestCounters]) -> Latencies:
     """Percentiles of `waits`."""
-    found = waits(requests)
-    return {
-        "ttft": percentiles(found["ttft"]),
-        "inter_token": percentiles(found["inter_token"]),
-        "queue": percentiles(found["queue"]),
-    }
+    found = {name: percentiles(values) for name, values in waits(requests).items()}
+    return cast(Latencies, found)
 
 
 def goodput(

@@ -80,7 +80,7 @@ class Meter:
         return sorted(ended, key=lambda counters: counters.index)
 
     def completed_by_category(self) -> dict[str, list[RequestCounters]]:
-        """The same of each category, in order of first appearance; without those of none."""
+        """`completed` by category, in order of first appearance; without requests of none."""
         groups: dict[str, list[RequestCounters]] = {}
         for counters in self.completed:
             if counters.category is not None:
@@ -191,8 +191,8 @@ class Meter:
         )
 
     def time_per_output_token_ms(self) -> float | None:
-        """What one user waits per token after the first: Σ (latency - time to first token) / Σ
-        (tokens - 1).
+        """Time that one user waits per token after the first: Σ (latency - time to first token) /
+        Σ (tokens - 1).
         """
         streams = [
             (c.latency_ms - c.ttft_ms, max(0, c.num_output_tokens - 1))

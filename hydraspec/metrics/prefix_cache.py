@@ -31,15 +31,15 @@ class _Known:
 
 @dataclass(slots=True, kw_only=True)
 class Eligible:
-    """Of one request, in tokens of its prompt."""
+    """Tokens of one request's prompt that the cache could have had."""
 
     num_tokens: int = 0  # see PrefixHits.eligible
     num_border_tokens: int = 0  # see PrefixHits.num_border_tokens
 
 
 class PrefixHits:
-    """What completed requests took from the cache, of how much. The cache is empty when a run
-    begins, and each run's requests are compared among themselves.
+    """Tokens that completed requests took from the cache, and could have taken. The cache is empty
+    when a run begins, and each run's requests are compared among themselves.
 
     Attributes:
         runs: first steps and ends of requests in order: the request's index, and whether it ended.

@@ -31,8 +31,8 @@ FINISH_TIMEOUT_SECONDS = 30.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrackerOptions:
-    """Where a run is logged. mode is "offline" or "online"; without notes a run gets those that
-    its summary's assessment says."""
+    """The place where a run is logged. mode is "offline" or "online"; without notes a run gets its
+    summary's assessment."""
 
     project: str
     entity: str | None

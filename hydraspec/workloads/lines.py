@@ -65,7 +65,7 @@ def parse_line(
 
 @dataclass(slots=True, frozen=True)
 class _Turn:
-    """What is new in a turn: either of the two."""
+    """The new part of a turn's prompt: messages or token ids."""
 
     messages: list[dict[str, str]] | None
     token_ids: list[int] | None
@@ -209,7 +209,7 @@ class _Line:
             )
 
     def turns(self, values: Mapping[str, Any]) -> list[_Turn]:
-        """What is new in each turn; empty where the line is no conversation."""
+        """The new part of each turn; empty where the line is no conversation."""
         value, system = values.get("turns"), self.checked("system", values.get("system"))
         if value is None:
             if system is not None:

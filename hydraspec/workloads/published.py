@@ -30,7 +30,7 @@ CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """One entry of a file."""
+    """An entry of a file."""
 
     place: str  # "file:line", or "file, entry n" of a JSON array
     values: Mapping[str, Any]

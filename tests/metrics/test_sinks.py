@@ -25,7 +25,7 @@ def completion_of(*spans: Span) -> Completion:
 
 def row_of(*spans: Span) -> dict[str, object]:
     counters, done = RequestCounters(index=0), completion_of(*spans)
-    row = request_row(request(id="a"), done, counters, None, num_positions=1, baseline=None)
+    row = request_row(request(id="a"), done, counters, None, num_positions=1)
     found: dict[str, object] = json.loads(json_line(row))
     return found
 
