@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "adapters": {"kernels", "types", "config", "sampling", "models", "engine", "shipped"},
     "metrics": {"types"},
     "study": {"types", "metrics"},
-    "workloads": {"types", "config", "metrics", "plugins", "shipped"},
+    "workloads": {"types", "config", "plugins", "shipped"},
     "lab": {
         *("signals", "types", "config", "metrics", "engine.base", "factory", "study"),
         *("version", "models.tokenizer", "models.checkpoint.reader", "workloads"),

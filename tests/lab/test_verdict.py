@@ -6,32 +6,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import records
 from fake_engine import Behaviour, FakeEngine, make_info
 
 from hydraspec.lab.run_warnings import verdict_warnings
 from hydraspec.lab.verdict import judge
 from hydraspec.metrics.lossless import verdict_words
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.types import Completion, Request
 
 EPS = float(np.finfo(np.float32).eps)
 ALLOWED = 8 * EPS * 10  # the fake target's largest logit is 10
 
 
 def request(index: int, temperature: float = 0.0) -> Request:
-    return Request(index=index, id=f"r{index}", sampling=SamplingParams(temperature=temperature))
+    return records.request(index, id=f"r{index}", temperature=temperature)
 
 
 def completion(index: int, *tokens: int, finish_reason: str = "length") -> Completion:
-    return Completion(
-        index=index,
-        prompt_token_ids=[1, 2],
-        output_token_ids=list(tokens),
-        text=None,
-        finish_reason=finish_reason,
-        error=None,
-        ttft_ms=1.0,
-        latency_ms=1.0,
-    )
+    known = {"prompt_token_ids": [1, 2], "output_token_ids": list(tokens)}
+    return records.completion(index, **known, finish_reason=finish_reason)
 
 
 def both(*outputs: tuple[int, ...]) -> dict[int, Completion]:

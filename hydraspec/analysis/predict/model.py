@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.engine.costs import CostTable
-from hydraspec.metrics.meter import RequestCounters
+from hydraspec.metrics.counters import RequestCounters
 
 SEED = 0x70726564  # of the drawn acceptances
 NUM_DRAWS = 8  # simulated passes over a load, whose sums are the prediction
