@@ -10,12 +10,12 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydraspec.config.messages import refusal
-from hydraspec.errors import CannotWriteError, ConfigurationError
+from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
 from hydraspec.metrics.run_files import RESULTS
 
 log = logging.getLogger(__name__)
@@ -32,22 +32,6 @@ WRITE_ERRORS = {
 }
 
 _held: set[int] = set()  # descriptors of locks
-
-
-def refuse_no_folder(overrides: Sequence[str]) -> None:
-    """Refuse empty folder names, which would mean the current folder."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key in (RUN_DIR, SWEEP_DIR) and value.strip(" '\"") in ("", "null"):
-            raise refusal(
-                key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
-            )
-
-
-def is_typed(key: str, overrides: Sequence[str]) -> bool:
-    """Returns whether the user chose a folder's name; by default it is the time of day, to the
-    second."""
-    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
 
 
 def fresh(folder: Path) -> Path:
@@ -148,6 +132,19 @@ def results(folder: Path) -> dict[Path, int]:
     folder = folder.absolute()
     files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
     return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raise what keeps a command from writing to `place` as a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        reason = WRITE_ERRORS.get(error.errno or 0, error.strerror or str(error))
+        raise UserError(
+            f"cannot write {place}: {reason}\n  allowed: a place with room that can be written\n"
+            "  to do: make room, or choose another"
+        ) from error
 
 
 def is_of(folder: Path, error: OSError) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m hydraspec.gate`: arguments, what is printed, and the exit status."""
+"""`hydraspec gate`: arguments, what is printed, and the exit status."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydraspec.cli.complain import complain
-from hydraspec.errors import CannotWriteError, UserError, printable
-from hydraspec.signals import output_may_be_cut
+from hydraspec.cli.folders import writing
+from hydraspec.errors import printable
 
 if TYPE_CHECKING:
     from hydraspec.study.comparison.gate import Outcome
 
-COMMAND = "hydraspec.gate"
 REGRESSION = 4
 DESCRIPTION = """\
 Says whether runs are worse than a stored baseline: acceptance by position and category, speedup,
@@ -26,30 +24,17 @@ Exit status: 0 no worse; 4 worse, each regression named; 2 wrong arguments, a ba
 that cannot be used or compared; 1 the baseline cannot be written."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
-    given = _parser().parse_args(arguments)
-    folders = [Path(folder) for folder in given.folders]
-    with output_may_be_cut():
-        try:
-            if given.write:
-                return _write(Path(given.file), folders)
-            return _compare(Path(given.file), folders, given)
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except CannotWriteError as error:
-            said = error.args[1].partition(";")[0].partition(": ")[2]
-            return complain(f"cannot write {given.file}: {said}", 1, command=COMMAND)
-
-
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str]) -> int:
+    """Compare the runs that a command line names, or store them; returns the exit status."""
     from hydraspec.study.comparison.gate import ACCEPTANCE_MARGIN, LOOKS, SPEED_MARGIN
 
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.gate", description=DESCRIPTION, epilog=STATUSES
+        prog="hydraspec gate", description=DESCRIPTION, epilog=STATUSES
     )
-    parser.add_argument("file", metavar="FILE", help="the baseline, JSON")
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, or of a sweep")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the baseline, JSON")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of a sweep"
+    )
     parser.add_argument("--write", action="store_true", help="store the runs in FILE as baseline")
     parser.add_argument(
         "--looks",
@@ -73,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="loss of speedup that is granted, 0 to 0.9 (default: %(default)s)",
     )
-    return parser
+    given = parser.parse_args(argv)
+    return _write(given.file, given.folders) if given.write else _compare(given)
 
 
 def _looks(text: str) -> int:
@@ -98,7 +84,8 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
     from hydraspec.study.comparison.runs import Job
 
     found = baseline.usable(folders)
-    baseline.write(file, found)
+    with writing(file):
+        baseline.write(file, found)
     about = labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
     for label, runs in zip(about, found, strict=True):
         _say(f"{label}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
@@ -106,14 +93,14 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
     return 0
 
 
-def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> int:
+def _compare(given: argparse.Namespace) -> int:
     from hydraspec.study.comparison import baseline, gate
     from hydraspec.study.comparison.runs import Job, read_environment
 
-    stored = baseline.read(file)
+    stored = baseline.read(given.file)
     jobs = [
         (Job(name=runs[0].name, label="", runs=runs), read_environment(runs[0].folder))
-        for runs in baseline.usable(folders)
+        for runs in baseline.usable(given.folders)
     ]
     outcomes = gate.compare(
         stored,

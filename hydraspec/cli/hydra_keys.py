@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 from omegaconf import DictConfig
 
+from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR
 from hydraspec.config.messages import listing, refusal
 from hydraspec.errors import ConfigurationError
 
@@ -33,11 +34,16 @@ LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 
 
 def check_hydra_key(key: str, value: object) -> None:
-    """Refuse an override of Hydra's configuration that names code.
+    """Refuse an override of Hydra's configuration that names code, or an empty folder name, which
+    would mean the current folder.
 
     Raises:
         ConfigurationError: naming the key.
     """
+    if key in (RUN_DIR, SWEEP_DIR) and not str(value or "").strip():
+        raise refusal(
+            key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
+        )
     if key in CHOICES:
         if value not in CHOICES[key]:
             allowed = listing(CHOICES[key]) or "none"

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import plan
+from hydraspec.cli.folders import writing
 from hydraspec.config.checks import ALIASES, check
 from hydraspec.config.choices import choices_of, packaged_drafters
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import RunConfig
-from hydraspec.errors import ConfigurationError, UserError
-from hydraspec.signals import output_may_be_cut
+from hydraspec.errors import ConfigurationError
 
 # Axes in the order of a table. Choices of the first two make rows, of the next two columns.
 AXES = ("target", "method", "engine", "parallelism", "cudagraph", "sampling")
@@ -242,40 +241,25 @@ def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
     return "; ".join(f"{axis}={','.join(names)}" for axis, names in legal.items()) + f" {marks}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """`python -m hydraspec.matrix`: print the tables; write every cell as JSON where asked to.
-    Exit status 0; 2: an axis, a choice or a file that cannot be."""
+def main(argv: Sequence[str]) -> None:
+    """Print the tables, and write every cell as JSON where asked to."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.matrix",
+        prog="hydraspec matrix",
         description="What combines with what, and which test runs it.",
         epilog=f"Axes: {', '.join(AXES)}. A target that is not named is one of the zoo's.",
     )
     parser.add_argument("choices", nargs="*", metavar="axis=a,b", help="look at these choices only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell with its tests")
     args = parser.parse_args(argv)
-    with output_may_be_cut():
-        try:
-            _show(args.choices, args.json)
-        except UserError as error:
-            return complain(error, error.exit_code, command="hydraspec.matrix")
-    return 0
-
-
-def _show(choices: Sequence[str], file: Path | None) -> None:
     wanted = {}
-    for word in choices:
+    for word in args.choices:
         axis, _, names = word.partition("=")
         wanted[axis] = names.split(",") if names else []
     found = list(cells(wanted))
-    if file is not None:
+    if args.json is not None:
         lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in found)
-        try:
-            file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"--json {file}: {error.strerror}\n  allowed: a file that can be written\n"
-                "  to do: name one in a folder that exists"
-            ) from error
+        with writing(args.json):
+            args.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     legal = [cell for cell in found if cell.reason is None]
     sys.stdout.write(tables(found))
     sys.stdout.write(f"\n{len(legal)} of {len(found)} combinations are legal.\n")

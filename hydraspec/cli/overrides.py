@@ -13,7 +13,8 @@ from hydraspec.cli.hydra_keys import check_hydra_key
 from hydraspec.cli.translate import translated, unreadable
 from hydraspec.config.build import check_key
 from hydraspec.config.choices import SEARCH_PATH, choices_of, packaged_drafters, search
-from hydraspec.config.messages import listing, refusal
+from hydraspec.config.messages import listing, refusal, show
+from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
 
@@ -103,9 +104,12 @@ def _check_override_key(override: Override) -> None:
         for leaf, value in leaves(override):
             check_hydra_key(leaf, value)
         return
-    if choices_of(key) and override.value() is None and not override.is_delete():
-        known = listing(choices_of(key))
-        raise refusal(key, None, "leaves the group empty", allowed=known)
+    value, known = override.value(), choices_of(key)
+    if known and not isinstance(value, str | list | dict) and not override.is_delete():
+        problem = "leaves the group empty" if value is None else "is no choice"
+        meant = "none" if value is False else show(value)
+        remedy = did_you_mean(key, meant, known)
+        raise refusal(key, value, problem, allowed=listing(known), remedy=remedy)
     for leaf, value in leaves(override):
         if not choices_of(leaf):
             check_key(leaf, value)

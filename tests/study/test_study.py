@@ -21,13 +21,13 @@ from studied_runs import (
     summary_of,
 )
 
-from hydraspec.cli import main as command_line
 from hydraspec.cli import report
+from hydraspec.cli import run as command_line
 from hydraspec.cli.compose import plan
-from hydraspec.cli.report import main
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import run as run_module
 from hydraspec.lab import tracking
+from hydraspec.report import main
 from hydraspec.study import study_page as page
 from hydraspec.study import wandb_report
 from hydraspec.study.blocks import Study

@@ -10,10 +10,11 @@ import pytest
 
 from hydraspec.analysis.predict.prediction import Wanted
 from hydraspec.cli.compose import plan
-from hydraspec.cli.predict import concurrencies_of, main, predict
+from hydraspec.cli.predict import concurrencies_of, predict
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.costs import from_json
 from hydraspec.errors import ConfigurationError
+from hydraspec.predict import main
 
 ZOO = [
     *("target=tiny_gemma4", "method=gemma4_mtp", "engine.device=cpu", "engine.num_threads=1"),
