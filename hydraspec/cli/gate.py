@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydraspec.cli.folders import writing
 from hydraspec.errors import printable
-
-if TYPE_CHECKING:
-    from hydraspec.study.comparison.gate import Outcome
+from hydraspec.study.comparison import baseline, gate
+from hydraspec.study.comparison.runs import Job, read_environment
+from hydraspec.study.comparison.words import in_words
 
 REGRESSION = 4
 DESCRIPTION = """\
@@ -26,8 +26,6 @@ that cannot be used or compared; 1 the baseline cannot be written."""
 
 def main(argv: Sequence[str]) -> int:
     """Compare the runs that a command line names, or store them; returns the exit status."""
-    from hydraspec.study.comparison.gate import ACCEPTANCE_MARGIN, LOOKS, SPEED_MARGIN
-
     parser = argparse.ArgumentParser(
         prog="hydraspec gate", description=DESCRIPTION, epilog=STATUSES
     )
@@ -38,23 +36,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="store the runs in FILE as baseline")
     parser.add_argument(
         "--looks",
-        type=_looks,
-        default=LOOKS,
+        type=_between(int, 1, 10_000),
+        default=gate.LOOKS,
         metavar="N",
         help="comparisons with this baseline among which one false alarm may come with a "
         "probability of 5 %% (default: %(default)s)",
     )
     parser.add_argument(
         "--acceptance-margin",
-        type=_margin,
-        default=ACCEPTANCE_MARGIN,
+        type=_between(float, 0, 0.9),
+        default=gate.ACCEPTANCE_MARGIN,
         metavar="RATE",
         help="loss of an acceptance rate that is granted, 0 to 0.9 (default: %(default)s)",
     )
     parser.add_argument(
         "--speed-margin",
-        type=_margin,
-        default=SPEED_MARGIN,
+        type=_between(float, 0, 0.9),
+        default=gate.SPEED_MARGIN,
         metavar="SHARE",
         help="loss of speedup that is granted, 0 to 0.9 (default: %(default)s)",
     )
@@ -62,31 +60,24 @@ def main(argv: Sequence[str]) -> int:
     return _write(given.file, given.folders) if given.write else _compare(given)
 
 
-def _looks(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text}: allowed are whole numbers from 1 to 10000")
-    return int(text)
+def _between(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
+    """Reads an argument's number, which has limits."""
 
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise argparse.ArgumentTypeError(f"{text}: allowed are {numbers} from {least} to {most}")
 
-def _margin(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 0.9:
-        raise argparse.ArgumentTypeError(f"{text}: allowed are numbers from 0 to 0.9")
-    return value
+    return read
 
 
 def _write(file: Path, folders: Sequence[Path]) -> int:
-    from hydraspec.study.comparison import baseline
-    from hydraspec.study.comparison.gate import labels
-    from hydraspec.study.comparison.runs import Job
-
     found = baseline.usable(folders)
     with writing(file):
         baseline.write(file, found)
-    about = labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
+    about = gate.labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
     for label, runs in zip(about, found, strict=True):
         _say(f"{label}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
     _say(f"Baseline: {file}")
@@ -94,9 +85,6 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
 
 
 def _compare(given: argparse.Namespace) -> int:
-    from hydraspec.study.comparison import baseline, gate
-    from hydraspec.study.comparison.runs import Job, read_environment
-
     stored = baseline.read(given.file)
     jobs = [
         (Job(name=runs[0].name, label="", runs=runs), read_environment(runs[0].folder))
@@ -117,10 +105,8 @@ def _compare(given: argparse.Namespace) -> int:
     return REGRESSION if failed else 0
 
 
-def _lines(outcome: Outcome) -> Iterator[str]:
+def _lines(outcome: gate.Outcome) -> Iterator[str]:
     """A job's result: what is worse, one line each, then the rest in short."""
-    from hydraspec.study.comparison.words import in_words
-
     yield f"{outcome.job.label}: {'REGRESSION' if outcome.failed else 'no worse'}"
     for text in outcome.broken:
         yield f"  worse: {text}"

@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hydraspec.cli.compose import plan
@@ -38,103 +38,69 @@ class Cell:
     tests: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, frozen=True)
-class Proof:
-    """A test, and the choices that it runs: all of an axis that is not named."""
-
-    test: str  # file::function, or a command
-    covers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def holds(self, choices: Mapping[str, str]) -> bool:
-        """Returns whether the test runs this combination."""
-        return all(choices[axis] in covered for axis, covered in self.covers.items())
-
-
 GEMMA = ("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe")
 OTHERS = ("tiny_deepseek", "tiny_mistral", "tiny_qwen3")
 DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
 GRAPHS = ("full", "full_and_piecewise", "full_decode_only", "piecewise")
 
 
-def _native(parallelism: str, **covers: Sequence[str]) -> dict[str, Sequence[str]]:
-    return {"engine": ("native",), "parallelism": (parallelism,), **covers}
+def _native(*parallelism: str, **covers: Sequence[str]) -> dict[str, Sequence[str]]:
+    return {"engine": ("native",), "parallelism": parallelism, **covers}
 
 
-# Over ranks a CPU runs without graphs; the graphs of ranks are those of one device, and
+# A test (file::function, or a command) and the choices that it runs: all of an axis that is not
+# named. Over ranks a CPU runs without graphs; the graphs of ranks are those of one device, and
 # test_engines_of_devices runs every pair with them.
-PROOFS = (
-    Proof(GATE, _native("single")),
-    Proof(
-        "tests/engine/test_fuzz_gemma4.py::test_configurations_decode_as_the_plain_engine",
-        _native("single", target=GEMMA, method=DRAFTERS),
+PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
+    GATE: _native("single"),
+    "tests/engine/test_fuzz_gemma4.py::test_configurations_decode_as_the_plain_engine": _native(
+        "single", target=GEMMA, method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_fuzz_others.py::test_configurations_decode_as_the_plain_engine",
-        _native("single", target=OTHERS, method=DRAFTERS),
+    "tests/engine/test_fuzz_others.py::test_configurations_decode_as_the_plain_engine": _native(
+        "single", target=OTHERS, method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_graph_modes.py::test_every_mode_gives_the_tokens_of_eager_steps",
-        _native(
-            "single",
-            target=("tiny_gemma4", *OTHERS),
-            method=DRAFTERS,
-            cudagraph=GRAPHS,
-            sampling=("greedy",),
-        ),
+    "tests/engine/test_graph_modes.py::test_every_mode_gives_the_tokens_of_eager_steps": _native(
+        "single",
+        target=("tiny_gemma4", *OTHERS),
+        method=DRAFTERS,
+        cudagraph=GRAPHS,
+        sampling=("greedy",),
     ),
-    Proof(
-        "tests/engine/test_stochastic.py::test_sampled_runs_follow_the_target",
-        _native(
-            "single", target=("tiny_gemma4",), method=("gemma4_mtp",), sampling=("stochastic",)
-        ),
+    "tests/engine/test_stochastic.py::test_sampled_runs_follow_the_target": _native(
+        "single", target=("tiny_gemma4",), method=("gemma4_mtp",), sampling=("stochastic",)
     ),
-    Proof(
-        "tests/engine/test_tensor_parallel.py::test_two_ranks_give_what_one_process_gives",
-        _native("tp2", method=DRAFTERS),
+    "tests/engine/test_tensor_parallel.py::test_two_ranks_give_what_one_process_gives": _native(
+        "tp2", method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_engines_of_ranks.py::test_ranks_choose_the_tokens_of_one",
-        {"engine": ("native",), "parallelism": ("tp2", "tp4"), "method": ("none",)},
+    "tests/engine/test_engines_of_ranks.py::test_ranks_choose_the_tokens_of_one": _native(
+        "tp2", "tp4", method=("none",)
     ),
-    Proof(
-        "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks",
-        {"engine": ("native",), "parallelism": ("tp2", "tp4"), "method": DRAFTERS},
+    "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks": _native(
+        "tp2", "tp4", method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_pipeline.py::test_every_target_with_every_drafter_in_two_stages",
-        _native("pp2"),
+    "tests/engine/test_pipeline.py::test_every_target_with_every_drafter_in_two_stages": _native(
+        "pp2"
     ),
-    Proof("tests/engine/test_pipeline.py::test_four_stages_decode_as_one_process", _native("pp4")),
-    Proof(
-        "tests/engine/test_pipeline.py::test_every_pair_in_two_stages_of_two_ranks",
-        _native("tp2_pp2"),
+    "tests/engine/test_pipeline.py::test_four_stages_decode_as_one_process": _native("pp4"),
+    "tests/engine/test_pipeline.py::test_every_pair_in_two_stages_of_two_ranks": _native("tp2_pp2"),
+    "tests/engine/test_replicas.py::test_two_replicas_of_the_zoo": _native("dp2"),
+    "tests/engine/test_engines_of_devices.py::test_on_devices": _native(
+        "tp2", "tp4", "pp2", "pp4", sampling=("greedy",)
     ),
-    Proof("tests/engine/test_replicas.py::test_two_replicas_of_the_zoo", _native("dp2")),
-    Proof(
-        "tests/engine/test_engines_of_devices.py::test_on_devices",
-        {
-            "engine": ("native",),
-            "parallelism": ("tp2", "tp4", "pp2", "pp4"),
-            "sampling": ("greedy",),
-        },
-    ),
-    Proof(
-        "tests/adapters/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines",
-        {"engine": ("transformers",), "method": ("none",)},
-    ),
-    Proof(
-        "tests/adapters/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines",
-        {"engine": ("transformers",), "method": ("gemma4_mtp",)},
-    ),
-    Proof(
-        "tests/adapters/test_vllm_mapping.py::test_one_key_changes_one_argument",
-        {"engine": ("vllm",)},
-    ),
-    Proof(
-        "tests/adapters/test_vllm_mapping.py::test_the_speculative_configuration",
-        {"engine": ("vllm",), "method": DRAFTERS},
-    ),
-)
+    "tests/adapters/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines": {
+        "engine": ("transformers",),
+        "method": ("none",),
+    },
+    "tests/adapters/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines": {
+        "engine": ("transformers",),
+        "method": ("gemma4_mtp",),
+    },
+    "tests/adapters/test_vllm_mapping.py::test_one_key_changes_one_argument": {"engine": ("vllm",)},
+    "tests/adapters/test_vllm_mapping.py::test_the_speculative_configuration": {
+        "engine": ("vllm",),
+        "method": DRAFTERS,
+    },
+}
 
 
 def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[str, ...]]:
@@ -152,14 +118,9 @@ def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[s
                 f"{axis} is no axis of the matrix\n  allowed: {listing(AXES)}\n"
                 f"  to do: {f'did you mean {meant}?' if meant else 'choose one of these'}"
             )
-        if not choices:
-            raise ConfigurationError(
-                f"{axis} has no choices\n  allowed: {listing(known[axis])}\n"
-                f"  to do: write {axis}=<choice>,<choice>"
-            )
         for choice in choices:
             if choice not in known[axis]:
-                remedy = did_you_mean(axis, choice, known[axis], "choose one of these")
+                remedy = did_you_mean(axis, choice, known[axis], f"write {axis}=<choice>,<choice>")
                 raise refusal(
                     axis, choice, "is no choice", allowed=listing(known[axis]), remedy=remedy
                 )
@@ -184,8 +145,7 @@ def cells(wanted: Mapping[str, Sequence[str]] | None = None) -> Iterator[Cell]:
             }
             reason = NO_DRAFTER if base is None else _reason(replace(base, **taken, warnings=[]))
             choices = dict(zip(AXES, (target, method, *names), strict=True))
-            tests = () if reason else tuple(p.test for p in PROOFS if p.holds(choices))
-            yield Cell(choices=choices, reason=reason, tests=tests)
+            yield Cell(choices=choices, reason=reason, tests=() if reason else _tests(choices))
 
 
 def _config(*overrides: str) -> RunConfig:
@@ -193,7 +153,6 @@ def _config(*overrides: str) -> RunConfig:
 
 
 def _reason(config: RunConfig) -> str | None:
-    """What the rules say of a configuration; None: they hold."""
     try:
         check(config)
     except ConfigurationError as error:
@@ -201,25 +160,33 @@ def _reason(config: RunConfig) -> str | None:
     return None
 
 
+def _tests(choices: Mapping[str, str]) -> tuple[str, ...]:
+    """The tests that run a combination."""
+    return tuple(
+        test
+        for test, covers in PROOFS.items()
+        if all(choices[axis] in covered for axis, covered in covers.items())
+    )
+
+
 def tables(found: Sequence[Cell]) -> str:
     """Markdown: a table an engine, a row a pair of target and method, a column a split; where graph
     mode or sampling decides, the cell says which are legal. Reasons are numbered below."""
     reasons: dict[str, int] = {}
+    engines: dict[str, dict[tuple[str, str], dict[str, list[Cell]]]] = {}
+    for cell in found:
+        target, method, engine, split = (cell.choices[axis] for axis in AXES[:4])
+        places = engines.setdefault(engine, {}).setdefault((target, method), {})
+        places.setdefault(split, []).append(cell)
     text = []
-    for engine in dict.fromkeys(cell.choices["engine"] for cell in found):
-        of_engine = [cell for cell in found if cell.choices["engine"] == engine]
-        splits = list(dict.fromkeys(cell.choices["parallelism"] for cell in of_engine))
+    for engine, rows in engines.items():
+        splits = next(iter(rows.values()))
         text += [f"## engine={engine}", "", f"| target | method | {' | '.join(splits)} |"]
         text.append("|" + "---|" * (2 + len(splits)))
-        for row in dict.fromkeys((c.choices["target"], c.choices["method"]) for c in of_engine):
-            of_row = [c for c in of_engine if (c.choices["target"], c.choices["method"]) == row]
-            if all(cell.reason == NO_DRAFTER for cell in of_row):
-                continue
-            said = [
-                _said([c for c in of_row if c.choices["parallelism"] == split], reasons)
-                for split in splits
-            ]
-            text.append(f"| {' | '.join([*row, *said])} |")
+        for names, places in rows.items():
+            if any(cell.reason != NO_DRAFTER for cell in itertools.chain(*places.values())):
+                said = [_said(place, reasons) for place in places.values()]
+                text.append(f"| {' | '.join([*names, *said])} |")
         text.append("")
     text += [f"[{number}] {reason}" for reason, number in reasons.items()]
     return "\n".join(text).rstrip() + "\n"
@@ -254,7 +221,7 @@ def main(argv: Sequence[str]) -> None:
     wanted = {}
     for word in args.choices:
         axis, _, names = word.partition("=")
-        wanted[axis] = names.split(",") if names else []
+        wanted[axis] = names.split(",")
     found = list(cells(wanted))
     if args.json is not None:
         lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in found)
