@@ -33,13 +33,13 @@ class StandIn:
     def run(
         self, config: Any, *, run_dir: Path, overrides: list[str], quiet: bool = False
     ) -> dict[str, Any]:
-        logging.getLogger("hydraspec.lab").info("a line of the log")
         resolved = to_dict(config)
         self.runs.append((config, run_dir, overrides, resolved))
         self.settings.append((Path.cwd(), os.environ.get("COLOUR")))
         error = self.raises.get(len(self.runs) - 1)
         if error is not None:
             raise error
+        logging.getLogger("hydraspec.lab").info("a line of the log")
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(resolved))
         (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(overrides))
