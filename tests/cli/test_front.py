@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import runpy
 import signal
@@ -59,12 +58,6 @@ def test_all_spellings_of_a_verb_are_one_command(
         assert ended(program, capsys) == said
 
 
-@pytest.mark.parametrize("typed", [["method=eagle33"], ["run", "method=eagle33"]], ids=str)
-def test_a_run_needs_no_verb(typed: list[str], command: Command, capsys: Captured) -> None:
-    assert command(*typed) == 2
-    assert capsys.readouterr().err.startswith("hydraspec: method=eagle33 is no choice\n")
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -72,29 +65,27 @@ def test_a_run_needs_no_verb(typed: list[str], command: Command, capsys: Capture
         (["repo", "outputs"], "did you mean hydraspec report?"),
         (["run", "gate"], "did you mean hydraspec gate?"),
         (["help"], "see hydraspec --help"),
+        (["run", "method=eagle33"], "did you mean method=eagle3?"),
     ],
     ids=str,
 )
-def test_a_word_that_is_no_verb_is_refused(
+def test_words_that_mean_nothing_are_refused(
     typed: list[str], meant: str, command: Command, capsys: Captured, tmp_path: Path
 ) -> None:
     assert command(*typed) == 2
-    said = capsys.readouterr().err
-    assert ": is no command\n" in said
-    assert said.endswith(f"  to do: {meant}\n")
+    assert capsys.readouterr().err.endswith(f"  to do: {meant}\n")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_lists_verbs_and_groups(command: Command, capsys: Captured) -> None:
+def test_help_lists_verbs_and_groups_and_the_version_is_ours(
+    command: Command, capsys: Captured
+) -> None:
     status, printed, _ = ended(lambda: command("--help"), capsys)
     assert status == 0
     assert f"method: {', '.join(choices_of('method'))}" in printed
     assert "hydraspec -m method=none,gemma4_mtp" in printed
     for name, verb in front.VERBS.items():
         assert f"  {name:7}  {verb.help}\n" in printed
-
-
-def test_the_version_is_ours(command: Command, capsys: Captured) -> None:
     version = f"hydraspec {hydraspec.__version__}\n"
     assert ended(lambda: command("--version"), capsys) == (0, version, "")
 
@@ -221,9 +212,3 @@ def test_the_front_imports_no_package_of_others() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "['hydraspec'] False\n"
-
-
-def test_verbs_are_functions_that_exist() -> None:
-    for verb in front.VERBS.values():
-        module, _, function = verb.place.partition(":")
-        assert callable(getattr(importlib.import_module(module), function))
