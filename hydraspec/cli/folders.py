@@ -15,18 +15,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydraspec.config.messages import refusal
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
+from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.metrics.run_files import RESULTS
 
 log = logging.getLogger(__name__)
 
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 LOCK = ".lock"  # in a folder in use: which process that is
-WRITE_ERRORS = {
+REASONS = {  # where the system's own words do not say it
     errno.ENOSPC: "there is no space left",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EACCES: "writing is not permitted",
-    errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: "a part of the path is a file",
     errno.EEXIST: "it is a file",
 }
@@ -47,7 +45,7 @@ def fresh(folder: Path) -> Path:
         except FileExistsError:
             candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
         except OSError as error:
-            raise _cannot_use(folder, error) from error
+            raise ConfigurationError(folder_message(error, folder)) from error
         else:
             return candidate
 
@@ -68,7 +66,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
         tempfile.TemporaryFile(dir=path.parent).close()
         held = _lock(path)
     except OSError as error:
-        raise _cannot_use(folder, error) from error
+        raise ConfigurationError(folder_message(error, folder)) from error
     if held is None:
         raise refusal(
             key,
@@ -140,9 +138,9 @@ def writing(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = WRITE_ERRORS.get(error.errno or 0, error.strerror or str(error))
         raise UserError(
-            f"cannot write {place}: {reason}\n  allowed: a place with room that can be written\n"
+            f"cannot write {place}: {_reason(error)}\n"
+            "  allowed: a place with room that can be written\n"
             "  to do: make room, or choose another"
         ) from error
 
@@ -155,20 +153,16 @@ def is_of(folder: Path, error: OSError) -> bool:
     return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
-def folder_message(error: OSError) -> str:
-    """What is wrong with a file of a run folder, and the remedy."""
-    number, named = error.errno or 0, error.filename or "the run folder"
-    if isinstance(error, CannotWriteError):
-        reason = WRITE_ERRORS.get(number, os.strerror(number))
-        allowed = "a folder with room that can be written"
-    else:
-        reason, allowed = os.strerror(number), "a folder whose files can be read and written"
+def folder_message(error: OSError, folder: object = "the run folder") -> str:
+    """What is wrong with a run folder or a file in it, and the remedy."""
+    named = error.filename if isinstance(error.filename, str) else folder
     return (
-        f"{named}: {reason}\n  allowed: {allowed}\n"
+        f"{named}: {_reason(error)}\n"
+        "  allowed: a folder with room, whose files can be read and written\n"
         "  to do: make room, or choose another: hydra.run.dir=<folder> (sweeps: hydra.sweep.dir)"
     )
 
 
-def _cannot_use(folder: Path, error: OSError) -> ConfigurationError:
-    path = error.filename if isinstance(error.filename, str) else str(folder)
-    return ConfigurationError(folder_message(CannotWriteError(error.errno, "", path)))
+def _reason(error: OSError) -> str:
+    number = error.errno or 0
+    return REASONS.get(number, os.strerror(number) if number else str(error))

@@ -24,7 +24,7 @@ from hydraspec.errors import WorkloadError as Workload
 Command = Callable[..., int]
 Captured = pytest.CaptureFixture[str]
 VERBS = [verb for verb in front.VERBS if verb != front.RUN]
-NARROW = ["target=tiny_mistral", "method=eagle", "engine=native", "parallelism=single"]
+NARROW = ["engine=native", "parallelism=single", "cudagraph=none", "target=tiny_mistral"]
 
 
 @pytest.fixture

@@ -79,12 +79,6 @@ def test_an_error_of_the_runs_folder_is_one_message(lab, command, capsys):
     assert "hydra.run.dir=<folder>" in printed
 
 
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1), ("interrupted", 130)])
-def test_summary_status_decides(lab, command, status, code):
-    lab.status = status
-    assert command() == code
-
-
 NO_CHOICES = {
     "tracker=false": "did you mean tracker=none?",
     "parallelism=2": "tp2",
@@ -94,9 +88,6 @@ NO_CHOICES = {
     "method=1.5": "eagle3",
 }
 REFUSED = {
-    "method.num_speculative_tokens=0": ["num_speculative_tokens=0", "1 to 32"],
-    "+method.k=1": ["method.k=1 is no key"],
-    "method=eagle33": ["method=eagle33", "gemma4_mtp"],
     "-m method.num_speculative_tokens=1,100": ["=100 is out of range"],
     "--mutirun": ["--mutirun", "did you mean --multirun?"],
     "--cfg job method.k=1": ["method.k", "num_speculative_tokens"],
@@ -131,9 +122,9 @@ def test_a_wrong_configuration_stops_before_anything_is_touched(
 
 
 @pytest.mark.parametrize(
-    ("key", "flags"), [("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=1,2"])]
+    ("key", "flags"), [("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=1"])]
 )
-@pytest.mark.parametrize("folder", ["a file", "n" * 300, "/proc/hydraspec", "a file/below"])
+@pytest.mark.parametrize("folder", ["a file", "n" * 300, "/proc/hydraspec"])
 def test_a_folder_that_cannot_be_made_is_one_message(command, capsys, tmp_path, key, flags, folder):
     if folder.startswith("/proc") and not Path("/proc/self").exists():
         pytest.skip("no /proc here")
@@ -240,24 +231,6 @@ def test_auto_equals_the_method_it_stands_for(lab, command, tmp_path):
     assert recorded.method.num_speculative_tokens == 3
     assert recorded.method.checkpoint == "zoo:tiny_qwen3-eagle3"
     assert sweep(command, "target=tiny_qwen3", "method=auto,peagle") == 2
-
-
-def test_targets_of_a_sweep_take_their_own_methods(lab, command):
-    assert command("target=tiny_qwen3,tiny_gemma4", "-m") == 0  # flags may follow
-    assert [config.method.name for config, *_ in lab.runs] == ["eagle3", "gemma4_mtp"]
-
-
-def test_a_drafter_as_target_is_recorded_with_its_verifier(lab, command):
-    folder = Path(hydraspec.__file__).parent / "zoo" / "checkpoints" / "tiny_qwen3-peagle"
-    assert command(f"target.checkpoint={folder}") == 0
-    ((config, _, overrides, resolved),) = lab.runs
-    assert resolved == to_dict(config)
-    assert resolved["target"]["checkpoint"] == "zoo:tiny_qwen3"
-    assert resolved["target"]["name"] == "tiny_qwen3"
-    assert resolved["method"]["name"] == "peagle"
-    assert resolved["method"]["checkpoint"] == str(folder)
-    assert resolved["method"]["num_speculative_tokens"] > 0
-    assert overrides == [f"target.checkpoint={folder}", "method=auto"]
 
 
 # --------------------------------------------------------------------------- Python

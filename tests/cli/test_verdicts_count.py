@@ -81,11 +81,10 @@ def test_one_diverged_job_of_a_sweep(hydraspec_main, engines):
     assert len(json.loads(Path("sweep/compare.json").read_text())["rows"]) == 3
 
 
-@pytest.mark.parametrize(("ks", "expected"), [("3,5", 3), ("3,5,6", 1), ("6,3", 1)])
-def test_other_failures_of_a_sweep_come_first(hydraspec_main, ks, expected):
-    status, said = sweep(hydraspec_main, ks=ks)
-    assert status == expected
-    assert f"hydraspec: job {ks.index('3') // 2} diverged: request b " in said
+def test_other_failures_of_a_sweep_come_first(hydraspec_main):
+    status, said = sweep(hydraspec_main, ks="6,3,5")
+    assert status == 1
+    assert "hydraspec: job 1 diverged: request b " in said
 
 
 def test_python_gets_the_verdict_the_folder_and_no_exception(engines, capsys):
