@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "cli": {
         *("signals", "config", "lab", "bench", "study", "metrics.run_files", "workloads"),
         *("analysis.doctor", "analysis.predict", "analysis.replay"),
-        *("parallel", "factory", "engine.base", "splits"),
+        *("parallel", "factory", "engine.base", "splits", "version"),
     },
     "root": {"cli", "signals", "engine.base", "version"},  # what python -m runs, and __init__.py
 }

@@ -1,4 +1,4 @@
-"""`python -m hydraspec.compare` and `hydraspec.compare`: arguments, files and exit status."""
+"""`hydraspec compare` and `hydraspec.compare`: arguments and files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hydraspec.cli.complain import status_over_folders
+from hydraspec.cli.folders import writing
 from hydraspec.errors import ConfigurationError
 
-COMMAND = "hydraspec.compare"
 DESCRIPTION = """\
 Compare runs over the same prompts, request by request. Each run's speed is taken against its own
 baseline, so that a machine that slows down between runs cancels; runs of several splits, devices,
@@ -31,35 +30,36 @@ def compare(
             f"compare({folders!r}): cannot be read\n  allowed: a list of folders\n"
             '  to do: write compare(["outputs/a", "outputs/b"])'
         )
-    from hydraspec.study import compare as runs
-    from hydraspec.study.comparison import words
+    from hydraspec.study.compare import compared
+    from hydraspec.study.compare import write as write_files
+    from hydraspec.study.comparison.words import as_json
 
-    ranking = runs.compared([Path(folder) for folder in folders])
+    ranking = compared([Path(folder) for folder in folders])
     if write is not None:
-        runs.write(ranking, Path(write))
-    result: dict[str, Any] = words.as_json(ranking)
+        write_files(ranking, Path(write))
+    result: dict[str, Any] = as_json(ranking)
     return result
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
+def main(argv: Sequence[str]) -> None:
+    """Compare the runs that a command line names."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.compare", description=DESCRIPTION, epilog=STATUSES
+        prog="hydraspec compare", description=DESCRIPTION, epilog=STATUSES
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, or of a sweep")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of a sweep"
+    )
     parser.add_argument(
         "--write",
+        type=Path,
         metavar="FOLDER",
         help="write compare.json, compare.csv, compare.md and compare.html there",
     )
-    given = parser.parse_args(arguments)
-    return status_over_folders(lambda: _compare(given), command=COMMAND, writes=given.write)
+    given = parser.parse_args(argv)
+    from hydraspec.study.compare import compared, show, write
 
-
-def _compare(given: argparse.Namespace) -> None:
-    from hydraspec.study import compare as runs
-
-    ranking = runs.compared([Path(folder) for folder in given.folders])
-    runs.show(ranking)
+    ranking = compared(given.folders)
+    show(ranking)
     if given.write is not None:
-        runs.write(ranking, Path(given.write), say=True)
+        with writing(given.write):
+            write(ranking, given.write, say=True)

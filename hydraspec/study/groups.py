@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import get_type_hints
 
@@ -132,9 +133,9 @@ def read(folders: Sequence[Path]) -> Runs:
         for title, members in zip(titles, families.values(), strict=True)
     ]
     found_all = Runs(families=made, left_out=left_out)
-    names = short_names([job.runs[0].folder for job in found_all.jobs])
-    for job, name in zip(found_all.jobs, names, strict=True):
-        job.name = "+".join([name, *(run.name for run in job.runs[1:])])
+    names = iter(short_names([run.folder for job in found_all.jobs for run in job.runs]))
+    for job in found_all.jobs:
+        job.name = "+".join(islice(names, len(job.runs)))
     return found_all
 
 

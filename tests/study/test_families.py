@@ -10,7 +10,7 @@ import pytest
 from checked_pages import check_page
 from studied_runs import configure, copied, diverge, divide, edit, slow_down, summary_of
 
-from hydraspec.cli.report import main
+from hydraspec.report import main
 from hydraspec.study.answers import answers
 from hydraspec.study.blocks import Block
 from hydraspec.study.contents import study

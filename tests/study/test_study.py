@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,13 +22,13 @@ from studied_runs import (
     summary_of,
 )
 
-from hydraspec.cli import main as command_line
 from hydraspec.cli import report
+from hydraspec.cli import run as command_line
 from hydraspec.cli.compose import plan
-from hydraspec.cli.report import main
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import run as run_module
 from hydraspec.lab import tracking
+from hydraspec.report import main
 from hydraspec.study import study_page as page
 from hydraspec.study import wandb_report
 from hydraspec.study.blocks import Study
@@ -97,6 +98,13 @@ def test_what_the_verdict_says(studied: Path) -> None:
     edit(studied / "1", baseline=None, speedup=None, by_category={}, assessment=None)
     assert says(studied / "1")[1] == "The speedup is not known: no job has a baseline."
     assert "Not ranked: 1 ran without a baseline" in made_of([studied]).notes
+
+
+def test_repeats_of_a_sweep_are_named_with_their_folders(studied: Path) -> None:
+    """Catches "job 1+1"."""
+    shutil.copytree(studied, studied.with_name("again"))
+    names = {job.name for job in read([studied, studied.with_name("again")]).jobs}
+    assert f"{studied.name}/1+again/1" in names
 
 
 def test_groups_by_target_and_load(studied: Path) -> None:

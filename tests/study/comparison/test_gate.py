@@ -15,8 +15,8 @@ from fake_engine import Behaviour, FakeEngine
 from scipy import stats
 
 import hydraspec
-from hydraspec.cli.gate import main
 from hydraspec.config.schema import RunConfig
+from hydraspec.gate import main
 from hydraspec.lab import run as run_module
 from hydraspec.metrics.paired import sign_flip_test, student_tail
 

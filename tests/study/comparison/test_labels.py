@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from studied_runs import copied, divide, edit
 
-from hydraspec.cli.gate import main as gate
+from hydraspec.gate import main as gate
 from hydraspec.study.comparison.runs import pool, read_run
 
 

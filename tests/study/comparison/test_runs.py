@@ -10,7 +10,7 @@ from checked_pages import check_page
 from studied_runs import change_prompts, copied, edit, edit_rows
 
 import hydraspec
-from hydraspec.cli.compare import main
+from hydraspec.compare import main
 from hydraspec.errors import ConfigurationError
 
 

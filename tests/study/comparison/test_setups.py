@@ -9,7 +9,7 @@ import pytest
 from studied_runs import copied, divide, edit, slow_down, stretch
 
 import hydraspec
-from hydraspec.cli.compare import main
+from hydraspec.compare import main
 from hydraspec.study.comparison.runs import read_run
 from hydraspec.study.comparison.setups import baseline_keys, setup_titles
 
