@@ -18,7 +18,7 @@ from hydraspec.lab.doctor_command import doctor_command
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
-from hydraspec.metrics.paired import sign_test
+from hydraspec.metrics.statistics import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.study.texts import interval
 from hydraspec.types import Completion, Request

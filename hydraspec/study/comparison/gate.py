@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log, sqrt
-from statistics import NormalDist
 
 import numpy as np
 
@@ -22,10 +21,9 @@ from hydraspec.metrics.paired import (
     holm,
     paired_ratio,
     sign_flip_test,
-    student_tail,
 )
 from hydraspec.metrics.splits import split_words
-from hydraspec.metrics.statistics import ratio
+from hydraspec.metrics.statistics import normal_tail, ratio, student_tail
 from hydraspec.study.comparison import outputs
 from hydraspec.study.comparison.pairs import ALL, Figure, figures, paired
 from hydraspec.study.comparison.runs import (
@@ -345,7 +343,7 @@ def _between_runs(job: Job, reference: Job, margin: float) -> float:
     if loss <= 0:
         return 1.0
     width = sqrt(sum(1 / len(side) for side in sides))
-    p = NormalDist().cdf(-loss / (RUN_NOISE * width))
+    p = normal_tail(loss / (RUN_NOISE * width))
     if (freedom := sum(len(side) - 1 for side in sides)) == 0:
         return p
     spread = sqrt(sum(((side - side.mean()) ** 2).sum() for side in sides) / freedom)

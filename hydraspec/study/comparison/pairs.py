@@ -17,8 +17,8 @@ from hydraspec.metrics.paired import (
     balanced,
     holm,
     paired_ratio,
-    sign_test,
 )
+from hydraspec.metrics.statistics import sign_test
 from hydraspec.study.comparison.runs import Job, Key, Run, key_of
 
 Says = Literal["better", "worse", "cannot_tell"]

@@ -18,7 +18,7 @@ import hydraspec
 from hydraspec.cli.gate import main
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import run as run_module
-from hydraspec.metrics.paired import sign_flip_test, student_tail
+from hydraspec.metrics.paired import sign_flip_test
 
 # Conditional acceptance by position, of the default run's categories.
 RATES = {"code": (0.97, 0.99, 0.96), "extract": (0.87, 0.89, 0.74), "math": (0.87, 0.94, 0.9)}
@@ -365,9 +365,6 @@ def test_sign_flips_are_counted_and_extrapolated() -> None:
     drawn = np.random.default_rng(0).normal(-0.3, 1, 60)
     normal = stats.norm.cdf(drawn.sum() / np.sqrt((drawn**2).sum()))
     assert sign_flip_test(drawn) == pytest.approx(normal, abs=0.01)
-    for freedom in (1, 2, 7, 16, 63):
-        for t in (0.0, 0.5, 2.0, 6.0):
-            assert student_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), abs=1e-11)
 
 
 @pytest.mark.slow
