@@ -32,7 +32,7 @@ def compare(
             '  to do: write compare(["outputs/a", "outputs/b"])'
         )
     from hydraspec.study import compare as runs
-    from hydraspec.study.comparison import words
+    from hydraspec.study import words
 
     ranking = runs.compared([Path(folder) for folder in folders])
     if write is not None:

@@ -13,7 +13,7 @@ from hydraspec.errors import CannotWriteError, UserError, printable
 from hydraspec.signals import output_may_be_cut
 
 if TYPE_CHECKING:
-    from hydraspec.study.comparison.gate import Outcome
+    from hydraspec.study.gate import Outcome
 
 COMMAND = "hydraspec.gate"
 REGRESSION = 4
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from hydraspec.study.comparison.gate import ACCEPTANCE_MARGIN, LOOKS, SPEED_MARGIN
+    from hydraspec.study.gate import ACCEPTANCE_MARGIN, LOOKS, SPEED_MARGIN
 
     parser = argparse.ArgumentParser(
         prog="python -m hydraspec.gate", description=DESCRIPTION, epilog=STATUSES
@@ -93,9 +93,9 @@ def _margin(text: str) -> float:
 
 
 def _write(file: Path, folders: Sequence[Path]) -> int:
-    from hydraspec.study.comparison import baseline
-    from hydraspec.study.comparison.gate import labels
-    from hydraspec.study.comparison.runs import Job
+    from hydraspec.study import baseline
+    from hydraspec.study.gate import labels
+    from hydraspec.study.runs import Job
 
     found = baseline.usable(folders)
     baseline.write(file, found)
@@ -107,8 +107,8 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
 
 
 def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> int:
-    from hydraspec.study.comparison import baseline, gate
-    from hydraspec.study.comparison.runs import Job, read_environment
+    from hydraspec.study import baseline, gate
+    from hydraspec.study.runs import Job, read_environment
 
     stored = baseline.read(file)
     jobs = [
@@ -132,7 +132,7 @@ def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> 
 
 def _lines(outcome: Outcome) -> Iterator[str]:
     """A job's result: what is worse, one line each, then the rest in short."""
-    from hydraspec.study.comparison.words import in_words
+    from hydraspec.study.words import in_words
 
     yield f"{outcome.job.label}: {'REGRESSION' if outcome.failed else 'no worse'}"
     for text in outcome.broken:

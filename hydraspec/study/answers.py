@@ -9,10 +9,10 @@ from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
 from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.blocks import Kind, Verdict
-from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.families import fastest_figures
 from hydraspec.study.figures import JobFigures
 from hydraspec.study.groups import Group, Runs
+from hydraspec.study.pairs import ALL
 from hydraspec.study.texts import ci_words, load_words
 
 # A key of summaries → what the question calls it.

@@ -18,12 +18,11 @@ from hydraspec.metrics.run_files import (
     COMPARISON_MARKDOWN,
     COMPARISON_REPORT,
 )
-from hydraspec.study import html
-from hydraspec.study.comparison import words
-from hydraspec.study.comparison.ranking import Ranking, fitting_measure, rank
-from hydraspec.study.comparison.runs import check_alike, pool, read_runs
+from hydraspec.study import html, words
 from hydraspec.study.console import print_block, table_console
 from hydraspec.study.ranked_blocks import by_category, notes, ranked_jobs, ranking_blocks, told
+from hydraspec.study.ranking import Ranking, fitting_measure, rank
+from hydraspec.study.runs import check_alike, pool, read_runs
 
 WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 NUM_LEFT = 3  # columns of names

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from hydraspec.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.study.answers import facts, question, verdict
 from hydraspec.study.blocks import Block, Section, Study, Verdict
-from hydraspec.study.comparison.runs import Job
 from hydraspec.study.families import pareto, setup_verdicts, setups
 from hydraspec.study.groups import Family, Group, Runs
 from hydraspec.study.jobs import (
@@ -23,6 +22,7 @@ from hydraspec.study.jobs import (
     told,
 )
 from hydraspec.study.jobs import jobs as jobs_block
+from hydraspec.study.runs import Job
 from hydraspec.study.settings import environments, settings, warned
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)

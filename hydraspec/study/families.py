@@ -15,11 +15,11 @@ from statistics import fmean
 
 from hydraspec.study.blocks import Block, Line, Panel, Table, Verdict
 from hydraspec.study.charts import Points, scatter
-from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.runs import Job, by_key
 from hydraspec.study.figures import JobFigures, Speeds, own_baseline
 from hydraspec.study.groups import Family, Group
+from hydraspec.study.pairs import ALL
 from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.runs import Job, by_key
 from hydraspec.study.texts import number
 
 HEADER = (

@@ -9,10 +9,10 @@ from statistics import fmean
 
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.summary import Baseline, Interval, Length, Lossless, Summary
-from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.ranking import Ranked, acceptance_by_position
-from hydraspec.study.comparison.runs import Job
-from hydraspec.study.comparison.words import name_of
+from hydraspec.study.pairs import ALL
+from hydraspec.study.ranking import Ranked, acceptance_by_position
+from hydraspec.study.runs import Job
+from hydraspec.study.words import name_of
 
 WORST_FIRST = ("diverged", "not_checked", "numerical", "identical")
 

@@ -1,7 +1,7 @@
 """Runs sorted into groups of the same target, sampling, workload and baseline; jobs are ranked in
 each.
 
-Reads nothing: comparison.runs reads the folders.
+Reads nothing: runs reads the folders.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import get_type_hints
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary
-from hydraspec.study.comparison.ranking import Ranking, rank
-from hydraspec.study.comparison.runs import (
+from hydraspec.study.figures import JobFigures, figures_of
+from hydraspec.study.ranking import Ranking, rank
+from hydraspec.study.runs import (
     Job,
     Run,
     by_key,
@@ -27,8 +28,7 @@ from hydraspec.study.comparison.runs import (
     refuse,
     short_names,
 )
-from hydraspec.study.comparison.setups import baseline_keys, setup_titles
-from hydraspec.study.figures import JobFigures, figures_of
+from hydraspec.study.setups import baseline_keys, setup_titles
 
 READ = (  # keys of summary.json
     *("status", "target", "method", "num_speculative_tokens", "engine", "dtype", "device"),

@@ -11,11 +11,11 @@ from hydraspec.metrics.lossless import verdict_words
 from hydraspec.study import ranked_blocks
 from hydraspec.study.blocks import Block, Line, Panel, Table
 from hydraspec.study.charts import Bar, Stack, horizontal_bars, stacked_bars
-from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.words import drift_words, verdicts
 from hydraspec.study.figures import JobFigures
 from hydraspec.study.groups import Group
+from hydraspec.study.pairs import ALL
 from hydraspec.study.texts import estimate, number
+from hydraspec.study.words import drift_words, verdicts
 
 HEADER = ("job", "speedup", "against the best", "acceptance length")
 SPEEDS = ("tokens/s of one user", "tokens/s of all", "lossless")

@@ -9,11 +9,11 @@ from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.charts import Bar, Chart, Series, curves, horizontal_bars
-from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.ranking import BEST, EQUAL, Ranked, Ranking
-from hydraspec.study.comparison.runs import Job
-from hydraspec.study.comparison.words import drift_words, name_of, verdicts
+from hydraspec.study.pairs import ALL
+from hydraspec.study.ranking import BEST, EQUAL, Ranked, Ranking
+from hydraspec.study.runs import Job
 from hydraspec.study.texts import estimate, number
+from hydraspec.study.words import drift_words, name_of, verdicts
 
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 _TOLD = (

@@ -11,15 +11,15 @@ import yaml  # type: ignore[import-untyped]
 
 from hydraspec.metrics.run_files import OVERRIDES
 from hydraspec.study.blocks import Block, Line, Table
-from hydraspec.study.comparison.runs import (
+from hydraspec.study.groups import Runs
+from hydraspec.study.runs import (
     Run,
     differing_settings,
     dotted,
     read_environment,
     short_names,
 )
-from hydraspec.study.comparison.words import name_of
-from hydraspec.study.groups import Runs
+from hydraspec.study.words import name_of
 
 CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")

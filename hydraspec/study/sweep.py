@@ -27,13 +27,12 @@ from hydraspec.metrics.run_files import (
 )
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
-from hydraspec.study import html
+from hydraspec.study import html, words
 from hydraspec.study.compare import show_ranking, write_tables
-from hydraspec.study.comparison import words
-from hydraspec.study.comparison.ranking import BEST, EQUAL, Ranked, Ranking, rank
-from hydraspec.study.comparison.runs import Job, by_key, check_alike, read_run
 from hydraspec.study.console import print_table, table_console
 from hydraspec.study.ranked_blocks import ranking_blocks
+from hydraspec.study.ranking import BEST, EQUAL, Ranked, Ranking, rank
+from hydraspec.study.runs import Job, by_key, check_alike, read_run
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.texts import number, percent, plus_minus
 

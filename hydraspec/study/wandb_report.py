@@ -17,8 +17,8 @@ from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import STUDY_SPEC, TRACKER
 from hydraspec.metrics.tracker import described, require_key
 from hydraspec.study.blocks import Block, Panel, Section, Study, Table
-from hydraspec.study.comparison.words import as_markdown
 from hydraspec.study.groups import Runs
+from hydraspec.study.words import as_markdown
 
 MAX_TITLE = 128
 COLUMNS = (

@@ -11,8 +11,8 @@ from hydraspec.lab.journal import _completion
 from hydraspec.metrics.files import json_line
 from hydraspec.metrics.meter import RequestCounters
 from hydraspec.metrics.sinks import request_row
-from hydraspec.study.comparison.baseline import digest
-from hydraspec.study.comparison.runs import key_of
+from hydraspec.study.baseline import digest
+from hydraspec.study.runs import key_of
 from hydraspec.types import Completion, Request, SamplingParams, Span
 
 IMAGE = Span(kind="image", start=1, length=2, digest="0a", may_be_cut=False)

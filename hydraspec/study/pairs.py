@@ -19,7 +19,7 @@ from hydraspec.metrics.paired import (
     paired_ratio,
 )
 from hydraspec.metrics.statistics import sign_test
-from hydraspec.study.comparison.runs import Job, Key, Run, key_of
+from hydraspec.study.runs import Job, Key, Run, key_of
 
 Says = Literal["better", "worse", "cannot_tell"]
 RankedBy = Literal["speedup", "tokens_per_second"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hydraspec.metrics.splits import split_words
-from hydraspec.study.comparison.runs import SPLIT, Run, known_to_all
+from hydraspec.study.runs import SPLIT, Run, known_to_all
 
 SETUP = ("parallelism", "engine", "device", "dtype")  # keys of summary.json
 LOAD = ("concurrency", "request_rate", "burstiness")  # keys of summary.json

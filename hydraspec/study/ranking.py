@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import ratio
-from hydraspec.study.comparison.pairs import (
+from hydraspec.study.pairs import (
     ALL,
     BASELINE,
     PER_SECOND,
@@ -25,8 +25,8 @@ from hydraspec.study.comparison.pairs import (
     paired,
     slowest_requests,
 )
-from hydraspec.study.comparison.runs import Job, by_key
-from hydraspec.study.comparison.setups import baseline_keys
+from hydraspec.study.runs import Job, by_key
+from hydraspec.study.setups import baseline_keys
 
 BEST, EQUAL = "*", "="  # marks of the best job, and of those that cannot be told from it
 NUM_SLOWEST = 10  # requests that are listed of each job

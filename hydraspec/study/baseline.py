@@ -17,7 +17,7 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.draft_lengths import PER_STEP
 from hydraspec.metrics.files import Json, json_line, plain, pretty_json, write_whole
 from hydraspec.metrics.summary import Summary
-from hydraspec.study.comparison.runs import (
+from hydraspec.study.runs import (
     Job,
     Run,
     check_baseline,

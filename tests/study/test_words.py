@@ -11,8 +11,8 @@ import pytest
 from simulated_runs import Machine
 
 from hydraspec.metrics.paired import LEVEL, PairedRatio, paired_ratio
-from hydraspec.study.comparison.pairs import ALL, Figure
-from hydraspec.study.comparison.words import sentence
+from hydraspec.study.pairs import ALL, Figure
+from hydraspec.study.words import sentence
 
 SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
 A: Any = SimpleNamespace(job=SimpleNamespace(name="0", label="eagle3"))

@@ -13,9 +13,9 @@ from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
-from hydraspec.study.comparison.pairs import ALL, Figure
-from hydraspec.study.comparison.ranking import Ranked, Ranking
-from hydraspec.study.comparison.runs import Job
+from hydraspec.study.pairs import ALL, Figure
+from hydraspec.study.ranking import Ranked, Ranking
+from hydraspec.study.runs import Job
 
 TITLES = {
     "speedup": "speedup",

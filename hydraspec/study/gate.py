@@ -24,9 +24,9 @@ from hydraspec.metrics.paired import (
 )
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.statistics import normal_tail, ratio, student_tail
-from hydraspec.study.comparison import outputs
-from hydraspec.study.comparison.pairs import ALL, Figure, figures, paired
-from hydraspec.study.comparison.runs import (
+from hydraspec.study import outputs
+from hydraspec.study.pairs import ALL, Figure, figures, paired
+from hydraspec.study.runs import (
     Job,
     Key,
     Run,
