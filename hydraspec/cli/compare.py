@@ -34,10 +34,10 @@ def compare(
     from hydraspec.study import compare as runs
     from hydraspec.study import words
 
-    ranking = runs.compared([Path(folder) for folder in folders])
+    group = runs.compared([Path(folder) for folder in folders])
     if write is not None:
-        runs.write(ranking, Path(write))
-    result: dict[str, Any] = words.as_json(ranking)
+        runs.write(group, Path(write))
+    result: dict[str, Any] = words.as_json(group)
     return result
 
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 def _compare(given: argparse.Namespace) -> None:
     from hydraspec.study import compare as runs
 
-    ranking = runs.compared([Path(folder) for folder in given.folders])
-    runs.show(ranking)
+    group = runs.compared([Path(folder) for folder in given.folders])
+    runs.show(group)
     if given.write is not None:
-        runs.write(ranking, Path(given.write), say=True)
+        runs.write(group, Path(given.write), say=True)

@@ -95,12 +95,11 @@ def _margin(text: str) -> float:
 def _write(file: Path, folders: Sequence[Path]) -> int:
     from hydraspec.study import baseline
     from hydraspec.study.gate import labels
-    from hydraspec.study.runs import Job
 
     found = baseline.usable(folders)
     baseline.write(file, found)
-    about = labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
-    for label, runs in zip(about, found, strict=True):
+    for label, job in zip(labels(found), found, strict=True):
+        runs = job.runs
         _say(f"{label}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
     _say(f"Baseline: {file}")
     return 0
@@ -108,13 +107,10 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
 
 def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> int:
     from hydraspec.study import baseline, gate
-    from hydraspec.study.runs import Job, read_environment
+    from hydraspec.study.runs import read_environment
 
     stored = baseline.read(file)
-    jobs = [
-        (Job(name=runs[0].name, label="", runs=runs), read_environment(runs[0].folder))
-        for runs in baseline.usable(folders)
-    ]
+    jobs = [(job, read_environment(job.folder)) for job in baseline.usable(folders)]
     outcomes = gate.compare(
         stored,
         jobs,

@@ -17,16 +17,8 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.draft_lengths import PER_STEP
 from hydraspec.metrics.files import Json, json_line, plain, pretty_json, write_whole
 from hydraspec.metrics.summary import Summary
-from hydraspec.study.runs import (
-    Job,
-    Run,
-    check_baseline,
-    grouped,
-    key_of,
-    read_environment,
-    read_runs,
-    refuse,
-)
+from hydraspec.study.jobs import Job, pool
+from hydraspec.study.runs import Run, check_baseline, key_of, read_environment, read_runs, refuse
 
 K = "method.num_speculative_tokens"  # of the settings
 KIND, VERSION = "hydraspec gate baseline", 1
@@ -65,8 +57,8 @@ def digest(prompt: Sequence[object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def usable(folders: Sequence[Path]) -> list[list[Run]]:
-    """Runs in these folders that can be gated, by job, with rows as a baseline keeps them.
+def usable(folders: Sequence[Path]) -> list[Job]:
+    """The jobs in these folders, with rows as a baseline keeps them.
 
     Raises:
         ConfigurationError: as `runs.read_runs`; a run that did not finish, has no baseline, or was
@@ -76,7 +68,7 @@ def usable(folders: Sequence[Path]) -> list[list[Run]]:
     for run in found:
         _check_run(run)
         run.rows = [_kept(row) for row in run.rows]
-    return grouped(found, by_commit=False)
+    return pool(found, by_commit=False)
 
 
 def _check_run(run: Run) -> None:
@@ -108,7 +100,7 @@ def _as_prompt(prompt: str) -> list[int]:
 # ---------------------------------------------------------------- the file
 
 
-def write(file: Path, jobs: Sequence[Sequence[Run]]) -> None:
+def write(file: Path, jobs: Sequence[Job]) -> None:
     """Write a baseline; a line per request, so that changes of it can be read.
 
     Raises:
@@ -116,16 +108,16 @@ def write(file: Path, jobs: Sequence[Sequence[Run]]) -> None:
     """
     lines: list[str] = []
     written = []
-    for runs in jobs:
+    for job in jobs:
         made = []
-        for run in runs:
+        for run in job.runs:
             first = len(lines)
             lines += [json_line({key: row[key] for key in ROW}).rstrip("\n") for row in run.rows]
             rows = [f"@@request {i}@@" for i in range(first, len(lines))]  # put in below
             summary = {key: run.summary.get(key) for key in SUMMARY_KEYS}
             made.append({"summary": summary, "requests": rows})
-        environment = read_environment(runs[0].folder)
-        settings = {k: v for k, v in runs[0].settings.items() if not k.startswith("tracker.")}
+        environment = read_environment(job.folder)
+        settings = {k: v for k, v in job.runs[0].settings.items() if not k.startswith("tracker.")}
         kept = {key: environment.get(key) for key in ENVIRONMENT_KEYS}
         written.append({"settings": settings, "environment": kept, "runs": made})
     text = pretty_json({"kind": KIND, "schema_version": VERSION, "jobs": written})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 WIDTH = 480
 WIDEST = 2.5
+COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 
 
 @dataclass(slots=True, frozen=True)

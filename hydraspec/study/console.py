@@ -31,6 +31,7 @@ from hydraspec.study.texts import (
 )
 from hydraspec.types import Completion, StepRecord
 
+WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
 
 
@@ -71,14 +72,14 @@ def print_table(
     console.print(table)
 
 
-def print_block(console: Console, block: Block, *, num_left: int) -> None:
+def print_block(console: Console, block: Block) -> None:
     """Print a block's table, if it has one."""
     if (table := block.table) is None:
         return
     header = [printable(cell) for cell in table.header]
     lines = [[printable(cell) for cell in line.cells] for line in table.lines]
     best = {i for i, line in enumerate(table.lines) if line.is_best}
-    print_table(console, block.title, header, lines, num_left=num_left, best=best)
+    print_table(console, block.title, header, lines, num_left=table.num_left, best=best)
 
 
 class ConsoleSink(Sink):

@@ -25,17 +25,9 @@ from hydraspec.metrics.paired import (
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.statistics import normal_tail, ratio, student_tail
 from hydraspec.study import outputs
+from hydraspec.study.jobs import Job, check_alike, known_to_all, labels_of
 from hydraspec.study.pairs import ALL, Figure, figures, paired
-from hydraspec.study.runs import (
-    Job,
-    Key,
-    Run,
-    check_alike,
-    key_of,
-    known_to_all,
-    labels_of,
-    refuse,
-)
+from hydraspec.study.runs import Key, Run, key_of, refuse
 
 LOOKS = 10  # comparisons with one baseline that share LEVEL
 ACCEPTANCE_MARGIN = 0.01  # of a rate: losing drafts at i alone may move the rate at i+1 so far
@@ -315,7 +307,7 @@ def figure_key(figure: Figure) -> tuple[str, str]:
 
 
 def _is_none(job: Job) -> bool:
-    return job.summary["method"] == "none"
+    return job.is_plain
 
 
 def _slowed(job: Job, share: float) -> Job:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from hydraspec.metrics.distribution import LEVEL
 from hydraspec.metrics.lossless import MORE_VARIED, distribution_says
-from hydraspec.study.runs import Job, Key, Run, key_of
+from hydraspec.study.jobs import Job
+from hydraspec.study.runs import Key, Run, key_of
 
 SAMPLED = "distribution of sampled outputs"
 

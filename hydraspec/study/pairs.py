@@ -1,4 +1,4 @@
-"""What is told of two jobs over the same requests: speed, acceptance and accuracy, paired."""
+"""Figures of two jobs over the same requests, paired: speed, acceptance and accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hydraspec.metrics.paired import (
     paired_ratio,
 )
 from hydraspec.metrics.statistics import sign_test
-from hydraspec.study.runs import Job, Key, Run, key_of
+from hydraspec.study.jobs import Job
+from hydraspec.study.runs import Key, Run, key_of
 
 Says = Literal["better", "worse", "cannot_tell"]
 RankedBy = Literal["speedup", "tokens_per_second"]

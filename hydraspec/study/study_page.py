@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +10,8 @@ from hydraspec.metrics.files import write_whole
 from hydraspec.metrics.run_files import STUDY
 from hydraspec.study import html, wandb_report
 from hydraspec.study.blocks import Study
-from hydraspec.study.console import table_console
+from hydraspec.study.console import WIDE, table_console
 from hydraspec.study.groups import Runs
-
-WIDE = 400  # columns where no terminal sets a limit
 
 
 def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
@@ -26,7 +23,7 @@ def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / STUDY
-    write_whole(path, render(made, folder))
+    write_whole(path, html.study_page(made, folder))
     if not wandb_report.is_installed():
         return [path]
     return [path, wandb_report.write(made, runs, folder)]
@@ -40,13 +37,3 @@ def tell(made: Study, paths: Sequence[Path]) -> None:
         lines.append(f"{verdict.about}: {verdict.sentence}" if verdict.about else verdict.sentence)
     for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):
         console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
-
-
-def render(made: Study, folder: Path) -> str:
-    """The page, with links that are right in `folder`."""
-
-    def href(run: Path) -> str | None:
-        return html.link_to_page(run, folder)
-
-    when = f"made {time.strftime('%Y-%m-%d %H:%M')}"
-    return html.render("study.html", study=made, href=href, made=when)

@@ -8,7 +8,8 @@ import pytest
 from studied_runs import copied, divide, edit
 
 from hydraspec.cli.gate import main as gate
-from hydraspec.study.runs import pool, read_run
+from hydraspec.study.jobs import pool
+from hydraspec.study.runs import read_run
 
 
 def test_a_label_names_the_split_as_its_choice(studied: Path) -> None:

@@ -10,8 +10,8 @@ from studied_runs import copied, divide, edit, slow_down, stretch
 
 import hydraspec
 from hydraspec.cli.compare import main
+from hydraspec.study.jobs import baseline_keys, setup_titles
 from hydraspec.study.runs import read_run
-from hydraspec.study.setups import baseline_keys, setup_titles
 
 
 def of(found: dict[str, Any], name: str) -> dict[str, Any]:
