@@ -11,14 +11,23 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import NotRequired, TypedDict, cast, get_type_hints
 
 from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.draft_lengths import PER_STEP
-from hydraspec.metrics.files import Json, json_line, plain, pretty_json, write_whole
+from hydraspec.metrics.files import Json, json_line, pretty_json, write_whole
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.jobs import Job, pool
-from hydraspec.study.runs import Run, check_baseline, key_of, read_environment, read_runs, refuse
+from hydraspec.study.runs import (
+    BaselineRow,
+    Run,
+    check_baseline,
+    key_of,
+    read_environment,
+    read_runs,
+    refuse,
+)
 
 K = "method.num_speculative_tokens"  # of the settings
 KIND, VERSION = "hydraspec gate baseline", 1
@@ -31,24 +40,68 @@ SUMMARY_KEYS = (
     *("acceptance_rate_per_position", "speedup", "accuracy", "lossless"),
 )
 ENVIRONMENT_KEYS = ("device", "cpu", "gpus", "num_threads", "versions", "git")
-COUNTS = ("reached_per_position", "accepted_per_position")
-TIMES = ("decode_tokens", "decode_ms")
-# Key → kinds of its value; a tuple of counts is a list of K.
-ROW: dict[str, tuple[type, ...]] = {
-    "id": (str,),
-    "category": (str, type(None)),
-    "prompt": (str,),
-    "finish_reason": (str,),
-    "num_drafts": (int,),
-    **dict.fromkeys(COUNTS, (list,)),
-    **dict.fromkeys(TIMES, (int, float)),
-    "correct": (bool, type(None)),
-    "baseline": (dict, type(None)),
-}
-BASELINE_ROW: dict[str, tuple[type, ...]] = {
-    "finish_reason": (str,),
-    **dict.fromkeys(TIMES, (int, float)),
-}
+PER_POSITION = ("reached_per_position", "accepted_per_position")  # lists of K
+
+
+class Request(TypedDict):
+    """A request of a run; `prompt` is a digest."""
+
+    id: str
+    category: str | None
+    prompt: str
+    finish_reason: str
+    num_drafts: int
+    reached_per_position: list[int]
+    accepted_per_position: list[int]
+    decode_tokens: int
+    decode_ms: float
+    correct: bool | None
+    baseline: BaselineRow | None
+
+
+class Sampled(TypedDict):
+    """The test of sampled outputs."""
+
+    says: str
+    p: float
+
+
+class Verdict(TypedDict):
+    """The verdict on a run's outputs."""
+
+    verdict: str
+    distribution: NotRequired[Sampled | None]
+
+
+class RunSummary(TypedDict):
+    """What a comparison reads of a summary."""
+
+    engine: str
+    target: str
+    target_checkpoint: str
+    method: str
+    num_speculative_tokens: int
+    concurrency: int | None
+    num_requests: int
+    num_requests_in_workload: int
+    num_errors: int
+    accuracy: object
+    lossless: Verdict
+
+
+class StoredRun(TypedDict):
+    """A run of a job."""
+
+    summary: RunSummary
+    requests: list[Request]
+
+
+class StoredJob(TypedDict):
+    """A job, with the environment of its first run."""
+
+    settings: dict[str, object]
+    environment: dict[str, object]
+    runs: list[StoredRun]
 
 
 def digest(prompt: Sequence[object]) -> str:
@@ -77,23 +130,27 @@ def _check_run(run: Run) -> None:
         remedy = "run it again, to its end"
         raise refuse(run.folder, f"its status is {status}", allowed="finished runs", remedy=remedy)
     check_baseline(run)
-    if any(COUNTS[0] not in row for row in run.rows):
-        problem = f"requests.jsonl has no {COUNTS[0]}: it was written by an older hydraspec"
+    if any(PER_POSITION[0] not in row for row in run.rows):
+        problem = f"requests.jsonl has no {PER_POSITION[0]}: it was written by an older hydraspec"
         remedy = "run it again"
         raise refuse(run.folder, problem, allowed="runs of this version", remedy=remedy)
 
 
 def _kept(row: Json) -> Json:
     baseline = row["baseline"]
-    kept = {key: row[key] for key in ROW if key != "prompt"}
+    kept = {key: row[key] for key in _keys(Request) if key != "prompt"}
     prompt = digest(key_of(row)[1])
     if baseline is not None:
-        kept["baseline"] = {key: baseline[key] for key in BASELINE_ROW}
+        kept["baseline"] = {key: baseline[key] for key in _keys(BaselineRow)}
     return {**kept, "prompt": prompt, "prompt_token_ids": _as_prompt(prompt)}
 
 
+def _keys(record: type) -> list[str]:
+    return list(get_type_hints(record))
+
+
 def _as_prompt(prompt: str) -> list[int]:
-    """What a comparison takes for a prompt: only equality counts."""
+    """Stands for a prompt in a comparison, where only equality counts."""
     return [int(prompt, 16)]
 
 
@@ -112,14 +169,15 @@ def write(file: Path, jobs: Sequence[Job]) -> None:
         made = []
         for run in job.runs:
             first = len(lines)
-            lines += [json_line({key: row[key] for key in ROW}).rstrip("\n") for row in run.rows]
+            kept = [{key: row[key] for key in _keys(Request)} for row in run.rows]
+            lines += [json_line(row).rstrip("\n") for row in kept]
             rows = [f"@@request {i}@@" for i in range(first, len(lines))]  # put in below
             summary = {key: run.summary.get(key) for key in SUMMARY_KEYS}
             made.append({"summary": summary, "requests": rows})
         environment = read_environment(job.folder)
         settings = {k: v for k, v in job.runs[0].settings.items() if not k.startswith("tracker.")}
-        kept = {key: environment.get(key) for key in ENVIRONMENT_KEYS}
-        written.append({"settings": settings, "environment": kept, "runs": made})
+        machine = {key: environment.get(key) for key in ENVIRONMENT_KEYS}
+        written.append({"settings": settings, "environment": machine, "runs": made})
     text = pretty_json({"kind": KIND, "schema_version": VERSION, "jobs": written})
     write_whole(file, re.sub(r'"@@request (\d+)@@"', lambda found: lines[int(found[1])], text))
 
@@ -136,97 +194,57 @@ def read(file: Path) -> list[tuple[Job, Json]]:
         problem = f"cannot be read: {error.strerror or error}"
         raise refuse(file, problem, allowed="a baseline that --write made", remedy=WRITE) from None
     except ValueError as error:
-        raise _wrong(file, "the file", f"is no JSON: {error}") from None
+        raise _wrong(file, f"is no JSON: {error}") from None
     if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise _wrong(file, "kind", f"is not {KIND!r}")
+        raise _wrong(file, f"kind is not {KIND!r}")
     if found.get("schema_version") != VERSION:
-        raise _wrong(file, "schema_version", f"is {found.get('schema_version')!r}, not {VERSION}")
-    jobs = _list_of(file, found, "jobs", "jobs")
-    return [_job(file, job, f"jobs[{i}]") for i, job in enumerate(jobs)]
+        raise _wrong(file, f"schema_version is {found.get('schema_version')!r}, not {VERSION}")
+    if (wrong := mismatch(found.get("jobs"), list[StoredJob], "jobs")) is not None:
+        raise _wrong(file, wrong)
+    jobs: list[StoredJob] = found["jobs"]
+    if not jobs or not all(job["runs"] for job in jobs):
+        raise _wrong(file, "has no jobs, or one without runs")
+    return [(_job(file, job, f"jobs[{i}]"), job["environment"]) for i, job in enumerate(jobs)]
 
 
-def _job(file: Path, job: Mapping[str, Any], at: str) -> tuple[Job, Json]:
-    for key in ("settings", "environment"):
-        _check(file, job, {key: (dict,)}, at)
+def _job(file: Path, job: StoredJob, at: str) -> Job:
     runs = [
-        _run(file, run, job["settings"], f"{at}.runs[{i}]")
-        for i, run in enumerate(_list_of(file, job, "runs", f"{at}.runs"))
+        _run(file, run, job["settings"], f"{at}.runs[{i}]") for i, run in enumerate(job["runs"])
     ]
-    return Job(name=file.name, label="", runs=runs), job["environment"]
+    return Job(name=file.name, label="", runs=runs)
 
 
-def _run(file: Path, run: Mapping[str, Any], settings: Mapping[str, object], at: str) -> Run:
-    _check(file, run, {"summary": (dict,)}, at)
+def _run(file: Path, run: StoredRun, settings: Mapping[str, object], at: str) -> Run:
     summary = run["summary"]
-    if missing := [key for key in SUMMARY_KEYS if key not in summary]:
-        raise _wrong(file, f"{at}.summary", f"has no {missing[0]}")
-    kinds: dict[str, tuple[type, ...]] = {
-        **dict.fromkeys(("engine", "target", "target_checkpoint", "method"), (str,)),
-        **dict.fromkeys(("num_speculative_tokens", "num_requests"), (int,)),
-        **dict.fromkeys(("num_requests_in_workload", "num_errors"), (int,)),
-        "concurrency": (int, type(None)),
-        "lossless": (dict,),
-    }
-    _check(file, summary, kinds, f"{at}.summary")
-    lossless, place = summary["lossless"], f"{at}.summary.lossless"
-    _check(file, lossless, {"verdict": (str,)}, place)
-    if (test := lossless.get("distribution")) is not None:
-        _check(file, test, {"says": (str,), "p": (int, float)}, f"{place}.distribution")
-    num_positions = summary["num_speculative_tokens"]
-    rows = _list_of(file, run, "requests", f"{at}.requests")
-    for i, row in enumerate(rows):
-        _check_row(file, row, num_positions, f"{at}.requests[{i}]")
-        row["prompt_token_ids"] = _as_prompt(row["prompt"])
-    baseline: Json = None if summary["method"] == "none" else {}
-    is_chosen = settings.get(K) == PER_STEP and summary["method"] != "none"
+    rows: list[Json] = []
+    for i, row in enumerate(run["requests"]):
+        _check_request(file, row, summary["num_speculative_tokens"], f"{at}.requests[{i}]")
+        rows.append({**row, "prompt_token_ids": _as_prompt(row["prompt"])})
+    if not rows:
+        raise _wrong(file, f"{at}.requests is an empty list")
+    is_plain = summary["method"] == "none"
+    is_chosen = settings.get(K) == PER_STEP and not is_plain
     used: Json = {} if is_chosen else None  # that K was chosen, not how
+    baseline: Json = None if is_plain else {}
     full = cast(Summary, {**summary, "baseline": baseline, "num_speculative_tokens_used": used})
     return Run(folder=file, summary=full, rows=rows, settings=settings)
 
 
-def _check_row(file: Path, row: Mapping[str, Any], num_positions: int, at: str) -> None:
-    _check(file, row, ROW, at)
+def _check_request(file: Path, row: Request, num_positions: int, at: str) -> None:
+    """Refuse values that have the type of their key and make no sense."""
     if len(row["prompt"]) != 16 or not set(row["prompt"]) <= set("0123456789abcdef"):
-        raise _wrong(file, f"{at}.prompt", "is no digest of 16 hexadecimal digits")
-    for key in COUNTS:
-        counts = row[key]
-        if len(counts) != num_positions or not all(_is_count(count) for count in counts):
-            raise _wrong(file, f"{at}.{key}", f"is not {num_positions} counts from 0")
-    if any(a > r for r, a in zip(*(row[key] for key in COUNTS), strict=True)):
-        raise _wrong(file, f"{at}.{COUNTS[1]}", f"is above {COUNTS[0]}")
-    sides = [(row, at)]
-    if row["baseline"] is not None:
-        _check(file, row["baseline"], BASELINE_ROW, f"{at}.baseline")
-        sides.append((row["baseline"], f"{at}.baseline"))
-    for side, place in sides:
-        for key in TIMES:
-            if not 0 <= side[key] < float("inf"):
-                raise _wrong(file, f"{place}.{key}", "is no finite number from 0")
+        raise _wrong(file, f"{at}.prompt is no digest of 16 hexadecimal digits")
+    reached, accepted = row["reached_per_position"], row["accepted_per_position"]
+    for key, counts in zip(PER_POSITION, (reached, accepted), strict=True):
+        if len(counts) != num_positions or min(counts, default=0) < 0:
+            raise _wrong(file, f"{at}.{key} is not {num_positions} counts from 0")
+    if any(a > r for r, a in zip(reached, accepted, strict=True)):
+        raise _wrong(file, f"{at}.{PER_POSITION[1]} is above {PER_POSITION[0]}")
+    for side in (row, row["baseline"]):
+        if side and min(side["decode_tokens"], side["decode_ms"]) < 0:
+            raise _wrong(file, f"{at}: decode_tokens or decode_ms is below 0")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _check(file: Path, value: object, kinds: Mapping[str, tuple[type, ...]], at: str) -> None:
-    if not isinstance(value, dict):
-        raise _wrong(file, at, "is no object")
-    for key, allowed in kinds.items():
-        if key not in value:
-            raise _wrong(file, at, f"has no {key}")
-        given = value[key]
-        is_bool = isinstance(given, bool) and bool not in allowed
-        if is_bool or not isinstance(given, allowed):
-            raise _wrong(file, f"{at}.{key}", f"is {json.dumps(plain(given))[:40]}")
-
-
-def _list_of(file: Path, value: Mapping[str, Any], key: str, at: str) -> list[Any]:
-    found = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(found, list) or not found:
-        raise _wrong(file, at, "is no list, or an empty one")
-    return found
-
-
-def _wrong(file: Path, where: str, problem: str) -> ConfigurationError:
+def _wrong(file: Path, problem: str) -> ConfigurationError:
     allowed = "a baseline that this version's --write made"
-    return refuse(f"{file}: {where}", problem, allowed=allowed, remedy=WRITE)
+    return refuse(file, problem, allowed=allowed, remedy=WRITE)
