@@ -96,7 +96,7 @@ def write_report(folders: Sequence[Path], target: Path, *, asked: str | None = N
         ConfigurationError: the folders make no report.
         OSError: with the path, if it cannot be written.
     """
-    from hydraspec.study import study_page as page
+    from hydraspec.study import contents as page
 
     made, runs = _read(folders, asked=asked)
     page.tell(made, page.write(made, runs, target))
@@ -192,7 +192,7 @@ def _close(
     config: RunConfig, made: Study, runs: Runs | None, folder: Path, *, quiet: bool = False
 ) -> None:
     """Write the report; with tracker.mode=online W&B gets it too, where it has the runs."""
-    from hydraspec.study import study_page as page
+    from hydraspec.study import contents as page
     from hydraspec.study import wandb_report
 
     try:

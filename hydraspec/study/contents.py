@@ -6,10 +6,16 @@ A block is a function of a family, a group or all runs; None where they have not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from hydraspec.errors import printable
+from hydraspec.metrics.files import write_whole
+from hydraspec.metrics.run_files import STUDY
+from hydraspec.study import html, wandb_report
 from hydraspec.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.study.answers import facts, question, verdict
 from hydraspec.study.blocks import Block, Section, Study, Verdict
+from hydraspec.study.console import WIDE, table_console
 from hydraspec.study.families import pareto, setup_verdicts, setups
 from hydraspec.study.group_blocks import (
     acceptance_by_position,
@@ -86,3 +92,31 @@ def _notes(runs: Runs) -> list[str]:
         if num_errors := run.summary["num_errors"]:
             warned.append(f"{run.name}: {num_errors} requests ended with an error.")
     return [*left_out, *unranked, *warned]
+
+
+# ---------------------------------------------------------------- the page and what is printed
+
+
+def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
+    """Write the page into `folder`, which is made, and the W&B Report where its package is
+    installed; returns where they are.
+
+    Raises:
+        OSError: with the path, if one cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / STUDY
+    write_whole(path, html.study_page(made, folder))
+    if not wandb_report.is_installed():
+        return [path]
+    return [path, wandb_report.write(made, runs, folder)]
+
+
+def tell(made: Study, paths: Sequence[Path]) -> None:
+    """Print the question, its answers, and where the report is."""
+    console = table_console(WIDE)
+    lines = [made.question]
+    for one in made.verdicts:
+        lines.append(f"{one.about}: {one.sentence}" if one.about else one.sentence)
+    for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):
+        console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
