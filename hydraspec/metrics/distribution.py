@@ -42,7 +42,7 @@ class SameDistribution:
 
     @property
     def says(self) -> Literal["same", "different", "cannot_tell"]:
-        """What is told: without power, nothing of outputs that do not differ."""
+        """The answer of the test: without power, none on outputs that do not differ."""
         if self.p <= LEVEL:
             return "different"
         return "cannot_tell" if self.detectable is None else "same"
@@ -85,7 +85,7 @@ def same_distribution(ours: Samples, theirs: Samples) -> SameDistribution:
 
 
 def _cells(tokens: NDArray[np.int64]) -> Array:
-    """One column for each token that is frequent enough, and one for all others: [2N, cells]."""
+    """A column for each token that is frequent enough, and one for all others: [2N, cells]."""
     values, counts = np.unique(tokens, return_counts=True)
     frequent = values[counts >= 2 * MIN_EXPECTED]
     columns: Array = (tokens[:, None] == frequent[None, :]).astype(float)

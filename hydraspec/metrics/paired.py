@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
-    """How many standard errors from 1 a ratio has to be.
+    """The number of standard errors from 1 that a ratio has to be.
 
     Attributes:
         num_blocks: of requests, whose differences gave the error.
@@ -225,7 +225,7 @@ def _error_of_rounds(columns: Array, powers: Array, num_rounds: int) -> float:
 
 @lru_cache(maxsize=8)
 def _weights(num_blocks: int) -> Array:
-    """How often each of NUM_RESAMPLES draws with replacement takes each block."""
+    """Counts of each block in NUM_RESAMPLES draws with replacement: [NUM_RESAMPLES, G]."""
     rng = np.random.default_rng(SEED)
     draws = rng.integers(0, num_blocks, (NUM_RESAMPLES, num_blocks))
     flat = draws + num_blocks * np.arange(NUM_RESAMPLES)[:, None]

@@ -1,8 +1,8 @@
-"""Where drafts are accepted: by context, token class, target entropy and place in the output, as
+"""Accepted drafts by context, token class, target entropy and place in the output, as
 tables on the console and as blocks of a group of jobs.
 
-Blocks but the first need runs with metrics.trace=true or metrics.all_positions=true; of pooled runs
-the first one is shown.
+All blocks but the first need runs with metrics.trace=true or metrics.all_positions=true. The first
+of pooled runs is shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WHOLE = ("by_context", "by_output_place")  # buckets of whole numbers
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Part:
-    """One way to divide the places: a line per bucket or class."""
+    """A way to divide the places: a line per bucket or class."""
 
     key: str
     lines: Sequence[tuple[str, StartFigures]]
@@ -109,7 +109,7 @@ def by_output_place(group: Group) -> Block | None:
 
 
 def over_targets_tokens(group: Group) -> Block | None:
-    """How often the target's token is the draft, and acceptance lengths that could be reached."""
+    """Drafts that are the target's token, and acceptance lengths that could be reached."""
     lines = [
         Line(
             cells=[

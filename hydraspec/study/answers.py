@@ -47,7 +47,7 @@ def question(runs: Runs) -> str:
 
 
 def facts(runs: Runs) -> str:
-    """How many runs, of what, on what."""
+    """The number of runs, their load, and the engine, dtype and device that they share."""
     summaries = [run.summary for run in runs.runs]
     shared = [
         f"{name} {_values(key, summaries)[0]}"

@@ -74,7 +74,7 @@ class Verdict(TypedDict):
 
 
 class RunSummary(TypedDict):
-    """What a comparison reads of a summary."""
+    """The part of a summary that a comparison reads."""
 
     engine: str
     target: str

@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Panel:
-    """What W&B draws from its own runs in place of a chart.
+    """A panel that W&B draws from its own runs in place of a chart.
 
     `metrics` are keys of the runs' summaries, or of their curves with kind "line"; "scatter" has
     two, x and y.
@@ -72,7 +72,7 @@ class Block:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Section:
     """Blocks of runs with the same target and load; no title where there is one section. `folders`
-    are of its runs, empty where it is about all."""
+    holds the folders of its runs, none where it is about all."""
 
     title: str
     blocks: Sequence[Block]
@@ -81,7 +81,7 @@ class Section:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """The answer for one group of runs; kind is "good", "bad" or neither."""
+    """The answer for a group of runs; kind is "good", "bad" or neither."""
 
     kind: Kind
     about: str

@@ -66,7 +66,7 @@ def fastest_by_load(family: Family) -> list[list[Fastest]]:
 
 
 def setup_verdicts(family: Family) -> Iterator[Verdict]:
-    """Which setup is fastest, in a sentence for each load."""
+    """The fastest setup of each load, in a sentence."""
     for first, *others in fastest_by_load(family):
         parts = [f"{_full_name(first)}: {_rates(first)}"]
         parts += [f"{one.group.setup}: {_rates(one)}" for one in others]

@@ -40,7 +40,7 @@ JOB_KEYS = ("target", "engine", "method", "num_speculative_tokens", "parallelism
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One figure of runs and baseline.
+    """A figure of the runs beside the baseline's.
 
     Attributes:
         what: "acceptance", "speedup", or what correct outputs are called ("exact match").
@@ -171,7 +171,7 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:
-    """What jobs are called: "tiny_gemma4, gemma4_mtp, K=3, native", and settings that tell apart
+    """Names of jobs: "tiny_gemma4, gemma4_mtp, K=3, native", and settings that tell apart
     jobs that have these in common: "…, native, max_num_seqs=8"."""
     return labels_of([_name(job) for job in jobs], [job.runs[0] for job in jobs])
 
@@ -302,7 +302,7 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
 
 
 def figure_key(figure: Figure) -> tuple[str, str]:
-    """What tells the figures of two jobs apart."""
+    """The measure and scope of a figure, which tell it from others of the same two jobs."""
     return figure.measure, figure.scope
 
 
@@ -344,7 +344,7 @@ def _between_runs(job: Job, reference: Job, margin: float) -> float:
 
 
 def _log_speedup(run: Run) -> float:
-    """Of one run, over the requests that both of its sides finished."""
+    """The logarithm of a run's speedup, over the requests that both of its sides finished."""
     rows = [row for row in run.rows if row["finish_reason"] != "error" and row["baseline"]]
     rows = [row for row in rows if row["baseline"]["finish_reason"] != "error"]
     sums = [

@@ -36,7 +36,8 @@ Column = tuple[str, Callable[[JobFigures], str]]  # heading and cell
 
 
 def notes(group: Group) -> list[str]:
-    """What the marks mean, and what the machine did between the jobs; empty without a ranking."""
+    """The meaning of the marks, and the change of the machine between the jobs; empty without a
+    ranking."""
     if group.reference is None:
         return []
     drift = drift_words(group)
@@ -70,7 +71,7 @@ def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Bloc
 
 
 def _ranked_columns(group: Group) -> list[Column]:
-    """What ranks the jobs, its ratio to the reference's, and the other figures."""
+    """The measure that ranks the jobs, its ratio to the reference's, and the other figures."""
     speedup: Column = ("speedup", lambda one: estimate(one.speedups[ALL], "x"))
     against: Column = ("against the reference", lambda one: _against(one, group))
     by_tokens: list[Column] = [
@@ -127,7 +128,7 @@ def told(group: Group) -> Block | None:
 
 
 def slowest(group: Group) -> Block | None:
-    """Of two jobs, the requests that lost most against the reference."""
+    """The requests that lost most against the reference, where there are two jobs."""
     lines = [
         Line(
             cells=[
@@ -149,7 +150,7 @@ def slowest(group: Group) -> Block | None:
 
 
 def bar_labels(found: Sequence[Job]) -> list[str]:
-    """What stands beside the bars of jobs: their labels where these tell them apart."""
+    """Text beside the bars of jobs: their labels where these tell them apart, else their titles."""
     is_enough = len({job.label for job in found}) == len(found)
     return [(job.label if is_enough else job.title)[:28] for job in found]
 

@@ -180,7 +180,7 @@ def _conditions(run: Run, *, load: bool) -> dict[str, object]:
 
 
 def _titles(firsts: Sequence[Run], *, load: bool) -> list[str]:
-    """What tells each from the others; empty for a single one."""
+    """The settings that tell each run from the others; empty for a single one."""
     conditions = [_conditions(run, load=load) for run in firsts]
     differing = differing_keys(conditions)
     return [_title(each, differing) for each in conditions]
@@ -223,7 +223,7 @@ def _asked(run: Run) -> tuple[str, str]:
 
 
 def without_result(folders: Sequence[Path]) -> list[str]:
-    """What to say of the jobs of sweeps that left no result, of a run or of a benchmark."""
+    """Notes on the jobs of sweeps that left no result, of a run or of a benchmark."""
     sweeps = (folder for folder in folders if read_summary(folder) is None)
     return [f"{job.name}: no result" for sweep in sweeps for job in unfinished(sweep)]
 

@@ -37,7 +37,7 @@ LEFT_OUT = {
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One or several runs of the same settings, pooled; `label` has what tells it from others."""
+    """Runs of the same settings, pooled; `label` has the settings that tell it from other jobs."""
 
     name: str
     label: str
@@ -182,8 +182,7 @@ def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
 
 
 def setup_titles(firsts: Sequence[Run]) -> list[str]:
-    """What tells the setups of runs apart: "tp2", "engine vllm"; further settings where these are
-    equal."""
+    """The settings that tell setups of runs apart: "tp2", "engine vllm"."""
     found = [_settings(run, load=False) for run in firsts]
     keys = [key for key in differing_keys(found) if key in SETUP]
     setups = [str([each.get(key) for key in SETUP]) for each in found]

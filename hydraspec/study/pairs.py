@@ -72,7 +72,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measure of two jobs over all requests or one category.
+    """A measure of two jobs over all requests or one category.
 
     Attributes:
         ratio: job / reference; of accuracy only its p-value and number of requests.
@@ -226,7 +226,7 @@ def _ratio(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFigures:
-    """One request in both jobs; a figure is null where a job has none for it."""
+    """A request in both jobs; a figure is null where a job has none for it."""
 
     id: str
     category: str | None

@@ -89,7 +89,7 @@ class JobFigures:
 
     @property
     def own_baseline(self) -> Speeds:
-        """What its runs measured without drafts; nothing where they have no baseline."""
+        """The speeds of its runs without drafts; null where they have no baseline."""
         sides = [run.summary if run.is_plain else run.summary["baseline"] for run in self.job.runs]
         return speeds_of([side for side in sides if side])
 

@@ -31,7 +31,7 @@ Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
 
 
 class BaselineRow(TypedDict):
-    """What is read of a request's run without drafts."""
+    """A request of the run without drafts, as far as it is read."""
 
     finish_reason: str
     decode_tokens: int
@@ -39,7 +39,7 @@ class BaselineRow(TypedDict):
 
 
 class Row(TypedDict):
-    """What is read of a line of requests.jsonl."""
+    """A line of requests.jsonl, as far as it is read."""
 
     id: str
     category: str | None
@@ -141,7 +141,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """One run's folder.
+    """Read the folder of a run.
 
     Raises:
         ConfigurationError: naming the file that is missing, damaged or older than this.

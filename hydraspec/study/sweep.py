@@ -56,7 +56,7 @@ COMMON = ("target", "engine", "workload", "concurrency", "dtype", "device")
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One job that ran.
+    """A job that ran.
 
     Attributes:
         figures: of its job in the ranking; runs that differ in seed share one. None where there is

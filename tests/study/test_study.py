@@ -192,9 +192,6 @@ def test_the_front_holds_what_no_other_point_beats() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
-    "no such folder": (lambda studied: [studied / "nowhere"], "nowhere: does not exist"),
-    "a file": (lambda studied: [studied / "0" / "env.json"], "env.json: is no folder"),
-    "an empty folder": (lambda studied: [_made(studied / "empty")], "holds no summary.json"),
     "nothing finished": (lambda studied: [_without_rows(studied / "0")], "no request finished"),
     "nothing in common": (
         lambda studied: [
@@ -216,11 +213,6 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
         "other prompts: request",
     ),
 }
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def _without_rows(run: Path) -> Path:
