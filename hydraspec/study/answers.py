@@ -13,7 +13,7 @@ from hydraspec.study.families import fastest_figures
 from hydraspec.study.groups import Runs
 from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import Group, JobFigures
-from hydraspec.study.texts import ci_words, load_words
+from hydraspec.study.texts import ci_words, load_words, some_of
 
 # A key of summaries → what the question calls it.
 ASKED = {
@@ -23,7 +23,6 @@ ASKED = {
     "parallelism": "split",
 }
 KINDS: dict[str, Kind] = {"worth_it": "good", "cannot_tell": "", "slower": "bad"}
-MAX_NAMED = 6  # jobs that a sentence names
 
 
 def question(runs: Runs) -> str:
@@ -72,11 +71,13 @@ def verdict(group: Group) -> Verdict:
     if len(group.jobs) == len(first.runs) == 1 and assessment:
         sentence = f"{_capital(assessment['sentence'])}."
         return Verdict(kind=KINDS[assessment["says"]], about=about, sentence=sentence)
-    lossy = [one for one in drafting if one.job.lossless["verdict"] == "diverged"]
-    sound = [one for one in drafting if one not in lossy]
+    sound = [one for one in drafting if one.job.lossless["verdict"] != "diverged"]
+    lossy = [one.job.title for one in drafting if one not in sound]
     lost = ""
     if lossy:
-        lost = f" Outputs of {_names(lossy)} differ from the target's: see Lossless."
+        lost = (
+            f" Outputs of {_listed(some_of(lossy), '; ')} differ from the target's: see Lossless."
+        )
     if not sound:
         return Verdict(kind="bad", about=about, sentence=f"No job is usable.{lost}")
     best = max(sound, key=lambda one: one.speedup)
@@ -123,17 +124,14 @@ def _rivals(best: JobFigures, group: Group) -> str:
     if group.reference is None or group.jobs[0] is not best:
         return ""
     others = [one for one in group.jobs[1:] if not one.job.is_plain]
-    equal = [one for one in others if one.mark]
+    equal = [one.job.title for one in others if one.mark]
     if not equal:
         return " It is faster than all other jobs." if others else ""
-    return f" Cannot be told from it: {_names(equal)}."
+    return f" Cannot be told from it: {_listed(some_of(equal), '; ')}."
 
 
-def _names(found: Sequence[JobFigures]) -> str:
-    names = [one.job.title for one in found[:MAX_NAMED]]
-    if more := len(found) - MAX_NAMED:
-        names += [f"{more} more"] if more > 0 else []
-    return _listed(names, "; ")
+def _names(names: Sequence[str]) -> str:
+    return _listed(some_of(names), "; ")
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:

@@ -14,6 +14,7 @@ from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.groups import Runs
 from hydraspec.study.jobs import differing_keys, differing_settings
 from hydraspec.study.runs import Run, dotted, read_environment, short_names
+from hydraspec.study.texts import some_of
 
 CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
@@ -96,9 +97,6 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-MAX_NAMED = 6  # jobs that a warning names
-
-
 def warned(runs: Runs) -> Block | None:
     """Each warning once, after the jobs that gave it."""
     of: dict[str, dict[str, None]] = {}  # warning -> names of jobs
@@ -116,6 +114,4 @@ def warned(runs: Runs) -> Block | None:
 def _names(names: Sequence[str], num_jobs: int) -> str:
     if len(names) == num_jobs:
         return "All jobs: " if num_jobs > 1 else ""
-    more = len(names) - MAX_NAMED
-    listed = [*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])]
-    return f"{'; '.join(listed)}: "
+    return f"{'; '.join(some_of(names))}: "
