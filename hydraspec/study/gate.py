@@ -108,12 +108,12 @@ def compare(
     for (job, machine), (reference, its_machine) in matched(jobs, baseline):
         check_alike([reference, job])
         notes = [*_other_settings(reference, job), *_other_versions(its_machine, machine)]
-        other = [_differs(key, its_machine, machine) for key in SAME_MACHINE]
-        differing = next((text for text in other if text), None)
-        if differing:
-            notes.append(f"speed is not compared: {differing}")
+        differing = [key for key in SAME_MACHINE if its_machine.get(key) != machine.get(key)]
+        for key in differing[:1]:
+            was, now = its_machine.get(key), machine.get(key)
+            notes.append(f"speed is not compared: {key} was {was}, is {now}")
         checks = [*_acceptance(job, reference, acceptance_margin)]
-        checks += _others(job, reference, speed_margin, with_speed=differing is None)
+        checks += _others(job, reference, speed_margin, with_speed=not differing)
         notes += outputs.untold(job)
         broken = [*outputs.broken(job, reference)]
         made.append(Outcome(job=job, checks=checks, broken=broken, notes=notes))
@@ -209,11 +209,6 @@ def _other_versions(was: Json, now: Json) -> Iterator[str]:
             yield f"other version: {name} was {a[name]}, is {b.get(name)}"
 
 
-def _differs(key: str, was: Json, now: Json) -> str | None:
-    a, b = was.get(key), now.get(key)
-    return None if a == b else f"{key} was {a}, is {b}"
-
-
 # ---------------------------------------------------------------- figures
 
 
@@ -276,17 +271,17 @@ def _rate_check(counts: Array, scope: str, position: int, margin: float) -> Chec
 
 def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) -> Iterator[Check]:
     """Speedup over all requests, accuracy over all and by category."""
-    granted = {figure_key(f): f for f in figures(job, _slowed(reference, 1 - speed_margin))}
+    granted = {(f.measure, f.scope): f for f in figures(job, _slowed(reference, 1 - speed_margin))}
     several = len(paired(job, reference).scopes()) > 2
     for figure in figures(job, reference):
         is_speed = figure.measure == "speedup"
         if figure.measure == "acceptance_length" or figure.job is None or figure.reference is None:
             continue
-        if is_speed and (figure.scope != ALL or not with_speed or _is_none(job)):
+        if is_speed and (figure.scope != ALL or not with_speed or job.is_plain):
             continue
         if figure.scope != ALL and not several:
             continue
-        told = granted[figure_key(figure)].ratio if is_speed else figure.ratio
+        told = granted[figure.measure, figure.scope].ratio if is_speed else figure.ratio
         p = _of_accuracy(figure)
         if is_speed and (within := _one_sided(told)) is not None:
             p = max(within, _between_runs(job, reference, speed_margin))
@@ -299,15 +294,6 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
             ratio=figure.ratio,
             p=p,
         )
-
-
-def figure_key(figure: Figure) -> tuple[str, str]:
-    """The measure and scope of a figure, which tell it from others of the same two jobs."""
-    return figure.measure, figure.scope
-
-
-def _is_none(job: Job) -> bool:
-    return job.is_plain
 
 
 def _slowed(job: Job, share: float) -> Job:
