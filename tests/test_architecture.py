@@ -119,9 +119,10 @@ OWNERS = {
     ],
     "yaml": ["hydraspec/lab/*", "hydraspec/study/*"],
     "datasets": ["hydraspec/workloads/*"],
+    "scipy": ["hydraspec/metrics/statistics.py"],
     "jinja2": ["hydraspec/study/html.py"],
 }
-LAZY = {"wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
+LAZY = {"scipy", "wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
 
 
 def room_of(path: str) -> str:

@@ -19,13 +19,11 @@ from hydraspec.metrics.run_files import BENCH, CONFIG, SUMMARY, job_number
 from hydraspec.metrics.statistics import ratio
 from hydraspec.study import html
 from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
-from hydraspec.study.charts import Points, scatter
-from hydraspec.study.console import print_block, table_console
-from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.charts import COLORS, Points, scatter
+from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.settings import typed_labels
 
 Result = tuple[Path, Json]  # a folder and its bench.json
-WIDE = 400  # columns where no terminal sets a limit
 NUM_LEFT = 3  # columns of names
 OURS, THEIRS = "native", "vllm"
 GIB = 1 << 30
@@ -94,7 +92,7 @@ def extended(
 def show(results: Sequence[Result]) -> None:
     """Print what `side_by_side` makes."""
     for block in side_by_side(results):
-        print_block(table_console(WIDE), block, num_left=NUM_LEFT)
+        print_block(table_console(WIDE), block)
 
 
 def side_by_side(results: Sequence[Result]) -> list[Block]:
@@ -106,7 +104,10 @@ def side_by_side(results: Sequence[Result]) -> list[Block]:
         lines = [Line(cells=[label, *c], link=folder) for c in cells_of(result)]
         alike[columns] = alike.get(columns, []) + lines
     return [
-        Block(title=heading, table=Table(header=["benchmark", *header], lines=lines))
+        Block(
+            title=heading,
+            table=Table(header=["benchmark", *header], lines=lines, num_left=NUM_LEFT),
+        )
         for (heading, *header), lines in alike.items()
         if len({line.link for line in lines}) > 1
     ]
@@ -222,7 +223,7 @@ def ratios(result: Json) -> Json:
 def print_result(result: Json, console: Console) -> None:
     """The table, what it was measured on, and why cells are missing."""
     made = Block(title=title_of(result), table=_table(result))
-    print_block(console, made, num_left=NUM_LEFT - 1)
+    print_block(console, made)
     for name, text in notes_of(result):
         console.print(f"{name}: {text}", markup=False, soft_wrap=True)
 
@@ -246,7 +247,7 @@ def title_of(result: Json) -> str:
 
 def _table(result: Json, folder: Path | None = None) -> Table:
     lines = [Line(cells=cells, link=folder) for cells in cells_of(result)]
-    return Table(header=header_of(result), lines=lines)
+    return Table(header=header_of(result), lines=lines, num_left=NUM_LEFT - 1)
 
 
 def header_of(result: Json) -> list[str]:

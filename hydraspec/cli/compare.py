@@ -30,14 +30,13 @@ def compare(
             f"compare({folders!r}): cannot be read\n  allowed: a list of folders\n"
             '  to do: write compare(["outputs/a", "outputs/b"])'
         )
-    from hydraspec.study.compare import compared
-    from hydraspec.study.compare import write as write_files
-    from hydraspec.study.comparison.words import as_json
+    from hydraspec.study import compare as runs
+    from hydraspec.study import words
 
-    ranking = compared([Path(folder) for folder in folders])
+    group = runs.compared([Path(folder) for folder in folders])
     if write is not None:
-        write_files(ranking, Path(write))
-    result: dict[str, Any] = as_json(ranking)
+        runs.write(group, Path(write))
+    result: dict[str, Any] = words.as_json(group)
     return result
 
 
@@ -56,10 +55,10 @@ def main(argv: Sequence[str]) -> None:
         help="write compare.json, compare.csv, compare.md and compare.html there",
     )
     given = parser.parse_args(argv)
-    from hydraspec.study.compare import compared, show, write
+    from hydraspec.study import compare as runs
 
-    ranking = compared(given.folders)
-    show(ranking)
+    group = runs.compared(given.folders)
+    runs.show(group)
     if given.write is not None:
         with writing(given.write):
-            write(ranking, given.write, say=True)
+            runs.write(group, given.write, say=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hydraspec.cli.folders import writing
 from hydraspec.errors import printable
-from hydraspec.study.comparison import baseline, gate
-from hydraspec.study.comparison.runs import Job, read_environment
-from hydraspec.study.comparison.words import in_words
+from hydraspec.study import baseline, gate
+from hydraspec.study.runs import read_environment
+from hydraspec.study.words import in_words
 
 REGRESSION = 4
 DESCRIPTION = """\
@@ -77,8 +77,8 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
     found = baseline.usable(folders)
     with writing(file):
         baseline.write(file, found)
-    about = gate.labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
-    for label, runs in zip(about, found, strict=True):
+    for label, job in zip(gate.labels(found), found, strict=True):
+        runs = job.runs
         _say(f"{label}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
     _say(f"Baseline: {file}")
     return 0
@@ -86,10 +86,7 @@ def _write(file: Path, folders: Sequence[Path]) -> int:
 
 def _compare(given: argparse.Namespace) -> int:
     stored = baseline.read(given.file)
-    jobs = [
-        (Job(name=runs[0].name, label="", runs=runs), read_environment(runs[0].folder))
-        for runs in baseline.usable(given.folders)
-    ]
+    jobs = [(job, read_environment(job.folder)) for job in baseline.usable(given.folders)]
     outcomes = gate.compare(
         stored,
         jobs,

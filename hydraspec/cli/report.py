@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--entity", help="W&B entity for --publish, else that of the runs")
     parser.add_argument("--project", help="W&B project for --publish, else that of the runs")
     given = parser.parse_args(argv)
-    from hydraspec.study import study_page, wandb_report
+    from hydraspec.study import contents, wandb_report
 
     if given.publish:
         wandb_report.check_installed()
@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> None:
     target = given.write or default
     made, runs = _read(given.folders, asked=given.question)
     with writing(target):
-        paths = study_page.write(made, runs, target)
-    study_page.tell(made, paths)
+        paths = contents.write(made, runs, target)
+    contents.tell(made, paths)
     if given.publish:
         address = wandb_report.publish(target / STUDY_SPEC, given.entity, given.project)
         sys.stdout.write(f"Published: {address}\n")
@@ -163,11 +163,11 @@ def _write(
     config: RunConfig, made: Study, runs: Runs | None, folder: Path, *, quiet: bool = False
 ) -> None:
     """Write the report; with tracker.mode=online W&B gets it too, where it has the runs."""
-    from hydraspec.study import study_page, wandb_report
+    from hydraspec.study import contents, wandb_report
 
-    paths = study_page.write(made, runs, folder)
+    paths = contents.write(made, runs, folder)
     if not quiet:
-        study_page.tell(made, paths)
+        contents.tell(made, paths)
     if runs and config.tracker.records and config.tracker.mode is TrackerMode.online:
         wandb_report.check_installed()
         log.info("published: %s", wandb_report.publish(folder / STUDY_SPEC))

@@ -19,7 +19,7 @@ from hydraspec.engine.base import Built, EngineInfo
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
-from hydraspec.metrics.paired import sign_test
+from hydraspec.metrics.statistics import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.study.texts import interval
 from hydraspec.types import Completion, Request

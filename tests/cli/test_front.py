@@ -161,8 +161,8 @@ def test_output_that_is_lost_on_a_full_disk_is_a_failure(
     ("verb", "module", "read", "typed"),
     [
         ("compare", "study.compare", ["compared", "show"], ["a", "--write", "out"]),
-        ("report", "study.study_page", [], ["a", "--write", "out"]),
-        ("gate", "study.comparison.baseline", ["usable"], ["--write", "out", "a"]),
+        ("report", "study.contents", [], ["a", "--write", "out"]),
+        ("gate", "study.baseline", ["usable"], ["--write", "out", "a"]),
         ("replay", "analysis.replay.run", ["replayed"], ["out"]),
     ],
 )

@@ -12,8 +12,8 @@ from hydraspec.lab.lost import _completion
 from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.files import json_line
 from hydraspec.metrics.sinks import request_row
-from hydraspec.study.comparison.baseline import digest
-from hydraspec.study.comparison.runs import key_of
+from hydraspec.study.baseline import digest
+from hydraspec.study.runs import key_of
 from hydraspec.types import Completion, Span
 
 IMAGE = Span(kind="image", start=1, length=2, digest="0a", may_be_cut=False)

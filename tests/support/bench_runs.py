@@ -14,7 +14,7 @@ from hydraspec.bench import run as bench
 from hydraspec.bench import study as bench_study
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.study import study_page
+from hydraspec.study import html
 from hydraspec.types import Request
 
 SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
@@ -87,7 +87,7 @@ def reported(folder: Path) -> tuple[str, str, set[str]]:
     results = bench_study.read(folder)
     made = bench_study.extended(None, results)
     drawn = [block.chart for section in made.sections for block in section.blocks if block.chart]
-    page = check_page(study_page.render(made, folder))
+    page = check_page(html.study_page(made, folder))
     assert page.links
     return made.verdicts[0].sentence, page.text, {n for chart in drawn for n, _ in chart.legend}
 

@@ -17,7 +17,7 @@ from hydraspec.metrics.draft_figures import NEVER
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, TRACE
-from hydraspec.study.comparison.runs import Run, read_run, refuse
+from hydraspec.study.runs import Run, read_run, refuse
 
 ALLOWED = "the folder of a run that recorded its drafts"
 REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true for an estimate"

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydraspec.analysis.replay.record import Record
 from hydraspec.config.messages import listing, nearest
-from hydraspec.study.comparison.runs import refuse
+from hydraspec.study.runs import refuse
 
 K = "method.num_speculative_tokens"
 VERIFICATION = "method.verification"

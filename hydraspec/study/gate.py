@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log, sqrt
-from statistics import NormalDist
 
 import numpy as np
 
@@ -22,22 +21,13 @@ from hydraspec.metrics.paired import (
     holm,
     paired_ratio,
     sign_flip_test,
-    student_tail,
 )
 from hydraspec.metrics.splits import split_words
-from hydraspec.metrics.statistics import ratio
-from hydraspec.study.comparison import outputs
-from hydraspec.study.comparison.pairs import ALL, Figure, figures, paired
-from hydraspec.study.comparison.runs import (
-    Job,
-    Key,
-    Run,
-    check_alike,
-    key_of,
-    known_to_all,
-    labels_of,
-    refuse,
-)
+from hydraspec.metrics.statistics import normal_tail, ratio, student_tail
+from hydraspec.study import outputs
+from hydraspec.study.jobs import Job, check_alike, known_to_all, labels_of
+from hydraspec.study.pairs import ALL, Figure, figures, paired
+from hydraspec.study.runs import Key, Run, key_of, refuse
 
 LOOKS = 10  # comparisons with one baseline that share LEVEL
 ACCEPTANCE_MARGIN = 0.01  # of a rate: losing drafts at i alone may move the rate at i+1 so far
@@ -50,7 +40,7 @@ JOB_KEYS = ("target", "engine", "method", "num_speculative_tokens", "parallelism
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One figure of runs and baseline.
+    """A figure of the runs beside the baseline's.
 
     Attributes:
         what: "acceptance", "speedup", or what correct outputs are called ("exact match").
@@ -118,12 +108,12 @@ def compare(
     for (job, machine), (reference, its_machine) in matched(jobs, baseline):
         check_alike([reference, job])
         notes = [*_other_settings(reference, job), *_other_versions(its_machine, machine)]
-        other = [_differs(key, its_machine, machine) for key in SAME_MACHINE]
-        differing = next((text for text in other if text), None)
-        if differing:
-            notes.append(f"speed is not compared: {differing}")
+        differing = [key for key in SAME_MACHINE if its_machine.get(key) != machine.get(key)]
+        for key in differing[:1]:
+            was, now = its_machine.get(key), machine.get(key)
+            notes.append(f"speed is not compared: {key} was {was}, is {now}")
         checks = [*_acceptance(job, reference, acceptance_margin)]
-        checks += _others(job, reference, speed_margin, with_speed=differing is None)
+        checks += _others(job, reference, speed_margin, with_speed=not differing)
         notes += outputs.untold(job)
         broken = [*outputs.broken(job, reference)]
         made.append(Outcome(job=job, checks=checks, broken=broken, notes=notes))
@@ -181,7 +171,7 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:
-    """What jobs are called: "tiny_gemma4, gemma4_mtp, K=3, native", and settings that tell apart
+    """Names of jobs: "tiny_gemma4, gemma4_mtp, K=3, native", and settings that tell apart
     jobs that have these in common: "…, native, max_num_seqs=8"."""
     return labels_of([_name(job) for job in jobs], [job.runs[0] for job in jobs])
 
@@ -217,11 +207,6 @@ def _other_versions(was: Json, now: Json) -> Iterator[str]:
     for name in a:
         if a[name] != b.get(name):
             yield f"other version: {name} was {a[name]}, is {b.get(name)}"
-
-
-def _differs(key: str, was: Json, now: Json) -> str | None:
-    a, b = was.get(key), now.get(key)
-    return None if a == b else f"{key} was {a}, is {b}"
 
 
 # ---------------------------------------------------------------- figures
@@ -286,17 +271,17 @@ def _rate_check(counts: Array, scope: str, position: int, margin: float) -> Chec
 
 def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) -> Iterator[Check]:
     """Speedup over all requests, accuracy over all and by category."""
-    granted = {figure_key(f): f for f in figures(job, _slowed(reference, 1 - speed_margin))}
+    granted = {(f.measure, f.scope): f for f in figures(job, _slowed(reference, 1 - speed_margin))}
     several = len(paired(job, reference).scopes()) > 2
     for figure in figures(job, reference):
         is_speed = figure.measure == "speedup"
         if figure.measure == "acceptance_length" or figure.job is None or figure.reference is None:
             continue
-        if is_speed and (figure.scope != ALL or not with_speed or _is_none(job)):
+        if is_speed and (figure.scope != ALL or not with_speed or job.is_plain):
             continue
         if figure.scope != ALL and not several:
             continue
-        told = granted[figure_key(figure)].ratio if is_speed else figure.ratio
+        told = granted[figure.measure, figure.scope].ratio if is_speed else figure.ratio
         p = _of_accuracy(figure)
         if is_speed and (within := _one_sided(told)) is not None:
             p = max(within, _between_runs(job, reference, speed_margin))
@@ -309,15 +294,6 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
             ratio=figure.ratio,
             p=p,
         )
-
-
-def figure_key(figure: Figure) -> tuple[str, str]:
-    """What tells the figures of two jobs apart."""
-    return figure.measure, figure.scope
-
-
-def _is_none(job: Job) -> bool:
-    return job.summary["method"] == "none"
 
 
 def _slowed(job: Job, share: float) -> Job:
@@ -345,7 +321,7 @@ def _between_runs(job: Job, reference: Job, margin: float) -> float:
     if loss <= 0:
         return 1.0
     width = sqrt(sum(1 / len(side) for side in sides))
-    p = NormalDist().cdf(-loss / (RUN_NOISE * width))
+    p = normal_tail(loss / (RUN_NOISE * width))
     if (freedom := sum(len(side) - 1 for side in sides)) == 0:
         return p
     spread = sqrt(sum(((side - side.mean()) ** 2).sum() for side in sides) / freedom)
@@ -354,7 +330,7 @@ def _between_runs(job: Job, reference: Job, margin: float) -> float:
 
 
 def _log_speedup(run: Run) -> float:
-    """Of one run, over the requests that both of its sides finished."""
+    """The logarithm of a run's speedup, over the requests that both of its sides finished."""
     rows = [row for row in run.rows if row["finish_reason"] != "error" and row["baseline"]]
     rows = [row for row in rows if row["baseline"]["finish_reason"] != "error"]
     sums = [

@@ -9,13 +9,13 @@ from dataclasses import asdict
 
 from hydraspec.errors import printable
 from hydraspec.metrics.accuracy import accuracy_name
-from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
-from hydraspec.study.comparison.pairs import ALL, Figure
-from hydraspec.study.comparison.ranking import Ranked, Ranking
-from hydraspec.study.comparison.runs import Job
+from hydraspec.study.blocks import Line, Table
+from hydraspec.study.jobs import Job
+from hydraspec.study.pairs import ALL, Figure
+from hydraspec.study.ranking import Group, JobFigures
 
 TITLES = {
     "speedup": "speedup",
@@ -28,16 +28,11 @@ MOST_PROMPTS = 1_000_000  # that are said to be needed
 LARGEST_FACTOR = 10  # that is said to be told: no two jobs differ by more
 
 
-def name_of(job: Job) -> str:
-    """ "eagle3, K=5 (job 3)"."""
-    return job.name if job.label == job.name else f"{job.label} (job {job.name})"
-
-
-def sentence(figure: Figure, ranked: Ranked, reference: Ranked) -> str:
-    """What is told of one measure of two jobs, in words."""
+def sentence(figure: Figure, job: Job, reference: Job) -> str:
+    """The comparison of two jobs by one measure, in words."""
     where = "" if figure.scope == ALL else f" in {figure.scope}"
-    title = TITLES.get(figure.measure) or accuracy_name([reference.job.summary["accuracy"]])
-    about = f"{name_of(ranked.job)} against {name_of(reference.job)}, {title}{where}"
+    title = TITLES.get(figure.measure) or accuracy_name([reference.summary["accuracy"]])
+    about = f"{job.title} against {reference.title}, {title}{where}"
     value = _value(figure, figure.job)
     values = f"{value} and {_value(figure, figure.reference)}"
     of = in_words(figure.ratio)
@@ -62,7 +57,7 @@ def in_words(found: PairedRatio) -> str:
 
 
 def _what_is_needed(figure: Figure) -> str:
-    """What as many prompts tell, and how many more would tell the difference that was seen."""
+    """The difference that these prompts tell, and how many more are needed for the one seen."""
     more = figure.ratio.num_more_needed(figure.level)
     least = figure.ratio.detectable(figure.level)
     if not more or least is None:
@@ -81,12 +76,12 @@ def _size(least: float) -> str:
     return f"differences of {least - 1:.1%}" if least < 2 else f"a factor of {least:.1f}"
 
 
-def drift_words(ranking: Ranking) -> str | None:
-    """What the machine did between the jobs, if its baseline changed."""
-    if (drift := ranking.drift()) is None:
+def drift_words(group: Group) -> str | None:
+    """The change of the machine between the jobs, if their baseline changed."""
+    if (drift := group.drift()) is None:
         return None
     slow, fast = drift
-    if ranking.by == "speedup":
+    if group.by == "speedup":
         so = "so tokens/s cannot be compared; speedups, each against its own baseline, can."
     else:
         so = "so the ranking by tokens/s may be the machine's."
@@ -97,60 +92,64 @@ def drift_words(ranking: Ranking) -> str | None:
     )
 
 
-def verdicts(ranking: Ranking, *, brief: bool = False) -> Iterator[str]:
+def verdicts(group: Group, *, brief: bool = False) -> Iterator[str]:
     """A sentence for each measure over all requests, and for categories where a job differs; with
-    `brief` for the measure that ranks the jobs alone, over all requests."""
-    for each in ranking.others:
+    `brief` for the measure that ranks the jobs alone, over all requests. None without a ranking."""
+    for each in group.others if group.reference else ():
         for figure in each.versus:
-            if brief and (figure.measure, figure.scope) != (ranking.by, ALL):
+            if brief and (figure.measure, figure.scope) != (group.by, ALL):
                 continue
             if figure.scope == ALL or figure.says != "cannot_tell":
-                yield sentence(figure, each, ranking.reference)
+                yield _sentence(figure, each, group)
+
+
+def _sentence(figure: Figure, each: JobFigures, group: Group) -> str:
+    assert group.reference is not None
+    return sentence(figure, each.job, group.reference.job)
 
 
 # ---------------------------------------------------------------- files
 
 
-def as_json(ranking: Ranking) -> Json:
-    """The comparison as `hydraspec.compare` returns it."""
+def as_json(group: Group) -> Json:
+    """The comparison as `hydraspec.compare` returns it, of jobs that are ranked."""
+    assert group.reference is not None
     return {
         "schema_version": 1,
-        "ranked_by": ranking.by,
-        "reference": ranking.reference.job.name,
-        "jobs": [_job_json(each, ranking) for each in ranking.ranked],
-        "verdicts": list(verdicts(ranking)),
-        "drift": drift_words(ranking),
+        "ranked_by": group.by,
+        "reference": group.reference.job.name,
+        "jobs": [_job_json(each, group) for each in group.jobs],
+        "verdicts": list(verdicts(group)),
+        "drift": drift_words(group),
     }
 
 
-def _job_json(each: Ranked, ranking: Ranking) -> Json:
+def _job_json(each: JobFigures, group: Group) -> Json:
     return {
         "job": each.job.name,
         "label": each.job.label,
         "folders": [str(run.folder) for run in each.job.runs],
         "rank": each.rank,
         "told_from_best": each.told_from_best,
-        "tokens_per_second": as_interval(each.throughputs[ALL]) if each.throughputs else None,
+        "tokens_per_second": each.throughputs.get(ALL),
         "num_devices": each.job.num_devices,
-        "speedup": as_interval(each.speedups[ALL]),
-        "acceptance_length": as_interval(each.lengths[ALL]),
+        "speedup": each.speedups[ALL],
+        "acceptance_length": each.lengths[ALL],
         "accuracy": each.accuracy,
         "baseline_tokens_per_second": each.baseline_tokens_per_second,
         "acceptance_rate_per_position": each.by_position,
         "by_category": {
-            scope: {
-                "speedup": as_interval(each.speedups[scope]),
-                "acceptance_length": as_interval(each.lengths[scope]),
-            }
+            scope: {"speedup": each.speedups[scope], "acceptance_length": each.lengths[scope]}
             for scope in each.speedups
             if scope != ALL
         },
         "slowest_requests": [asdict(request) for request in each.slowest],
-        "versus": [_figure_json(figure, each, ranking.reference) for figure in each.versus],
+        "versus": [_figure_json(figure, each, group) for figure in each.versus],
     }
 
 
-def _figure_json(figure: Figure, each: Ranked, reference: Ranked) -> Json:
+def _figure_json(figure: Figure, each: JobFigures, group: Group) -> Json:
+    is_told = figure.says != "cannot_tell"
     return {
         "measure": figure.measure,
         "category": figure.scope or None,
@@ -162,62 +161,58 @@ def _figure_json(figure: Figure, each: Ranked, reference: Ranked) -> Json:
         "p": figure.ratio.p,
         "p_adjusted": figure.p_adjusted,
         "num_requests": figure.ratio.num_requests,
-        "num_more_needed": figure.ratio.num_more_needed(figure.level)
-        if figure.says == "cannot_tell"
-        else None,
-        "sentence": sentence(figure, each, reference),
+        "num_more_needed": None if is_told else figure.ratio.num_more_needed(figure.level),
+        "sentence": _sentence(figure, each, group),
     }
 
 
-def table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: each job's measures over all requests and by category."""
-    rows = []
-    for each in ranking.ranked:
-        for scope in each.speedups:
-            for measure, found in (
-                ("tokens_per_second", each.throughputs.get(scope)),
-                ("speedup", each.speedups[scope]),
-                ("acceptance_length", each.lengths[scope]),
-            ):
-                if found is None or found.ratio is None:
-                    continue
-                versus = next(
-                    (f for f in each.versus if (f.measure, f.scope) == (measure, scope)), None
-                )
-                rows.append(
-                    [
-                        *(str(each.rank or ""), each.job.name, each.job.label),
-                        *(str(len(each.job.runs)), scope or "all", measure),
-                        *map(_cell, (found.ratio, *(found.ci95 or (None, None)))),
-                        *_versus_cells(versus, ranking),
-                    ]
-                )
-    return [*COLUMNS, *VERSUS], rows
+def table(group: Group) -> Table:
+    """A line for each measure of each job, over all requests and by category."""
+    lines = [
+        Line(
+            cells=[
+                *(str(each.rank or ""), each.job.name, each.job.label),
+                *(str(len(each.job.runs)), scope or "all", measure),
+                *map(_cell, (found["mean"], *(found["ci95"] or (None, None)))),
+                *_versus_cells(each.against(measure, scope), group),
+            ]
+        )
+        for each in group.jobs
+        for scope in each.speedups
+        for measure, by_scope in (
+            ("tokens_per_second", each.throughputs),
+            ("speedup", each.speedups),
+            ("acceptance_length", each.lengths),
+        )
+        if (found := by_scope.get(scope))
+    ]
+    return Table(header=[*COLUMNS, *VERSUS], lines=lines)
 
 
-def _versus_cells(figure: Figure | None, ranking: Ranking) -> list[str]:
-    if figure is None:
+def _versus_cells(figure: Figure | None, group: Group) -> list[str]:
+    if figure is None or group.reference is None:
         return [""] * len(VERSUS)
     found = figure.ratio
     numbers = (found.ratio, *(found.ci95 or (None, None)), figure.p_adjusted)
-    return [ranking.reference.job.name, *map(_cell, numbers), figure.says]
+    return [group.reference.job.name, *map(_cell, numbers), figure.says]
 
 
 def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def as_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def as_csv(found: Table) -> str:
     """A table as CSV."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([header, *rows])
+    csv.writer(out, lineterminator="\n").writerows(found.cells)
     return out.getvalue()
 
 
-def as_markdown(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+def as_markdown(found: Table, notes: Sequence[str] = ()) -> str:
     """A table as GitHub's Markdown, with notes under it."""
-    lines = [header, ["---"] * len(header), *rows]
-    text = "".join(f"| {' | '.join(map(escaped, line))} |\n" for line in lines)
+    header, *lines = found.cells
+    rows = [header, ["---"] * len(header), *lines]
+    text = "".join(f"| {' | '.join(map(escaped, row))} |\n" for row in rows)
     return text + "".join(f"\n- {escaped(note)}" for note in notes) + "\n"
 
 

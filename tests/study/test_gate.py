@@ -18,7 +18,7 @@ import hydraspec
 from hydraspec.config.schema import RunConfig
 from hydraspec.gate import main
 from hydraspec.lab import run as run_module
-from hydraspec.metrics.paired import sign_flip_test, student_tail
+from hydraspec.metrics.paired import sign_flip_test
 
 # Conditional acceptance by position, of the default run's categories.
 RATES = {"code": (0.97, 0.99, 0.96), "extract": (0.87, 0.89, 0.74), "math": (0.87, 0.94, 0.9)}
@@ -214,7 +214,7 @@ def test_another_distribution_of_sampled_outputs_is_named(
     damaged = {"says": "same", "p": "low"}
     edited(file, lambda f: summary_of(f)["lossless"].update(distribution=damaged))
     assert main([str(file), str(tmp_path / "other")]) == 2
-    assert_one_message(capsys.readouterr().err, 'lossless.distribution.p: is "low"')
+    assert_one_message(capsys.readouterr().err, "lossless.distribution.p is 'low'")
 
 
 def test_repeats_tell_a_loss_of_speed_that_single_runs_do_not(
@@ -282,23 +282,23 @@ def requests_of(found: dict[str, Any]) -> Rows:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "another file": (lambda f: f.pop("kind"), "kind: is not"),
-    "a later version": (lambda f: f.update(schema_version=2), "schema_version: is 2, not 1"),
-    "no job": (lambda f: f.update(jobs=[]), "jobs: is no list, or an empty one"),
-    "a missing key": (lambda f: requests_of(f)[3].pop("num_drafts"), "[3]: has no num_drafts"),
-    "a text": (lambda f: requests_of(f)[3].update(num_drafts="9"), '[3].num_drafts: is "9"'),
-    "a boolean": (lambda f: requests_of(f)[3].update(decode_ms=True), "[3].decode_ms: is true"),
+    "another file": (lambda f: f.pop("kind"), "kind is not"),
+    "a later version": (lambda f: f.update(schema_version=2), "schema_version is 2, not 1"),
+    "no job": (lambda f: f.update(jobs=[]), "has no jobs"),
+    "a missing key": (lambda f: requests_of(f)[3].pop("num_drafts"), "[3].num_drafts is missing"),
+    "a text": (lambda f: requests_of(f)[3].update(num_drafts="9"), "[3].num_drafts is '9'"),
+    "a boolean": (lambda f: requests_of(f)[3].update(decode_ms=True), "[3].decode_ms is True"),
     "a negative count": (
         lambda f: requests_of(f)[0].update(reached_per_position=[1, -1, 0]),
-        "[0].reached_per_position: is not 3 counts",
+        "[0].reached_per_position is not 3 counts",
     ),
     "more accepted than reached": (
         lambda f: requests_of(f)[0].update(
             reached_per_position=[1, 1, 1], accepted_per_position=[1, 2, 0]
         ),
-        "[0].accepted_per_position: is above",
+        "[0].accepted_per_position is above",
     ),
-    "a prompt": (lambda f: requests_of(f)[0].update(prompt="x"), "[0].prompt: is no digest"),
+    "a prompt": (lambda f: requests_of(f)[0].update(prompt="x"), "[0].prompt is no digest"),
 }
 
 
@@ -365,9 +365,6 @@ def test_sign_flips_are_counted_and_extrapolated() -> None:
     drawn = np.random.default_rng(0).normal(-0.3, 1, 60)
     normal = stats.norm.cdf(drawn.sum() / np.sqrt((drawn**2).sum()))
     assert sign_flip_test(drawn) == pytest.approx(normal, abs=0.01)
-    for freedom in (1, 2, 7, 16, 63):
-        for t in (0.0, 0.5, 2.0, 6.0):
-            assert student_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), abs=1e-11)
 
 
 @pytest.mark.slow

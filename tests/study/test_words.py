@@ -11,12 +11,14 @@ import pytest
 from simulated_runs import Machine
 
 from hydraspec.metrics.paired import LEVEL, PairedRatio, paired_ratio
-from hydraspec.study.comparison.pairs import ALL, Figure
-from hydraspec.study.comparison.words import sentence
+from hydraspec.study.jobs import Job
+from hydraspec.study.pairs import ALL, Figure
+from hydraspec.study.words import sentence
 
 SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
-A: Any = SimpleNamespace(job=SimpleNamespace(name="0", label="eagle3"))
-B: Any = SimpleNamespace(job=SimpleNamespace(name="1", label="mtp"))
+SUMMARY: Any = SimpleNamespace(summary={"accuracy": None})
+A = Job(name="0", label="eagle3", runs=[SUMMARY])
+B = Job(name="1", label="mtp", runs=[SUMMARY])
 
 
 def pair(seed: int, *, num_requests: int, faster: float) -> PairedRatio:

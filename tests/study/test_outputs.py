@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hydraspec.metrics.lossless import MORE_VARIED
-from hydraspec.study.comparison import outputs
+from hydraspec.study import outputs
 
 
 def job(*tests: dict[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""What is told of two jobs over the same requests: speed, acceptance and accuracy, paired."""
+"""Figures of two jobs over the same requests, paired: speed, acceptance and accuracy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hydraspec.metrics.paired import (
     balanced,
     holm,
     paired_ratio,
-    sign_test,
 )
-from hydraspec.study.comparison.runs import Job, Key, Run, key_of
+from hydraspec.metrics.statistics import sign_test
+from hydraspec.study.jobs import Job
+from hydraspec.study.runs import Key, Run, key_of
 
 Says = Literal["better", "worse", "cannot_tell"]
 RankedBy = Literal["speedup", "tokens_per_second"]
@@ -71,7 +72,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measure of two jobs over all requests or one category.
+    """A measure of two jobs over all requests or one category.
 
     Attributes:
         ratio: job / reference; of accuracy only its p-value and number of requests.
@@ -225,7 +226,7 @@ def _ratio(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFigures:
-    """One request in both jobs; a figure is null where a job has none for it."""
+    """A request in both jobs; a figure is null where a job has none for it."""
 
     id: str
     category: str | None

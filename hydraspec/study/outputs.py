@@ -1,5 +1,5 @@
-"""What the gate says of outputs: errors, lossless verdicts, and the test of sampled outputs, which
-need no statistics of its own.
+"""The gate's checks of outputs: errors, lossless verdicts, and the test of sampled outputs, which
+need no statistics of their own.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from collections.abc import Iterator
 
 from hydraspec.metrics.distribution import LEVEL
 from hydraspec.metrics.lossless import MORE_VARIED, distribution_says
-from hydraspec.study.comparison.runs import Job, Key, Run, key_of
+from hydraspec.study.jobs import Job
+from hydraspec.study.runs import Key, Run, key_of
 
 SAMPLED = "distribution of sampled outputs"
 
 
 def broken(job: Job, reference: Job) -> Iterator[str]:
-    """What is worse than the reference's."""
+    """Sentences on outputs that are worse than the reference's."""
     yield from _errors(job, reference)
     yield from _verdict(job, reference)
     yield from _distribution(job, reference)
 
 
 def untold(job: Job) -> Iterator[str]:
-    """Tests of sampled outputs that have no power: they prove nothing."""
+    """A note on tests of sampled outputs that have no power: they prove nothing."""
     if _lowest_p(job) is not None and not _is_told(job):
         yield f"{SAMPLED}: cannot tell, they hardly vary; {MORE_VARIED} has them vary"
 
