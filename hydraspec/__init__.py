@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def run(
     overrides: Sequence[str] = (), *, config_dir: str | None = None, quiet: bool = False
 ) -> dict[str, Any]:
-    """Run once, as `python -m hydraspec` with these overrides; its folder goes under outputs/.
+    """Run once, as `hydraspec` with these overrides; its folder goes under outputs/.
 
     A run whose outputs are not the target's raises nothing: look at
     `result["lossless"]["verdict"]`, which is then "diverged" (the command exits with 4).
@@ -32,9 +32,9 @@ def run(
         command line prints.
         KeyboardInterrupt: after the finished requests were saved.
     """
-    from hydraspec.cli.from_python import run as run_from_overrides
-
-    return run_from_overrides(overrides, config_dir=config_dir, quiet=quiet)
+    called = _called("hydraspec.cli.from_python:run")
+    summary: dict[str, Any] = called(overrides, config_dir=config_dir, quiet=quiet)
+    return summary
 
 
 def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Engine:
@@ -45,21 +45,21 @@ def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None
     or from another thread, `cancel` ends a request.
 
     Args:
-        overrides: as typed after `python -m hydraspec`; the workload and the baseline are not used.
+        overrides: as typed after `hydraspec`; the workload and the baseline are not used.
         config_dir: a folder with further choices, as --config-dir.
 
     Raises:
         UserError: as `run`; also where parallelism asks for several devices.
     """
-    from hydraspec.cli.from_python import build_engine as build_from_overrides
-
-    return build_from_overrides(overrides, config_dir=config_dir)
+    called = _called("hydraspec.cli.from_python:build_engine")
+    engine: Engine = called(overrides, config_dir=config_dir)
+    return engine
 
 
 def compare(
     folders: Sequence[str | PathLike[str]], *, write: str | PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """Paired comparison of runs over the same prompts, as `python -m hydraspec.compare` makes it.
+    """Paired comparison of runs over the same prompts, as `hydraspec compare` makes it.
 
     Args:
         folders: of runs, or of sweeps, whose jobs they stand for. Of two jobs the first is the
@@ -74,6 +74,13 @@ def compare(
         ConfigurationError: the runs cannot be compared; the message names the difference.
         OSError: with the path, if `write` cannot be written.
     """
-    from hydraspec.cli.compare import compare as compare_folders
+    compared: dict[str, Any] = _called("hydraspec.cli.compare:compare")(folders, write=write)
+    return compared
 
-    return compare_folders(folders, write=write)
+
+def _called(place: str) -> Callable[..., Any]:
+    """The function at "module:function"; nothing heavy is imported before it is needed."""
+    from hydraspec.cli.main import check_installed, load
+
+    check_installed()
+    return load(place)

@@ -1,31 +1,26 @@
-"""The command `python -m hydraspec.compare`, and the same from Python: `hydraspec.compare([...])`.
+"""`python -m hydraspec.compare`, which is `hydraspec compare`: runs over the same prompts, paired.
 
-Python puts a module in the place of a package's function of the same name once it is imported, so
-this module can be called too.
+Once it is imported Python has this module in the place of the function `hydraspec.compare`, so the
+module can be called as the function is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from os import PathLike
+from functools import partial
 from types import ModuleType
-from typing import Any
+
+from hydraspec import compare
+from hydraspec.cli.main import main as command_line
+
+main = partial(command_line, verb="compare")
 
 
 class _Compare(ModuleType):
-    def __call__(
-        self, folders: Sequence[str | PathLike[str]], *, write: str | PathLike[str] | None = None
-    ) -> dict[str, Any]:
-        from hydraspec.cli.compare import compare
-
-        return compare(folders, write=write)
+    __call__ = staticmethod(compare)
 
 
 sys.modules[__name__].__class__ = _Compare
 
-
 if __name__ == "__main__":
-    from hydraspec.cli.compare import main
-
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,16 +1,13 @@
-"""`python -m hydraspec.doctor`: why a drafter is rejected."""
+"""`python -m hydraspec.doctor`, which is `hydraspec doctor`: why a drafter is rejected."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
+from hydraspec.cli.main import main as command_line
 
-def main() -> int:
-    """Exit status 0; 2: wrong configuration; 3: unusable checkpoint or workload."""
-    from hydraspec.cli.doctor import main as doctor
-
-    return doctor(sys.argv[1:])
-
+main = partial(command_line, verb="doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,6 +19,8 @@ ENGINES = {
     "transformers": "hydraspec.adapters.transformers.engine:TransformersEngine",
     "vllm": "hydraspec.adapters.vllm.engine:VllmEngine",
 }
+# Rules of engines over the sizes of a target: which splits they can make of it.
+SPLITS = {"vllm": "hydraspec.adapters.vllm.splits:check_shipped"}
 FOLLOW = "hydraspec.adapters.vllm.follow:follow"
 PARALLEL = "hydraspec.parallel.engines.engine:ParallelEngine"  # native, over several ranks
 RANKS = "hydraspec.parallel.ranks:current"
@@ -41,6 +43,16 @@ def build_engine(config: RunConfig) -> Engine:
         place = PARALLEL
     engine: Engine = _attribute(place)(config)
     return engine
+
+
+def check_split(config: RunConfig) -> None:
+    """Refuse a split that the engine cannot make of a target whose config.json ships with us.
+
+    Raises:
+        ConfigurationError: as the engine would while loading.
+    """
+    if config.engine.name in SPLITS and config.parallelism.num_ranks > 1:
+        _attribute(SPLITS[config.engine.name])(config)
 
 
 def follow(config: RunConfig) -> dict[str, Any]:

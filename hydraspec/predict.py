@@ -1,16 +1,13 @@
-"""`python -m hydraspec.predict`: which method, K and concurrency are worth it."""
+"""`python -m hydraspec.predict`, which is `hydraspec predict`: which K is worth it."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
+from hydraspec.cli.main import main as command_line
 
-def main() -> int:
-    """Exit status 0; 2: wrong configuration; 3: unusable checkpoint or workload."""
-    from hydraspec.cli.predict import main as predict
-
-    return predict(sys.argv[1:])
-
+main = partial(command_line, verb="predict")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,16 +1,13 @@
-"""`python -m hydraspec.replay`: other numbers of drafts and other rules, from a run's record."""
+"""`python -m hydraspec.replay`, which is `hydraspec replay`: a run under other rules."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
+from hydraspec.cli.main import main as command_line
 
-def main() -> int:
-    """Exit status 0; 2: nothing to replay, or a rule that the record does not answer for."""
-    from hydraspec.cli.replay import main as replay
-
-    return replay(sys.argv[1:])
-
+main = partial(command_line, verb="replay")
 
 if __name__ == "__main__":
     sys.exit(main())

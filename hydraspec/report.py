@@ -1,10 +1,13 @@
-"""`python -m hydraspec.report`: a report over runs."""
+"""`python -m hydraspec.report`, which is `hydraspec report`: a page over runs."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
+
+from hydraspec.cli.main import main as command_line
+
+main = partial(command_line, verb="report")
 
 if __name__ == "__main__":
-    from hydraspec.cli.report import main
-
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

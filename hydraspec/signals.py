@@ -5,6 +5,7 @@ Imports the standard library only, as it is the first module that a command load
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, TextIO, cast
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)  # docker stop, Slurm; a terminal that is closed
 INTERRUPTS = (signal.SIGINT, *TERMINATIONS)
 IMPORT_SYSTEM = "<frozen importlib"  # the file name of the import system's stack frames
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk
 RETRY_AFTER_S = 0.05  # of an interrupt that arrived during an import
 
 
@@ -120,15 +122,15 @@ def ignore_interrupts() -> None:
 
 
 @contextmanager
-def output_may_be_cut() -> Iterator[None]:
+def output_may_be_cut() -> Iterator[Output]:
     """Keep running where output cannot be written: the reader of a pipe has left (`| head -1`), the
-    disk is full, the terminal is closed.
+    disk is full, the terminal is closed. Yields standard output.
     """
     _open_standard_streams()
-    output, errors = _Output(sys.stdout), _Output(sys.stderr)
+    output, errors = Output(sys.stdout), Output(sys.stderr)
     with redirect_stdout(cast(TextIO, output)), redirect_stderr(cast(TextIO, errors)):
         try:
-            yield
+            yield output
         finally:
             output.flush()
             errors.flush()
@@ -145,32 +147,41 @@ def _open_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
-class _Output:
+class Output:
     """A stream that drops its output, without an error, once it cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream  # None where the process was started without one
+        self._is_full = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write text, or drop it; returns its length."""
         if self._stream is not None:
             try:
                 return self._stream.write(text)
-            except OSError:
-                self._drop(self._stream)
+            except OSError as error:
+                self._drop(self._stream, error)
         return len(text)
 
     def flush(self) -> None:
+        """Flush what was written, or drop it."""
         if self._stream is not None:
             try:
                 self._stream.flush()
-            except OSError:
-                self._drop(self._stream)
+            except OSError as error:
+                self._drop(self._stream, error)
 
-    def _drop(self, stream: TextIO) -> None:
+    def is_full(self) -> bool:
+        """Returns whether output was dropped because the disk is full."""
+        self.flush()
+        return self._is_full
+
+    def _drop(self, stream: TextIO, error: OSError) -> None:
         """Redirect the descriptor too: Python flushes the rest when the process ends."""
+        self._is_full = self._is_full or error.errno in FULL
         with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
 

@@ -52,7 +52,7 @@ class Column:
 
 
 class Benchmark(ABC):
-    """One choice of the group `bench`. A part is an engine with a method, and has several rows."""
+    """A choice of the group `bench`. A part is an engine with a method, and has several rows."""
 
     question: str  # the title of a report over it, {} is the target
     curves: Sequence[Curve]
@@ -85,7 +85,7 @@ class Benchmark(ABC):
         return {}
 
     def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
-        """What the earlier parts set for the next one's process, as overrides."""
+        """Overrides that the earlier parts add to the next one's process."""
         return []
 
     @abstractmethod
@@ -94,18 +94,18 @@ class Benchmark(ABC):
 
     @abstractmethod
     def comparison_line(self, ours: Json, theirs: Json) -> str:
-        """One part beside that of another engine with the same method, in words."""
+        """A part beside that of another engine with the same method, in words."""
 
     @abstractmethod
     def title(self, result: Json) -> str:
-        """What is measured, after target and dtype."""
+        """The rest of the table's title, after target and dtype."""
 
     @abstractmethod
     def columns(self, result: Json) -> list[Column]:
         """The columns that only this benchmark has."""
 
     def lines(self, part: Json) -> list[Json]:
-        """What columns read for each of a part's lines in the table."""
+        """A part's lines in the table, as columns read them."""
         return [part]
 
     @abstractmethod

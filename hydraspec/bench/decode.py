@@ -9,8 +9,8 @@ from hydraspec.bench.benchmark import Benchmark, Column, Curve, figure
 from hydraspec.bench.passes import Passes, make_requests, random_prompts
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
-from hydraspec.metrics.batch_times import BatchTimes
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.latency import BatchTimes
 from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Request
 

@@ -24,14 +24,19 @@ from hydraspec.bench.benchmark import Benchmark
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config import to_dict
-from hydraspec.config.benches import methods_of
+from hydraspec.config.benches import check_room, methods_of
 from hydraspec.config.choices import SEARCH_PATH
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, Verification
+from hydraspec.errors import CheckpointError
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.run_files import BENCH, BENCH_REPORT
+from hydraspec.models.checkpoint.config_reader import text_part
+from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 from hydraspec.signals import interrupts_held_back
 from hydraspec.study.console import table_console
+from hydraspec.workloads.generated import random_text_warning
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ RANK = re.compile(r"\[rank\d+\]: ?")  # torch writes it before every line of a t
 WORKER = re.compile(r"\(Worker\S* pid=\d+\) ERROR [^\[]*\[\S+\] ")  # vLLM, of its processes
 STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
 SECONDS_TO_STOP = 20
+SYNTHETIC = "method.verification=synthetic with the acceptance length of a run over real text"
 WIDE = 140  # columns of a table that goes to a file
 
 
@@ -64,16 +70,25 @@ def run(
 
     Raises:
         KeyboardInterrupt: once what was finished is saved, with status "interrupted".
+        ConfigurationError: requests are longer than the target takes.
         CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
         OSError: with the path, if the run folder cannot be written.
     """
+    _check_target_has_room(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
     console = table_console(WIDE, quiet=quiet)
     parts: list[Json] = []
+    warnings = list(config.warnings)
+    if (
+        set(methods_of(config)) != {"none"}
+        and config.method.verification is not Verification.synthetic
+    ):
+        warnings.append(random_text_warning(f"bench={config.bench.name}", SYNTHETIC))
+        log.warning(warnings[-1])
 
     def save(status: str) -> Json:
         with interrupts_held_back():
-            result = _result(config, parts, status)
+            result = _result(config, parts, status, warnings)
             bench_study.print_result(result, console)
             if folder.holds_older_run and not any(part["rows"] for part in parts):
                 log.warning("%s: nothing was measured: the older run's files stay", folder.path)
@@ -106,7 +121,22 @@ def _parts(
         raise KeyboardInterrupt
 
 
-def _result(config: RunConfig, parts: Sequence[Json], status: str) -> Json:
+def _check_target_has_room(config: RunConfig) -> None:
+    """Refuse requests that are longer than the target takes before a process is started for them.
+    The processes find out about a hub id, which may have to be downloaded.
+
+    Raises:
+        ConfigurationError: as the engine would.
+    """
+    checkpoint = config.target.checkpoint
+    is_here = checkpoint.startswith((ZOO_PREFIX, SHAPE_PREFIX)) or Path(checkpoint).is_dir()
+    if is_here and config.target.max_model_len is None:
+        with suppress(CheckpointError):
+            sizes = text_part(open_checkpoint(checkpoint).config)
+            check_room(config, sizes.get("max_position_embeddings") or sys.maxsize)
+
+
+def _result(config: RunConfig, parts: Sequence[Json], status: str, warnings: Sequence[str]) -> Json:
     result: Json = plain(
         {
             "schema_version": SCHEMA_VERSION,
@@ -115,7 +145,7 @@ def _result(config: RunConfig, parts: Sequence[Json], status: str) -> Json:
             "target": config.target.name,
             "dtype": config.target.dtype,
             **BENCHMARKS[config.bench.name].settings(config),
-            "warnings": config.warnings,
+            "warnings": warnings,
             "parts": parts,
         }
     )

@@ -156,7 +156,7 @@ def _percent_in_limits(row: Json) -> list[float | None]:
 def _row(
     config: RunConfig, engine: Engine, requests: Sequence[Request], rate: float | None
 ) -> Json:
-    """One pass; None: all requests at once. Arrivals at other rates are the same, stretched."""
+    """The row of a pass; rate None: all requests at once. Other rates stretch the same arrivals."""
     process = ArrivalProcess(rate=rate, burstiness=1.0, seed=config.seed)
     passes = Passes(engine, process.offered(requests, 1))
     passes.run()

@@ -19,13 +19,11 @@ from hydraspec.metrics.run_files import BENCH, CONFIG, SUMMARY, job_number
 from hydraspec.metrics.statistics import ratio
 from hydraspec.study import html
 from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
-from hydraspec.study.charts import Points, scatter
-from hydraspec.study.console import print_block, table_console
-from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.charts import COLORS, Points, scatter
+from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.settings import typed_labels
 
 Result = tuple[Path, Json]  # a folder and its bench.json
-WIDE = 400  # columns where no terminal sets a limit
 NUM_LEFT = 3  # columns of names
 OURS, THEIRS = "native", "vllm"
 GIB = 1 << 30
@@ -94,7 +92,7 @@ def extended(
 def show(results: Sequence[Result]) -> None:
     """Print what `side_by_side` makes."""
     for block in side_by_side(results):
-        print_block(table_console(WIDE), block, num_left=NUM_LEFT)
+        print_block(table_console(WIDE), block)
 
 
 def side_by_side(results: Sequence[Result]) -> list[Block]:
@@ -106,17 +104,18 @@ def side_by_side(results: Sequence[Result]) -> list[Block]:
         lines = [Line(cells=[label, *c], link=folder) for c in cells_of(result)]
         alike[columns] = alike.get(columns, []) + lines
     return [
-        Block(title=heading, table=Table(header=["benchmark", *header], lines=lines))
+        Block(
+            title=heading,
+            table=Table(header=["benchmark", *header], lines=lines, num_left=NUM_LEFT),
+        )
         for (heading, *header), lines in alike.items()
         if len({line.link for line in lines}) > 1
     ]
 
 
 def _titles(results: Sequence[Result]) -> list[str]:
-    titles = [title_of(result) for _, result in results]
-    if len(titles) < 2:
-        return titles
-    return [f"{label}: {title}" for label, title in zip(_labels(results), titles, strict=True)]
+    labels = [f"{label}: " if len(results) > 1 else "" for label in _labels(results)]
+    return [label + title_of(result) for label, (_, result) in zip(labels, results, strict=True)]
 
 
 def _labels(results: Sequence[Result]) -> list[str]:
@@ -130,27 +129,39 @@ def _question(results: Sequence[Json]) -> str:
 
 
 def _verdict(result: Json, title: str) -> Verdict:
-    found = list(_told(result)) or list(_said(result)) or ["Nothing was measured"]
+    found = list(_comparisons(result)) or list(_summaries(result)) or ["Nothing was measured"]
     said = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in found)
     return Verdict(kind="", about=title, sentence=said)
 
 
-def _said(result: Json) -> Iterator[str]:
+def _measured(result: Json) -> dict[str, dict[str, Json]]:
+    """Parts with rows, by method and engine."""
+    found: dict[str, dict[str, Json]] = {part["method"]: {} for part in result["parts"]}
+    for part in result["parts"]:
+        if part["rows"]:
+            found[part["method"]][part["engine"]] = part
+    return found
+
+
+def _pairs(result: Json) -> Iterator[tuple[str, Json, Json]]:
+    """Methods that both engines were measured with."""
+    for method, parts in _measured(result).items():
+        if {OURS, THEIRS} <= {*parts}:
+            yield method, parts[OURS], parts[THEIRS]
+
+
+def _summaries(result: Json) -> Iterator[str]:
     """Each part by itself."""
     for part in result["parts"]:
         if part["rows"]:
             yield f"{_name(part)}: {BENCHMARKS[result['bench']].summary_line(part)}"
 
 
-def _told(result: Json) -> Iterator[str]:
+def _comparisons(result: Json) -> Iterator[str]:
     """Both engines beside each other, by method."""
-    measured = {(part["method"], part["engine"]): part for part in result["parts"] if part["rows"]}
-    for method in dict.fromkeys(method for method, _ in measured):
-        names = (OURS, THEIRS)
-        ours, theirs = (measured.get((method, name)) for name in names)
-        if ours and theirs:
-            told = BENCHMARKS[result["bench"]].comparison_line(ours, theirs)
-            yield f"{_drafts(method)}, {' and '.join(names)}: {told}"
+    for method, ours, theirs in _pairs(result):
+        told = BENCHMARKS[result["bench"]].comparison_line(ours, theirs)
+        yield f"{_drafts(method)}, {OURS} and {THEIRS}: {told}"
 
 
 def _name(part: Json) -> str:
@@ -167,7 +178,7 @@ def _section(of: Result, title: str) -> Section:
     table = Block(
         title=benchmark.heading,
         note=f"Times; {OURS} / {THEIRS}: below 1, {OURS} is faster." if result["ratios"] else "",
-        sentences=list(_said(result)) if any(_told(result)) else (),
+        sentences=list(_summaries(result)) if any(_pairs(result)) else (),
         table=_table(result, folder),
     )
     charts = [block for curve in benchmark.curves for block in _chart(curve, result)]
@@ -200,22 +211,19 @@ def _chart(curve: Curve, result: Json) -> Iterator[Block]:
 def ratios(result: Json) -> Json:
     """Our times over vLLM's where both were measured, method → figure → ratio: below 1, faster."""
     benchmark = BENCHMARKS[result["bench"]]
-    parts = {(part["engine"], part["method"]): part for part in result["parts"] if part["rows"]}
-    found: Json = {}
-    for (engine, method), ours in parts.items():
-        theirs = parts.get((THEIRS, method))
-        if engine == OURS and theirs is not None:
-            found[method] = {
-                **benchmark.ratios(ours, theirs),
-                "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
-            }
-    return found
+    return {
+        method: {
+            **benchmark.ratios(ours, theirs),
+            "first_step": ratio(ours["first_step_s"], theirs["first_step_s"]),
+        }
+        for method, ours, theirs in _pairs(result)
+    }
 
 
 def print_result(result: Json, console: Console) -> None:
     """The table, what it was measured on, and why cells are missing."""
     made = Block(title=title_of(result), table=_table(result))
-    print_block(console, made, num_left=NUM_LEFT - 1)
+    print_block(console, made)
     for name, text in notes_of(result):
         console.print(f"{name}: {text}", markup=False, soft_wrap=True)
 
@@ -233,13 +241,13 @@ def page_of(result: Json) -> str:
 
 
 def title_of(result: Json) -> str:
-    """What is measured, in a line."""
+    """The title of a benchmark, in a line."""
     return f"{result['target']}, {result['dtype']}: {BENCHMARKS[result['bench']].title(result)}"
 
 
 def _table(result: Json, folder: Path | None = None) -> Table:
     lines = [Line(cells=cells, link=folder) for cells in cells_of(result)]
-    return Table(header=header_of(result), lines=lines)
+    return Table(header=header_of(result), lines=lines, num_left=NUM_LEFT - 1)
 
 
 def header_of(result: Json) -> list[str]:
@@ -252,8 +260,7 @@ def cells_of(result: Json) -> Iterator[list[str]]:
     """The lines of each engine and method, and below the two engines one with their ratios."""
     benchmark = BENCHMARKS[result["bench"]]
     columns = benchmark.columns(result)
-    for method in dict.fromkeys(part["method"] for part in result["parts"]):
-        parts = {p["engine"]: p for p in result["parts"] if p["method"] == method and p["rows"]}
+    for parts in _measured(result).values():
         lines = {engine: benchmark.lines(part) for engine, part in parts.items()}
         for i in range(max(map(len, lines.values()), default=0)):
             here = {engine: of[i] for engine, of in lines.items() if i < len(of)}

@@ -176,8 +176,8 @@ def _turn(turn: int, completions: Sequence[Completion]) -> Json:
 
 
 def _cold_turn(config: RunConfig, engine: Engine, turn: int) -> Json:
-    """As many random prompts as there are conversations, as long as those of `turn`, at once: a run
-    begins with an empty cache."""
+    """The figures of random prompts, a conversation each and as long as those of `turn`, all at
+    once: a run begins with an empty cache."""
     bench, rng = config.bench, np.random.default_rng([config.seed, COLD_STREAM, turn])
     length = turn * bench.turn_tokens + (turn - 1) * bench.output_tokens
     count = bench.num_conversations

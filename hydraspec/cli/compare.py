@@ -1,4 +1,4 @@
-"""`python -m hydraspec.compare` and `hydraspec.compare`: arguments, files and exit status."""
+"""`hydraspec compare` and `hydraspec.compare`: arguments and files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hydraspec.cli.complain import status_over_folders
+from hydraspec.cli.folders import writing
 from hydraspec.errors import ConfigurationError
 
-COMMAND = "hydraspec.compare"
 DESCRIPTION = """\
 Compare runs over the same prompts, request by request. Each run's speed is taken against its own
 baseline, so that a machine that slows down between runs cancels; runs of several splits, devices,
@@ -32,34 +31,34 @@ def compare(
             '  to do: write compare(["outputs/a", "outputs/b"])'
         )
     from hydraspec.study import compare as runs
-    from hydraspec.study.comparison import words
+    from hydraspec.study import words
 
-    ranking = runs.compared([Path(folder) for folder in folders])
+    group = runs.compared([Path(folder) for folder in folders])
     if write is not None:
-        runs.write(ranking, Path(write))
-    result: dict[str, Any] = words.as_json(ranking)
+        runs.write(group, Path(write))
+    result: dict[str, Any] = words.as_json(group)
     return result
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
+def main(argv: Sequence[str]) -> None:
+    """Compare the runs that a command line names."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.compare", description=DESCRIPTION, epilog=STATUSES
+        prog="hydraspec compare", description=DESCRIPTION, epilog=STATUSES
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, or of a sweep")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of a sweep"
+    )
     parser.add_argument(
         "--write",
+        type=Path,
         metavar="FOLDER",
         help="write compare.json, compare.csv, compare.md and compare.html there",
     )
-    given = parser.parse_args(arguments)
-    return status_over_folders(lambda: _compare(given), command=COMMAND, writes=given.write)
-
-
-def _compare(given: argparse.Namespace) -> None:
+    given = parser.parse_args(argv)
     from hydraspec.study import compare as runs
 
-    ranking = runs.compared([Path(folder) for folder in given.folders])
-    runs.show(ranking)
+    group = runs.compared(given.folders)
+    runs.show(group)
     if given.write is not None:
-        runs.write(ranking, Path(given.write), say=True)
+        with writing(given.write):
+            runs.write(group, given.write, say=True)

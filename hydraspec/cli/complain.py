@@ -1,12 +1,21 @@
-"""What a command says on standard error."""
+"""What a command says on standard error, and the exit status that follows."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from hydraspec.errors import UserError, printable
-from hydraspec.signals import output_may_be_cut
+from hydraspec.errors import CannotWriteError, UserError, printable
+from hydraspec.signals import ignore_interrupts, interrupts_stay_interrupts
+
+INTERRUPTED = 130
+
+
+class Ending:
+    """The end of a command: its exit status."""
+
+    status = 0
 
 
 def tell(message: object, *, command: str = "hydraspec") -> None:
@@ -21,13 +30,38 @@ def complain(message: object, status: int, *, command: str = "hydraspec") -> int
     return status
 
 
-def status_over_folders(action: Callable[[], None], *, command: str, writes: object) -> int:
-    """The exit status of a command that reads folders and writes to `writes`."""
-    with output_may_be_cut():
-        try:
-            action()
-        except UserError as error:
-            return complain(error, error.exit_code, command=command)
-        except OSError as error:
-            return complain(f"cannot write {writes}: {error.strerror or error}", 1, command=command)
-    return 0
+@contextmanager
+def errors_told(command: str = "hydraspec") -> Iterator[Ending]:
+    """Tell a user's mistake or an interrupt in one message, and set the status of the ending that
+    is yielded. Other exceptions keep their traceback. After an interrupt the process must end:
+    further ones are ignored."""
+    ending = Ending()
+    try:
+        with interrupts_stay_interrupts():
+            yield ending
+    except KeyboardInterrupt as interrupt:
+        ignore_interrupts()
+        message = f"interrupted: {str(interrupt) or 'nothing was finished'}"
+        ending.status = complain(message, INTERRUPTED, command=command)
+    except Exception as error:
+        mistake = _mistake(error)
+        if mistake is None:
+            raise
+        ending.status = complain(mistake, mistake.exit_code, command=command)
+
+
+def _mistake(error: Exception) -> UserError | None:
+    """The error as a user's mistake; None for an unexpected one."""
+    if isinstance(error, UserError):
+        return error
+    # Loaded here: the first of all errors is that their packages are not installed.
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from hydraspec.cli.folders import folder_message
+    from hydraspec.cli.translate import translate
+
+    if isinstance(error, CannotWriteError):
+        return UserError(folder_message(error))
+    is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
+    return translate(error) if is_hydras else None

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR
 from hydraspec.cli.hydra_keys import check_launcher, check_output_subdir
 from hydraspec.cli.overrides import check_keys, leaves, parse, search_places, values_of, with_method
 from hydraspec.cli.translate import translated
@@ -58,11 +59,14 @@ class Plan:
 
     Attributes:
         folder: the run's, or the sweep's.
+        is_named: whether the folder's name was typed; by default it is the time of day, to the
+            second.
         composed: the configuration of a sweep without what it varies; of a run, the run's.
     """
 
     jobs: list[Job]
     folder: Path
+    is_named: bool
     is_sweep: bool
     composed: DictConfig
 
@@ -100,12 +104,20 @@ def plan(
         is_sweep = multirun or hydra.mode == RunMode.MULTIRUN
         check_launcher(composed, is_sweep=is_sweep)
         if is_sweep:
-            jobs, folder = list(_jobs_of_sweep(composed, typed)), Path(hydra.sweep.dir)
-            return Plan(jobs=jobs, folder=folder, is_sweep=True, composed=composed)
-        for override in typed:
-            _refuse_sweep(override)
-        job = _job(composed, typed, Path(hydra.run.dir))
-        return Plan(jobs=[job], folder=job.folder, is_sweep=False, composed=composed)
+            jobs, key, folder = list(_jobs_of_sweep(composed, typed)), SWEEP_DIR, hydra.sweep.dir
+        else:
+            for override in typed:
+                _refuse_sweep(override)
+            key, folder = RUN_DIR, hydra.run.dir
+            jobs = [_job(composed, typed, Path(folder))]
+        named = {leaf for override in typed for leaf, _ in leaves(override)}
+        return Plan(
+            jobs=jobs,
+            folder=Path(folder),
+            is_named=key in named,
+            is_sweep=is_sweep,
+            composed=composed,
+        )
 
 
 def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job]:

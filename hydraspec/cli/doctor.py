@@ -1,22 +1,15 @@
-"""`python -m hydraspec.doctor`: the command line of an examination."""
+"""`hydraspec doctor`: the command line of an examination, and the same from Python."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hydraspec.cli import torchrun
-from hydraspec.cli.beside_runs import prepared, status_of
-from hydraspec.cli.compose import CONFIG_NAME, plan
-from hydraspec.cli.flags import read_flags
-from hydraspec.cli.folders import RUN_DIR, fresh, is_typed, refuse_no_folder
-from hydraspec.cli.overrides import with_config_dir
-from hydraspec.errors import ConfigurationError
-from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
+from hydraspec.cli.flags import read_keys
+from hydraspec.cli.from_python import planned_call
+from hydraspec.cli.jobs import claimed_folder, ready
 
-COMMAND = "hydraspec.doctor"
 HELP = """\
 usage: python -m hydraspec.doctor target=… method=… [method.checkpoint=…] [key=value …]
 
@@ -33,14 +26,12 @@ workload; 130 interrupted; 1 anything else
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Examine what a command line names, and return the exit status."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    with output_may_be_cut(), terminations_as_interrupts():
-        if {"--help", "-h"} & {*argv}:
-            sys.stdout.write(HELP)
-            return 0
-        return status_of(lambda: _examine(argv), command=COMMAND)
+def main(argv: Sequence[str]) -> None:
+    """Examine what a command line names."""
+    if {"--help", "-h"} & {*argv}:
+        sys.stdout.write(HELP)
+        return
+    doctor(read_keys(argv, "an examination is of one drafter").overrides)
 
 
 def doctor(
@@ -49,23 +40,9 @@ def doctor(
     """An examination from Python; returns the content of doctor.json and `run_dir`."""
     from hydraspec.analysis.doctor.run import check, examine
 
-    refuse_no_folder(overrides)
-    torchrun.refuse_calls()
-    (job,) = plan(with_config_dir(config_dir, overrides)).jobs
+    planned = planned_call("doctor", overrides, config_dir)
+    (job,) = planned.jobs
     check(job.config)
-    if not is_typed(RUN_DIR, overrides):
-        job.folder = fresh(job.folder)
-    with prepared(job) as folder:
+    with claimed_folder(planned), ready(job) as folder:
         found = examine(job.config, run_dir=folder, overrides=job.overrides, quiet=quiet)
     return {**found, "run_dir": str(folder)}
-
-
-def _examine(argv: Sequence[str]) -> None:
-    args = read_flags(argv)
-    if args.multirun or args.cfg or args.info or args.config_name not in (None, CONFIG_NAME):
-        raise ConfigurationError(
-            f"{' '.join(argv)}: an examination is of one drafter\n"
-            "  allowed: group=choice, key=value and --config-dir\n"
-            "  to do: leave the flag out; python -m hydraspec has it"
-        )
-    doctor(args.overrides)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from hydra import version as hydra_version
 from hydra._internal.utils import _run_hydra, get_args_parser
@@ -19,6 +18,7 @@ from hydraspec.cli.overrides import (
 )
 from hydraspec.config.messages import nearest
 from hydraspec.errors import ConfigurationError
+from hydraspec.version import __version__
 
 
 def read_flags(argv: Sequence[str]) -> Namespace:
@@ -38,8 +38,25 @@ def read_flags(argv: Sequence[str]) -> Namespace:
             f"  to do: {f'did you mean {meant}?' if meant else 'remove it'}"
         )
     _refuse_flags(args)
+    args.config_name = args.config_name or CONFIG_NAME
     # An override too: what shows text reads the flag, every composition of a run the override.
     args.overrides = with_config_dir(args.config_dir, args.overrides)
+    return args
+
+
+def read_keys(argv: Sequence[str], problem: str, *, sweeps: bool = False) -> Namespace:
+    """Flags and overrides of a command that takes a run's keys, -m too where it `sweeps`.
+
+    Raises:
+        ConfigurationError: naming the problem, for another flag of a run.
+    """
+    args = read_flags(argv)
+    if only_shows(args) or args.config_name != CONFIG_NAME or (args.multirun and not sweeps):
+        raise ConfigurationError(
+            f"{' '.join(argv)}: {problem}\n"
+            f"  allowed: group=choice, key=value, {'-m ' * sweeps}and --config-dir\n"
+            "  to do: leave the flag out; python -m hydraspec has it"
+        )
     return args
 
 
@@ -66,7 +83,7 @@ def show(args: Namespace) -> None:
 def _parser() -> ArgumentParser:
     parser = get_args_parser()
     (action,) = (action for action in parser._actions if action.dest == "version")
-    vars(action)["version"] = f"hydraspec {version('hydraspec')}"  # ours, not Hydra's
+    vars(action)["version"] = f"hydraspec {__version__}"  # ours, not Hydra's
     return parser
 
 

@@ -10,44 +10,26 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydraspec.config.messages import refusal
-from hydraspec.errors import CannotWriteError, ConfigurationError
+from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.metrics.run_files import RESULTS
 
 log = logging.getLogger(__name__)
 
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 LOCK = ".lock"  # in a folder in use: which process that is
-WRITE_ERRORS = {
+REASONS = {  # where the system's own words do not say it
     errno.ENOSPC: "there is no space left",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EACCES: "writing is not permitted",
-    errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: "a part of the path is a file",
     errno.EEXIST: "it is a file",
 }
 
 _held: set[int] = set()  # descriptors of locks
-
-
-def refuse_no_folder(overrides: Sequence[str]) -> None:
-    """Refuse empty folder names, which would mean the current folder."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key in (RUN_DIR, SWEEP_DIR) and value.strip(" '\"") in ("", "null"):
-            raise refusal(
-                key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
-            )
-
-
-def is_typed(key: str, overrides: Sequence[str]) -> bool:
-    """Returns whether the user chose a folder's name; by default it is the time of day, to the
-    second."""
-    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
 
 
 def fresh(folder: Path) -> Path:
@@ -63,7 +45,7 @@ def fresh(folder: Path) -> Path:
         except FileExistsError:
             candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
         except OSError as error:
-            raise _cannot_use(folder, error) from error
+            raise ConfigurationError(folder_message(error, folder)) from error
         else:
             return candidate
 
@@ -84,7 +66,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
         tempfile.TemporaryFile(dir=path.parent).close()
         held = _lock(path)
     except OSError as error:
-        raise _cannot_use(folder, error) from error
+        raise ConfigurationError(folder_message(error, folder)) from error
     if held is None:
         raise refusal(
             key,
@@ -150,6 +132,19 @@ def results(folder: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
 
 
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raise what keeps a command from writing to `place` as a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {place}: {_reason(error)}\n"
+            "  allowed: a place with room that can be written\n"
+            "  to do: make room, or choose another"
+        ) from error
+
+
 def is_of(folder: Path, error: OSError) -> bool:
     """Returns whether an error is about a folder: a part of its path, or a file inside it."""
     if not isinstance(error.filename, str):
@@ -158,20 +153,16 @@ def is_of(folder: Path, error: OSError) -> bool:
     return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
-def folder_message(error: OSError) -> str:
-    """What is wrong with a file of a run folder, and the remedy."""
-    number, named = error.errno or 0, error.filename or "the run folder"
-    if isinstance(error, CannotWriteError):
-        reason = WRITE_ERRORS.get(number, os.strerror(number))
-        allowed = "a folder with room that can be written"
-    else:
-        reason, allowed = os.strerror(number), "a folder whose files can be read and written"
+def folder_message(error: OSError, folder: object = "the run folder") -> str:
+    """What is wrong with a run folder or a file in it, and the remedy."""
+    named = error.filename if isinstance(error.filename, str) else folder
     return (
-        f"{named}: {reason}\n  allowed: {allowed}\n"
+        f"{named}: {_reason(error)}\n"
+        "  allowed: a folder with room, whose files can be read and written\n"
         "  to do: make room, or choose another: hydra.run.dir=<folder> (sweeps: hydra.sweep.dir)"
     )
 
 
-def _cannot_use(folder: Path, error: OSError) -> ConfigurationError:
-    path = error.filename if isinstance(error.filename, str) else str(folder)
-    return ConfigurationError(folder_message(CannotWriteError(error.errno, "", path)))
+def _reason(error: OSError) -> str:
+    number = error.errno or 0
+    return REASONS.get(number, os.strerror(number) if number else str(error))

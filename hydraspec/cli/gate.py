@@ -1,21 +1,19 @@
-"""`python -m hydraspec.gate`: arguments, what is printed, and the exit status."""
+"""`hydraspec gate`: arguments, what is printed, and the exit status."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hydraspec.cli.complain import complain
-from hydraspec.errors import CannotWriteError, UserError, printable
-from hydraspec.signals import output_may_be_cut
+from hydraspec.cli.folders import writing
+from hydraspec.errors import printable
+from hydraspec.study import baseline, gate
+from hydraspec.study.runs import read_environment
+from hydraspec.study.words import in_words
 
-if TYPE_CHECKING:
-    from hydraspec.study.comparison.gate import Outcome
-
-COMMAND = "hydraspec.gate"
 REGRESSION = 4
 DESCRIPTION = """\
 Says whether runs are worse than a stored baseline: acceptance by position and category, speedup,
@@ -26,95 +24,69 @@ Exit status: 0 no worse; 4 worse, each regression named; 2 wrong arguments, a ba
 that cannot be used or compared; 1 the baseline cannot be written."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
-    given = _parser().parse_args(arguments)
-    folders = [Path(folder) for folder in given.folders]
-    with output_may_be_cut():
-        try:
-            if given.write:
-                return _write(Path(given.file), folders)
-            return _compare(Path(given.file), folders, given)
-        except UserError as error:
-            return complain(error, error.exit_code, command=COMMAND)
-        except CannotWriteError as error:
-            said = error.args[1].partition(";")[0].partition(": ")[2]
-            return complain(f"cannot write {given.file}: {said}", 1, command=COMMAND)
-
-
-def _parser() -> argparse.ArgumentParser:
-    from hydraspec.study.comparison.gate import ACCEPTANCE_MARGIN, LOOKS, SPEED_MARGIN
-
+def main(argv: Sequence[str]) -> int:
+    """Compare the runs that a command line names, or store them; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.gate", description=DESCRIPTION, epilog=STATUSES
+        prog="hydraspec gate", description=DESCRIPTION, epilog=STATUSES
     )
-    parser.add_argument("file", metavar="FILE", help="the baseline, JSON")
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, or of a sweep")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the baseline, JSON")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of a sweep"
+    )
     parser.add_argument("--write", action="store_true", help="store the runs in FILE as baseline")
     parser.add_argument(
         "--looks",
-        type=_looks,
-        default=LOOKS,
+        type=_between(int, 1, 10_000),
+        default=gate.LOOKS,
         metavar="N",
         help="comparisons with this baseline among which one false alarm may come with a "
         "probability of 5 %% (default: %(default)s)",
     )
     parser.add_argument(
         "--acceptance-margin",
-        type=_margin,
-        default=ACCEPTANCE_MARGIN,
+        type=_between(float, 0, 0.9),
+        default=gate.ACCEPTANCE_MARGIN,
         metavar="RATE",
         help="loss of an acceptance rate that is granted, 0 to 0.9 (default: %(default)s)",
     )
     parser.add_argument(
         "--speed-margin",
-        type=_margin,
-        default=SPEED_MARGIN,
+        type=_between(float, 0, 0.9),
+        default=gate.SPEED_MARGIN,
         metavar="SHARE",
         help="loss of speedup that is granted, 0 to 0.9 (default: %(default)s)",
     )
-    return parser
+    given = parser.parse_args(argv)
+    return _write(given.file, given.folders) if given.write else _compare(given)
 
 
-def _looks(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text}: allowed are whole numbers from 1 to 10000")
-    return int(text)
+def _between(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
+    """Reads an argument's number, which has limits."""
 
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise argparse.ArgumentTypeError(f"{text}: allowed are {numbers} from {least} to {most}")
 
-def _margin(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 0.9:
-        raise argparse.ArgumentTypeError(f"{text}: allowed are numbers from 0 to 0.9")
-    return value
+    return read
 
 
 def _write(file: Path, folders: Sequence[Path]) -> int:
-    from hydraspec.study.comparison import baseline
-    from hydraspec.study.comparison.gate import labels
-    from hydraspec.study.comparison.runs import Job
-
     found = baseline.usable(folders)
-    baseline.write(file, found)
-    about = labels([Job(name=runs[0].name, label="", runs=runs) for runs in found])
-    for label, runs in zip(about, found, strict=True):
+    with writing(file):
+        baseline.write(file, found)
+    for label, job in zip(gate.labels(found), found, strict=True):
+        runs = job.runs
         _say(f"{label}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(runs[0].rows)} requests")
     _say(f"Baseline: {file}")
     return 0
 
 
-def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> int:
-    from hydraspec.study.comparison import baseline, gate
-    from hydraspec.study.comparison.runs import Job, read_environment
-
-    stored = baseline.read(file)
-    jobs = [
-        (Job(name=runs[0].name, label="", runs=runs), read_environment(runs[0].folder))
-        for runs in baseline.usable(folders)
-    ]
+def _compare(given: argparse.Namespace) -> int:
+    stored = baseline.read(given.file)
+    jobs = [(job, read_environment(job.folder)) for job in baseline.usable(given.folders)]
     outcomes = gate.compare(
         stored,
         jobs,
@@ -130,10 +102,8 @@ def _compare(file: Path, folders: Sequence[Path], given: argparse.Namespace) -> 
     return REGRESSION if failed else 0
 
 
-def _lines(outcome: Outcome) -> Iterator[str]:
+def _lines(outcome: gate.Outcome) -> Iterator[str]:
     """A job's result: what is worse, one line each, then the rest in short."""
-    from hydraspec.study.comparison.words import in_words
-
     yield f"{outcome.job.label}: {'REGRESSION' if outcome.failed else 'no worse'}"
     for text in outcome.broken:
         yield f"  worse: {text}"

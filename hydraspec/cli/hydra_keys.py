@@ -10,8 +10,8 @@ from pathlib import PurePosixPath
 
 from omegaconf import DictConfig
 
+from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR
 from hydraspec.config.messages import listing, refusal
-from hydraspec.errors import ConfigurationError
 
 LAUNCHER, BASIC = "hydra/launcher", "basic"
 LAUNCHERS = {  # where each comes from
@@ -33,21 +33,34 @@ LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 
 
 def check_hydra_key(key: str, value: object) -> None:
-    """Refuse an override of Hydra's configuration that names code.
+    """Refuse an override of Hydra's configuration that names code, or an empty folder name, which
+    would mean the current folder.
 
     Raises:
         ConfigurationError: naming the key.
     """
+    if key in (RUN_DIR, SWEEP_DIR) and not str(value or "").strip():
+        raise refusal(
+            key, "", "names no folder", allowed="a folder", remedy="name one, or leave it out"
+        )
     if key in CHOICES:
         if value not in CHOICES[key]:
             allowed = listing(CHOICES[key]) or "none"
             raise refusal(key, value, "is not available", allowed=allowed, remedy="leave it out")
-        if key == LAUNCHER:
-            _check_installed(str(value))
+        package = LAUNCHERS.get(str(value))
+        if package and find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
+            raise refusal(
+                key,
+                value,
+                f"needs the package {package}, which is not installed",
+                allowed=BASIC,
+                remedy=f"pip install {package}==1.2.0, or leave it out",
+            )
         return
     parts = re.split(r"[.\[\]]+", key)
     if NAMES_CODE & set(parts):
-        raise _names_code(key, value)
+        problem, allowed = "names code, which no override may do", "keys that hold plain values"
+        raise refusal(key, value, problem, allowed=allowed, remedy="leave it out")
     if ".".join(parts[:2]) not in LOGGING:
         return
     if parts[-1] != "level" or str(value).upper() not in LEVELS:
@@ -82,18 +95,6 @@ def check_launcher(composed: DictConfig, *, is_sweep: bool) -> None:
         )
 
 
-def _check_installed(launcher: str) -> None:
-    package = LAUNCHERS.get(launcher)
-    if package is not None and find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
-        raise refusal(
-            LAUNCHER,
-            launcher,
-            f"needs the package {package}, which is not installed",
-            allowed=BASIC,
-            remedy=f"pip install {package}==1.2.0, or leave it out",
-        )
-
-
 def check_output_subdir(subdir: str | None) -> None:
     """Refuse a hydra.output_subdir outside the run folder, or that is the run folder itself.
 
@@ -111,13 +112,3 @@ def check_output_subdir(subdir: str | None) -> None:
             allowed="null, or a name such as .hydra",
             remedy="leave it out: the run folder has its own config.yaml",
         )
-
-
-def _names_code(key: str, value: object) -> ConfigurationError:
-    return refusal(
-        key,
-        value,
-        "names code, which no override may do",
-        allowed="keys that hold plain values",
-        remedy="leave it out",
-    )

@@ -1,4 +1,4 @@
-"""Running a planned job: in its folder, with the log and the environment that Hydra's keys say.
+"""Running planned jobs: in their folders, with the log and the environment that Hydra's keys say.
 
 Nothing is composed here.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import configure_log, env_override
@@ -15,12 +16,31 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydraspec import splits
 from hydraspec.cli import ranks, report, sweep, torchrun
-from hydraspec.cli.compose import Job
+from hydraspec.cli.compose import Job, Plan
+from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR, claimed, fresh
 from hydraspec.cli.rank_environment import num_ranks
 from hydraspec.cli.rank_job import runner
 from hydraspec.cli.ranks import needs_ranks
 from hydraspec.config import RunConfig
 from hydraspec.lab.resolution import resolve
+
+
+@contextmanager
+def claimed_folder(planned: Plan) -> Iterator[None]:
+    """The folder of a plan: new unless its name was typed, and locked for a while."""
+    planned.move_to(planned.folder if planned.is_named else fresh(planned.folder))
+    with claimed(planned.folder, SWEEP_DIR if planned.is_sweep else RUN_DIR):
+        yield
+
+
+@contextmanager
+def ready(job: Job) -> Iterator[Path]:
+    """Hydra's keys applied and the configuration resolved, for a command that loads what a run
+    loads; yields the job's folder."""
+    with hydra_settings(job):
+        bind_threads(job.config)
+        resolve(job.config)
+        yield job.folder.absolute()
 
 
 def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, Any]:

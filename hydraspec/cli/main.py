@@ -1,203 +1,122 @@
-"""The command line: from sys.argv to an exit status.
+"""The front of all commands: verbs, what must be installed, interrupts, and the exit status.
 
 Exit status: 0 done; 2 wrong configuration; 3 unusable checkpoint or workload; 4 done, and the
-outputs are not the target's; 130 interrupted; 1 anything else. What a run does is the lab's
-business.
+outputs are not the target's, or the gate found a regression; 130 interrupted; 1 anything else.
+
+Imports the standard library and ours alone, so that it can name packages that are missing.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydraspec.cli.complain import complain, errors_told
+from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
-from hydraspec.cli import launchers, rank_environment, report, sweep, torchrun
-from hydraspec.cli.complain import complain
-from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
-from hydraspec.cli.flags import only_shows, read_flags, show
-from hydraspec.cli.folders import (
-    RUN_DIR,
-    SWEEP_DIR,
-    claimed,
-    folder_message,
-    fresh,
-    is_of,
-    is_typed,
-    refuse_no_folder,
-    results,
-)
-from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
-from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
-from hydraspec.cli.rank_environment import num_ranks
-from hydraspec.cli.translate import translate
-from hydraspec.config.messages import refusal
-from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
-from hydraspec.lab.outcome import (
-    DIVERGED,
-    INTERRUPTED,
-    OK,
-    Outcome,
-    exit_status,
-    last_line,
-    outcome,
-)
-from hydraspec.signals import (
-    ignore_interrupts,
-    interrupts_stay_interrupts,
-    output_may_be_cut,
-    terminations_as_interrupts,
+
+class Verb(NamedTuple):
+    """A command: the "module:function" that takes its arguments and returns the exit status or
+    None, and one line of help."""
+
+    place: str
+    help: str
+
+
+RUN = "run"
+VERBS = {
+    RUN: Verb("hydraspec.cli.run:run", "decode a workload, or sweep with -m; may be left out"),
+    "compare": Verb("hydraspec.cli.compare:main", "runs over the same prompts, paired by request"),
+    "report": Verb("hydraspec.cli.report:main", "a page over runs, sweeps and benchmarks"),
+    "doctor": Verb("hydraspec.cli.doctor:main", "why a drafter is rejected"),
+    "predict": Verb("hydraspec.cli.predict:main", "which K and concurrency are worth it"),
+    "replay": Verb("hydraspec.cli.replay:main", "a recorded run under other rules"),
+    "gate": Verb("hydraspec.cli.gate:main", "whether runs are worse than a stored baseline"),
+    "matrix": Verb("hydraspec.cli.matrix:main", "what combines with what, and its tests"),
+}
+# A checkout that was never installed lacks pip's packages, and conf/ and kernels/ as packages.
+NEEDED = (
+    *("hydraspec.conf", "hydraspec_kernels"),
+    *("hydra", "omegaconf", "yaml", "numpy", "torch", "safetensors", "transformers", "rich"),
 )
 
-log = logging.getLogger(__name__)
 
+def main(argv: Sequence[str] | None = None, *, verb: str | None = None) -> int:
+    """Run a command line.
 
-def main() -> int:
-    """Run the command line in sys.argv.
+    Args:
+        argv: what was typed after `hydraspec` or `python -m hydraspec.<verb>`; None: sys.argv's.
+        verb: of `python -m hydraspec.<verb>`; None: the first argument, or else a run.
 
     Returns:
         The exit status. A user's mistake prints one message to stderr; an unexpected exception
         keeps its traceback. After an interrupt the process must end: further ones are ignored.
     """
+    typed = list(sys.argv[1:] if argv is None else argv)
+    if verb is None:
+        verb = typed.pop(0) if typed and typed[0] in VERBS else RUN
+    command = "hydraspec" if verb == RUN else f"hydraspec.{verb}"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
-    try:
-        rank_environment.check()
-    except ConfigurationError as error:
-        return complain(error, error.exit_code)
-    if torchrun.is_follower():
-        return torchrun.follow()
-    with output_may_be_cut(), terminations_as_interrupts(), torchrun.leading():
+    with terminations_as_interrupts(), output_may_be_cut() as output:
         try:
-            with interrupts_stay_interrupts():
-                args = read_flags(sys.argv[1:])
-                if only_shows(args):
-                    show(args)
-                    return 0
-                refuse_no_folder(args.overrides)
-                name = args.config_name or CONFIG_NAME
-                planned = plan(args.overrides, multirun=args.multirun, config_name=name)
-                torchrun.check_size([job.config for job in planned.jobs])
-            with _claimed_folder(planned, args.overrides):
-                status = _run_jobs(planned)
-        except UserError as error:
-            status = complain(error, error.exit_code)
-        except (HydraException, OmegaConfBaseException) as error:
-            status = complain(translate(error), ConfigurationError.exit_code)
-        except KeyboardInterrupt as interrupt:
-            ignore_interrupts()
-            said = f"interrupted: {str(interrupt) or 'nothing was finished'}"
-            status = complain(said, INTERRUPTED)
-        except CannotWriteError as error:
-            status = complain(folder_message(error), 1)
-        return torchrun.end(status)
-
-
-@contextmanager
-def _claimed_folder(planned: Plan, overrides: Sequence[str]) -> Iterator[None]:
-    """The folder of a run or a sweep, made and kept from others for a while."""
-    key = SWEEP_DIR if planned.is_sweep else RUN_DIR
-    typed = is_typed(key, overrides)
-    planned.move_to(planned.folder if typed else fresh(planned.folder))
-    with claimed(planned.folder, key):
-        try:
-            if typed and planned.is_sweep:
-                bind_threads(planned.jobs[0].config)
-                sweep.check_folder(planned.folder, [job.config for job in planned.jobs])
-            yield
-        except OSError as error:
-            if not is_of(planned.folder, error):
+            with errors_told(command) as ending:
+                check_installed()
+                if verb == RUN:
+                    _refuse_words(typed)
+                ending.status = load(VERBS[verb].place)(typed) or 0
+        except SystemExit:  # after --help, or of argparse
+            if verb == RUN and {"--help", "-h"} & {*typed}:
+                sys.stdout.write(_table_of_verbs())
+            if not output.is_full():
                 raise
-            raise UserError(folder_message(error)) from error
+        if output.is_full():
+            said = "standard output: there is no space left, so that what was printed is cut off"
+            return complain(said, ending.status or 1, command=command)
+    return ending.status
 
 
-def _run_jobs(planned: Plan) -> int:
-    """Run the jobs, here one after another unless a launcher does; a sweep ends with its
-    comparison, whatever failed."""
-    outcomes: list[Outcome] = []
-    before = results(planned.folder)
-    if planned.is_sweep:
-        OmegaConf.save(planned.composed, planned.folder / "multirun.yaml")
-    try:
-        try:
-            here = planned.jobs
-            if launcher_of(planned.composed) != BASIC:
-                outcomes, here = _run_by_launcher(planned)
-            for job in here:
-                name = "" if job.number is None else str(job.number)
-                with interrupts_stay_interrupts(), hydra_settings(job):
-                    try:
-                        with _claimed_job(job, planned):
-                            outcomes.append(outcome(run_job(job), name))
-                    except UserError as error:
-                        if not planned.is_sweep:
-                            raise
-                        # This job cannot run; the others may.
-                        status = complain(error, error.exit_code)
-                        outcomes.append(Outcome(status=status, job=name))
-        finally:
-            if planned.is_sweep and results(planned.folder):
-                _compare(planned, whole=sys.exception() is None)
-    except KeyboardInterrupt:
-        if results(planned.folder) == before:
-            raise
-        raise KeyboardInterrupt("what was finished is saved") from None
-    return _end(sorted(outcomes, key=lambda end: int(end.job or 0)))
+def load(place: str) -> Callable[..., Any]:
+    """The function at "module:function"."""
+    module, _, function = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
 
 
-def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
-    """Run a sweep's jobs by Hydra's launcher.
+def check_installed() -> None:
+    """Refuse a Python that lacks a package which every command needs.
 
-    Returns:
-        How they ended, and the jobs whose results are to be taken over from a finished one.
+    Raises:
+        UserError: naming it.
     """
-    if num_ranks() > 1:
-        raise refusal(
-            LAUNCHER,
-            launcher_of(planned.composed),
-            "is not available under torchrun",
-            allowed=BASIC,
-            remedy="start the sweep without torchrun: each job starts its own ranks",
+    absent = [name for name in NEEDED if find_spec(name) is None]
+    if absent:
+        raise UserError(
+            f"hydraspec is not installed for {sys.executable}: it lacks {', '.join(absent)}\n"
+            "  allowed: a Python that hydraspec was installed for\n"
+            "  to do: in the checkout run `make setup`, then .venv/bin/python -m hydraspec; or run "
+            "`pip install -e .`"
         )
-    division = launchers.divide(planned)
-    ended = launchers.launch(planned, division.launched)
-    for each in ended.values():
-        if each.said is not None:
-            complain(each.said, each.outcome.status)
-    outcomes, here = [each.outcome for each in ended.values()], list(division.here)
-    for number, first in division.twins.items():
-        if ended[first].outcome.status in (OK, DIVERGED):
-            here.append(planned.jobs[number])
-        else:
-            outcomes.append(replace(ended[first].outcome, job=str(number)))
-    return outcomes, here
 
 
-@contextmanager
-def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
-    """A sweep's job announced, and its folder kept from other processes for a while."""
-    if not planned.is_sweep:
-        yield
+def _table_of_verbs() -> str:
+    lines = (f"  {name:7}  {verb.help}\n" for name, verb in VERBS.items())
+    return "".join(("\nCommands (hydraspec <command> --help)\n\n", *lines))
+
+
+def _refuse_words(typed: Sequence[str]) -> None:
+    """Refuse a first argument that is neither a verb nor a flag nor an override."""
+    word = typed[0] if typed else ""
+    if not word or "=" in word or word.startswith(("-", "~")):
         return
-    log.info("job %s of %d: %s", job.number, len(planned.jobs), " ".join(job.overrides))
-    sweep.note_idle_seed(job.config, [other.config.seed for other in planned.jobs])
-    with claimed(job.folder, SWEEP_DIR):
-        yield
+    from hydraspec.config.messages import nearest
 
-
-def _end(outcomes: Sequence[Outcome]) -> int:
-    status, said = exit_status(outcomes), last_line(outcomes)
-    return status if said is None else complain(said, status)
-
-
-def _compare(planned: Plan, *, whole: bool) -> None:
-    """Compare a sweep's jobs; one that was cut short is resumed later, and only then closed."""
-    report.compare(planned.folder)
-    if whole:
-        configs = [job.config for job in planned.jobs]
-        report.close_sweep(configs, planned.folder, group=sweep.group_name(planned.folder))
+    meant = nearest(word, VERBS)
+    raise ConfigurationError(
+        f"{word}: is no command\n  allowed: {', '.join(VERBS)}; or group=choice, key=value\n"
+        f"  to do: {f'did you mean hydraspec {meant}?' if meant else 'see hydraspec --help'}"
+    )

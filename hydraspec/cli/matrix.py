@@ -9,18 +9,18 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hydraspec.cli.complain import complain
+from hydraspec import factory
 from hydraspec.cli.compose import plan
+from hydraspec.cli.folders import writing
 from hydraspec.config.checks import ALIASES, check
 from hydraspec.config.choices import choices_of, packaged_drafters
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import RunConfig
-from hydraspec.errors import ConfigurationError, UserError
-from hydraspec.signals import output_may_be_cut
+from hydraspec.errors import ConfigurationError
 
 # Axes in the order of a table. Choices of the first two make rows, of the next two columns.
 AXES = ("target", "method", "engine", "parallelism", "cudagraph", "sampling")
@@ -39,103 +39,69 @@ class Cell:
     tests: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, frozen=True)
-class Proof:
-    """A test, and the choices that it runs: all of an axis that is not named."""
-
-    test: str  # file::function, or a command
-    covers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def holds(self, choices: Mapping[str, str]) -> bool:
-        """Returns whether the test runs this combination."""
-        return all(choices[axis] in covered for axis, covered in self.covers.items())
-
-
 GEMMA = ("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe")
 OTHERS = ("tiny_deepseek", "tiny_mistral", "tiny_qwen3")
 DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
 GRAPHS = ("full", "full_and_piecewise", "full_decode_only", "piecewise")
 
 
-def _native(parallelism: str, **covers: Sequence[str]) -> dict[str, Sequence[str]]:
-    return {"engine": ("native",), "parallelism": (parallelism,), **covers}
+def _native(*parallelism: str, **covers: Sequence[str]) -> dict[str, Sequence[str]]:
+    return {"engine": ("native",), "parallelism": parallelism, **covers}
 
 
-# Over ranks a CPU runs without graphs; the graphs of ranks are those of one device, and
+# A test (file::function, or a command) and the choices that it runs: all of an axis that is not
+# named. Over ranks a CPU runs without graphs; the graphs of ranks are those of one device, and
 # test_engines_of_devices runs every pair with them.
-PROOFS = (
-    Proof(GATE, _native("single")),
-    Proof(
-        "tests/engine/test_fuzz_gemma4.py::test_configurations_decode_as_the_plain_engine",
-        _native("single", target=GEMMA, method=DRAFTERS),
+PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
+    GATE: _native("single"),
+    "tests/engine/test_fuzz_gemma4.py::test_configurations_decode_as_the_plain_engine": _native(
+        "single", target=GEMMA, method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_fuzz_others.py::test_configurations_decode_as_the_plain_engine",
-        _native("single", target=OTHERS, method=DRAFTERS),
+    "tests/engine/test_fuzz_others.py::test_configurations_decode_as_the_plain_engine": _native(
+        "single", target=OTHERS, method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_graph_modes.py::test_every_mode_gives_the_tokens_of_eager_steps",
-        _native(
-            "single",
-            target=("tiny_gemma4", *OTHERS),
-            method=DRAFTERS,
-            cudagraph=GRAPHS,
-            sampling=("greedy",),
-        ),
+    "tests/engine/test_graph_modes.py::test_every_mode_gives_the_tokens_of_eager_steps": _native(
+        "single",
+        target=("tiny_gemma4", *OTHERS),
+        method=DRAFTERS,
+        cudagraph=GRAPHS,
+        sampling=("greedy",),
     ),
-    Proof(
-        "tests/engine/test_stochastic.py::test_sampled_runs_follow_the_target",
-        _native(
-            "single", target=("tiny_gemma4",), method=("gemma4_mtp",), sampling=("stochastic",)
-        ),
+    "tests/engine/test_stochastic.py::test_sampled_runs_follow_the_target": _native(
+        "single", target=("tiny_gemma4",), method=("gemma4_mtp",), sampling=("stochastic",)
     ),
-    Proof(
-        "tests/engine/test_tensor_parallel.py::test_two_ranks_give_what_one_process_gives",
-        _native("tp2", method=DRAFTERS),
+    "tests/engine/test_tensor_parallel.py::test_two_ranks_give_what_one_process_gives": _native(
+        "tp2", method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_engines_of_ranks.py::test_ranks_choose_the_tokens_of_one",
-        {"engine": ("native",), "parallelism": ("tp2", "tp4"), "method": ("none",)},
+    "tests/engine/test_engines_of_ranks.py::test_ranks_choose_the_tokens_of_one": _native(
+        "tp2", "tp4", method=("none",)
     ),
-    Proof(
-        "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks",
-        {"engine": ("native",), "parallelism": ("tp2", "tp4"), "method": DRAFTERS},
+    "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks": _native(
+        "tp2", "tp4", method=DRAFTERS
     ),
-    Proof(
-        "tests/engine/test_pipeline.py::test_every_target_with_every_drafter_in_two_stages",
-        _native("pp2"),
+    "tests/engine/test_pipeline.py::test_every_target_with_every_drafter_in_two_stages": _native(
+        "pp2"
     ),
-    Proof("tests/engine/test_pipeline.py::test_four_stages_decode_as_one_process", _native("pp4")),
-    Proof(
-        "tests/engine/test_pipeline.py::test_every_pair_in_two_stages_of_two_ranks",
-        _native("tp2_pp2"),
+    "tests/engine/test_pipeline.py::test_four_stages_decode_as_one_process": _native("pp4"),
+    "tests/engine/test_pipeline.py::test_every_pair_in_two_stages_of_two_ranks": _native("tp2_pp2"),
+    "tests/engine/test_replicas.py::test_two_replicas_of_the_zoo": _native("dp2"),
+    "tests/engine/test_engines_of_devices.py::test_on_devices": _native(
+        "tp2", "tp4", "pp2", "pp4", sampling=("greedy",)
     ),
-    Proof("tests/engine/test_replicas.py::test_two_replicas_of_the_zoo", _native("dp2")),
-    Proof(
-        "tests/engine/test_engines_of_devices.py::test_on_devices",
-        {
-            "engine": ("native",),
-            "parallelism": ("tp2", "tp4", "pp2", "pp4"),
-            "sampling": ("greedy",),
-        },
-    ),
-    Proof(
-        "tests/adapters/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines",
-        {"engine": ("transformers",), "method": ("none",)},
-    ),
-    Proof(
-        "tests/adapters/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines",
-        {"engine": ("transformers",), "method": ("gemma4_mtp",)},
-    ),
-    Proof(
-        "tests/adapters/test_vllm_mapping.py::test_one_key_changes_one_argument",
-        {"engine": ("vllm",)},
-    ),
-    Proof(
-        "tests/adapters/test_vllm_mapping.py::test_the_speculative_configuration",
-        {"engine": ("vllm",), "method": DRAFTERS},
-    ),
-)
+    "tests/adapters/test_transformers_engine.py::test_plain_tokens_equal_the_native_engines": {
+        "engine": ("transformers",),
+        "method": ("none",),
+    },
+    "tests/adapters/test_transformers_engine.py::test_assisted_tokens_equal_the_native_engines": {
+        "engine": ("transformers",),
+        "method": ("gemma4_mtp",),
+    },
+    "tests/adapters/test_vllm_mapping.py::test_one_key_changes_one_argument": {"engine": ("vllm",)},
+    "tests/adapters/test_vllm_mapping.py::test_the_speculative_configuration": {
+        "engine": ("vllm",),
+        "method": DRAFTERS,
+    },
+}
 
 
 def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[str, ...]]:
@@ -153,14 +119,9 @@ def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[s
                 f"{axis} is no axis of the matrix\n  allowed: {listing(AXES)}\n"
                 f"  to do: {f'did you mean {meant}?' if meant else 'choose one of these'}"
             )
-        if not choices:
-            raise ConfigurationError(
-                f"{axis} has no choices\n  allowed: {listing(known[axis])}\n"
-                f"  to do: write {axis}=<choice>,<choice>"
-            )
         for choice in choices:
             if choice not in known[axis]:
-                remedy = did_you_mean(axis, choice, known[axis], "choose one of these")
+                remedy = did_you_mean(axis, choice, known[axis], f"write {axis}=<choice>,<choice>")
                 raise refusal(
                     axis, choice, "is no choice", allowed=listing(known[axis]), remedy=remedy
                 )
@@ -185,8 +146,7 @@ def cells(wanted: Mapping[str, Sequence[str]] | None = None) -> Iterator[Cell]:
             }
             reason = NO_DRAFTER if base is None else _reason(replace(base, **taken, warnings=[]))
             choices = dict(zip(AXES, (target, method, *names), strict=True))
-            tests = () if reason else tuple(p.test for p in PROOFS if p.holds(choices))
-            yield Cell(choices=choices, reason=reason, tests=tests)
+            yield Cell(choices=choices, reason=reason, tests=() if reason else _tests(choices))
 
 
 def _config(*overrides: str) -> RunConfig:
@@ -194,33 +154,41 @@ def _config(*overrides: str) -> RunConfig:
 
 
 def _reason(config: RunConfig) -> str | None:
-    """What the rules say of a configuration; None: they hold."""
     try:
         check(config)
+        factory.check_split(config)
     except ConfigurationError as error:
         return str(error).partition("\n")[0]
     return None
+
+
+def _tests(choices: Mapping[str, str]) -> tuple[str, ...]:
+    """The tests that run a combination."""
+    return tuple(
+        test
+        for test, covers in PROOFS.items()
+        if all(choices[axis] in covered for axis, covered in covers.items())
+    )
 
 
 def tables(found: Sequence[Cell]) -> str:
     """Markdown: a table an engine, a row a pair of target and method, a column a split; where graph
     mode or sampling decides, the cell says which are legal. Reasons are numbered below."""
     reasons: dict[str, int] = {}
+    engines: dict[str, dict[tuple[str, str], dict[str, list[Cell]]]] = {}
+    for cell in found:
+        target, method, engine, split = (cell.choices[axis] for axis in AXES[:4])
+        places = engines.setdefault(engine, {}).setdefault((target, method), {})
+        places.setdefault(split, []).append(cell)
     text = []
-    for engine in dict.fromkeys(cell.choices["engine"] for cell in found):
-        of_engine = [cell for cell in found if cell.choices["engine"] == engine]
-        splits = list(dict.fromkeys(cell.choices["parallelism"] for cell in of_engine))
+    for engine, rows in engines.items():
+        splits = next(iter(rows.values()))
         text += [f"## engine={engine}", "", f"| target | method | {' | '.join(splits)} |"]
         text.append("|" + "---|" * (2 + len(splits)))
-        for row in dict.fromkeys((c.choices["target"], c.choices["method"]) for c in of_engine):
-            of_row = [c for c in of_engine if (c.choices["target"], c.choices["method"]) == row]
-            if all(cell.reason == NO_DRAFTER for cell in of_row):
-                continue
-            said = [
-                _said([c for c in of_row if c.choices["parallelism"] == split], reasons)
-                for split in splits
-            ]
-            text.append(f"| {' | '.join([*row, *said])} |")
+        for names, places in rows.items():
+            if any(cell.reason != NO_DRAFTER for cell in itertools.chain(*places.values())):
+                said = [_said(place, reasons) for place in places.values()]
+                text.append(f"| {' | '.join([*names, *said])} |")
         text.append("")
     text += [f"[{number}] {reason}" for reason, number in reasons.items()]
     return "\n".join(text).rstrip() + "\n"
@@ -242,40 +210,25 @@ def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
     return "; ".join(f"{axis}={','.join(names)}" for axis, names in legal.items()) + f" {marks}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """`python -m hydraspec.matrix`: print the tables; write every cell as JSON where asked to.
-    Exit status 0; 2: an axis, a choice or a file that cannot be."""
+def main(argv: Sequence[str]) -> None:
+    """Print the tables, and write every cell as JSON where asked to."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.matrix",
+        prog="hydraspec matrix",
         description="What combines with what, and which test runs it.",
         epilog=f"Axes: {', '.join(AXES)}. A target that is not named is one of the zoo's.",
     )
     parser.add_argument("choices", nargs="*", metavar="axis=a,b", help="look at these choices only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell with its tests")
     args = parser.parse_args(argv)
-    with output_may_be_cut():
-        try:
-            _show(args.choices, args.json)
-        except UserError as error:
-            return complain(error, error.exit_code, command="hydraspec.matrix")
-    return 0
-
-
-def _show(choices: Sequence[str], file: Path | None) -> None:
     wanted = {}
-    for word in choices:
+    for word in args.choices:
         axis, _, names = word.partition("=")
-        wanted[axis] = names.split(",") if names else []
+        wanted[axis] = names.split(",")
     found = list(cells(wanted))
-    if file is not None:
+    if args.json is not None:
         lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in found)
-        try:
-            file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"--json {file}: {error.strerror}\n  allowed: a file that can be written\n"
-                "  to do: name one in a folder that exists"
-            ) from error
+        with writing(args.json):
+            args.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     legal = [cell for cell in found if cell.reason is None]
     sys.stdout.write(tables(found))
     sys.stdout.write(f"\n{len(legal)} of {len(found)} combinations are legal.\n")

@@ -10,10 +10,11 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from hydraspec.cli.hydra_keys import check_hydra_key
-from hydraspec.cli.translate import translated, unreadable
+from hydraspec.cli.translate import translated
 from hydraspec.config.build import check_key
 from hydraspec.config.choices import SEARCH_PATH, choices_of, packaged_drafters, search
-from hydraspec.config.messages import listing, refusal
+from hydraspec.config.messages import listing, refusal, show
+from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
 
@@ -82,33 +83,41 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed.extend(parser.parse_overrides([line]))
         except HydraException as error:
-            raise unreadable(line) from error
+            raise _unreadable(line) from error
     return parsed
 
 
+def _unreadable(line: str) -> ConfigurationError:
+    remedy = "write key=value"
+    if "=" in line:
+        key, value = line.split("=", 1)
+        remedy = f"quote a value with special characters, e.g. \"{key}='{value}'\""
+    elif line.startswith("-"):
+        remedy = "see the flags with --help"
+    return ConfigurationError(
+        f"{line}: cannot be read\n  allowed: group=choice, key=value\n  to do: {remedy}"
+    )
+
+
 def check_keys(overrides: Sequence[Override]) -> None:
-    """Refuse unknown keys, and those of Hydra's that name code.
+    """Refuse unknown keys and choices that are no names, and those of Hydra's that name code.
 
     Raises:
         ConfigurationError: for the first.
     """
-    for override in overrides:
-        for typed in parse(values_of(override)):
-            _check_override_key(typed)
-
-
-def _check_override_key(override: Override) -> None:
-    key = override.key_or_group
-    if override.is_hydra_override() or key.startswith("hydra/"):
-        for leaf, value in leaves(override):
-            check_hydra_key(leaf, value)
-        return
-    if choices_of(key) and override.value() is None and not override.is_delete():
-        known = listing(choices_of(key))
-        raise refusal(key, None, "leaves the group empty", allowed=known)
-    for leaf, value in leaves(override):
-        if not choices_of(leaf):
-            check_key(leaf, value)
+    for override in (single for typed in overrides for single in parse(values_of(typed))):
+        key, value = override.key_or_group, override.value()
+        is_hydras = override.is_hydra_override() or key.startswith("hydra/")
+        known = () if is_hydras else choices_of(key)
+        if known and not isinstance(value, str | list | dict) and not override.is_delete():
+            problem = "leaves the group empty" if value is None else "is no choice"
+            remedy = did_you_mean(key, "none" if value is False else show(value), known)
+            raise refusal(key, value, problem, allowed=listing(known), remedy=remedy)
+        for leaf, inner in leaves(override):
+            if is_hydras:
+                check_hydra_key(leaf, inner)
+            elif not choices_of(leaf):
+                check_key(leaf, inner)
 
 
 def leaves(override: Override) -> Iterator[tuple[str, object]]:
@@ -141,15 +150,10 @@ def search_places(overrides: Sequence[str]) -> None:
     search([str(place) for place in places] if isinstance(places, list) else [])
 
 
-def search_override(places: Sequence[str]) -> str:
-    """Places with further choices as an override, which every composition of the run then reads."""
-    escaped = (place.replace("\\", "\\\\").replace("'", "\\'") for place in places)
-    quoted = ",".join(f"'{place}'" for place in escaped)
-    return f"{SEARCH_PATH}=[{quoted}]"
-
-
 def with_config_dir(folder: str | None, overrides: Sequence[str]) -> list[str]:
-    """`overrides`, after `--config-dir FOLDER` as an override."""
+    """`overrides`, after `--config-dir FOLDER` as an override, which every composition reads."""
     if folder is None:
         return list(overrides)
-    return [search_override([f"file://{Path(folder).expanduser().absolute()}"]), *overrides]
+    place = f"file://{Path(folder).expanduser().absolute()}"
+    escaped = place.replace("\\", "\\\\").replace("'", "\\'")
+    return [f"{SEARCH_PATH}=['{escaped}']", *overrides]

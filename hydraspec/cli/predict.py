@@ -1,46 +1,59 @@
-"""`python -m hydraspec.predict`: the command line of predictions."""
+"""`hydraspec predict`: the command line of predictions, and the same from Python."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from hydraspec.cli import torchrun
-from hydraspec.cli.beside_runs import prepared, status_of
-from hydraspec.cli.compose import CONFIG_NAME, Job, plan
-from hydraspec.cli.flags import read_flags
-from hydraspec.cli.folders import RUN_DIR, fresh, is_typed, refuse_no_folder
+from hydraspec.cli.compose import Job, plan
+from hydraspec.cli.flags import read_keys
+from hydraspec.cli.jobs import claimed_folder, ready
 from hydraspec.cli.overrides import with_config_dir
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
-from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
-COMMAND = "hydraspec.predict"
-USAGE = "python -m hydraspec.predict target=… method=… [key=value …] [--drafts 1,3,5] [--check]"
+N = TypeVar("N", int, float)
+
+USAGE = "hydraspec predict target=… method=… [key=value …] [--drafts 1,3,5] [--check]"
 DESCRIPTION = """\
 Says before a sweep which numbers of drafts (K) are worth it, at which concurrency. It times a few
 decode steps of every K beside steps without drafts, counts how many drafts are accepted on the
 workload's own prompts, and prints the expected speedup, the acceptance at which drafts pay for
-themselves, and a warning where they would not. Keys are those of a run (see python -m hydraspec
---help). Several methods are a sweep: -m method=eagle3,gemma4_mtp."""
+themselves, and a warning where they would not. Keys are those of a run (see hydraspec --help).
+Several methods are a sweep: -m method=eagle3,gemma4_mtp."""
 EPILOG = """\
 It writes predict.json and predict.html to the run folder (hydra.run.dir=<folder>).
 
 exit status: 0 predicted, whatever was found; 2 wrong configuration; 3 unusable checkpoint or
 workload; 130 interrupted; 1 anything else"""
 CONCURRENCIES = (1, 4, 16)
+WHOLE = "whole numbers from 1"
 CONCURRENCY = "workload.concurrency"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Predict what a command line names, and return the exit status."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    flags, rest = _parser().parse_known_args(list(argv))
-    with output_may_be_cut(), terminations_as_interrupts():
-        return status_of(lambda: _predict(flags, rest), command=COMMAND)
+def main(argv: Sequence[str]) -> None:
+    """Predict what a command line names."""
+    flags, rest = _parser().parse_known_args(argv)
+    args = read_keys(rest, "this is a prediction", sweeps=True)
+    if flags.check and flags.acceptance is not None:
+        raise ConfigurationError(
+            "--check --acceptance: a run has the drafter's own acceptance\n"
+            "  allowed: one of the two\n  to do: leave --acceptance out"
+        )
+    predict(
+        args.overrides,
+        drafts=_values("--drafts", flags.drafts, _count, WHOLE, "1,2,4"),
+        concurrencies=_values("--concurrency", flags.concurrency, _count, WHOLE, "1,2,4"),
+        acceptance=_values(
+            "--acceptance", flags.acceptance, _rate, "rates from 0 to 1", "0.8,0.7,0.6"
+        ),
+        waves=(_values("--waves", flags.waves, _count, WHOLE, "1,2,4") or [2])[0],
+        check=flags.check,
+        multirun=args.multirun,
+    )
 
 
 def predict(
@@ -70,7 +83,6 @@ def predict(
     from hydraspec.analysis.predict.run import predict as run_prediction
     from hydraspec.analysis.predict.words import show_best
 
-    refuse_no_folder(overrides)
     torchrun.refuse_calls()
     planned = plan(with_config_dir(config_dir, overrides), multirun=multirun)
     # Of a sweep; method=none is what the others are compared with.
@@ -82,23 +94,25 @@ def predict(
         most = job.config.method.most_drafts
         wanted.append(
             Wanted(
-                drafts=drafts or range(1, most + 1),
-                concurrencies=concurrencies or concurrencies_of(job),
+                drafts=sorted({*(drafts or range(1, most + 1))}),
+                concurrencies=sorted({*(concurrencies or concurrencies_of(job))}),
                 rates=acceptance,
                 waves=waves,
                 check=check,
             )
         )
         check_job(job.config, wanted[-1])
-    found = []
-    for job, each in zip(jobs, wanted, strict=True):
-        if not is_typed(RUN_DIR, overrides) and not multirun:
-            job.folder = fresh(job.folder)
-        with prepared(job) as folder:
-            result = run_prediction(
-                job.config, each, run_dir=folder, overrides=job.overrides, quiet=quiet
-            )
-        found.append({**result, "run_dir": str(folder)})
+    found: list[dict[str, Any]] = []
+    with claimed_folder(planned):
+        for job, each in zip(jobs, wanted, strict=True):
+            with ready(job) as folder:
+                try:
+                    result = run_prediction(
+                        job.config, each, run_dir=folder, overrides=job.overrides, quiet=quiet
+                    )
+                except KeyboardInterrupt:
+                    raise KeyboardInterrupt("what was finished is saved" * bool(found)) from None
+            found.append({**result, "run_dir": str(folder)})
     show_best(found, quiet=quiet)
     return found
 
@@ -106,38 +120,13 @@ def predict(
 def concurrencies_of(job: Job) -> list[int]:
     """workload.concurrency where it is typed, else those that are usual."""
     slots = job.config.engine.max_num_seqs
-    if is_typed(CONCURRENCY, job.overrides):
+    if any(typed.lstrip("+").startswith(f"{CONCURRENCY}=") for typed in job.overrides):
         return [min(job.config.workload.concurrency or slots, slots)]
     return [each for each in CONCURRENCIES if each <= slots]
 
 
-def _predict(flags: argparse.Namespace, rest: Sequence[str]) -> None:
-    args = read_flags(rest)
-    if args.cfg or args.info or args.config_name not in (None, CONFIG_NAME):
-        raise ConfigurationError(
-            f"{' '.join(rest)}: this is a prediction\n"
-            "  allowed: group=choice, key=value, -m and --config-dir\n"
-            "  to do: leave the flag out; python -m hydraspec has it"
-        )
-    if flags.check and flags.acceptance is not None:
-        raise ConfigurationError(
-            "--check --acceptance: a run has the drafter's own acceptance\n"
-            "  allowed: one of the two\n  to do: leave --acceptance out"
-        )
-    predict(
-        args.overrides,
-        drafts=_numbers("--drafts", flags.drafts),
-        concurrencies=_numbers("--concurrency", flags.concurrency),
-        acceptance=_rates(flags.acceptance),
-        waves=(_numbers("--waves", flags.waves) or [2])[0],
-        check=flags.check,
-        multirun=args.multirun,
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.predict",
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -168,33 +157,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(flag: str, typed: str | None) -> list[int] | None:
-    if typed is None:
-        return None
-    try:
-        found = sorted({int(word) for word in typed.split(",")})
-    except ValueError:
-        found = [0]
-    if found[0] < 1:
-        raise ConfigurationError(
-            f"{flag} {typed}: cannot be read\n"
-            "  allowed: whole numbers from 1, separated by commas\n"
-            f"  to do: write {flag} 1,2,4"
-        )
-    return found
+def _count(word: str) -> int:
+    if int(word) < 1:
+        raise ValueError
+    return int(word)
 
 
-def _rates(typed: str | None) -> list[float] | None:
-    if typed is None:
-        return None
+def _rate(word: str) -> float:
+    if not 0 <= float(word) <= 1:
+        raise ValueError
+    return float(word)
+
+
+def _values(
+    flag: str, typed: str | None, read: Callable[[str], N], allowed: str, example: str
+) -> list[N] | None:
+    """The values of a flag, separated by commas; None where it was left out."""
     try:
-        found = [float(word) for word in typed.split(",")]
+        return None if typed is None else [read(word) for word in typed.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 <= rate <= 1 for rate in found):
         raise ConfigurationError(
-            f"--acceptance {typed}: cannot be read\n"
-            "  allowed: rates from 0 to 1, separated by commas\n"
-            "  to do: write --acceptance 0.8,0.7,0.6"
-        )
-    return found
+            f"{flag} {typed}: cannot be read\n  allowed: {allowed}, separated by commas\n"
+            f"  to do: write {flag} {example}"
+        ) from None

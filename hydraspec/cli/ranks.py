@@ -28,7 +28,7 @@ from hydraspec.errors import (
     UserError,
     WorkloadError,
 )
-from hydraspec.metrics.run_files import JOURNAL, RANKS, SUMMARY, read_result, written_since
+from hydraspec.metrics.run_files import RANKS, SUMMARY, UNSAVED, read_result, written_since
 from hydraspec.parallel.faults import Fault, Kind, LostRankError
 from hydraspec.parallel.launch import run_ranks
 
@@ -110,10 +110,10 @@ def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) ->
 
 
 def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: bool) -> None:
-    """Save what the first rank had finished, if it left that in a journal: it is gone, whichever
-    rank failed first. See what_happened."""
+    """Save what the first rank had finished, if it had begun: it is gone, whichever rank failed
+    first. See what_happened."""
     folder = job.folder.absolute()
-    if not written_since(folder / JOURNAL, started):
+    if not written_since(folder / UNSAVED, started):
         return  # without the import of torch
     from hydraspec.lab.lost import save_finished
 
@@ -130,7 +130,7 @@ def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: b
 def what_happened(fault: Fault, folder: Path, started: float) -> str:
     """The message of a run that lost a rank; `started`: time.time() before it."""
     lines = [f"{fault}\n  so the run has ended"]
-    summary, kept = (written_since(folder / name, started) for name in (SUMMARY, JOURNAL))
+    summary, kept = (written_since(folder / name, started) for name in (SUMMARY, UNSAVED))
     if summary and read_result(folder).get("num_requests") == 0:
         lines.append(f"  saved: that no request was finished, in {folder}")
     elif summary:

@@ -1,4 +1,4 @@
-"""`python -m hydraspec.replay`: arguments, files and exit status."""
+"""`hydraspec replay`: arguments and files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydraspec.cli.complain import status_over_folders
+from hydraspec.cli.folders import writing
 
-COMMAND = "hydraspec.replay"
 DESCRIPTION = """\
 Replay a run with fewer drafts or other rules, from what it recorded: exactly for greedy requests
 where it ran with metrics.all_positions=true, as an estimate from metrics.trace=true alone. Rules
@@ -27,23 +26,20 @@ exit status: 0; 2 if there is nothing to replay, or the record does not answer f
 file cannot be written"""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
+def main(argv: Sequence[str]) -> None:
+    """Replay the run that a command line names."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.replay",
+        prog="hydraspec replay",
         description=DESCRIPTION,
         epilog=RULES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", metavar="FOLDER", help="of a run")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of a run")
     parser.add_argument("rules", nargs="*", metavar="KEY=VALUE", help="what is replayed")
-    given = parser.parse_args(arguments)
-    folder = Path(given.folder)
-    return status_over_folders(lambda: _replay(folder, given.rules), command=COMMAND, writes=folder)
-
-
-def _replay(folder: Path, rules: Sequence[str]) -> None:
+    given = parser.parse_args(argv)
     from hydraspec.analysis.replay import console, run
 
-    result = run.replayed(folder, rules)
-    console.show(result, run.write(result, folder))
+    result = run.replayed(given.folder, given.rules)
+    with writing(given.folder):
+        written = run.write(result, given.folder)
+    console.show(result, written)

@@ -1,4 +1,4 @@
-"""`python -m hydraspec.report`, and the comparison and report that end runs and sweeps."""
+"""`hydraspec report`, and the comparison and report that end runs and sweeps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydraspec.cli.complain import status_over_folders, tell
+from hydraspec.cli.complain import tell
+from hydraspec.cli.folders import writing
 from hydraspec.config.benches import is_bench
 from hydraspec.config.schema import RunConfig, TrackerMode
 from hydraspec.errors import UserError
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from hydraspec.study.blocks import Study
     from hydraspec.study.groups import Runs
 
-COMMAND = "hydraspec.report"
 DESCRIPTION = """\
 Make a report over runs: the question and its answer in a sentence, throughput of one user against
 that of all, speedup with intervals, acceptance by position and category, lossless verdicts, where
@@ -37,16 +38,17 @@ STATUSES = (
 log = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
+def main(argv: Sequence[str]) -> None:
+    """Make the report that a command line asks for."""
     parser = argparse.ArgumentParser(
-        prog="python -m hydraspec.report", description=DESCRIPTION, epilog=STATUSES
+        prog="hydraspec report", description=DESCRIPTION, epilog=STATUSES
     )
     parser.add_argument(
-        "folders", nargs="+", metavar="FOLDER", help="of a run, a sweep or a benchmark"
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, a sweep or a benchmark"
     )
     parser.add_argument(
         "--write",
+        type=Path,
         metavar="FOLDER",
         help="where study.html goes: by default into the one folder that is given, else into a "
         "new one in outputs/reports",
@@ -59,47 +61,24 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--entity", help="W&B entity for --publish, else that of the runs")
     parser.add_argument("--project", help="W&B project for --publish, else that of the runs")
-    given = parser.parse_args(arguments)
-    folders = [Path(folder) for folder in given.folders]
-    target = _target(given.write, folders)
-    return status_over_folders(
-        lambda: _make(given, folders, target), command=COMMAND, writes=target
-    )
-
-
-def _make(given: argparse.Namespace, folders: Sequence[Path], target: Path) -> None:
-    from hydraspec.study import wandb_report
+    given = parser.parse_args(argv)
+    from hydraspec.study import contents, wandb_report
 
     if given.publish:
         wandb_report.check_installed()
-    write_report(folders, target, asked=given.question)
+    default = given.folders[0]
+    if len(given.folders) > 1:
+        default = Path("outputs", "reports", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
+    target = given.write or default
+    made, runs = _read(given.folders, asked=given.question)
+    with writing(target):
+        paths = contents.write(made, runs, target)
+    contents.tell(made, paths)
     if given.publish:
         address = wandb_report.publish(target / STUDY_SPEC, given.entity, given.project)
         sys.stdout.write(f"Published: {address}\n")
     elif not wandb_report.is_installed():
-        tell(f"{STUDY_SPEC} is not written: {wandb_report.INSTALL}", command=COMMAND)
-
-
-def _target(given: str | None, folders: Sequence[Path]) -> Path:
-    """Where the report goes."""
-    if given is not None:
-        return Path(given)
-    if len(folders) == 1:
-        return folders[0]
-    return Path("outputs", "reports", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
-
-
-def write_report(folders: Sequence[Path], target: Path, *, asked: str | None = None) -> None:
-    """Write the report over runs, sweeps and benchmarks into `target`, and print its answer.
-
-    Raises:
-        ConfigurationError: the folders make no report.
-        OSError: with the path, if it cannot be written.
-    """
-    from hydraspec.study import study_page as page
-
-    made, runs = _read(folders, asked=asked)
-    page.tell(made, page.write(made, runs, target))
+        tell(f"{STUDY_SPEC} is not written: {wandb_report.INSTALL}", command="hydraspec.report")
 
 
 def _read(folders: Sequence[Path], *, asked: str | None = None) -> tuple[Study, Runs | None]:
@@ -135,8 +114,9 @@ def _holds_runs(folder: Path) -> bool:
 def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
     """Make the report of a single run or benchmark, if tracker.report asks for one. What fails is a
     warning."""
-    if config.tracker.report and (found := _read_or_warn(folder)):
-        _close(config, *found, folder, quiet=quiet)
+    if config.tracker.report:
+        with _warned("no report"):
+            _write(config, *_read([folder]), folder, quiet=quiet)
 
 
 def compare(folder: Path) -> None:
@@ -153,10 +133,8 @@ def compare(folder: Path) -> None:
     if any(folder.glob(f"*/{BENCH}")):
         from hydraspec.bench import study as bench_study
 
-        try:
+        with _warned("not side by side"):
             bench_study.show(bench_study.read(folder))
-        except UserError as error:
-            log.warning("not side by side: %s", str(error).splitlines()[0])
 
 
 def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> None:
@@ -169,38 +147,36 @@ def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> No
     of_runs = (config for config in configs if not is_bench(config))
     tracked = next((config for config in of_runs if config.tracker.records), None)
     reports = any(config.tracker.report for config in configs)
-    if not (tracked or reports) or not (found := _read_or_warn(folder)):
+    if not (tracked or reports):
         return
-    made, runs = found
-    if tracked and runs:
-        from hydraspec.lab import tracking
+    with _warned("no report"):
+        made, runs = _read([folder])
+        if tracked and runs:
+            from hydraspec.lab import tracking
 
-        tracking.record_sweep(tracked, made, runs, folder, group=group)
-    if reports:
-        _close(tracked or configs[0], made, runs, folder)
-
-
-def _read_or_warn(folder: Path) -> tuple[Study, Runs | None] | None:
-    try:
-        return _read([folder])
-    except UserError as error:
-        log.warning("no report: %s", str(error).splitlines()[0])
-    return None
+            tracking.record_sweep(tracked, made, runs, folder, group=group)
+        if reports:
+            _write(tracked or configs[0], made, runs, folder)
 
 
-def _close(
+def _write(
     config: RunConfig, made: Study, runs: Runs | None, folder: Path, *, quiet: bool = False
 ) -> None:
     """Write the report; with tracker.mode=online W&B gets it too, where it has the runs."""
-    from hydraspec.study import study_page as page
-    from hydraspec.study import wandb_report
+    from hydraspec.study import contents, wandb_report
 
+    paths = contents.write(made, runs, folder)
+    if not quiet:
+        contents.tell(made, paths)
+    if runs and config.tracker.records and config.tracker.mode is TrackerMode.online:
+        wandb_report.check_installed()
+        log.info("published: %s", wandb_report.publish(folder / STUDY_SPEC))
+
+
+@contextmanager
+def _warned(consequence: str) -> Iterator[None]:
+    """Log what fails as a warning."""
     try:
-        paths = page.write(made, runs, folder)
-        if not quiet:
-            page.tell(made, paths)
-        if runs and config.tracker.records and config.tracker.mode is TrackerMode.online:
-            wandb_report.check_installed()
-            log.info("published: %s", wandb_report.publish(folder / STUDY_SPEC))
+        yield
     except (OSError, UserError) as error:
-        log.warning("the report: %s", str(error).splitlines()[0])
+        log.warning("%s: %s", consequence, str(error).splitlines()[0])

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
     finished = {path.parent for name in RESULTS for path in sweep_dir.glob(f"*/{name}")}
     for folder in sorted(finished, key=job_number):
         summary = read_result(folder)
-        ran = summary.get("status") == "ok" and "reused_from" not in summary
-        if ran and _is_equal(folder, config):
-            changed = _changed_input(folder, config)
-            if changed is None:
-                return folder
-            log.info("%s has changed since job %s ran: not taken over", changed, folder.name)
+        if summary.get("status") != "ok" or "reused_from" in summary:
+            continue
+        with suppress(ConfigurationError):  # a folder in the sweep's that is no job
+            if _recorded(folder) == identity(config):
+                changed = _changed_input(folder, config)
+                if changed is None:
+                    return folder
+                log.info("%s has changed since job %s ran: not taken over", changed, folder.name)
     return None
 
 
@@ -104,13 +107,6 @@ def group_name(sweep_dir: Path) -> str:
     return "/".join(sweep_dir.resolve().parts[-2:])
 
 
-def _is_equal(folder: Path, config: RunConfig) -> bool:
-    try:
-        return _recorded(folder) == identity(config)
-    except ConfigurationError:  # a folder in the sweep's that is no job
-        return False
-
-
 def identity(config: RunConfig) -> dict[str, Any]:
     """What makes two resolved jobs equal: everything but the tracker."""
     plain = to_dict(config)
@@ -135,21 +131,18 @@ def _recorded(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if not isinstance(plain, dict):
+            raise TypeError(f"it holds a {type(plain).__name__}")
     except Exception as error:  # OSError, UnicodeDecodeError, RecursionError, PyYAML's, OmegaConf's
-        raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0]) from None
-    if not isinstance(plain, dict):
-        raise _damaged(path, f"it holds a {type(plain).__name__}")
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise refusal(
+            "hydra.sweep.dir",
+            str(folder.parent),
+            f"holds a job whose configuration cannot be read: {path}: {reason}",
+            allowed="a new folder, or that of the same sweep, which is then resumed",
+            remedy=f"remove {folder}, whose job then runs again, or choose another folder",
+        ) from None
     return {str(key): value for key, value in plain.items() if key != "tracker"}
-
-
-def _damaged(path: Path, reason: str) -> ConfigurationError:
-    return refusal(
-        "hydra.sweep.dir",
-        str(path.parent.parent),
-        f"holds a job whose configuration cannot be read: {path}: {reason}",
-        allowed="a new folder, or that of the same sweep, which is then resumed",
-        remedy=f"remove {path.parent}, whose job then runs again, or choose another folder",
-    )
 
 
 def _changed_input(folder: Path, config: RunConfig) -> Path | None:
@@ -158,9 +151,9 @@ def _changed_input(folder: Path, config: RunConfig) -> Path | None:
     """
     began = (folder / "config.yaml").stat().st_mtime
     for file in _local_inputs(config):
-        found = (file.stat(), file.lstat())
-        if max(max(one.st_mtime, one.st_ctime) for one in found) > began:
-            return file
+        for found in (file.stat(), file.lstat()):
+            if max(found.st_mtime, found.st_ctime) > began:
+                return file
     return None
 
 

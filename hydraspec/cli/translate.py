@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,28 +34,17 @@ def translate(error: Exception) -> ConfigurationError:
     """An error of Hydra or OmegaConf as ours."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error)
-    if isinstance(error, OverrideParseException):
-        return unreadable(error.override)
-    missing = MISSING_KEY.match(str(error))
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    first = str(error).splitlines()[0]
-    if not key:
-        return ConfigurationError(
-            f"{first}\n  allowed: group=choice, key=value, each once\n"
-            "  to do: see groups and keys with --help"
-        )
-    parent, _, name = str(key).rpartition(".")
-    node = getattr(cause, "parent_node", None)
-    allowed = [str(known) for known in node] if isinstance(node, DictConfig) else []
-    if missing and isinstance(node, DictConfig):
-        return _missing_key(missing[1], missing[2], parent, node)
-    meant = nearest(name, allowed)
-    lines = [f"{key}: {first}"]
-    if allowed:
-        lines.append(f"  allowed: keys of {parent or 'the configuration'} are {listing(allowed)}")
-    lines.append(f"  to do: did you mean {parent}.{meant}?" if meant else "  to do: leave it out")
-    return ConfigurationError("\n".join(lines))
+    key, node = getattr(cause, "full_key", None), getattr(cause, "parent_node", None)
+    missing = MISSING_KEY.match(str(error))
+    if key and missing and isinstance(node, DictConfig):
+        return _missing_key(missing[1], missing[2], str(key).rpartition(".")[0], node)
+    problem = str(error).splitlines()[0]
+    return ConfigurationError(
+        f"{f'{key}: {problem}' if key else problem}\n"
+        "  allowed: group=choice, key=value, each once\n"
+        "  to do: see groups and keys with --help"
+    )
 
 
 def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> ConfigurationError:
@@ -92,17 +81,4 @@ def _unknown_choice(error: MissingConfigException) -> ConfigurationError:
     remedy = f"did you mean {group}={meant}?" if meant else f"choose {group}=<choice> from these"
     return ConfigurationError(
         f"{group}={choice} is no choice\n  allowed: {listing(options)}\n  to do: {remedy}"
-    )
-
-
-def unreadable(line: str) -> ConfigurationError:
-    """The error of an override that Hydra's grammar does not take."""
-    remedy = "write key=value"
-    if "=" in line:
-        key, value = line.split("=", 1)
-        remedy = f"quote a value with special characters, e.g. \"{key}='{value}'\""
-    elif line.startswith("-"):
-        remedy = "see the flags with --help"
-    return ConfigurationError(
-        f"{line}: cannot be read\n  allowed: group=choice, key=value\n  to do: {remedy}"
     )

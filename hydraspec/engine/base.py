@@ -10,7 +10,7 @@ import numpy as np
 
 from hydraspec.engine.costs import CostTable
 from hydraspec.errors import ConfigurationError
-from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, StepRecord
+from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, Span, StepRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,9 +129,11 @@ class Engine(ABC):
         """The same loaded target without a drafter; it shares weights with this engine."""
 
     @abstractmethod
-    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray | None:
-        """Target logits [V] (float64) after `token_ids`, from one fresh prefill; None from an
-        engine that gives none.
+    def next_token_logits(
+        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+    ) -> np.ndarray | None:
+        """Target logits [V] (float64) after `token_ids`, of which `spans` are no text, from one
+        fresh prefill; None from an engine that gives none.
         """
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:

@@ -22,7 +22,7 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
-from hydraspec.engine.run.positions import can_be_forced, position_scores
+from hydraspec.engine.run.positions import position_scores
 from hydraspec.engine.run.profiling import profile_phases, profile_step
 from hydraspec.engine.run.results import LaunchedStep
 from hydraspec.engine.run.state import write_request
@@ -34,12 +34,14 @@ from hydraspec.engine.turns import History
 from hydraspec.parallel.ranks import current
 from hydraspec.sampling.flags import flags_of
 from hydraspec.speculators.teacher_forcing.texts import continued, finished_texts
+from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
     Completion,
     NotFiniteError,
     PositionScores,
     Request,
     SamplingParams,
+    Span,
     StepPlan,
     StepRecord,
 )
@@ -272,21 +274,22 @@ class NativeEngine(Engine):
     ) -> Iterator[PositionScores] | None:
         if not can_be_forced(self.parts.runner.speculator):
             return None
-        finished = finished_texts(requests, completions)
         run = partial(self.run, concurrency=None)
         num_more = self.parts.info.num_speculative_tokens
-        return position_scores(self.parts, continued(finished, num_more, run))
+        texts = continued(finished_texts(requests, completions), num_more, run)
+        return position_scores(self.parts, texts)
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
 
-    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
         request = Request(
             index=0,
             id="logits",
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
+            spans=spans,
         )
         runner = self.parts.runner
         with runner.keeping_logits():

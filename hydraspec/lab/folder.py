@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -27,30 +26,18 @@ from hydraspec.metrics.run_files import (
     BENCH_REPORT,
     CONFIG,
     COSTS,
-    DOCTOR,
     ENVIRONMENT,
-    JOURNAL,
+    OF_A_RUN,
     OVERRIDES,
-    POSITIONS,
-    PREDICTION,
-    PREDICTION_REPORT,
-    REPLAY,
     REPORT,
     REQUESTS,
-    STEPS,
     SUMMARY,
-    TRACE,
     TRACKER,
+    UNSAVED,
+    read_object,
 )
 
 log = logging.getLogger(__name__)
-
-OF_A_RUN = (
-    *(COSTS, PREDICTION, PREDICTION_REPORT),
-    *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
-    JOURNAL,
-    *(BENCH, ENVIRONMENT),  # last: they mark the folder as used
-)
 
 
 class RunFolder:
@@ -107,10 +94,14 @@ class RunFolder:
         """costs.json."""
         write_whole(self.path / COSTS, pretty_json(costs))
 
-    def remove_journal(self) -> None:
-        """What it is for is saved, or nobody can."""
+    def write_unsaved(self, beginning: Json) -> None:
+        """.unsaved.json; see lab.lost."""
+        write_whole(self.path / UNSAVED, pretty_json(beginning))
+
+    def remove_unsaved(self) -> None:
+        """Remove .unsaved.json, once the run is saved or cannot be."""
         with suppress(OSError):
-            (self.path / JOURNAL).unlink(missing_ok=True)
+            (self.path / UNSAVED).unlink(missing_ok=True)
 
     def write_requests(self, rows: Sequence[Json]) -> None:
         """requests.jsonl."""
@@ -133,18 +124,10 @@ class RunFolder:
 def _is_of_a_run(path: Path) -> bool:
     """Returns whether a run wrote its configuration here, and its versions or a benchmark's
     figures."""
-    versions = _read(path / ENVIRONMENT).get("versions")
+    versions = (read_object(path / ENVIRONMENT) or {}).get("versions")
     is_run = isinstance(versions, dict) and "hydraspec" in versions
-    is_bench = _read(path / BENCH).keys() >= {"schema_version", "parts", "ratios"}
+    is_bench = (read_object(path / BENCH) or {}).keys() >= {"schema_version", "parts", "ratios"}
     return (is_run or is_bench) and (path / CONFIG).is_file()
-
-
-def _read(path: Path) -> dict[str, Json]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _clear(path: Path) -> None:

@@ -1,30 +1,117 @@
-"""Saving what a run had finished whose process is gone, from its journal."""
+"""Requests written as they finish, so that another process can save a run whose own is lost.
+
+While a run lasts, requests.jsonl has a line for each request that ended on either side, with all
+that was counted until then, and .unsaved.json says what the run knew before its first step.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, TextIO, cast
 
 from hydraspec.config import to_dict
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
-from hydraspec.lab import journal, prediction, saving
+from hydraspec.lab import prediction
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.recorder import Recorder
+from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
-from hydraspec.metrics.run_files import JOURNAL, SUMMARY, written_since
-from hydraspec.metrics.sinks import Side
-from hydraspec.types import Request
+from hydraspec.metrics.counters import RequestCounters, StepSums
+from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.meter import Meter
+from hydraspec.metrics.run_files import REQUESTS, SUMMARY, UNSAVED, written_since
+from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.metrics.summary import RunFacts
+from hydraspec.types import Completion, PrefixCaching, Request, Span
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
 
-GONE = "the process of this engine is gone"
-
 log = logging.getLogger(__name__)
+
+OF_COMPLETION = tuple(each.name for each in fields(Completion))
+OF_COUNTERS = tuple(each.name for each in fields(RequestCounters) if each.name != "inter_token_ms")
+
+
+@dataclass(slots=True, frozen=True)
+class Beginning:
+    """Facts that a run knew before its first step: the content of .unsaved.json."""
+
+    infos: Mapping[Side, EngineInfo]
+    facts: RunFacts
+    warnings: Sequence[str]
+    at_s: float = field(default_factory=time.perf_counter)  # which all processes of a host share
+
+
+class FinishedRequests(Sink):
+    """requests.jsonl as it grows. A disk that is full ends its growth, not the run, which writes
+    the file anew when it ends.
+
+    Raises:
+        CannotWriteError: .unsaved.json cannot be written.
+    """
+
+    def __init__(
+        self, folder: RunFolder, requests: Sequence[Request], beginning: Beginning
+    ) -> None:
+        self._folder = folder
+        self._ids = {request.index: request.id for request in requests}
+        self._file: TextIO | None = None
+        self._is_over = False
+        self._round = 0
+        self._num_events = 0  # of the round's requests in the prefix cache, that were written
+        infos = {side.value: info for side, info in beginning.infos.items()}
+        folder.write_unsaved({**plain(beginning), "infos": plain(infos)})
+
+    def on_round(self, side: Side, number: int, num_rounds: int) -> None:
+        self._round, self._num_events = number, 0
+
+    def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
+        counters = meter.counters[completion.index]
+        events = [] if meter.prefix_hits is None else meter.prefix_hits.runs[-1]
+        begun = [index for index, has_ended in events[self._num_events :] if not has_ended]
+        self._num_events = len(events)
+        self._write(
+            {
+                "id": self._ids[completion.index],
+                "side": side.value,
+                "round": self._round,
+                **{name: getattr(completion, name) for name in OF_COMPLETION},
+                **{name: getattr(counters, name) for name in OF_COUNTERS},
+                "begun": begun,
+                "steps": meter.steps,
+                "at_s": time.perf_counter(),
+            }
+        )
+
+    def close(self) -> None:
+        """End the file's growth; nothing is left to save, or nobody can."""
+        self._end()
+        self._folder.remove_unsaved()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+    def _write(self, line: Json) -> None:
+        """Add a line, which can be read even if this process is killed directly afterwards."""
+        if self._is_over:
+            return
+        try:
+            if self._file is None:
+                self._file = (self._folder.path / REQUESTS).open("w", encoding="utf-8")
+            self._file.write(json.dumps(line, default=plain) + "\n")
+            self._file.flush()
+        except OSError:
+            self._end()
 
 
 def save_finished(
@@ -38,22 +125,21 @@ def save_finished(
 ) -> None:
     """Save what a run had finished by the time its process was lost, as it would have with `error`.
 
-    Nothing where it left no journal in this folder after `since_s` (time.time()): it had not begun,
-    or the folder is another host's. What goes wrong here is logged: the error itself matters more.
-    Steps and traces stay as they are, and so does what the tracker was told. Figures over steps are
-    those up to the last request that was finished.
+    Nothing where no run began in this folder after `since_s` (time.time()), or where it is saved.
+    What goes wrong here is logged: the error itself matters more. Steps and traces stay as they
+    are, and so does what the tracker was told. Figures over steps are those up to the last request
+    that was finished.
     """
-    path = run_dir / JOURNAL
     try:
-        if not written_since(path, since_s):
+        if not written_since(run_dir / UNSAVED, since_s):
             return
         folder = RunFolder(run_dir, to_dict(config), overrides)
         if written_since(run_dir / SUMMARY, since_s):
-            folder.remove_journal()
+            folder.remove_unsaved()
             return
         _save(config, folder, overrides, error, quiet=quiet)
     except Exception as other:
-        log.warning("%s: what had finished could not be saved: %s", path, other)
+        log.warning("%s: what had finished could not be saved: %s", run_dir, other)
 
 
 def _save(
@@ -64,77 +150,70 @@ def _save(
     *,
     quiet: bool,
 ) -> None:
-    found = journal.read(folder.path)
-    if found is None:
-        return
-    beginning, events = found
-    info, facts = beginning.infos[Side.method], beginning.facts
-    workload = workloads.read(config) or generated.random_requests(config, info.vocab_size)
+    known = json.loads((folder.path / UNSAVED).read_text(encoding="utf-8"))
+    infos = {Side(side): _info(facts) for side, facts in known.pop("infos").items()}
+    beginning = Beginning(infos, **known)
+    facts, vocab_size = beginning.facts, infos[Side.method].vocab_size
+    workload = workloads.read(config) or generated.random_requests(config, vocab_size)
     workload.warnings = list(beginning.warnings)
-    loaded = saving.Loaded(
-        config=config,
+    loaded = Loaded(
+        config=replace(
+            config,
+            metrics=replace(config.metrics, steps=False, trace=False, all_positions=False),
+        ),
         typed=overrides,
-        engines={side: _Gone(info) for side, info in beginning.infos.items()},
+        # Facts are all that is left of the lost process's engines.
+        engines={side: cast(Engine, SimpleNamespace(info=info)) for side, info in infos.items()},
         workload=workload,
         expected=prediction.read(config),
         tracker=None,
         decode=None,
         facts=lambda _: facts,
     )
-    recorder = Recorder(
-        folder,
-        workload.requests,
-        metrics=replace(config.metrics, steps=False, trace=False, all_positions=False),
-        method=info.method,
-        sides=list(beginning.infos),
-        tracker=None,
-        decode=None,
-        quiet=quiet,
-    )
-    with closing(recorder):
-        measurement = Measurement(
-            loaded.engines,
-            workload.requests,
-            recorder.sinks,
-            concurrency=config.workload.concurrency,
-        )
-        facts["run_s"] += _replay(events, measurement, beginning.at_s) - beginning.at_s
-        saving.save_early(error, loaded, measurement, recorder)
+    with closing(Recorder(folder, loaded, quiet=quiet)) as recorder:
+        measurement = Measurement(loaded.engines, workload.requests, [], concurrency=None)
+        lines = _lines(folder.path / REQUESTS)
+        _count(lines, measurement)
+        facts["run_s"] += (lines[-1]["at_s"] if lines else beginning.at_s) - beginning.at_s
+        recorder.save_early(error, measurement)
 
 
-def _replay(events: Iterable[journal.Event], measurement: Measurement, at_s: float) -> float:
-    """Have a measurement count the events; returns when the last one was, `at_s` without any."""
-    began_s, before_s = at_s, 0.0
-    for event in events:
-        measured, at_s = measurement.sides[event.side], event.at_s
-        meter, what = measured.meter, event.what
-        if what is None:
-            began_s, before_s = at_s, measured.rounds_s
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that were written whole; the last one may have been cut."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def _count(lines: Iterable[dict[str, Any]], measurement: Measurement) -> None:
+    """Have a measurement count requests as the run had by the time it wrote their lines."""
+    rounds = set[tuple[str, int]]()
+    for line in lines:
+        measured = measurement.sides[Side(line["side"])]
+        meter, index = measured.meter, line["index"]
+        if (begun := (line["side"], line["round"])) not in rounds:
+            rounds.add(begun)
             meter.begin_run()
-            continue
-        measured.rounds_s = before_s + at_s - began_s
-        if isinstance(what, journal.FirstSteps):
-            meter.first_steps(what.indices)
-        else:
-            meter.counters[what.completion.index], meter.steps = what.counters, what.steps
-            measurement.record(event.side, what.completion)
-    return at_s
+        meter.first_steps(line["begun"])
+        meter.counters[index] = _counters(line)
+        meter.steps = StepSums.of_json(line["steps"])
+        measured.completions[index] = _completion(line)
+        meter.add_completion(measured.completions[index])
 
 
-class _Gone(Engine):
-    """What is left of the lost process's engine: its facts."""
+def _completion(line: Mapping[str, Any]) -> Completion:
+    found = {name: line[name] for name in OF_COMPLETION}
+    return Completion(**{**found, "spans": tuple(Span(**span) for span in line["spans"])})
 
-    def __init__(self, info: EngineInfo) -> None:
-        self.info = info
 
-    def tokenize(self, requests: Sequence[Request]) -> NoReturn:
-        raise RuntimeError(GONE)
+def _counters(line: Mapping[str, Any]) -> RequestCounters:
+    found = {name: line[name] for name in OF_COUNTERS}
+    found["drafts_by_place"] = {int(place): n for place, n in line["drafts_by_place"].items()}
+    return RequestCounters(**found)
 
-    def run(self, requests: Sequence[Request], *, concurrency: int | None) -> NoReturn:
-        raise RuntimeError(GONE)
 
-    def baseline(self) -> NoReturn:
-        raise RuntimeError(GONE)
-
-    def next_token_logits(self, token_ids: Sequence[int]) -> NoReturn:
-        raise RuntimeError(GONE)
+def _info(known: Mapping[str, Any]) -> EngineInfo:
+    """Without its costs, for which only one warning asks."""
+    caching = known["prefix_caching"]
+    objects = {"prefix_caching": caching and PrefixCaching(**caching), "costs": None}
+    return EngineInfo(**{**known, **objects})

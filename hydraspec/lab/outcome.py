@@ -47,7 +47,7 @@ def exit_status(outcomes: Sequence[Outcome]) -> int:
 
 
 def last_line(outcomes: Sequence[Outcome]) -> str | None:
-    """What diverged in a run or a sweep, on one line; of several jobs the first in full."""
+    """The divergence of a run or a sweep on one line; of several jobs the first in full."""
     wrong = [found for found in outcomes if found.diverged is not None]
     if not wrong:
         return None

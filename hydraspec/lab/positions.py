@@ -1,5 +1,5 @@
 """After the measured rounds: drafts from every place of the outputs, for metrics.trace and
-metrics.all_positions.
+metrics.all_positions, and the texts of their tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.draft_figures import teacher_forced
-from hydraspec.types import PositionScores
+from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.models.tokenizer import load_tokenizer
+from hydraspec.types import CheckpointError, PositionScores
 
 log = logging.getLogger(__name__)
 
@@ -58,3 +60,27 @@ def _each_added(
     for scores in found:
         add(scores)
         yield scores
+
+
+def decoder(config: RunConfig) -> Callable[[Sequence[int]], str] | None:
+    """Text of token ids, without special tokens; None where the target has no tokenizer, or the run
+    records no drafts and so shows none of its tokens. Engines give texts of whole outputs only, so
+    the target's tokenizer is read once more.
+    """
+    if not (config.metrics.trace or config.metrics.all_positions):
+        return None
+    try:
+        tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
+    except CheckpointError:
+        return None
+    if tokenizer is None:
+        return None
+    known = tokenizer
+
+    def decode(token_ids: Sequence[int]) -> str:
+        try:
+            return known.decode(token_ids)
+        except (CheckpointError, ValueError, OverflowError, TypeError):  # no token of its files
+            return ""
+
+    return decode

@@ -1,16 +1,14 @@
-"""What `python -m hydraspec.predict` expects of a run: read before it, shown beside its figures."""
+"""The prediction of `python -m hydraspec.predict` for a run: read before it, shown beside it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.schema import PerStep, RunConfig
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.run_files import PREDICTION
+from hydraspec.metrics.run_files import PREDICTION, read_object
 from hydraspec.metrics.summary import Interval, Prediction
 
 KEY = "metrics.prediction"
@@ -40,7 +38,7 @@ def read(config: RunConfig) -> Expected:
     given = config.metrics.prediction
     if given is None or config.method.name == "none":
         return Expected()
-    found = [each for each in _read(Path(given).expanduser()) if each is not None]
+    found = _read(Path(given).expanduser())
     wanted = (config.target.name, config.method.name)
     match = [each for each in found if (each["target"], each["method"]) == wanted]
     if not match:
@@ -84,13 +82,8 @@ def _at_once(config: RunConfig) -> int:
     return slots if wanted is None else min(wanted, slots)
 
 
-def _read(path: Path) -> Iterator[Json]:
-    """The contents of the files; None of one that is none."""
+def _read(path: Path) -> list[Json]:
+    """The contents of the files that hold a prediction."""
     files = [path] if path.is_file() else [path / PREDICTION, *sorted(path.glob(f"*/{PREDICTION}"))]
-    for file in files:
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        is_whole = isinstance(content, dict) and {"target", "method", "predictions"} <= {*content}
-        yield content if is_whole else None
+    found = [read_object(file) or {} for file in files]
+    return [each for each in found if {"target", "method", "predictions"} <= {*each}]

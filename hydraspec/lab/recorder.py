@@ -1,27 +1,50 @@
-"""What a run writes and prints: its files, the console and the tracker."""
+"""The output of a run, whatever ended it: files, console and tracker."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from hydraspec.config.schema import MetricsConfig
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.lab import prediction, summary, verdict
 from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.rounds import Measurement
+from hydraspec.lab.run_warnings import warnings_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile
-from hydraspec.metrics.summary import Summary
+from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
 from hydraspec.metrics.trace import PositionsFile, TraceFile
 from hydraspec.metrics.tracker import WandbSink
 from hydraspec.signals import interrupts_held_back
-from hydraspec.study import run_page as report
+from hydraspec.study import run_page
 from hydraspec.study.console import ConsoleSink, run_console
 from hydraspec.study.samples import SampleSink
 from hydraspec.study.worst import worst_requests
-from hydraspec.types import PositionScores, Request
+from hydraspec.types import NotFiniteError, PositionScores
 from hydraspec.version import __version__
+from hydraspec.workloads.reading import Workload
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Loaded:
+    """Parts of a run that are ready before its first step."""
+
+    config: RunConfig
+    typed: Sequence[str]  # its overrides
+    engines: Mapping[Side, Engine]
+    workload: Workload
+    expected: prediction.Expected
+    tracker: WandbSink | None
+    decode: Callable[[Sequence[int]], str] | None  # text of tokens, where the run shows any
+    facts: Callable[[EngineInfo], RunFacts]  # as they are at its end
 
 
 class Recorder:
@@ -31,22 +54,11 @@ class Recorder:
         sinks: what watches the measured rounds.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        requests: Sequence[Request],
-        *,
-        metrics: MetricsConfig,
-        method: str,
-        sides: Sequence[Side],
-        tracker: WandbSink | None,
-        decode: Callable[[Sequence[int]], str] | None,
-        quiet: bool,
-    ) -> None:
-        """decode: the text of token ids, None without a tokenizer."""
-        self._folder, self._tracker = folder, tracker
+    def __init__(self, folder: RunFolder, loaded: Loaded, *, quiet: bool) -> None:
+        self._folder, self._loaded = folder, loaded
         self._started = time.strftime("%Y-%m-%d %H:%M")
         self._console = run_console(quiet=quiet)
+        metrics, requests = loaded.config.metrics, loaded.workload.requests
         self._files: list[Sink] = []
         if metrics.steps:
             self._files.append(StepsFile(folder.path / STEPS))
@@ -57,62 +69,115 @@ class Recorder:
             self._scored.append(trace)
         if metrics.all_positions:
             self._scored.append(PositionsFile(folder.path / POSITIONS, requests))
-        self._decode = decode
-        self._trace = folder.path / TRACE if metrics.trace else None
         self._samples = SampleSink(requests)
-        sizes = dict.fromkeys(sides, len(requests))
-        self._progress = ConsoleSink(self._console, method=method, sizes=sizes)
+        self._progress = ConsoleSink(
+            self._console,
+            method=loaded.engines[Side.method].info.method,
+            sizes=dict.fromkeys(loaded.engines, len(requests)),
+        )
         self.sinks: list[Sink] = [*self._files, self._samples, self._progress]
-        if tracker is not None:
-            self.sinks.append(tracker)
+        if loaded.tracker is not None:
+            self.sinks.append(loaded.tracker)
 
     def add_scores(self, scores: PositionScores) -> None:
         """Record the drafts from every place of a request's output, in the files that show them."""
         for file in self._scored:
             file.add_scores(scores)
 
-    def save(self, summarise: Callable[[], Summary], rows: Sequence[Json]) -> Summary:
+    def save(
+        self,
+        measurement: Measurement,
+        status: Status,
+        lossless: Lossless,
+        warnings: Sequence[str] = (),
+    ) -> Summary:
         """Write every file, then tell tracker and console; an interrupt waits until files are
         whole. The console is told even where a file cannot be written.
+
+        Raises:
+            CannotWriteError: see RunFolder.
         """
-        summary: Summary | None = None
+        rows = summary.request_rows(self._loaded.workload.requests, measurement)
+        tracker, result = self._loaded.tracker, None
         try:
             with interrupts_held_back():
-                summary = summarise()
+                result = self._summarise(measurement, status, lossless, warnings)
                 for file in (*self._files, *self._scored):
                     file.close()
                 self._folder.write_requests(rows)
-                self._write(summary, rows)
-                self._folder.remove_journal()
-            if self._tracker is not None:
-                self._tracker.on_requests(rows)
-                if failures := self._tracker.on_summary(summary):
-                    summary["warnings"] += failures
+                self._write(result, rows)
+                self._folder.remove_unsaved()
+            if tracker is not None:
+                tracker.on_requests(rows)
+                if failures := tracker.on_summary(result):
+                    result["warnings"] += failures
                     with interrupts_held_back():
-                        self._write(summary, rows)
+                        self._write(result, rows)
         finally:
-            if summary is not None:
-                self._progress.on_summary(summary)
+            if result is not None:
+                self._progress.on_summary(result)
         self._console.print(f"Report: {self._folder.path / REPORT}", soft_wrap=True)
-        return summary
+        return result
+
+    def save_early(self, error: Exception, measurement: Measurement) -> None:
+        """Save what had finished before an error.
+
+        Raises:
+            CannotWriteError: see RunFolder.
+        """
+        requests, completions = self._loaded.workload.requests, measurement.method.completions
+        lossless = verdict.not_checked("the run ended early", requests, completions)
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, NotFiniteError):
+            lossless["not_finite_in"], reason = error.request_id, error.finding
+        self.save(measurement, "failed", lossless, [f"the run ended early: {reason}"])
 
     def close(self) -> None:
         """Give the terminal back, also where saving failed."""
         self._progress.close()
 
-    def _write(self, summary: Summary, rows: Sequence[Json]) -> None:
-        try:
-            self._folder.write_report(self._page(summary, rows))
-        finally:  # last, as a run that has a summary is saved
-            self._folder.write_summary(summary)
+    def _summarise(
+        self,
+        measurement: Measurement,
+        status: Status,
+        lossless: Lossless,
+        warnings: Sequence[str],
+    ) -> Summary:
+        loaded, info = self._loaded, measurement.method.engine.info
+        result = summary.build(
+            loaded.config,
+            measurement,
+            lossless,
+            status=status,
+            facts=loaded.facts(info),
+            expected=loaded.expected,
+        )
+        known = (*loaded.config.warnings, *loaded.workload.warnings, *info.warnings, *warnings)
+        found = warnings_of(loaded.config, result, measurement, loaded.typed)
+        result["warnings"] = list(dict.fromkeys((*known, *found)))
+        return result
 
-    def _page(self, summary: Summary, rows: Sequence[Json]) -> str:
-        made = f"{self._started}, hydraspec {__version__}, torch {torch.__version__}"
-        samples = self._samples.samples({row["id"]: row for row in rows})
-        return report.render(
-            summary,
+    def _write(self, result: Summary, rows: Sequence[Json]) -> None:
+        try:
+            page = self._page(result, rows)
+        except Exception as error:  # must hide neither the figures nor what ended the run
+            log.exception("%s could not be made", REPORT)
+            fault = f"{REPORT} could not be made: {type(error).__name__}: {error}"
+            result["warnings"].append(f"{fault}; please report this run")
+            page = None
+        try:
+            if page is not None:
+                self._folder.write_report(page)
+        finally:  # last, as a run that has a summary is saved
+            self._folder.write_summary(result)
+
+    def _page(self, result: Summary, rows: Sequence[Json]) -> str:
+        loaded, path = self._loaded, self._folder.path
+        trace = path / TRACE if loaded.config.metrics.trace else None
+        return run_page.render(
+            result,
             resolved=self._folder.resolved,
-            samples=samples,
-            worst=worst_requests(rows, self._trace, self._decode),
-            made=made,
+            samples=self._samples.samples({row["id"]: row for row in rows}),
+            worst=worst_requests(rows, trace, loaded.decode),
+            made=f"{self._started}, hydraspec {__version__}, torch {torch.__version__}",
         )

@@ -29,25 +29,15 @@ PROFILED_REQUESTS = 32  # at most, and no more than run at once
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What one side of a run did: its engine's outputs, their counts, and its profile."""
+    """Results of one side of a run: its engine's outputs, their counts, and its profile."""
 
     engine: Engine
     meter: Meter
     completions: dict[int, Completion] = field(default_factory=dict)  # by request index
     built: Built = field(default_factory=Built)  # within the measured rounds: there should be none
     step_profile: StepProfile | None = None
-    rounds_s: float = 0.0  # wall time of its rounds, waits for arrivals included
     phase_ms: dict[str, float] | None = None  # per step, from a profile where steps have none
     teacher_forced: TeacherForced | None = None  # where the run records it
-
-    @contextlib.contextmanager
-    def timed_round(self) -> Iterator[None]:
-        """Adds the time spent inside to `rounds_s`, also where an interrupt cuts it short."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.rounds_s += time.perf_counter() - began
 
 
 class Measurement:
@@ -118,13 +108,20 @@ class Measurement:
                         sink.on_round(side, number, NUM_ROUNDS)
                     built_before = measured.engine.num_built()
                     measured.meter.begin_run()
-                    with (
-                        measured.timed_round(),
-                        closing_run(measured.engine, part, self._concurrency) as events,
-                    ):
-                        for event in events:
-                            self.record(side, event)
+                    self._decode(side, part)
                     measured.built += measured.engine.num_built() - built_before
+
+    def _decode(self, side: Side, requests: Sequence[Request]) -> None:
+        """Run some of the requests, and time that, also where an interrupt cuts it short."""
+        measured = self.sides[side]
+        began_s = time.perf_counter() - measured.meter.steps.rounds_s
+        try:
+            with closing_run(measured.engine, requests, self._concurrency) as events:
+                for event in events:
+                    measured.meter.steps.rounds_s = time.perf_counter() - began_s
+                    self.record(side, event)
+        finally:
+            measured.meter.steps.rounds_s = time.perf_counter() - began_s
 
     def profile(self) -> None:
         """Measure where steps spend their time, and phases where steps have none: a few decode

@@ -1,4 +1,4 @@
-"""One run from configuration to summary: load, warm up, measure, judge, save."""
+"""A run from configuration to summary: load, warm up, measure, judge, save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from hydraspec import factory
 from hydraspec.config import to_dict
-from hydraspec.config.engines import runs_over_ranks
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.lab import (
@@ -21,18 +20,15 @@ from hydraspec.lab import (
     positions,
     prediction,
     sampled,
-    saving,
-    token_texts,
     tracking,
     verdict,
 )
 from hydraspec.lab.folder import RunFolder
-from hydraspec.lab.journal import Beginning, Journal
-from hydraspec.lab.recorder import Recorder
+from hydraspec.lab.lost import Beginning, FinishedRequests
+from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
-from hydraspec.lab.saving import Loaded
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts
 from hydraspec.types import NotFiniteError, WorkloadError
 from hydraspec.workloads import generated
@@ -67,41 +63,48 @@ def run(
     folder = RunFolder(run_dir, to_dict(config), overrides)
     with (
         _load(config, folder, overrides) as loaded,
-        _journal(loaded, folder) as journal,
-        closing(_recorder(loaded, folder, quiet)) as recorder,
+        closing(_finished_requests(loaded, folder)) as finished,
+        closing(Recorder(folder, loaded, quiet=quiet)) as recorder,
     ):
         measurement = Measurement(
             loaded.engines,
             loaded.workload.requests,
-            [*recorder.sinks, *journal],
+            [*recorder.sinks, finished],
             concurrency=config.workload.concurrency,
             arrivals=_arrivals(config),
         )
-        save = partial(saving.save, loaded, measurement, recorder)
         try:
-            measurement.warm_up()
-            if (costs := measurement.method.engine.info.costs) is not None:
-                folder.write_costs(costs.as_json())
-            measurement.run()
-            measurement.profile()
-            loaded.workload.warnings += positions.record(
-                config, measurement, recorder.add_scores, loaded.decode
-            )
-            distribution, warnings = sampled.check(config, measurement)
-            loaded.workload.warnings += warnings
-            lossless = _judge(loaded, measurement)
-            lossless["distribution"] = distribution
+            lossless = _measure(loaded, measurement, folder, recorder)
         except KeyboardInterrupt:
-            save("interrupted", _judge_if_possible(loaded, measurement))
+            recorder.save(measurement, "interrupted", _judge_if_possible(loaded, measurement))
             raise
         except Exception as error:
-            saving.save_despite(error, loaded, measurement, recorder)
+            try:
+                recorder.save_early(error, measurement)
+            except OSError as other:  # the error itself matters more
+                error.add_note(f"and what had finished could not be saved: {other}")
             raise
         if lossless["not_finite_in"] is not None:
-            save("failed", lossless)
+            recorder.save(measurement, "failed", lossless)
             raise _not_finite(lossless["not_finite_in"], lossless, measurement)
-        finished = any(c.finished for c in measurement.method.meter.completed)
-        return save("ok" if finished else "failed", lossless)
+        is_any_finished = any(c.finished for c in measurement.method.meter.completed)
+        return recorder.save(measurement, "ok" if is_any_finished else "failed", lossless)
+
+
+def _measure(
+    loaded: Loaded, measurement: Measurement, folder: RunFolder, recorder: Recorder
+) -> Lossless:
+    """Decode the workload, then look at outputs, drafts and samples; returns the verdict."""
+    config, warnings = loaded.config, loaded.workload.warnings
+    measurement.warm_up()
+    if (costs := measurement.method.engine.info.costs) is not None:
+        folder.write_costs(costs.as_json())
+    measurement.run()
+    measurement.profile()
+    warnings += positions.record(config, measurement, recorder.add_scores, loaded.decode)
+    distribution, found = sampled.check(config, measurement)
+    warnings += found
+    return {**_judge(loaded, measurement), "distribution": distribution}
 
 
 def _arrivals(config: RunConfig) -> ArrivalProcess:
@@ -130,13 +133,15 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         folder.write_environment(described)
         if replaces:
             tracker = tracking.start(config, folder.path, open_parts, typed)
-        if tracker is not None:
-            tracker.add_config(environment=described)
         loaded_at = time.perf_counter()
         engines = {Side.method: engine}
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
             open_parts.callback(engines[Side.baseline].close)
+        if tracker is not None:
+            spec, memory = engine.info.draft_spec, engine.info.memory_bytes
+            tracker.add_config(environment=described, draft_spec=spec, memory_bytes=memory)
+            tracker.wait_until_ready()
         num_arriving = sum(request.after is None for request in workload.requests)
         arrivals = _arrivals(config).warnings(num_arriving, len(engines))
         for warning in (*arrivals, *expected.warnings):
@@ -149,13 +154,13 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             workload=workload,
             expected=expected,
             tracker=tracker,
-            decode=token_texts.decoder(config),
+            decode=positions.decoder(config),
             facts=partial(_facts, load_s, loaded_at),
         )
 
 
 def _facts(load_s: float, loaded_at: float, info: EngineInfo) -> RunFacts:
-    """As they are now; `loaded_at`: time.perf_counter()."""
+    """The facts at this moment; `loaded_at`: time.perf_counter()."""
     return {
         "num_threads": torch.get_num_threads(),
         "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,
@@ -178,37 +183,12 @@ def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> 
     return workload
 
 
-def _recorder(loaded: Loaded, folder: RunFolder, quiet: bool) -> Recorder:
-    """The run's recorder; its tracker knows the loaded engine, and has started."""
-    info = loaded.engines[Side.method].info
-    if loaded.tracker is not None:
-        loaded.tracker.add_config(draft_spec=info.draft_spec, memory_bytes=info.memory_bytes)
-        loaded.tracker.wait_until_ready()
-    return Recorder(
-        folder,
-        loaded.workload.requests,
-        metrics=loaded.config.metrics,
-        method=info.method,
-        sides=list(loaded.engines),
-        tracker=loaded.tracker,
-        decode=loaded.decode,
-        quiet=quiet,
-    )
-
-
-@contextmanager
-def _journal(loaded: Loaded, folder: RunFolder) -> Iterator[list[Sink]]:
-    """One where several ranks run: if this one is lost, others can save what it had finished."""
-    if not runs_over_ranks(loaded.config):
-        yield []
-        return
+def _finished_requests(loaded: Loaded, folder: RunFolder) -> FinishedRequests:
+    """The sink that writes requests as they finish, for a run whose process may be lost."""
     infos = {side: engine.info for side, engine in loaded.engines.items()}
     facts = loaded.facts(infos[Side.method])
-    with closing(Journal(folder.path, Beginning(infos, facts, loaded.workload.warnings))) as made:
-        try:
-            yield [made]
-        finally:
-            folder.remove_journal()
+    beginning = Beginning(infos, facts, loaded.workload.warnings)
+    return FinishedRequests(folder, loaded.workload.requests, beginning)
 
 
 # ------------------------------------------------------------------ verdict

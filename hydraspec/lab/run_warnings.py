@@ -6,22 +6,24 @@ Defines no metric: reads the summary and the completions.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from hydraspec.config.schema import RunConfig, Verification, Weights
+from hydraspec.config.choices import choices_of, packaged_drafters
+from hydraspec.config.schema import RunConfig, TargetConfig, Verification, Weights
 from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
-from hydraspec.lab.doctor_command import doctor_command
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
-from hydraspec.metrics.paired import sign_test
+from hydraspec.metrics.statistics import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.study.texts import interval
 from hydraspec.types import Completion, Request
+from hydraspec.workloads.generated import REAL_TEXT, random_text_warning
 from hydraspec.workloads.scoring import score_completion
 
 LOW_LENGTH = 1.3  # tokens per verification; a drafter that fits its target has more
@@ -31,6 +33,14 @@ ENOUGH_DRAFTS = 50  # for a rate that low to be no accident
 DOCTOR = "whether the drafter is read as it was trained shows: "
 MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
+DOCTOR_COMMAND = "python -m hydraspec.doctor"
+# Typed keys of these groups are repeated, but for those that say how a run drafts or is loaded.
+DOCTORS_GROUPS = ("target", "method", "workload")
+OF_RUNS = {
+    *("method.max_speculative_tokens", "method.costs", "method.draft_sampling"),
+    *("method.verification", "method.synthetic_acceptance_length"),
+    *("workload.concurrency", "workload.request_rate", "workload.burstiness", "workload.limit"),
+}
 
 
 def warnings_of(
@@ -125,7 +135,7 @@ def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class _Acceptance:
-    """How often drafts were accepted; None where too few were verified to say.
+    """Acceptance of drafts; None where too few were verified to say.
 
     Attributes:
         first_rate: accepted / verified first drafts.
@@ -177,11 +187,8 @@ def figure_warnings(
     accepted = _Acceptance.of(summary, rates)
     hardly = is_real and accepted.is_hardly_ever
     if is_real and is_random_text:
-        found.append(
-            f"workload={config.workload.name} has prompts of random tokens, so acceptance and "
-            "speedup say nothing about real text; to try: workload=jsonl with prompts of your own, "
-            "or, for speed at a known acceptance, method.verification=synthetic"
-        )
+        remedy = f"{REAL_TEXT}, or, for speed at a known acceptance, method.verification=synthetic"
+        found.append(random_text_warning(f"workload={config.workload.name}", remedy))
     if hardly:
         found.append(
             f"drafts of method={summary['method']} are hardly ever accepted: "
@@ -206,7 +213,7 @@ def figure_warnings(
 
 
 def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
-    """What suggests a fault of the drafter; empty where acceptance and speedup do not."""
+    """The sign of a fault of the drafter; empty where acceptance and speedup show none."""
     length, speedup = accepted.length, summary["speedup"]
     if length is None:
         idle = _idle_words(summary)
@@ -217,7 +224,7 @@ def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
 
 
 def _idle_words(summary: Summary, before: str = "") -> str:
-    """How rarely the engine chose to draft; empty where it drafted, or K is fixed."""
+    """The share of steps in which the engine chose K=0; empty where it drafted, or K is fixed."""
     used = summary.get("num_speculative_tokens_used")
     if not used or used["mean"] >= IDLE:
         return ""
@@ -270,6 +277,44 @@ def _why_slower(summary: Summary, *, hardly: bool) -> str:
         "likely cause: drafting and verifying cost more than the accepted drafts save, because the "
         f"target is small, many requests share a step, or acceptance is low; {fewer}"
     )
+
+
+def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
+    """With the target, the method and its checkpoint if it is not the target's own, and what was
+    typed of prompts and conventions.
+
+    Args:
+        config: of the run, resolved.
+        typed: its overrides.
+    """
+    given = {line.lstrip("+").partition("=")[0]: line for line in typed}
+    keys = {**_target(config.target, given), "method": f"method={config.method.name}"}
+    drafter, named = config.method.checkpoint, packaged_drafters(config.target.name)
+    own = (None, config.target.checkpoint, named.get(config.method.name))
+    if "method.checkpoint" in given or drafter not in own:
+        keys["method.checkpoint"] = given.get("method.checkpoint", f"method.checkpoint={drafter}")
+    for key, line in given.items():
+        is_asked = key.partition(".")[0] in DOCTORS_GROUPS and key not in OF_RUNS
+        if is_asked and not key.startswith("workload.goodput") and not line.endswith("=auto"):
+            keys.setdefault(key, line)
+    return " ".join([DOCTOR_COMMAND, *map(_quoted, keys.values())])
+
+
+def _quoted(text: str) -> str:
+    """The text quoted for a shell; with Hydra's own quotes it stays readable."""
+    return shlex.quote(text) if "'" not in text or set(text) & set('"$`\\!') else f'"{text}"'
+
+
+def _target(target: TargetConfig, given: dict[str, str]) -> dict[str, str]:
+    """A target that has no choice's name is one whose folder was given."""
+    if target.name in choices_of("target"):
+        return {"target": f"target={target.name}"}
+    if "target.checkpoint" in given:
+        return {key: given[key] for key in ("target", "target.checkpoint") if key in given}
+    return {
+        "target": "target=custom",
+        "target.checkpoint": f"target.checkpoint={target.checkpoint}",
+    }
 
 
 def accuracy_warnings(

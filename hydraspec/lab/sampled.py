@@ -26,8 +26,8 @@ STREAMS = {"method": 1 << 40, "baseline": 1 << 41}  # places of requests that no
 
 
 def check(config: RunConfig, measurement: Measurement) -> tuple[Distribution | None, list[str]]:
-    """What summary.json says of sampled outputs, and warnings; None where the run does not ask, or
-    has no baseline."""
+    """The entry of summary.json for sampled outputs, and warnings; None where the run does not
+    ask, or has no baseline."""
     count, baseline = config.metrics.distribution, measurement.baseline
     if count is None or baseline is None:
         return None, []

@@ -13,10 +13,11 @@ from hydraspec.engine.base import EngineInfo
 from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment
+from hydraspec.metrics.accuracy import accuracy
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.latency import Limits, goodput, latencies, percentiles
+from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
-from hydraspec.metrics.sinks import baseline_row, request_row
+from hydraspec.metrics.sinks import OF_BASELINE, request_row
 from hydraspec.metrics.summary import (
     ALL_STEPS,
     PROFILE,
@@ -32,9 +33,8 @@ from hydraspec.metrics.summary import (
     StepProfile,
     Summary,
 )
-from hydraspec.metrics.turns import by_turn
 from hydraspec.types import Completion, Request
-from hydraspec.workloads.scoring import accuracy, score_completion
+from hydraspec.workloads.scoring import score_completion
 
 NOTHING = Expected()  # is predicted
 
@@ -97,27 +97,25 @@ def build(
 
 def request_rows(requests: Sequence[Request], measurement: Measurement) -> list[Json]:
     """The lines of requests.jsonl: completed requests in workload order."""
-    measured, baseline = measurement.method, measurement.baseline
-    counters, num_positions = measured.meter.counters, measured.meter.num_speculative_tokens
-    return [
-        request_row(
+    rows = _rows(requests, measurement.method)
+    others = {} if measurement.baseline is None else _rows(requests, measurement.baseline)
+    for index in rows.keys() & others.keys():
+        rows[index]["baseline"] = {key: others[index][key] for key in OF_BASELINE}
+    return list(rows.values())
+
+
+def _rows(requests: Sequence[Request], measured: Measured) -> dict[int, dict[str, Json]]:
+    meter = measured.meter
+    return {
+        request.index: request_row(
             request,
             completion,
-            counters[request.index],
+            meter.counters[request.index],
             score_completion(request, completion),
-            num_positions=num_positions,
-            baseline=None if baseline is None else _baseline_row(request, baseline),
+            num_positions=meter.num_speculative_tokens,
         )
         for request, completion in _completed(requests, measured)
-    ]
-
-
-def _baseline_row(request: Request, baseline: Measured) -> Json:
-    completion = baseline.completions.get(request.index)
-    if completion is None:
-        return None
-    counters = baseline.meter.counters[request.index]
-    return baseline_row(counters, score_completion(request, completion))
+    }
 
 
 def _completed(requests: Sequence[Request], measured: Measured) -> list[tuple[Request, Completion]]:
@@ -154,7 +152,7 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
     where no step did.
     """
     meter, profile = measured.meter, measured.phase_ms
-    breakdown: Mapping[str, float | None] = meter.time_breakdown_ms()
+    breakdown: Mapping[str, float | None] = meter.steps.time_breakdown_ms()
     has_phases = any(value is not None for value in breakdown.values())
     if not has_phases and profile is not None:
         breakdown = profile
@@ -166,11 +164,11 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
         "time_per_output_token_ms": meter.time_per_output_token_ms(),
         "time_to_first_token_ms": meter.time_to_first_token_ms(),
         "latency_ms": latencies(meter.completed),
-        "by_turn": by_turn(meter.completed),
-        "goodput": goodput(meter.completed, limits, measured.rounds_s),
+        "by_turn": by_turn(list(meter.counters.values())),
+        "goodput": goodput(meter.completed, limits, meter.steps.rounds_s),
         "time_breakdown_ms": breakdown,
         "time_breakdown_from": ALL_STEPS if has_phases else None if profile is None else PROFILE,
-        "total_step_time_s": meter.total_step_time_s(),
+        "total_step_time_s": meter.steps.total_step_time_s(),
         "step_profile_ms": cast(StepProfile | None, plain(measured.step_profile)),
         "built_in_rounds": {"kernels": measured.built.kernels, "graphs": measured.built.graphs},
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
@@ -185,7 +183,7 @@ def _counts(meter: Meter) -> Counts:
         "num_steps": meter.steps.num_steps,
         "num_preemptions": meter.steps.num_preemptions,
         "prefix_cache": _prefix_cache(meter),
-        "kv_peak_usage_per_group": meter.steps.peak_kv_usage_per_group,
+        "kv_peak_usage_per_group": meter.steps.kv_peak_usage_per_group,
     }
 
 
@@ -204,7 +202,7 @@ def _prefix_cache(meter: Meter) -> PrefixCache | None:
 
 
 def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) -> Settings:
-    """What a reader needs to place the figures, without opening config.yaml."""
+    """Settings that a reader needs to place the figures, without opening config.yaml."""
     return {
         "workload": config.workload.name,
         "num_requests_in_workload": len(requests),

@@ -153,7 +153,8 @@ def look_at_logits(
     if request is None:
         return None
     ended = completions[request.index]
-    logits = engine.next_token_logits([*ended.prompt_token_ids, *ended.output_token_ids[:-1]])
+    tokens = [*ended.prompt_token_ids, *ended.output_token_ids[:-1]]
+    logits = engine.next_token_logits(tokens, ended.spans)
     return None if logits is None or np.isfinite(logits.max()) else request.id
 
 
@@ -186,7 +187,7 @@ def _divergence(
     a, b = ours.output_token_ids, other.output_token_ids
     shorter = min(len(a), len(b))
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)
-    logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]])
+    logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]], ours.spans)
     margin, allowed = (None, None) if logits is None else _margins(logits, engine.info.dtype)
     return {
         "request": request.id,

@@ -1,17 +1,42 @@
-"""What the share of correct outputs is called: a check that runs no code is no pass rate."""
+"""The share of correct outputs, and its name: a check that runs no code is no pass rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import cast
 
-from hydraspec.metrics.summary import Accuracy
+from hydraspec.metrics.summary import Accuracy, CategoryAccuracy
+from hydraspec.types import Request
 
 NAMES = {"text": "exact match", "number": "exact match", "defines": "parses and defines"}
 OTHER = "correct"  # of several kinds, or of one that this version does not know
 
 
+def accuracy(requests: Sequence[Request], marks: Sequence[bool | None]) -> Accuracy | None:
+    """exact_match: share of the requests with a mark that are correct as `scoring` says, also by
+    category; null if none has a mark.
+    """
+    marked = [(r, mark) for r, mark in zip(requests, marks, strict=True) if mark is not None]
+    if not marked:
+        return None
+    groups: dict[str, list[bool]] = {}
+    for request, mark in marked:
+        if request.category is not None:
+            groups.setdefault(request.category, []).append(mark)
+    found = {
+        **_share([mark for _, mark in marked]),
+        "scoring": marked[0][0].scoring,
+        "by_category": {name: _share(members) for name, members in groups.items()},
+    }
+    return cast(Accuracy, found)
+
+
+def _share(marks: Sequence[bool]) -> CategoryAccuracy:
+    return {"exact_match": sum(marks) / len(marks), "num_scored": len(marks)}
+
+
 def accuracy_name(accuracies: Iterable[Accuracy | None]) -> str:
-    """What correct outputs are called, by the `scoring` of runs' accuracies."""
+    """The name of the share of correct outputs, by the `scoring` of runs' accuracies."""
     scorings = [each.get("scoring", "text") for each in accuracies if each]
     names = {NAMES.get(scoring, OTHER) for scoring in scorings} or {NAMES["text"]}
     return names.pop() if len(names) == 1 else OTHER

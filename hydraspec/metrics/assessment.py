@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from hydraspec.metrics.meter import (
-    FIRST_PLACES,
-    Meter,
-    Pair,
-    acceptance_length,
-    speedup,
-)
+from hydraspec.metrics.counters import FIRST_PLACES
+from hydraspec.metrics.meter import Meter, Pair, acceptance_length, speedup
 from hydraspec.metrics.paired import LEVEL, PairedRatio, holm
 from hydraspec.metrics.statistics import (
     MIN_REQUESTS,

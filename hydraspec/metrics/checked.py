@@ -11,7 +11,7 @@ from typing import is_typeddict as is_record
 
 
 def mismatch(value: object, annotation: Any, name: str) -> str | None:
-    """What is wrong, such as "lossless.verdict is missing" or "speedup.mean is text"; None if
+    """The first mismatch, such as "lossless.verdict is missing" or "speedup.mean is text"; None if
     nothing is. An int passes as a float, and further keys of a record are let through.
 
     Args:

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.metrics.paired import POWER
-from hydraspec.metrics.statistics import SEED
+from hydraspec.metrics.statistics import SEED, normal_quantile
 
 LEVEL = 0.01  # false alarms: a run looks at one such test
 NUM_EXCHANGES = 1999
@@ -43,7 +42,7 @@ class SameDistribution:
 
     @property
     def says(self) -> Literal["same", "different", "cannot_tell"]:
-        """What is told: without power, nothing of outputs that do not differ."""
+        """The answer of the test: without power, none on outputs that do not differ."""
         if self.p <= LEVEL:
             return "different"
         return "cannot_tell" if self.detectable is None else "same"
@@ -86,7 +85,7 @@ def same_distribution(ours: Samples, theirs: Samples) -> SameDistribution:
 
 
 def _cells(tokens: NDArray[np.int64]) -> Array:
-    """One column for each token that is frequent enough, and one for all others: [2N, cells]."""
+    """A column for each token that is frequent enough, and one for all others: [2N, cells]."""
     values, counts = np.unique(tokens, return_counts=True)
     frequent = values[counts >= 2 * MIN_EXPECTED]
     columns: Array = (tokens[:, None] == frequent[None, :]).astype(float)
@@ -102,17 +101,11 @@ def _detectable(null: Array, sensitivity: float) -> float | None:
     """The shift d, moved at every place, whose chi-squared passes the level with POWER.
 
     d adds sensitivity x d² to the mean of chi2, and four times that to its variance (Patnaik,
-    1949), beside the null's own.
+    1949), beside the null's own: a quadratic equation in what is added.
     """
-    critical = float(np.quantile(null, 1 - LEVEL))
-    mean, variance = float(null.mean()), float(null.var())
-    reach = NormalDist().inv_cdf(POWER)
-    low, high = 0.0, 1.0
-    if mean + sensitivity - reach * sqrt(variance + 4 * sensitivity) < critical:
-        return None
-    for _ in range(40):
-        shift = (low + high) / 2
-        added = sensitivity * shift**2
-        enough = mean + added - reach * sqrt(variance + 4 * added) >= critical
-        low, high = (low, shift) if enough else (shift, high)
-    return high
+    gap = float(np.quantile(null, 1 - LEVEL)) - float(null.mean())
+    reach = normal_quantile(POWER)
+    half = gap + 2 * reach**2
+    added = half + sqrt(half**2 - gap**2 + reach**2 * float(null.var()))
+    shift = sqrt(added / sensitivity)
+    return shift if shift <= 1 else None

@@ -1,4 +1,4 @@
-"""Where a drafter is accepted, and the best it could reach: from drafts of every place of some
+"""Acceptance of a drafter by place, and the best it could reach: from drafts of every place of some
 texts, teacher-forced.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,7 @@ def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ChainPlaces:
-    """Where the N chains start."""
+    """Starts of the N chains."""
 
     output_place: NDArray[np.int64]  # [N] of the first token they draft, in the output from 0
     context: NDArray[np.int64]  # [N] tokens before that one
@@ -95,9 +96,9 @@ def figures(
 def teacher_forced(
     found: Iterable[PositionScores], decode: Callable[[Sequence[int]], str] | None
 ) -> TeacherForced | None:
-    """How the drafter ranks the target's tokens, by draft, where its drafts are accepted, and
-    ceilings of its acceptance length; over the places whose K next tokens are known. None where
-    there is none. `decode` gives tokens their text, and so their class.
+    """Ranks of the target's tokens by draft, acceptance by place, and ceilings of the acceptance
+    length, over the places whose K next tokens are known; None where there is none. `decode` gives
+    tokens their text, and so their class.
     """
     matches, ranks, probs, num_of = [], [], [], []
     contexts, entropies, tokens = [], [], []
@@ -120,16 +121,15 @@ def teacher_forced(
         probs=np.concatenate(probs),
         num_of=tuple(num_of),
     )
-    owner = np.repeat(np.arange(len(num_of)), num_of)
-    truth = np.concatenate(tokens)
-    return {
-        "num_places": sum(num_of),
-        "by_step": by_step(drafts),
-        "by_context": _bucketed(drafts, owner, np.concatenate(contexts), PLACES),
-        "by_target_entropy": _bucketed(drafts, owner, np.concatenate(entropies), ENTROPIES),
-        "by_token_class": None if decode is None else _by_class(drafts, owner, truth, decode),
-        "ceilings": ceilings(drafts),
-    }
+    places = ChainPlaces(
+        output_place=np.concatenate([np.arange(1, count + 1) for count in num_of]),
+        context=np.concatenate(contexts),
+        entropy=np.concatenate(entropies),
+        token=None if decode is None else np.concatenate(tokens),
+    )
+    by_place = figures(drafts, places, decode)
+    del by_place["by_output_place"]
+    return cast(TeacherForced, {"num_places": sum(num_of), "by_token_class": None, **by_place})
 
 
 def draft_share(phase_ms: Mapping[str, float | None]) -> float | None:

@@ -43,7 +43,7 @@ def plain(value: object) -> Json:
 
 
 def json_line(value: object) -> str:
-    """One line of JSON, newline included."""
+    """A line of JSON, newline included."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -79,7 +79,7 @@ def write_json_lines(path: Path, rows: Iterable[object]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CannotWriteError:
-    """The same error with the path and a remedy."""
+    """An error of the system with the path and a remedy."""
     reason = error.strerror or str(error)
     message = (
         f"cannot write the run folder: {reason}; free some space, "

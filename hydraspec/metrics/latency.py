@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import cast
 
 import numpy as np
 
-from hydraspec.metrics.meter import RequestCounters
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.statistics import ratio
-from hydraspec.metrics.summary import Goodput, Latencies, Percentiles
+from hydraspec.metrics.summary import Goodput, Latencies, Percentiles, TurnFigures
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Limits:
-    """What a request may take to count for goodput; None: as long as it likes."""
+    """Limits that a request has to meet to count for goodput; None: any time will do."""
 
     ttft_ms: float | None = None
     inter_token_ms: float | None = None
@@ -32,7 +34,7 @@ def percentiles(values: Iterable[float]) -> Percentiles:
 
 
 def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
-    """What was waited for, in milliseconds.
+    """Waiting times in milliseconds, by name.
 
     ttft: over requests, from being offered to the first token (TTFT).
 
@@ -53,12 +55,8 @@ def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
 
 def latencies(requests: Sequence[RequestCounters]) -> Latencies:
     """Percentiles of `waits`."""
-    found = waits(requests)
-    return {
-        "ttft": percentiles(found["ttft"]),
-        "inter_token": percentiles(found["inter_token"]),
-        "queue": percentiles(found["queue"]),
-    }
+    found = {name: percentiles(values) for name, values in waits(requests).items()}
+    return cast(Latencies, found)
 
 
 def goodput(
@@ -91,3 +89,68 @@ def _meets(request: RequestCounters, limits: Limits) -> bool:
     return (limits.ttft_ms is None or request.ttft_ms <= limits.ttft_ms) and (
         limits.inter_token_ms is None or per_token <= limits.inter_token_ms
     )
+
+
+def by_turn(requests: Sequence[RequestCounters]) -> list[TurnFigures] | None:
+    """Figures of first turns, second turns and so on, then of all turns after the first together;
+    null where no request of the workload is a later turn. The first turns of conversations read a
+    cold prompt; later ones find theirs in the prefix cache.
+
+    Args:
+        requests: all of the workload, so that method and baseline have the same rows; counted are
+            those that finished without an error.
+    """
+    last = max((c.turn for c in requests), default=1)
+    if last == 1:
+        return None
+    places = [(turn, turn) for turn in range(1, last + 1)]
+    return [_of_turns(requests, *place) for place in [*places, *[(2, last)] * (last > 2)]]
+
+
+def _of_turns(requests: Sequence[RequestCounters], first: int, last: int) -> TurnFigures:
+    """Means are as `Meter.acceptance_length` and `Meter.time_to_first_token_ms` define them."""
+    found = [c for c in requests if c.finished and first <= c.turn <= last]
+    accepted = sum(c.num_accepted_tokens for c in found)
+    rate = ratio(accepted, sum(c.num_drafts for c in found))
+    waits = [c.ttft_ms for c in found if c.ttft_ms is not None]
+    return {
+        "first": first,
+        "last": last,
+        "num_requests": len(found),
+        "mean_acceptance_length": None if rate is None else 1 + rate,
+        "time_to_first_token_ms": ratio(sum(waits), len(waits)),
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchTimes:
+    """Wall times in seconds of a batch that starts together: whole, and up to its first tokens.
+
+    The figures are of medians over the repeats. They need no times of steps or requests, so that
+    every engine has them.
+    """
+
+    num_requests: int
+    num_tokens: int  # of each request's whole output
+    whole_s: list[float]
+    one_token_s: list[float]
+
+    @property
+    def prefill_s(self) -> float:
+        """Time until every request has its first token."""
+        return median(self.one_token_s)
+
+    @property
+    def time_per_output_token_ms(self) -> float:
+        """(time of the whole output - prefill_s) / (tokens of a request - 1)."""
+        return self._decode_s / (self.num_tokens - 1) * 1e3
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Decode throughput: tokens after the first of every request / their time."""
+        return self.num_requests * (self.num_tokens - 1) / self._decode_s
+
+    @property
+    def _decode_s(self) -> float:
+        # Noise may exceed the time of a tiny model's few tokens.
+        return max(median(self.whole_s) - self.prefill_s, 1e-9)

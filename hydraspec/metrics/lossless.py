@@ -97,7 +97,7 @@ def _unchecked_words(lossless: Lossless) -> str:
 
 
 def what_diverged(summary: Mapping[str, Any]) -> str:
-    """What differs in a run with the verdict "diverged", where, and what to do."""
+    """The first difference of a run with the verdict "diverged", its place, and what to do."""
     lossless = summary["lossless"]
     found = lossless["first_beyond_margin"]
     if found is None:

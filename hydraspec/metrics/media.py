@@ -83,7 +83,7 @@ def _accepted_per_verification(rows: Sequence[Json]) -> list[int]:
 
 
 def speedup_of(row: Json) -> float | None:
-    """Of one request: its baseline's decode ms per token / its own."""
+    """Speedup of one request: its baseline's decode ms per token / its own."""
     baseline = row["baseline"]
     if baseline is None:
         return None

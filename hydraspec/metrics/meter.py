@@ -8,143 +8,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from hydraspec.metrics.counters import RequestCounters, RunningTotals, StepSums
 from hydraspec.metrics.paired import PairedRatio, balanced, paired_ratio
 from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
-from hydraspec.metrics.step_sums import StepSums
-from hydraspec.types import (
-    Completion,
-    PrefixCaching,
-    Request,
-    RequestStep,
-    StepRecord,
-)
-
-FIRST_PLACES = 16  # output tokens in the first bin of `place_bin`; each further bin ends at double
-
-
-def place_bin(place: int) -> int:
-    """The bin of an output token's place: 0 for 0..15, 1 for 16..31, 2 for 32..63, and so on."""
-    return (place // FIRST_PLACES).bit_length()
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestCounters:
-    """Raw counts of one request. Position i of a draft token counts from 0.
-
-    A step counts as a draft of this request if it verified at least one draft token; padding (ids
-    below 0) is no draft token. Accepted tokens are the verifier's, also where a stop or a limit
-    then cuts them.
-    """
-
-    index: int
-    category: str | None = None
-    turn: int = 1  # of its conversation
-    num_drafts: int = 0  # steps of this request that verified at least one draft token
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    # Steps that offered a draft token at i, that accepted it, that offered it and accepted i-1.
-    drafted_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
-    reached_per_position: list[int] = field(default_factory=list)
-    # [steps with drafts, accepted draft tokens] by `place_bin` of the step's first output token.
-    drafts_by_place: dict[int, list[int]] = field(default_factory=dict)
-    num_emitted: int = 0  # output tokens so far
-    decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
-    decode_ms: float = 0.0  # this request's share of those steps' wall time
-    num_computed_tokens: int = 0  # the most that had KV after any of its steps
-    num_recomputed_tokens: int = 0  # of those, computed once more after it was preempted
-    # Of its completion.
-    finish_reason: str | None = None  # null until the request has ended
-    num_output_tokens: int = 0
-    ttft_ms: float | None = None
-    latency_ms: float = 0.0
-    queue_ms: float | None = None
-    inter_token_ms: array[float] = field(default_factory=lambda: array("f"))
-
-    @property
-    def finished(self) -> bool:
-        """Returns whether the request ended without an error."""
-        return self.finish_reason not in (None, "error")
-
-    def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
-        """Count one step's part, here and in the totals; ms_per_row is its wall time by rows."""
-        place = place_bin(self.num_emitted)
-        self.num_emitted += len(step.output_token_ids)
-        if not step.is_prefill:
-            for sums in (self, totals):
-                sums.decode_tokens += len(step.output_token_ids)
-                sums.decode_ms += ms_per_row * step.num_rows
-        self._add_computed(step)
-        num_offered = sum(token >= 0 for token in step.draft_token_ids)
-        if num_offered == 0:
-            return
-        num_accepted = min(step.num_accepted, num_offered)
-        for sums in (self, totals):
-            sums.num_drafts += 1
-            sums.num_accepted_tokens += num_accepted
-        self.num_draft_tokens += num_offered
-        at_place = self.drafts_by_place.setdefault(place, [0, 0])
-        at_place[0] += 1
-        at_place[1] += num_accepted
-        for counts in (
-            self.drafted_per_position,
-            self.accepted_per_position,
-            self.reached_per_position,
-        ):
-            counts.extend([0] * (num_offered - len(counts)))
-        for i in range(num_offered):
-            self.drafted_per_position[i] += 1
-            self.reached_per_position[i] += num_accepted >= i
-            self.accepted_per_position[i] += num_accepted > i
-
-    def _add_computed(self, step: RequestStep) -> None:
-        before = step.num_computed_tokens
-        after = before + (step.num_rows if step.is_prefill else step.num_accepted + 1)
-        self.num_recomputed_tokens += max(0, min(self.num_computed_tokens, after) - before)
-        self.num_computed_tokens = max(self.num_computed_tokens, after)
-
-
-@dataclass(slots=True, kw_only=True)
-class RunningTotals:
-    """Sums over all steps so far, unfinished requests included: for displays and curves."""
-
-    num_drafts: int = 0
-    num_accepted_tokens: int = 0
-    decode_tokens: int = 0
-    decode_ms: float = 0.0
-
-    def since(self, earlier: RunningTotals) -> RunningTotals:
-        """What was added after `earlier`."""
-        return RunningTotals(
-            num_drafts=self.num_drafts - earlier.num_drafts,
-            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
-            decode_tokens=self.decode_tokens - earlier.decode_tokens,
-            decode_ms=self.decode_ms - earlier.decode_ms,
-        )
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """As `Meter.acceptance_length`, over these sums."""
-        rate = ratio(self.num_accepted_tokens, self.num_drafts)
-        return None if rate is None else 1 + rate
-
-    @property
-    def output_tokens_per_second(self) -> float | None:
-        """As `Meter.output_tokens_per_second`, over these sums."""
-        return ratio(1000 * self.decode_tokens, self.decode_ms)
+from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
 
 
 class Meter:
     """All counts of one pass over a workload with one engine.
 
     Every metric is over the requests that completed; in an interrupted run the others are left
-    out, so that counts, speeds and requests.jsonl speak of the same requests. Only
-    `time_breakdown_ms` and `total_step_time_s` are over steps.
+    out, so that counts, speeds and requests.jsonl speak of the same requests. Only `steps` is over
+    all steps.
     """
 
     def __init__(
@@ -201,7 +80,7 @@ class Meter:
         return sorted(ended, key=lambda counters: counters.index)
 
     def completed_by_category(self) -> dict[str, list[RequestCounters]]:
-        """The same of each category, in order of first appearance; without those of none."""
+        """`completed` by category, in order of first appearance; without requests of none."""
         groups: dict[str, list[RequestCounters]] = {}
         for counters in self.completed:
             if counters.category is not None:
@@ -312,8 +191,8 @@ class Meter:
         )
 
     def time_per_output_token_ms(self) -> float | None:
-        """What one user waits per token after the first: Σ (latency - time to first token) / Σ
-        (tokens - 1).
+        """Time that one user waits per token after the first: Σ (latency - time to first token) /
+        Σ (tokens - 1).
         """
         streams = [
             (c.latency_ms - c.ttft_ms, max(0, c.num_output_tokens - 1))
@@ -326,15 +205,6 @@ class Meter:
         """Mean over requests of the time from being offered to the engine to the first token."""
         waits = [c.ttft_ms for c in self.completed if c.ttft_ms is not None]
         return ratio(sum(waits), len(waits))
-
-    def total_step_time_s(self) -> float:
-        """Wall time of all steps in seconds, those that read prompts included; where replicas work
-        side by side, of the run, not their sum."""
-        return self.steps.total_ms / 1000
-
-    def time_breakdown_ms(self) -> dict[str, float | None]:
-        """See StepSums.mean_phase_ms."""
-        return self.steps.mean_phase_ms()
 
     # ------------------------------------------------------------------ helpers
 

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import atan2, ceil, comb, cos, exp, log, pi, sin, sqrt
+from math import ceil, exp, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.metrics.statistics import MIN_REQUESTS, SEED
+from hydraspec.metrics.statistics import MIN_REQUESTS, SEED, student_quantile, student_tail
 
 LEVEL = 0.05  # false alarms that are accepted, over a family of comparisons
 POWER = 0.8  # of the number of requests that is said to be needed
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
-    """How many standard errors from 1 a ratio has to be.
+    """The number of standard errors from 1 that a ratio has to be.
 
     Attributes:
         num_blocks: of requests, whose differences gave the error.
@@ -225,7 +225,7 @@ def _error_of_rounds(columns: Array, powers: Array, num_rounds: int) -> float:
 
 @lru_cache(maxsize=8)
 def _weights(num_blocks: int) -> Array:
-    """How often each of NUM_RESAMPLES draws with replacement takes each block."""
+    """Counts of each block in NUM_RESAMPLES draws with replacement: [NUM_RESAMPLES, G]."""
     rng = np.random.default_rng(SEED)
     draws = rng.integers(0, num_blocks, (NUM_RESAMPLES, num_blocks))
     flat = draws + num_blocks * np.arange(NUM_RESAMPLES)[:, None]
@@ -258,13 +258,6 @@ def holm(p_values: Sequence[float | None], *, num_tests: int | None = None) -> l
     return adjusted
 
 
-def sign_test(a: int, b: int) -> float:
-    """Probability of a split of a + b fair coins at least as uneven as a to b."""
-    n = a + b
-    tail: int = sum(comb(n, i) for i in range(min(a, b) + 1))
-    return float(min(1, 2 * tail / 2**n))
-
-
 def sign_flip_test(differences: Array) -> float | None:
     """One-sided p of a sum over requests [R] that is 0 or more: the share of all choices of signs
     that give so low a sum (Fisher, 1935). None where all differences are 0.
@@ -285,27 +278,3 @@ def sign_flip_test(differences: Array) -> float | None:
     p = (count + 1) / (NUM_RESAMPLES + 1)
     t = abs(changed.sum()) / sqrt((changed**2).sum())
     return p if count else min(p, max(0.5**num_changed, student_tail(t, num_changed - 1)))
-
-
-def student_tail(t: float, freedom: int) -> float:
-    """P(T ≥ t), t ≥ 0, of Student's t with that many degrees of freedom (Abramowitz and Stegun,
-    26.7.3 and 26.7.4); 1e-12 and less is 1e-12."""
-    angle, odd = atan2(t, sqrt(freedom)), freedom % 2
-    term, total = cos(angle) if odd else 1.0, 0.0
-    for k in range(1, freedom // 2 + 1):
-        total += term
-        term *= cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd)
-    inside = 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
-    return max(1e-12, (1 - inside) / 2)
-
-
-@lru_cache(maxsize=256)
-def student_quantile(tail: float, freedom: int) -> float:
-    """The t ≥ 0 with P(T ≥ t) = tail, of a tail from 1e-12 to a half."""
-    low, high = 0.0, 1.0
-    while high < 1e15 and student_tail(high, freedom) > max(tail, 2e-12):
-        low, high = high, 2 * high
-    for _ in range(50):
-        t = (low + high) / 2
-        low, high = (t, high) if student_tail(t, freedom) > tail else (low, t)
-    return high

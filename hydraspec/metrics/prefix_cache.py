@@ -31,24 +31,25 @@ class _Known:
 
 @dataclass(slots=True, kw_only=True)
 class Eligible:
-    """Of one request, in tokens of its prompt."""
+    """Tokens of one request's prompt that the cache could have had."""
 
     num_tokens: int = 0  # see PrefixHits.eligible
     num_border_tokens: int = 0  # see PrefixHits.num_border_tokens
 
 
 class PrefixHits:
-    """What completed requests took from the cache, of how much. The cache is empty when a run
-    begins, and each run's requests are compared among themselves.
+    """Tokens that completed requests took from the cache, and could have taken. The cache is empty
+    when a run begins, and each run's requests are compared among themselves.
 
     Attributes:
+        runs: first steps and ends of requests in order: the request's index, and whether it ended.
         num_queried_tokens: prompt tokens of the completed requests, all of them.
         num_hit_tokens: those that were taken from the cache when a request was first admitted.
     """
 
     def __init__(self, caching: PrefixCaching) -> None:
         self._caching = caching
-        self._runs: list[list[tuple[int, bool]]] = [[]]  # request index, and whether it ended
+        self.runs: list[list[tuple[int, bool]]] = [[]]
         self._begun: set[int] = set()
         self._completions: dict[int, Completion] = {}
         self.num_queried_tokens = 0
@@ -56,19 +57,19 @@ class PrefixHits:
 
     def begin_run(self) -> None:
         """The cache is empty, and requests are new."""
-        self._runs.append([])
+        self.runs.append([])
 
     def begun(self, index: int) -> None:
         """A request has its first step (or another one)."""
         if index not in self._begun:
             self._begun.add(index)
-            self._runs[-1].append((index, False))
+            self.runs[-1].append((index, False))
 
     def ended(self, completion: Completion) -> None:
         """A request ended; one that never had a step did not look into the cache."""
         if completion.index in self._begun:
             self._completions[completion.index] = completion
-            self._runs[-1].append((completion.index, True))
+            self.runs[-1].append((completion.index, True))
             self.num_queried_tokens += len(completion.prompt_token_ids)
             self.num_hit_tokens += completion.num_cached_tokens
 
@@ -86,7 +87,7 @@ class PrefixHits:
         taken, which may be the output of a request that still ran.
         """
         size, found = self._caching.block_size, {}
-        for run in self._runs:
+        for run in self.runs:
             known = _Known()
             for index, has_ended in run:
                 done = self._completions.get(index)

@@ -34,9 +34,16 @@ COMPARISON_MARKDOWN = "compare.md"
 STUDY = "study.html"
 STUDY_SPEC = "study.json"
 TRACKER = "wandb"
-JOURNAL = ".journal.jsonl"  # of a run over several ranks, until it is saved
+UNSAVED = ".unsaved.json"  # what a run knew when it began, until it is saved
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
+# Files that a new run in the same folder replaces; the last two mark the folder as used.
+OF_A_RUN = (
+    *(COSTS, PREDICTION, PREDICTION_REPORT),
+    *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
+    UNSAVED,
+    *(BENCH, ENVIRONMENT),
+)
 
 
 def job_number(folder: Path) -> tuple[int, str]:
@@ -57,15 +64,16 @@ def result_file(folder: Path) -> Path | None:
 def read_result(folder: Path) -> dict[str, Any]:
     """The result of a run or a benchmark; empty where there is none, or where it was cut off."""
     file = result_file(folder)
-    return (_read(file) or {}) if file else {}
+    return (read_object(file) or {}) if file else {}
 
 
 def read_summary(folder: Path) -> Summary | None:
     """The summary of a run folder; None where there is none, or where it was cut off."""
-    return cast(Summary | None, _read(folder / SUMMARY))
+    return cast(Summary | None, read_object(folder / SUMMARY))
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def read_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none, or where it was cut off."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

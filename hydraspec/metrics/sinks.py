@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.files import Json, JsonLinesFile
 from hydraspec.metrics.latency import percentiles
-from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.summary import Summary
 from hydraspec.types import Completion, Request, StepRecord
+
+OF_BASELINE = ("finish_reason", "decode_tokens", "decode_ms", "correct")
 
 
 class Side(Enum):
@@ -69,10 +72,9 @@ def request_row(
     correct: bool | None,
     *,
     num_positions: int,
-    baseline: Json,
-) -> Json:
+) -> dict[str, Json]:
     """A line of requests.jsonl: a completed request with its counts, those by position for each of
-    K=num_positions, whatever was drafted; `baseline` is what `baseline_row` says, or None."""
+    K=num_positions, whatever was drafted. Of its baseline's row `baseline` takes OF_BASELINE."""
     missing = [0] * (num_positions - len(counters.drafted_per_position))
     spans = {"spans": completion.spans} if completion.spans else {}
     return {
@@ -96,16 +98,6 @@ def request_row(
         "queue_ms": completion.queue_ms,
         "inter_token_ms": percentiles(completion.inter_token_ms),
         "correct": correct,
-        "baseline": baseline,
+        "baseline": None,
         "meta": request.meta,
-    }
-
-
-def baseline_row(counters: RequestCounters, correct: bool | None) -> Json:
-    """What a line of requests.jsonl says of the same request's run without drafts."""
-    return {
-        "finish_reason": counters.finish_reason,
-        "decode_tokens": counters.decode_tokens,
-        "decode_ms": counters.decode_ms,
-        "correct": correct,
     }

@@ -1,4 +1,8 @@
-"""Ratios of sums with bootstrap intervals over requests, for any metric."""
+"""Statistics that several metrics need: ratios of sums with bootstrap intervals over requests, and
+the distributions that scipy has.
+
+scipy.special is imported by the functions that call it: `--help` needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,41 @@ def ratio(numerator: float, denominator: float) -> float | None:
         return None
     value = float(numerator) / float(denominator)
     return value if np.isfinite(value) else None
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """P(T ≥ t) of Student's t with that many degrees of freedom."""
+    from scipy import special
+
+    return float(special.stdtr(freedom, -t))
+
+
+def student_quantile(tail: float, freedom: int) -> float:
+    """The t with P(T ≥ t) = tail."""
+    from scipy import special
+
+    return -float(special.stdtrit(freedom, tail))
+
+
+def normal_tail(z: float) -> float:
+    """P(Z ≥ z) of a standard normal variable."""
+    from scipy import special
+
+    return float(special.ndtr(-z))
+
+
+def normal_quantile(probability: float) -> float:
+    """The z with P(Z ≤ z) = probability."""
+    from scipy import special
+
+    return float(special.ndtri(probability))
+
+
+def sign_test(a: int, b: int) -> float:
+    """Probability of a split of a + b fair coins at least as uneven as a to b."""
+    from scipy import special
+
+    return min(1.0, 2 * float(special.bdtr(min(a, b), a + b, 0.5)))
 
 
 def leading(matches: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -23,19 +23,17 @@ class Interval(TypedDict):
     ci95: Sequence[float] | None
 
 
-class AcceptanceLength(TypedDict):
+class Length(TypedDict):
+    """Tokens per verification over some of the requests, or all."""
+
+    mean: float | None
+    ci95: Sequence[float] | None
+
+
+class AcceptanceLength(Length):
     """Tokens per verification, pooled and as a mean over requests."""
 
-    mean: float | None
-    ci95: Sequence[float] | None
     mean_over_requests: float | None
-
-
-class Length(TypedDict):
-    """Tokens per verification over some of the requests."""
-
-    mean: float | None
-    ci95: Sequence[float] | None
 
 
 class CategoryFigures(TypedDict):
@@ -57,7 +55,7 @@ class PlaceFigures(TypedDict):
 
 
 class Assessment(TypedDict):
-    """Returns whether the method is worth it here, in a word and in a sentence."""
+    """The judgement of the method here, in a word and in a sentence."""
 
     says: Literal["worth_it", "cannot_tell", "slower"]
     sentence: str
@@ -81,7 +79,7 @@ class Accuracy(CategoryAccuracy):
 
 
 class StepProfile(TypedDict):
-    """Where the wall time of a decode step goes on a device."""
+    """Parts of the wall time of a decode step on a device."""
 
     step_ms: float
     device_ms: float
@@ -90,7 +88,7 @@ class StepProfile(TypedDict):
 
 
 class Percentiles(TypedDict):
-    """Of a latency in milliseconds, or of what is named; null where nothing was measured."""
+    """Percentiles of a latency in milliseconds, or of what is named; null without values."""
 
     p50: float | None
     p90: float | None
@@ -98,7 +96,7 @@ class Percentiles(TypedDict):
 
 
 class Latencies(TypedDict):
-    """What users waited for."""
+    """Percentiles of what users waited for."""
 
     ttft: Percentiles
     inter_token: Percentiles
@@ -125,14 +123,14 @@ class Goodput(TypedDict):
 
 
 class BuiltInRounds(TypedDict):
-    """What was built inside the measured rounds."""
+    """Counts of what was built inside the measured rounds."""
 
     kernels: int
     graphs: int
 
 
 class Divergence(TypedDict):
-    """Where two outputs of one request first differ."""
+    """The place at which two outputs of one request first differ."""
 
     request: str  # id
     index: int  # place in the workload
@@ -146,7 +144,7 @@ class Divergence(TypedDict):
 
 
 class Distribution(TypedDict):
-    """Returns whether sampled outputs have the baseline's distribution; metrics/distribution.py."""
+    """The test of sampled outputs against the baseline's distribution; metrics/distribution.py."""
 
     says: Literal["same", "different", "cannot_tell"]  # the last: the test has no power
     p: float
@@ -194,7 +192,7 @@ class DraftLengths(TypedDict):
 
 
 class Acceptance(TypedDict):
-    """What the verifier accepted."""
+    """Counts and rates of what the verifier accepted."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -229,7 +227,7 @@ class Speed(TypedDict):
 
 
 class PrefixCache(TypedDict):
-    """What requests took from the prefix cache; metrics.prefix_cache defines every figure."""
+    """Tokens taken from the prefix cache; metrics.prefix_cache defines every figure."""
 
     queried_tokens: int
     hit_tokens: int
@@ -286,7 +284,7 @@ class Settings(TypedDict):
 
 
 class RunFacts(TypedDict):
-    """What is known to the run, but to no meter and no configuration."""
+    """Facts known to the run, but to no meter and no configuration."""
 
     num_threads: int
     memory_bytes: dict[str, int]
@@ -296,7 +294,7 @@ class RunFacts(TypedDict):
 
 
 class Prediction(TypedDict):
-    """What was predicted for the run's K and concurrency; `error`: predicted / measured - 1."""
+    """The prediction for the run's K and concurrency; `error`: predicted / measured - 1."""
 
     speedup: float
     acceptance_length: float
@@ -305,7 +303,7 @@ class Prediction(TypedDict):
 
 
 class DraftStep(TypedDict):
-    """One of the K drafts, over all places: how the drafter ranks the target's token there."""
+    """Ranks of the target's token for one of the K drafts, over all places."""
 
     step: int
     top_1: float

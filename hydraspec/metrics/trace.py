@@ -22,7 +22,7 @@ NUM_DIGITS = 6  # of probabilities
 
 @dataclass(slots=True, frozen=True)
 class _Ranks:
-    """What a trace line takes from PositionScores."""
+    """Columns of PositionScores that trace lines take."""
 
     first: int
     ranks: NDArray[np.int32]  # [N, K]; -1 where the target's token is not known

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hydraspec.metrics import media
-from hydraspec.metrics.draft_lengths import DraftLengthCounts
+from hydraspec.metrics.counters import DraftLengthCounts, RunningTotals
 from hydraspec.metrics.files import Json, plain
-from hydraspec.metrics.meter import Meter, RunningTotals
+from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Summary
 from hydraspec.types import StepRecord
@@ -31,8 +31,8 @@ FINISH_TIMEOUT_SECONDS = 30.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrackerOptions:
-    """Where a run is logged. mode is "offline" or "online"; without notes a run gets those that
-    its summary's assessment says."""
+    """The place where a run is logged. mode is "offline" or "online"; without notes a run gets its
+    summary's assessment."""
 
     project: str
     entity: str | None

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
     BlockSize,
@@ -26,10 +25,10 @@ from hydraspec.models.kv_groups import (
 from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Table
 from hydraspec.models.needed_rows import reduced
-from hydraspec.models.parts import Tensors, Weights, held, prefixed
+from hydraspec.models.parts import DecoderConfig, Tensors, Weights, held, prefixed
 from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, LayerFacts, Stage, layers_of_stage
-from hydraspec.models.weights import EMPTY, fill, memory_bytes
+from hydraspec.models.weights import EMPTY, fill
 from hydraspec.parallel.group import SOLO, TensorGroup
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
@@ -131,11 +130,6 @@ class Decoder(Weights):
         """Rotary frequencies, as the layers' `rope_tables` reads them."""
         return place.frequencies(config.rope.theta)
 
-    @staticmethod
-    @abstractmethod
-    def canonical_name(name: str) -> str | None:
-        """A checkpoint's tensor name without its prefix; None for what is not the text model's."""
-
     def tensors(self) -> Tensors:
         """Every weight by its checkpoint name without prefix."""
         head = {} if self.tied else prefixed("lm_head.", self.head.tensors())
@@ -145,14 +139,7 @@ class Decoder(Weights):
         """Fill the weights. Raises CheckpointError."""
         self.eos_token_ids = checkpoint.token_ids("eos_token_id", self.vocab_size)
         self.suppress_token_ids = checkpoint.token_ids("suppress_tokens", self.vocab_size)
-        fill(
-            self.tensors(),
-            checkpoint,
-            weights=weights,
-            seed=seed,
-            canonical=self.canonical_name,
-            ignored=self.ignores,
-        )
+        fill(self, checkpoint, weights=weights, seed=seed)
         for i in self.held:
             self.layers[i].finish()
         if columns := self.vocabulary.rows_of(self.suppress_token_ids):
@@ -294,7 +281,3 @@ class Decoder(Weights):
         at rows [B] -> [B, D + H].
         """
         return self.table.embed_beside(token_ids, self.embed_scale, hidden, rows)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held; a tied head counts once."""
-        return memory_bytes(self.tensors())

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint.mistral_names import config_of_params
-from hydraspec.models.checkpoint.reader import PICKLES, Checkpoint, read_json, resolve_folder
+from hydraspec.models.checkpoint.reader import PICKLES, Checkpoint, open_checkpoint
 
 SPECULATORS = "speculators"
 AUTHORS = "EAGLE"
@@ -46,16 +45,7 @@ def open_draft(checkpoint: str) -> Checkpoint:
     are float. Tensors that are in fact quantised are refused as they are read. Raises
     CheckpointError.
     """
-    folder = resolve_folder(checkpoint)
-    if (folder / "config.json").is_file():
-        return Checkpoint(folder, read_json(folder / "config.json"), {})
-    if (folder / "params.json").is_file():
-        config = config_of_params(read_json(folder / "params.json"), str(folder))
-        return Checkpoint(folder, config, {})
-    raise CheckpointError(
-        f"checkpoint folder {str(folder)!r} has neither config.json nor params.json; expected "
-        f"{KNOWN}"
-    )
+    return open_checkpoint(checkpoint, is_draft=True)
 
 
 def detect(opened: Checkpoint) -> Detected | None:

@@ -108,6 +108,18 @@ class Weights:
                 found |= prefixed(name, part.tensors())
         return found
 
+    def canonical_name(self, name: str) -> str | None:
+        """The name here of a tensor of a checkpoint; None for what is not a part of this model."""
+        return name
+
+    def ignores(self, name: str) -> bool:
+        """Returns whether a checkpoint may hold this tensor without its being needed."""
+        return False
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights held; tied ones count once."""
+        return memory_bytes(self.tensors())
+
 
 def prefixed(prefix: str, tensors: Tensors) -> Tensors:
     """The same tensors by longer names."""
@@ -117,6 +129,13 @@ def prefixed(prefix: str, tensors: Tensors) -> Tensors:
 def held(weight: Weight) -> Tensor:
     """What this rank holds of a weight."""
     return weight.tensor if isinstance(weight, Part) else weight
+
+
+def memory_bytes(tensors: Mapping[str, Weight]) -> int:
+    """Bytes of the tensors' storages on this rank, each counted once."""
+    storages = (held(weight).untyped_storage() for weight in tensors.values())
+    present = (storage for storage in storages if storage.device.type != "meta")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in present}.values())
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,3 +169,15 @@ class Divided:
                 "  to do: choose one of them, or another target",
                 key="parallelism.tensor",
             )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder's shape, as far as all families agree."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tied: bool  # the head is the embedding table

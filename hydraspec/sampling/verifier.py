@@ -14,7 +14,7 @@ from hydraspec_kernels.sampling.verification import verify_prefix, verify_synthe
 from torch import Tensor
 
 from hydraspec.parallel.vocabulary import WHOLE, Vocabulary
-from hydraspec.types import Batch, ConfigurationError, RequestState, SamplingFlags, Verdict
+from hydraspec.types import Batch, RequestState, SamplingFlags, Verdict
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,37 +61,7 @@ def build_verifier(
     verification: str,
     *,
     synthetic_acceptance_length: float | None,
-    num_speculative_tokens: int,
     vocabulary: Vocabulary = WHOLE,
 ) -> Verifier:
-    """The verifier of `method.verification`.
-
-    Raises:
-        ConfigurationError: unknown name, or a synthetic length that is missing, out of 1..K+1 or
-        given without method.verification=synthetic.
-    """
-    length, longest = synthetic_acceptance_length, num_speculative_tokens + 1
-    if verification == "synthetic":
-        if length is None:
-            raise ConfigurationError(
-                "method.verification=synthetic needs method.synthetic_acceptance_length, "
-                f"from 1 to {longest}."
-            )
-        if not 1 <= length <= longest:
-            raise ConfigurationError(
-                f"method.synthetic_acceptance_length={length} is outside 1 to "
-                f"{longest} (method.num_speculative_tokens + 1); "
-                "lower it or raise method.num_speculative_tokens."
-            )
-        return Verifier(Rule.SYNTHETIC, length, vocabulary)
-    if length is not None:
-        raise ConfigurationError(
-            f"method.synthetic_acceptance_length={length} only applies to "
-            f"method.verification=synthetic, not {verification}; remove one of the two."
-        )
-    rules = {"standard": Rule.STANDARD, "block": Rule.BLOCK}
-    if verification not in rules:
-        raise ConfigurationError(
-            f"method.verification={verification} is unknown; choose standard, block or synthetic."
-        )
-    return Verifier(rules[verification], vocabulary=vocabulary)
+    """The verifier of `method.verification`; configurations are checked already."""
+    return Verifier(Rule[verification.upper()], synthetic_acceptance_length or 1.0, vocabulary)

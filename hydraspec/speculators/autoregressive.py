@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from hydraspec_kernels.runtime import breaks
-from hydraspec_kernels.step_inputs import NewestRows
+from hydraspec_kernels.step_inputs import GroupTables, NewestRows, decode_rows, shifted_tokens
 from torch import Tensor
 
 from hydraspec.config.schema import RunConfig
@@ -17,8 +17,16 @@ from hydraspec.graphs import Captured, Descriptor, GraphBackend, GraphManager
 from hydraspec.graphs.capture import copy_into
 from hydraspec.speculators.base import DraftGraphs
 from hydraspec.speculators.draft_model import DraftModelSpeculator
-from hydraspec.speculators.rows import single_rows, target_rows
-from hydraspec.types import Batch, Draft, RequestState, TargetStep, Verdict
+from hydraspec.types import (
+    Batch,
+    Draft,
+    KVGroupSpec,
+    RequestState,
+    Rows,
+    RowSegment,
+    TargetStep,
+    Verdict,
+)
 
 
 @dataclass(slots=True)
@@ -198,3 +206,54 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
 def _one_row_each(num_requests: int) -> Descriptor:
     return Descriptor(num_requests=num_requests, num_rows=num_requests, rows_per_request=1)
+
+
+def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec]) -> Rows:
+    """The step's rows as draft rows: each reads the following token, at the same position and cache
+    row.
+
+    A prompt row reads the next prompt token, the newest row the token sampled after it. Rows of
+    rejected drafts read arbitrary tokens; their KV is overwritten before any row may see it.
+    """
+    first = len(batch.slot_mapping) - len(specs)
+    return Rows(
+        segments=batch.segments,
+        input_ids=shifted_tokens(
+            state.token_ids,
+            batch.slots,
+            batch.row_request,
+            batch.positions,
+            padded=batch.has_padding,
+        ),
+        positions=batch.positions,
+        seq_lens=batch.seq_lens,
+        slot_mapping=batch.slot_mapping[first:],
+        block_tables=batch.block_tables[first:],
+        query_start_loc=batch.query_start_loc,
+        has_padding=batch.has_padding,
+    )
+
+
+def single_rows(
+    batch: Batch,
+    specs: Sequence[KVGroupSpec],
+    tokens: Tensor,
+    row: NewestRows,
+    lookahead: int,
+    query_start_loc: Tensor,
+) -> Rows:
+    """A row per request, `lookahead` positions after its newest row."""
+    tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
+    max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
+    groups = GroupTables(tables, [spec.block_size for spec in specs])
+    rows = decode_rows(row.positions, row.seq_lens, lookahead, groups, padded=batch.has_padding)
+    return Rows(
+        segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len),),
+        input_ids=tokens,
+        positions=rows.positions,
+        seq_lens=rows.seq_lens,
+        slot_mapping=rows.slot_mapping,
+        block_tables=tables,
+        query_start_loc=query_start_loc,
+        has_padding=batch.has_padding,
+    )

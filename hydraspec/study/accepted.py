@@ -1,8 +1,8 @@
-"""Where drafts are accepted: by context, token class, target entropy and place in the output, as
+"""Accepted drafts by context, token class, target entropy and place in the output, as
 tables on the console and as blocks of a group of jobs.
 
-Blocks but the first need runs with metrics.trace=true or metrics.all_positions=true; of pooled runs
-the first one is shown.
+All blocks but the first need runs with metrics.trace=true or metrics.all_positions=true. The first
+of pooled runs is shown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rich.console import Console
 from hydraspec.metrics.summary import StartFigures, TeacherForced
 from hydraspec.study.blocks import Block, Line, Table
 from hydraspec.study.console import print_table
-from hydraspec.study.figures import JobFigures
-from hydraspec.study.groups import Group
+from hydraspec.study.jobs import Job
+from hydraspec.study.ranking import Group
 from hydraspec.study.texts import ci_words, number, percent
 
 HEADER = ("", "drafts accepted a start", "95 % interval", "starts")
@@ -33,14 +33,14 @@ WHOLE = ("by_context", "by_output_place")  # buckets of whole numbers
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Part:
-    """One way to divide the places: a line per bucket or class."""
+    """A way to divide the places: a line per bucket or class."""
 
     key: str
     lines: Sequence[tuple[str, StartFigures]]
 
     @property
     def title(self) -> str:
-        """Of its table."""
+        """The title of its table."""
         return TITLES[self.key]
 
     @property
@@ -58,7 +58,8 @@ class Part:
 
 
 def parts(figures: Mapping[str, Any]) -> Iterator[Part]:
-    """Those that `figures` (of doctor.json, replay.json, or `teacher_forced` of a summary) has."""
+    """The ways to divide the places that `figures` has: of doctor.json, replay.json, or a summary's
+    `teacher_forced`."""
     for key in TITLES:
         found = figures.get(key)
         if isinstance(found, Mapping):
@@ -79,7 +80,7 @@ def bucket_words(row: Mapping[str, Any], *, is_whole: bool) -> str:
 
 
 def print_parts(console: Console, figures: Mapping[str, Any]) -> None:
-    """A short table for each."""
+    """Print a short table for each way to divide the places."""
     for part in parts(figures):
         print_table(console, part.title, HEADER, part.cells, num_left=1)
 
@@ -94,7 +95,7 @@ def by_output_place(group: Group) -> Block | None:
     """Acceptance length by the place in the output, in bins that double."""
     found = [
         (
-            job.name,
+            job.title,
             {
                 f"{of['first']} to {of['last']}": number(of["acceptance_length"]["mean"])
                 + ci_words(of["acceptance_length"]["ci95"])
@@ -108,11 +109,11 @@ def by_output_place(group: Group) -> Block | None:
 
 
 def over_targets_tokens(group: Group) -> Block | None:
-    """How often the target's token is the draft, and acceptance lengths that could be reached."""
+    """Drafts that are the target's token, and acceptance lengths that could be reached."""
     lines = [
         Line(
             cells=[
-                job.name,
+                job.title,
                 number(forced["num_places"], 0),
                 *(_by_step(forced, key) for key in ("top_1", "top_5")),
                 *(number(length) for length in _ceilings(forced)),
@@ -137,7 +138,7 @@ def accepted(key: str) -> Callable[[Group], Block | None]:
 
     def make(group: Group) -> Block | None:
         found = [
-            (job.name, _cells(part))
+            (job.title, _cells(part))
             for job, forced in _forced(group)
             for part in parts(forced)
             if part.key == key
@@ -177,14 +178,14 @@ def _ceilings(forced: TeacherForced) -> list[float]:
     return [of["acceptance"], of["oracle_features"], of["top_5"], of["draft_vocabulary"]]
 
 
-def _jobs(group: Group) -> list[JobFigures]:
-    return [one for one in group.figures if not one.is_plain]
+def _jobs(group: Group) -> list[Job]:
+    return [one.job for one in group.jobs if not one.job.is_plain]
 
 
-def _forced(group: Group) -> list[tuple[JobFigures, TeacherForced]]:
+def _forced(group: Group) -> list[tuple[Job, TeacherForced]]:
     # Runs of earlier versions have no such key.
-    found = [(one, one.summary.get("teacher_forced")) for one in _jobs(group)]
-    return [(one, forced) for one, forced in found if forced]
+    found = [(job, job.summary.get("teacher_forced")) for job in _jobs(group)]
+    return [(job, forced) for job, forced in found if forced]
 
 
 def _small(title: str) -> str:

@@ -9,11 +9,11 @@ from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
 from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.blocks import Kind, Verdict
-from hydraspec.study.comparison.pairs import ALL
 from hydraspec.study.families import fastest_figures
-from hydraspec.study.figures import JobFigures
-from hydraspec.study.groups import Group, Runs
-from hydraspec.study.texts import ci_words, load_words
+from hydraspec.study.groups import Runs
+from hydraspec.study.pairs import ALL
+from hydraspec.study.ranking import Group, JobFigures
+from hydraspec.study.texts import ci_words, load_words, some_of
 
 # A key of summaries → what the question calls it.
 ASKED = {
@@ -23,13 +23,12 @@ ASKED = {
     "parallelism": "split",
 }
 KINDS: dict[str, Kind] = {"worth_it": "good", "cannot_tell": "", "slower": "bad"}
-MAX_NAMED = 6  # jobs that a sentence names
 
 
 def question(runs: Runs) -> str:
-    """What the settings that differ ask."""
-    summaries = [run.summary for job in runs.jobs for run in job.runs]
-    drafting = [one for one in summaries if one["method"] != "none"]
+    """The question that the settings in which runs differ ask."""
+    summaries = [run.summary for run in runs.runs]
+    drafting = [run.summary for run in runs.runs if not run.is_plain]
     if len(summaries) == 1:
         (one,) = summaries
         if not drafting:
@@ -47,15 +46,14 @@ def question(runs: Runs) -> str:
 
 
 def facts(runs: Runs) -> str:
-    """How many runs, of what, on what."""
-    all_runs = [run for job in runs.jobs for run in job.runs]
-    summaries = [run.summary for run in all_runs]
+    """The number of runs, their load, and the engine, dtype and device that they share."""
+    summaries = [run.summary for run in runs.runs]
     shared = [
         f"{name} {_values(key, summaries)[0]}"
         for key, name in (("engine", "engine"), ("dtype", "dtype"), ("device", "on"))
         if len(_values(key, summaries)) == 1
     ]
-    count = "1 run" if len(all_runs) == 1 else f"{len(all_runs)} runs"
+    count = "1 run" if len(summaries) == 1 else f"{len(summaries)} runs"
     loads = list(dict.fromkeys(load_words(summary) for summary in summaries))
     requests = _values("num_requests", summaries)
     load = f"{'/'.join(requests)} requests, {loads[0] if len(loads) == 1 else 'several loads'}"
@@ -63,30 +61,31 @@ def facts(runs: Runs) -> str:
 
 
 def verdict(group: Group) -> Verdict:
-    """Which job is the best, or that none is worth it, or that it cannot be told."""
-    found = group.figures
+    """The best job of a group, or that none is worth it, or that it cannot be told."""
     about = group.title
-    drafting = [one for one in found if not one.is_plain]
+    drafting = [one for one in group.jobs if not one.job.is_plain]
     if not drafting:
         return Verdict(kind="", about=about, sentence="All runs decode without drafts.")
-    assessment = found[0].summary["assessment"]
-    if len(found) == 1 and assessment:
+    first = group.jobs[0].job
+    assessment = first.summary["assessment"]
+    if len(group.jobs) == len(first.runs) == 1 and assessment:
         sentence = f"{_capital(assessment['sentence'])}."
         return Verdict(kind=KINDS[assessment["says"]], about=about, sentence=sentence)
-    lossy = [one for one in drafting if one.lossless["verdict"] == "diverged"]
-    sound = [one for one in drafting if one not in lossy]
+    sound = [one for one in drafting if one.job.lossless["verdict"] != "diverged"]
+    lossy = [one.job.title for one in drafting if one not in sound]
     lost = ""
     if lossy:
-        lost = f" Outputs of {_names(lossy)} differ from the target's: see Lossless."
+        lost = (
+            f" Outputs of {_listed(some_of(lossy), '; ')} differ from the target's: see Lossless."
+        )
     if not sound:
         return Verdict(kind="bad", about=about, sentence=f"No job is usable.{lost}")
-    known = [one for one in sound if one.speedups[ALL]]
-    if not known:
+    best = max(sound, key=lambda one: one.speedup)
+    if not best.speedup:
         sentence = f"The speedup is not known: no job has a baseline.{lost}"
         return Verdict(kind="", about=about, sentence=sentence)
-    best = max(known, key=_speedup)
     kind, worth = _worth(best)
-    return Verdict(kind=kind, about=about, sentence=f"{worth}{_rivals(best, group, found)}{lost}")
+    return Verdict(kind=kind, about=about, sentence=f"{worth}{_rivals(best, group)}{lost}")
 
 
 def answers(runs: Runs) -> dict[str, object]:
@@ -94,14 +93,11 @@ def answers(runs: Runs) -> dict[str, object]:
     tokens per second where groups are of several splits, engines or devices."""
     found: dict[str, object] = {}
     for group in runs.groups:
-        sound = [
-            one
-            for one in group.figures
-            if not one.is_plain and one.lossless["verdict"] != "diverged" and one.speedups[ALL]
-        ]
+        jobs = [one for one in group.jobs if not one.job.is_plain and one.speedup]
+        sound = [one for one in jobs if one.job.lossless["verdict"] != "diverged"]
         if sound:
-            best, title = max(sound, key=_speedup), group.title or "all"
-            found |= {f"best/{title}/job": best.name, f"best/{title}/speedup": _speedup(best)}
+            best, title = max(sound, key=lambda one: one.speedup), group.title or "all"
+            found |= {f"best/{title}/job": best.job.title, f"best/{title}/speedup": best.speedup}
     for family in runs.families:
         found |= fastest_figures(family)
     return found
@@ -114,38 +110,28 @@ def _worth(best: JobFigures) -> tuple[Kind, str]:
     words = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])} the speed without drafts"
     low, high = speed["ci95"] or (0.0, float("inf"))
     if low > 1:
-        return "good", f"{best.name} is {WORDS['worth_it']}: {words}."
+        return "good", f"{best.job.title} is {WORDS['worth_it']}: {words}."
     if high < 1:
         return (
             "bad",
-            f"No job is worth it: the fastest, {best.name}, is {WORDS['slower']}: {words}.",
+            f"No job is worth it: the fastest, {best.job.title}, is {WORDS['slower']}: {words}.",
         )
-    return "", f"It cannot be told whether a job is worth it: {best.name} has {words}."
+    return "", f"It cannot be told whether a job is worth it: {best.job.title} has {words}."
 
 
-def _rivals(best: JobFigures, group: Group, found: Sequence[JobFigures]) -> str:
+def _rivals(best: JobFigures, group: Group) -> str:
     """The jobs that cannot be told from the best one."""
-    if group.ranking is None or group.ranking.ranked[0].job is not best.job:
+    if group.reference is None or group.jobs[0] is not best:
         return ""
-    equal = [
-        one for one in found if one.job is not best.job and not one.is_plain and _is_equal(one)
-    ]
-    others = [one for one in found if one.job is not best.job and not one.is_plain]
+    others = [one for one in group.jobs[1:] if not one.job.is_plain]
+    equal = [one.job.title for one in others if one.mark]
     if not equal:
         return " It is faster than all other jobs." if others else ""
-    return f" Cannot be told from it: {_names(equal)}."
+    return f" Cannot be told from it: {_listed(some_of(equal), '; ')}."
 
 
-def _is_equal(one: JobFigures) -> bool:
-    ranked = one.ranked
-    return ranked is not None and ranked.rank is not None and not ranked.told_from_best
-
-
-def _names(found: Sequence[JobFigures]) -> str:
-    names = [one.name for one in found[:MAX_NAMED]]
-    if more := len(found) - MAX_NAMED:
-        names += [f"{more} more"] if more > 0 else []
-    return _listed(names, "; ")
+def _names(names: Sequence[str]) -> str:
+    return _listed(some_of(names), "; ")
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:
@@ -157,13 +143,8 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _speedup(one: JobFigures) -> float:
-    speed = one.speedups[ALL]
-    return speed["mean"] if speed else 0.0
-
-
 def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
-    """As text; a key that only some versions know is of these alone."""
+    """The values of a key as text, of the summaries that have it."""
     found: list[object] = [summary.get(key) for summary in summaries if key in summary]
     if key == "num_speculative_tokens":
         found = [drafts_of(summary) for summary in summaries]
@@ -183,17 +164,16 @@ def job_table(runs: Runs) -> PlainTable:
     """A line per job, in the order of the report."""
     rows = []
     for group in runs.groups:
-        for of in group.figures:
-            job, ranked = of.job, of.ranked
-            speed, length = of.speedups[ALL], of.lengths[ALL]
+        for one in group.jobs:
+            job, speed, length, speeds = one.job, one.speedups[ALL], one.lengths[ALL], one.speeds
             low, high = (speed and speed["ci95"]) or (None, None)
             rows.append(
                 [
                     *(job.name, job.label, group.title),
                     *(job.summary["method"], str(drafts_of(job.summary))),
                     *(speed and speed["mean"], low, high, length and length["mean"]),
-                    *(of.speeds.tokens_per_second_per_user, of.speeds.tokens_per_second),
-                    *(of.lossless["verdict"], ranked.rank if ranked else None),
+                    *(speeds.tokens_per_second_per_user, speeds.tokens_per_second),
+                    *(job.lossless["verdict"], one.rank),
                 ]
             )
     return PlainTable(columns=COLUMNS, rows=rows)

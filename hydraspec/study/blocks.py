@@ -23,16 +23,27 @@ class Line:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Table:
-    """Cells under column names, as many in every line; `linked` is the column of the links."""
+    """Cells under column names, as many in every line.
+
+    Attributes:
+        linked: the column of the links.
+        num_left: columns of names, which a console aligns left.
+    """
 
     header: Sequence[str]
     lines: Sequence[Line]
     linked: int = 0
+    num_left: int = 1
+
+    @property
+    def cells(self) -> list[Sequence[str]]:
+        """The header, then the cells of each line."""
+        return [self.header, *(line.cells for line in self.lines)]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Panel:
-    """What W&B draws from its own runs in place of a chart.
+    """A panel that W&B draws from its own runs in place of a chart.
 
     `metrics` are keys of the runs' summaries, or of their curves with kind "line"; "scatter" has
     two, x and y.
@@ -45,8 +56,8 @@ class Panel:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Block:
-    """A titled part. It shows those of sentences, chart and table that it has, in this order; W&B
-    has `panels` in place of the chart. A page holds `all_sentences` folded, where there are more.
+    """A titled part: sentences, chart and table, in this order, as far as it has them. W&B has
+    `panels` in place of the chart; a page holds `all_sentences` folded, where there are more.
     """
 
     title: str
@@ -61,7 +72,7 @@ class Block:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Section:
     """Blocks of runs with the same target and load; no title where there is one section. `folders`
-    are of its runs, empty where it is about all."""
+    holds the folders of its runs, none where it is about all."""
 
     title: str
     blocks: Sequence[Block]
@@ -70,7 +81,7 @@ class Section:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """The answer for one group of runs; kind is "good", "bad" or neither."""
+    """The answer for a group of runs; kind is "good", "bad" or neither."""
 
     kind: Kind
     about: str
@@ -82,7 +93,7 @@ class Study:
     """A report: the question, its answers and what they rest on."""
 
     question: str
-    facts: str
-    verdicts: Sequence[Verdict]
-    notes: Sequence[str]
     sections: Sequence[Section]
+    facts: str = ""
+    verdicts: Sequence[Verdict] = ()
+    notes: Sequence[str] = ()

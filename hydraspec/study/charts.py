@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 WIDTH = 480
 WIDEST = 2.5
+LEFT, BOTTOM, TOP = 38, 26, 14  # margins of charts of rates
+COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +35,7 @@ class Chart:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Series:
-    """One colour of a grouped bar chart, or a line; null values leave a gap. `title` is shown on
+    """A colour of a grouped bar chart, or a line; null values leave a gap. `title` is shown on
     hovering, the name where it is empty."""
 
     name: str
@@ -44,7 +46,7 @@ class Series:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Bar:
-    """One horizontal bar, with its interval if there is one."""
+    """A horizontal bar, with its interval if there is one."""
 
     label: str
     value: float
@@ -55,7 +57,7 @@ class Bar:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Stack:
-    """One stacked horizontal bar: (part, value, colour)."""
+    """A stacked horizontal bar: (part, value, colour)."""
 
     label: str
     parts: Sequence[tuple[str, float, str]]
@@ -64,21 +66,15 @@ class Stack:
 
 def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description: str) -> Chart:
     """Rates from 0 to 1 as upright bars in groups, a group per label."""
-    height, left, bottom, top = 230, 38, 26, 14
-    plot = height - top - bottom
-    marks = []
-    for percent in (0, 25, 50, 75, 100):
-        y = top + plot * (1 - percent / 100)
-        marks += [_line(left, WIDTH, y, y), _text(left - 6, y + 4, f"{percent}%", "end", "axis")]
-    group = (WIDTH - left) / max(1, len(labels))
+    height, group = 230, (WIDTH - LEFT) / max(1, len(labels))
     bar = min(46.0, group * 0.78 / len(series))
-    for i, label in enumerate(labels):
-        middle = left + group * (i + 0.5)
-        marks.append(_text(middle, height - 8, label, "middle", "axis"))
+    middles = [LEFT + group * (i + 0.5) for i in range(len(labels))]
+    marks, plot = _rate_axes(height, labels, middles)
+    for i, middle in enumerate(middles):
         for j, one in enumerate(series):
             if (value := one.values[i]) is None:
                 continue
-            x, y = middle + (j - len(series) / 2) * bar, top + plot * (1 - value)
+            x, y = middle + (j - len(series) / 2) * bar, TOP + plot * (1 - value)
             title = f"{one.name}: {value:.1%}"
             marks.append(_bar(x + 1.5, y, bar - 3, plot * value, 3, one.color, title))
             if bar >= 24:
@@ -89,28 +85,19 @@ def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description
 
 def curves(labels: Sequence[str], series: Sequence[Series], *, description: str) -> Chart:
     """Rates from 0 to 1 as one line per series over the labels, with a dot for each value."""
-    height, left, bottom, top = 260, 38, 26, 14
-    plot = height - top - bottom
-    step = (WIDTH - left - 24) / max(1, len(labels) - 1)
-    marks = []
-    for percent in (0, 25, 50, 75, 100):
-        y = top + plot * (1 - percent / 100)
-        marks += [_line(left, WIDTH, y, y), _text(left - 6, y + 4, f"{percent}%", "end", "axis")]
-    for i, label in enumerate(labels):
-        marks.append(_text(left + 12 + step * i, height - 8, label, "middle", "axis"))
+    height, step = 260, (WIDTH - LEFT - 24) / max(1, len(labels) - 1)
+    places = [LEFT + 12 + step * i for i in range(len(labels))]
+    marks, plot = _rate_axes(height, labels, places)
     for one in series:
+        name = one.title or one.name
         points = [
-            (
-                left + 12 + step * i,
-                top + plot * (1 - value),
-                f"{one.title or one.name}: {value:.1%}",
-            )
-            for i, value in enumerate(one.values)
+            (x, TOP + plot * (1 - value), f"{name}: {value:.1%}")
+            for x, value in zip(places, one.values, strict=True)
             if value is not None
         ]
         path = _path([(x, y) for x, y, _ in points]) if points else ""
         drawn = {"d": path, "fill": "none", "stroke": one.color, "stroke-width": 2}
-        marks.append(Mark("path", drawn, title=one.title or one.name))
+        marks.append(Mark("path", drawn, title=name))
         for x, y, title in points:
             at = {"cx": _place(x), "cy": _place(y), "r": 3.5, "fill": one.color}
             marks.append(Mark("circle", at, title=title))
@@ -118,10 +105,27 @@ def curves(labels: Sequence[str], series: Sequence[Series], *, description: str)
     return Chart(height=height, description=description, marks=marks, legend=legend)
 
 
-def horizontal_bars(bars: Sequence[Bar], *, description: str, mark: float | None = None) -> Chart:
-    """A bar per row from 0, with a whisker for its interval; `mark` is a dashed line. An interval
-    that ends beyond WIDEST times the longest bar is cut there.
+def _rate_axes(
+    height: float, labels: Sequence[str], places: Sequence[float]
+) -> tuple[list[Mark], float]:
+    """Lines from 0 to 100 %, the labels below them, and the height between these lines."""
+    plot, marks = height - TOP - BOTTOM, []
+    for percent in (0, 25, 50, 75, 100):
+        y = TOP + plot * (1 - percent / 100)
+        marks += [_line(LEFT, WIDTH, y, y), _text(LEFT - 6, y + 4, f"{percent}%", "end", "axis")]
+    for label, x in zip(labels, places, strict=True):
+        marks.append(_text(x, height - 8, label, "middle", "axis"))
+    return marks, plot
+
+
+def horizontal_bars(
+    bars: Sequence[Bar], *, description: str, mark: float | None = None
+) -> Chart | None:
+    """A bar per row from 0, with a whisker for its interval; None without bars. `mark` is a dashed
+    line. An interval that ends beyond WIDEST times the longest bar is cut there.
     """
+    if not bars:
+        return None
     row, left, right = 34, _label_width([b.label for b in bars]), 92
     ends = [b.value for b in bars] + [b.ci95[1] for b in bars if b.ci95] + [mark or 0.0]
     most = min(max(ends), WIDEST * max(b.value for b in bars)) or 1.0
@@ -165,7 +169,7 @@ def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Points:
-    """One colour of a scatter chart: (x, y, title, label), joined by a line in this order."""
+    """A colour of a scatter chart: (x, y, title, label), joined by a line in this order."""
 
     name: str
     color: str

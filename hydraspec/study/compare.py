@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,78 +16,85 @@ from hydraspec.metrics.run_files import (
     COMPARISON_MARKDOWN,
     COMPARISON_REPORT,
 )
-from hydraspec.study import html
-from hydraspec.study.comparison import words
-from hydraspec.study.comparison.ranking import Ranking, fitting_measure, rank
-from hydraspec.study.comparison.runs import check_alike, pool, read_runs
-from hydraspec.study.console import print_block, table_console
-from hydraspec.study.ranked_blocks import by_category, notes, ranked_jobs, ranking_blocks, told
-
-WIDE = 400  # columns where no terminal sets a limit: figures are never cut
-NUM_LEFT = 3  # columns of names
+from hydraspec.study import group_blocks, html, words
+from hydraspec.study.blocks import Section, Study, Table
+from hydraspec.study.console import WIDE, print_block, table_console
+from hydraspec.study.jobs import check_alike, pool
+from hydraspec.study.ranking import Group, fitting_measure, rank
+from hydraspec.study.runs import read_runs
 
 
-def compared(folders: Sequence[Path]) -> Ranking:
+def compared(folders: Sequence[Path]) -> Group:
     """The ranking of the runs in these folders.
 
     Raises:
         ConfigurationError: they cannot be compared; the message names the difference.
     """
-    jobs = pool(read_runs(folders))
+    jobs = pool(read_runs(folders), apart=True)
     check_alike(jobs)
     reference = jobs[0] if len(jobs) == 2 else None
     return rank(jobs, reference=reference, by=fitting_measure(jobs))
 
 
-def show(ranking: Ranking, console: Console | None = None) -> None:
-    """Print the table, the category x job matrix and the sentences."""
+def show(group: Group, *, title: str = "Comparison", console: Console | None = None) -> None:
+    """Print the table of jobs, that of categories, and the sentences."""
     console = console or table_console(WIDE)
-    show_ranking(console, ranking, "Comparison")
-
-
-def show_ranking(console: Console, ranking: Ranking, title: str) -> None:
-    """Print the table of jobs, that of categories, and what is told."""
-    print_block(console, ranked_jobs(ranking, title), num_left=NUM_LEFT)
-    if categories := by_category(ranking):
-        named = replace(categories, title="Speedup / acceptance length by category")
-        print_block(console, named, num_left=1)
-    for line in (*told(ranking).sentences, *notes(ranking)):
+    blocks = (
+        group_blocks.jobs(group, title=title, with_speeds=False),
+        group_blocks.by_category(group, brief=True),
+    )
+    for block in blocks:
+        if block:
+            print_block(console, block)
+    sentences = words.verdicts(group, brief=len(group.jobs) > 2)
+    for line in (*sentences, *group_blocks.notes(group)):
         console.print(escape(printable(line)), soft_wrap=True)
 
 
-def write(ranking: Ranking, folder: Path, *, say: bool = False) -> None:
+def section(group: Group, title: str) -> Section:
+    """The parts of one ranking on a page; its table is titled by what its jobs share."""
+    made = [
+        group_blocks.jobs(group, title=title, with_speeds=False),
+        group_blocks.told(group),
+        group_blocks.by_category(group),
+        group_blocks.slowest(group),
+        group_blocks.speedups(group),
+        group_blocks.lengths(group),
+        group_blocks.acceptance_by_position(group),
+    ]
+    return Section(title="", blocks=[block for block in made if block])
+
+
+def write(group: Group, folder: Path, *, say: bool = False) -> None:
     """Write the four files into `folder`, which is made; `say` prints where.
 
     Raises:
         OSError: with the path, if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / COMPARISON, pretty_json(words.as_json(ranking)))
-    write_tables(folder, [ranking])
-    page = html.render(
-        "runs.html",
-        title="Comparison",
-        rankings=[ranking_blocks(ranking, "Jobs")],
-        href=partial(html.link_to_page, folder=folder),
-    )
-    write_whole(folder / COMPARISON_REPORT, page)
+    write_whole(folder / COMPARISON, pretty_json(words.as_json(group)))
+    write_tables(folder, [group])
+    made = Study(question="Comparison", sections=[section(group, "Jobs")])
+    where = folder / COMPARISON_REPORT
+    write_whole(where, html.study_page(made, folder))
     if say:
-        where = folder / COMPARISON_REPORT
         table_console(WIDE).print(f"Comparison: {where}", soft_wrap=True, markup=False)
 
 
-def write_tables(folder: Path, rankings: Sequence[Ranking]) -> None:
-    """compare.csv and compare.md of one or several rankings, where there is one.
+def write_tables(folder: Path, groups: Sequence[Group]) -> None:
+    """Write compare.csv and compare.md of one or several rankings, where there is one.
 
     Raises:
         OSError: with the path, if they cannot be written.
     """
-    tables = [words.table(ranking) for ranking in rankings]
+    tables = [words.table(group) for group in groups]
     if not tables:
         return
-    header, rows = tables[0][0], [row for _, rows in tables for row in rows]
+    table = Table(header=tables[0].header, lines=[line for each in tables for line in each.lines])
     said = dict.fromkeys(
-        sentence for one in rankings for sentence in (*words.verdicts(one), *notes(one))
+        sentence
+        for group in groups
+        for sentence in (*words.verdicts(group), *group_blocks.notes(group))
     )
-    write_whole(folder / COMPARISON_CSV, words.as_csv(header, rows))
-    write_whole(folder / COMPARISON_MARKDOWN, words.as_markdown(header, rows, list(said)))
+    write_whole(folder / COMPARISON_CSV, words.as_csv(table))
+    write_whole(folder / COMPARISON_MARKDOWN, words.as_markdown(table, list(said)))

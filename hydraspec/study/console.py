@@ -31,6 +31,7 @@ from hydraspec.study.texts import (
 )
 from hydraspec.types import Completion, StepRecord
 
+WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
 
 
@@ -71,14 +72,14 @@ def print_table(
     console.print(table)
 
 
-def print_block(console: Console, block: Block, *, num_left: int) -> None:
+def print_block(console: Console, block: Block) -> None:
     """Print a block's table, if it has one."""
     if (table := block.table) is None:
         return
     header = [printable(cell) for cell in table.header]
     lines = [[printable(cell) for cell in line.cells] for line in table.lines]
     best = {i for i, line in enumerate(table.lines) if line.is_best}
-    print_table(console, block.title, header, lines, num_left=num_left, best=best)
+    print_table(console, block.title, header, lines, num_left=table.num_left, best=best)
 
 
 class ConsoleSink(Sink):
@@ -233,14 +234,14 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
 
 
 def _share_rows(summary: Summary) -> Iterator[list[str]]:
-    """What drafting takes of a step, where phases were measured."""
+    """The share of a step that drafting takes, where phases were measured."""
     share = draft_share(summary["time_breakdown_ms"]) if summary["num_drafts"] else None
     if share is not None:
         yield ["drafting's share of a step", percent(share), "-"]
 
 
 def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
-    """Percentiles and goodput, of a run with arrivals or limits."""
+    """Percentiles and goodput of a run with arrivals or limits."""
     limits = summary["goodput"]
     if summary["request_rate"] is None and limits is None:
         return
@@ -259,7 +260,7 @@ def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iter
 
 
 def _cache_rows(sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
-    """What came from the prefix cache, and pressure on the KV cache where there was any."""
+    """Tokens from the prefix cache, and pressure on the KV cache where there was any."""
     caches = [side["prefix_cache"] for side in sides]
     if any(cache and (cache["hit_tokens"] or cache["recomputed_tokens"]) for cache in caches):
         yield ["prefix cache hit rate", *(percent(c and c["hit_rate"]) for c in caches)]

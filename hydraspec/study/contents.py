@@ -1,4 +1,4 @@
-"""What a report over runs holds, in order: its blocks by family, by group and over all runs.
+"""The contents of a report over runs, in order: blocks by family, by group and over all runs.
 
 A block is a function of a family, a group or all runs; None where they have nothing to show.
 """
@@ -6,33 +6,39 @@ A block is a function of a family, a group or all runs; None where they have not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from hydraspec.errors import printable
+from hydraspec.metrics.files import write_whole
+from hydraspec.metrics.run_files import STUDY
+from hydraspec.study import html, wandb_report
 from hydraspec.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.study.answers import facts, question, verdict
 from hydraspec.study.blocks import Block, Section, Study, Verdict
-from hydraspec.study.comparison.runs import Job
+from hydraspec.study.console import WIDE, table_console
 from hydraspec.study.families import pareto, setup_verdicts, setups
-from hydraspec.study.groups import Family, Group, Runs
-from hydraspec.study.jobs import (
-    acceptance_by_category,
+from hydraspec.study.group_blocks import (
     acceptance_by_position,
+    by_category,
+    jobs,
     lossless,
     predictions,
     speedups,
     time_breakdown,
     told,
 )
-from hydraspec.study.jobs import jobs as jobs_block
+from hydraspec.study.groups import Family, Runs
+from hydraspec.study.ranking import Group, JobFigures
 from hydraspec.study.settings import environments, settings, warned
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
-    jobs_block,
+    jobs,
     speedups,
     predictions,
     told,
     acceptance_by_position,
-    acceptance_by_category,
+    by_category,
     by_output_place,
     over_targets_tokens,
     *(accepted(key) for key in ("by_context", "by_token_class", "by_target_entropy")),
@@ -48,7 +54,8 @@ def study(runs: Runs, *, asked: str | None = None) -> Study:
     for family in runs.families:
         shared = [make(family) for make in BY_FAMILY]
         if len(family.groups) > 1:
-            sections.append(_section(family.title, shared, [job for _, job in family.jobs()]))
+            members = [one for group in family.groups for one in group.jobs]
+            sections.append(_section(family.title, shared, members))
             shared = []
         for group in family.groups:
             first, *others = (make(group) for make in BY_GROUP)
@@ -68,8 +75,10 @@ def _verdicts(family: Family) -> list[Verdict]:
     return [*setup_verdicts(family), *(verdict(group) for group in family.groups)]
 
 
-def _section(title: str, blocks: Sequence[Block | None], jobs: Sequence[Job] = ()) -> Section:
-    folders = [run.folder for job in jobs for run in job.runs]
+def _section(
+    title: str, blocks: Sequence[Block | None], jobs: Sequence[JobFigures] = ()
+) -> Section:
+    folders = [run.folder for one in jobs for run in one.job.runs]
     return Section(title=title, blocks=[block for block in blocks if block], folders=folders)
 
 
@@ -77,10 +86,37 @@ def _notes(runs: Runs) -> list[str]:
     left_out = [f"Left out: {one}." for one in runs.left_out]
     unranked = [group.unranked for group in runs.groups if group.unranked]
     warned = []
-    for job in runs.jobs:
-        for run in job.runs:
-            if run.summary["status"] != "ok":
-                warned.append(f"{run.name}: the run is {run.summary['status']}.")
-            if num_errors := run.summary["num_errors"]:
-                warned.append(f"{run.name}: {num_errors} requests ended with an error.")
+    for run in runs.runs:
+        if run.summary["status"] != "ok":
+            warned.append(f"{run.name}: the run is {run.summary['status']}.")
+        if num_errors := run.summary["num_errors"]:
+            warned.append(f"{run.name}: {num_errors} requests ended with an error.")
     return [*left_out, *unranked, *warned]
+
+
+# ---------------------------------------------------------------- the page and what is printed
+
+
+def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
+    """Write the page into `folder`, which is made, and the W&B Report where its package is
+    installed; returns where they are.
+
+    Raises:
+        OSError: with the path, if one cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / STUDY
+    write_whole(path, html.study_page(made, folder))
+    if not wandb_report.is_installed():
+        return [path]
+    return [path, wandb_report.write(made, runs, folder)]
+
+
+def tell(made: Study, paths: Sequence[Path]) -> None:
+    """Print the question, its answers, and where the report is."""
+    console = table_console(WIDE)
+    lines = [made.question]
+    for one in made.verdicts:
+        lines.append(f"{one.about}: {one.sentence}" if one.about else one.sentence)
+    for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):
+        console.print(printable(line), soft_wrap=True, markup=False, highlight=False)

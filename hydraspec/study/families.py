@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hydraspec.study.blocks import Block, Line, Panel, Table, Verdict
-from hydraspec.study.charts import Points, scatter
-from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.runs import Job, by_key
-from hydraspec.study.figures import JobFigures, Speeds, own_baseline
-from hydraspec.study.groups import Family, Group
-from hydraspec.study.ranked_blocks import COLORS
+from hydraspec.study.charts import COLORS, Points, scatter
+from hydraspec.study.groups import Family
+from hydraspec.study.jobs import Job, by_key
+from hydraspec.study.pairs import ALL
+from hydraspec.study.ranking import Group, JobFigures, Speeds
 from hydraspec.study.texts import number
 
 HEADER = (
@@ -67,7 +66,7 @@ def fastest_by_load(family: Family) -> list[list[Fastest]]:
 
 
 def setup_verdicts(family: Family) -> Iterator[Verdict]:
-    """Which setup is fastest, in a sentence for each load."""
+    """The fastest setup of each load, in a sentence."""
     for first, *others in fastest_by_load(family):
         parts = [f"{_full_name(first)}: {_rates(first)}"]
         parts += [f"{one.group.setup}: {_rates(one)}" for one in others]
@@ -90,7 +89,7 @@ def _about(one: Fastest) -> str:
 
 
 def _full_name(one: Fastest) -> str:
-    return f"{one.group.setup} with {one.of.name}"
+    return f"{one.group.setup} with {one.of.job.title}"
 
 
 def _rates(one: Fastest) -> str:
@@ -102,23 +101,23 @@ def _rates(one: Fastest) -> str:
 def _fastest(group: Group) -> Fastest | None:
     found = [
         Fastest(group=group, of=of, speed=of.speeds.tokens_per_second)
-        for of in group.figures
-        if of.speeds.tokens_per_second and of.lossless["verdict"] != "diverged"
+        for of in group.jobs
+        if of.speeds.tokens_per_second and of.job.lossless["verdict"] != "diverged"
     ]
     return max(found, key=lambda one: one.speed, default=None)
 
 
 def _line(one: Fastest, *, is_best: bool) -> Line:
-    baseline, speedup = own_baseline(one.of.job), one.of.speedups[ALL]
+    baseline, speedup, job = one.of.own_baseline, one.of.speedups[ALL], one.of.job
     cells = [
         ", ".join(part for part in (one.group.load, one.group.setup) if part),
-        str(one.of.job.num_devices),
-        one.of.name,
+        str(job.num_devices),
+        job.title,
         *(number(value, 0) for value in (one.speed, one.per_device, baseline.tokens_per_second)),
         f"{speedup['mean']:.2f}x" if speedup else "-",
-        one.of.lossless["verdict"].replace("_", " "),
+        job.lossless["verdict"].replace("_", " "),
     ]
-    return Line(cells=cells, link=one.of.folder, is_best=is_best)
+    return Line(cells=cells, link=job.folder, is_best=is_best)
 
 
 # ---------------------------------------------------------------- one user against all
@@ -195,14 +194,14 @@ def _points(family: Family) -> list[Point]:
     for group in family.groups:
         own = _own_baselines(group)
         common = _mean(list(own.values()))
-        labels = _labels(group.jobs)
-        for of, label in zip(group.figures, labels, strict=True):
-            job = of.job
-            speeds = _scaled(of.speeds, own[job.name], common) if own else of.speeds
-            name, settings = _at(group, of.name), _at(group, job.label)
+        labels = _labels([one.job for one in group.jobs])
+        for one, label in zip(group.jobs, labels, strict=True):
+            job = one.job
+            speeds = _scaled(one.speeds, own[job.name], common) if own else one.speeds
+            name, settings = _at(group, job.title), _at(group, job.label)
             short = f"{group.setup} {label}".strip()
             points += _point(name, short, job.summary["method"], settings, speeds)
-        if own and not any(job.summary["method"] == BASELINE for job in group.jobs):
+        if own and not any(one.job.is_plain for one in group.jobs):
             plain = _at(group, "without drafts")
             points += _point(plain, BASELINE, BASELINE, _at(group, BASELINE), common)
     return points
@@ -222,14 +221,12 @@ def _labels(jobs: Sequence[Job]) -> list[str]:
 
 
 def _own_baselines(group: Group) -> dict[str, Speeds]:
-    """What each job measured without drafts; empty where one did not."""
-    found: dict[str, Speeds] = {}
-    for job in group.jobs:
-        speeds = own_baseline(job)
-        if None in (speeds.tokens_per_second, speeds.tokens_per_second_per_user):
-            return {}
-        found[job.name] = speeds
-    return found
+    """The speeds of each job without drafts; empty where one was not measured."""
+    found = {one.job.name: one.own_baseline for one in group.jobs}
+    are_known = all(
+        speeds.tokens_per_second and speeds.tokens_per_second_per_user for speeds in found.values()
+    )
+    return found if are_known else {}
 
 
 def _mean(found: Sequence[Speeds]) -> Speeds:

@@ -1,34 +1,31 @@
-"""Runs sorted into groups of the same target, sampling, workload and baseline; jobs are ranked in
-each.
-
-Reads nothing: comparison.runs reads the folders.
+"""Runs sorted once into families of the same target, sampling and prompts, and these into groups of
+the same load and setup, in which jobs are ranked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import get_type_hints
 
+from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary
-from hydraspec.study.comparison.ranking import Ranking, rank
-from hydraspec.study.comparison.runs import (
+from hydraspec.study.jobs import (
     Job,
-    Run,
+    baseline_keys,
     by_key,
     check_alike,
-    has_finished,
+    differing_keys,
     pool,
-    read_runs,
-    refuse,
-    short_names,
+    setup_titles,
 )
-from hydraspec.study.comparison.setups import baseline_keys, setup_titles
-from hydraspec.study.figures import JobFigures, figures_of
+from hydraspec.study.ranking import Group, from_requests, from_summary, rank
+from hydraspec.study.runs import Run, read_runs, refuse, short_names
 
 READ = (  # keys of summary.json
     *("status", "target", "method", "num_speculative_tokens", "engine", "dtype", "device"),
@@ -44,46 +41,11 @@ CONDITIONS = ("target", "sampling", "workload")  # config groups that say what i
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
-    """Jobs with the same target, sampling, prompts and load, that share a baseline.
-
-    Attributes:
-        jobs: best first where they are ranked, else in the order of their folders.
-        ranking: None of a single job, and where `unranked` says why.
-        load, setup: "", or what tells it from other groups of the same family: requests at once;
-            split, device, engine and settings that its baseline depends on.
-    """
-
-    family: str
-    load: str
-    setup: str
-    jobs: list[Job]
-    ranking: Ranking | None = None
-    unranked: str = ""
-
-    @property
-    def title(self) -> str:
-        """The settings that tell it from other groups; empty where it is the only one."""
-        return ", ".join(part for part in (self.family, self.load, self.setup) if part)
-
-    @property
-    def figures(self) -> list[JobFigures]:
-        """The figures of its jobs, in their order."""
-        if self.ranking:
-            return [figures_of(each.job, each) for each in self.ranking.ranked]
-        return [figures_of(job, None) for job in self.jobs]
-
-
-@dataclass(slots=True, kw_only=True)
 class Family:
     """Groups of the same target, sampling and prompts, which differ in load or setup."""
 
     title: str
     groups: list[Group]
-
-    def jobs(self) -> Iterator[tuple[Group, Job]]:
-        """All jobs with their groups."""
-        return ((group, job) for group in self.groups for job in group.jobs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,21 +63,26 @@ class Runs:
     @property
     def jobs(self) -> list[Job]:
         """The jobs of all groups."""
-        return [job for group in self.groups for job in group.jobs]
+        return [one.job for group in self.groups for one in group.jobs]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of all jobs."""
+        return [run for job in self.jobs for run in job.runs]
 
 
 def read(folders: Sequence[Path]) -> Runs:
     """The runs in these folders, in groups; a sweep's folder stands for its jobs.
 
     Raises:
-        ConfigurationError: a folder holds no run, no run has figures, or runs have nothing in
-            common.
+        ConfigurationError: a folder holds no run, no run has figures, runs have nothing in common,
+            or prompts of a group differ.
     """
     found = read_runs(folders)
     for run in found:
         _check_summary(run)
-    runs = [run for run in found if has_finished(run)]
-    left_out = [f"{run.name}: no request finished" for run in found if not has_finished(run)]
+    runs = [run for run in found if run.has_finished]
+    left_out = [f"{run.name}: no request finished" for run in found if not run.has_finished]
     left_out += without_result(folders)
     if not runs:
         raise refuse(
@@ -125,17 +92,7 @@ def read(folders: Sequence[Path]) -> Runs:
             remedy="see their summary.json and requests.jsonl",
         )
     _check_related(runs)
-    families = by_key(runs, [str(_conditions(run, load=False)) for run in runs])
-    titles = _titles([members[0] for members in families.values()], load=False)
-    made = [
-        Family(title=title, groups=_groups(members, title))
-        for title, members in zip(titles, families.values(), strict=True)
-    ]
-    found_all = Runs(families=made, left_out=left_out)
-    names = short_names([job.runs[0].folder for job in found_all.jobs])
-    for job, name in zip(found_all.jobs, names, strict=True):
-        job.name = "+".join([name, *(run.name for run in job.runs[1:])])
-    return found_all
+    return Runs(families=families_of(runs), left_out=left_out)
 
 
 def _check_summary(run: Run) -> None:
@@ -152,16 +109,38 @@ def _check_summary(run: Run) -> None:
             )
 
 
-def _groups(runs: Sequence[Run], family: str) -> list[Group]:
+def families_of(runs: Sequence[Run], *, is_strict: bool = True) -> list[Family]:
+    """The families of these runs, with jobs named by the ends of their folders' paths that differ.
+
+    Args:
+        is_strict: whether prompts that differ within a group are refused; else the group is not
+            ranked and says why.
+    """
+    families = by_key(runs, [str(_conditions(run, load=False)) for run in runs])
+    titles = _titles([members[0] for members in families.values()], load=False)
+    made = [
+        Family(title=title, groups=_groups(members, title, is_strict))
+        for title, members in zip(titles, families.values(), strict=True)
+    ]
+    jobs = [one.job for family in made for group in family.groups for one in group.jobs]
+    names = iter(short_names([run.folder for job in jobs for run in job.runs]))
+    for job in jobs:
+        job.name = "+".join(islice(names, len(job.runs)))
+    return made
+
+
+def _groups(runs: Sequence[Run], family: str, is_strict: bool) -> list[Group]:
     loads = [str(_conditions(run, load=True)) for run in runs]
     setups = baseline_keys(runs, load=False)
     groups = by_key(runs, zip(loads, setups, strict=True))
     of_load = _title_of(by_key(runs, loads), partial(_titles, load=True))
     of_setup = _title_of(by_key(runs, setups), setup_titles)
-    return [
-        _group(members, family, of_load[load], of_setup[setup])
-        for (load, setup), members in groups.items()
-    ]
+    made = []
+    for (load, setup), members in groups.items():
+        group = _group(members, is_strict)
+        group.family, group.load, group.setup = family, of_load[load], of_setup[setup]
+        made.append(group)
+    return made
 
 
 def _title_of(
@@ -171,26 +150,25 @@ def _title_of(
     return dict(zip(groups, titles([runs[0] for runs in groups.values()]), strict=True))
 
 
-def _group(runs: Sequence[Run], family: str, load: str, setup: str) -> Group:
+def _group(runs: Sequence[Run], is_strict: bool) -> Group:
     """
     Raises:
-        ConfigurationError: their prompts differ.
+        ConfigurationError: prompts differ, and that is refused.
     """
-    group = Group(family=family, load=load, setup=setup, jobs=pool(runs))
-    if len(group.jobs) < 2:
-        return group
-    bare = [run.name for run in runs if not _has_baseline(run)]
-    if bare:
-        group.unranked = f"Not ranked: {', '.join(bare)} ran without a baseline"
-        return group
-    check_alike(group.jobs)
-    group.ranking = rank(group.jobs)
-    group.jobs = [each.job for each in group.ranking.ranked]
-    return group
-
-
-def _has_baseline(run: Run) -> bool:
-    return run.summary["method"] == "none" or run.summary["baseline"] is not None
+    jobs = pool(runs)
+    alone = [from_summary(job) for job in jobs]
+    if bare := [run.name for run in runs if not run.has_baseline]:
+        why = f"Not ranked: {', '.join(bare)} ran without a baseline"
+        return Group(jobs=alone, unranked=why if len(jobs) > 1 else "")
+    if len(jobs) < 2:
+        return Group(jobs=alone if len(runs) == 1 else [from_requests(jobs[0])])
+    try:
+        check_alike(jobs)
+    except ConfigurationError as error:
+        if is_strict:
+            raise
+        return Group(jobs=alone, unranked=f"Not ranked: {str(error).splitlines()[0]}")
+    return rank(jobs)
 
 
 def _conditions(run: Run, *, load: bool) -> dict[str, object]:
@@ -204,14 +182,13 @@ def _conditions(run: Run, *, load: bool) -> dict[str, object]:
 
 
 def _titles(firsts: Sequence[Run], *, load: bool) -> list[str]:
-    """What tells each from the others; empty for a single one."""
+    """The settings that tell each run from the others; empty for a single one."""
     conditions = [_conditions(run, load=load) for run in firsts]
-    keys = dict.fromkeys(key for each in conditions for key in each)
-    differing = [key for key in keys if len({str(each.get(key)) for each in conditions}) > 1]
-    return [_title(run, each, differing) for run, each in zip(firsts, conditions, strict=True)]
+    differing = differing_keys(conditions)
+    return [_title(each, differing) for each in conditions]
 
 
-def _title(run: Run, conditions: dict[str, object], differing: Sequence[str]) -> str:
+def _title(conditions: Mapping[str, object], differing: Sequence[str]) -> str:
     """A group is said by its name; its other keys where the names are equal."""
     parts = []
     for group in CONDITIONS:
@@ -220,26 +197,21 @@ def _title(run: Run, conditions: dict[str, object], differing: Sequence[str]) ->
             continue
         for key in differing:
             if key.startswith(f"{group}."):
-                parts.append(f"{key.rpartition('.')[2]} {_shown(conditions.get(key))}")
+                value = conditions.get(key)
+                parts.append(f"{key.rpartition('.')[2]} {'all' if value is None else value}")
     return ", ".join(parts)
-
-
-def _shown(value: object) -> str:
-    return "all" if value is None else str(value)
 
 
 def _check_related(runs: Sequence[Run]) -> None:
     """Refuse a run that shares neither target nor workload with any other."""
     for run in runs:
-        others = [other for other in runs if _asked(other) != _asked(run)]
-        same_target = [other for other in others if _asked(other)[0] == _asked(run)[0]]
-        same_workload = [other for other in others if _asked(other)[1] == _asked(run)[1]]
-        if others and not same_target and not same_workload:
-            one, two = _asked(run), _asked(others[0])
+        one = _asked(run)
+        others = [other for other in runs if _asked(other) != one]
+        if others and not any({*one} & {*_asked(other)} for other in others):
+            two = _asked(others[0])
             raise refuse(
                 f"{run.folder} and {others[0].folder}",
-                f"have nothing in common: target {one[0]} over workload {one[1]}, and target "
-                f"{two[0]} over workload {two[1]}",
+                f"have nothing in common: {' over '.join(one)}, and {' over '.join(two)}",
                 allowed="runs that share a target or a workload",
                 remedy="make a report of each",
             )
@@ -248,17 +220,18 @@ def _check_related(runs: Sequence[Run]) -> None:
 def _asked(run: Run) -> tuple[str, str]:
     """Target and workload."""
     path = run.settings.get("workload.path")
-    workload = str(run.summary["workload"])
-    return run.summary["target"], f"{workload} ({path})" if path else workload
+    workload = f"workload {run.summary['workload']}"
+    return f"target {run.summary['target']}", f"{workload} ({path})" if path else workload
 
 
 def without_result(folders: Sequence[Path]) -> list[str]:
-    """What to say of the jobs of sweeps that left no result, of a run or of a benchmark."""
+    """Notes on the jobs of sweeps that left no result, of a run or of a benchmark."""
     sweeps = (folder for folder in folders if read_summary(folder) is None)
-    return [f"{job.name}: no result" for sweep in sweeps for job in _unfinished(sweep)]
+    return [f"{job.name}: no result" for sweep in sweeps for job in unfinished(sweep)]
 
 
-def _unfinished(sweep: Path) -> list[Path]:
+def unfinished(sweep: Path) -> list[Path]:
+    """The jobs of a sweep that left no result."""
     jobs = (each for each in sweep.iterdir() if each.is_dir() and each.name.isdigit())
     left = (job for job in jobs if read_summary(job) is None and not (job / BENCH).is_file())
     return sorted(left, key=job_number)

@@ -6,6 +6,7 @@ What a page says is computed by the modules that call `render`; the templates ho
 from __future__ import annotations
 
 import os
+import time
 from functools import cache
 from pathlib import Path
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hydraspec.errors import printable
 from hydraspec.metrics.run_files import BENCH_REPORT, REPORT
+from hydraspec.study.blocks import Study
 from hydraspec.study.texts import (
     engine_words,
     interval,
@@ -31,6 +33,16 @@ def render(template: str, **view: object) -> str:
     characters become visible escapes.
     """
     return printable(environment().get_template(template).render(view))
+
+
+def study_page(made: Study, folder: Path) -> str:
+    """A page of blocks, with links that are right in `folder`."""
+
+    def href(run: Path) -> str | None:
+        return link_to_page(run, folder)
+
+    when = f"made {time.strftime('%Y-%m-%d %H:%M')}"
+    return render("study.html", study=made, href=href, made=when)
 
 
 def link_to_page(run: Path, folder: Path) -> str | None:

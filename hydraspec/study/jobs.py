@@ -1,265 +1,284 @@
-"""Blocks of a group of jobs: table, speedups, predictions, acceptance, where time goes."""
+"""Jobs: runs of the same settings, pooled; what tells jobs apart, which of them share a baseline,
+and which may be compared.
+
+Jobs of one setup (split, device, engine and its settings) and load decode without drafts at the
+same speed. Speedups, each over its own baseline, say which job is faster only among jobs of one
+setup; others are compared by their tokens per second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-from hydraspec.metrics.accuracy import accuracy_name
-from hydraspec.metrics.assessment import as_interval
-from hydraspec.metrics.draft_figures import draft_share
-from hydraspec.metrics.lossless import verdict_words
-from hydraspec.study import ranked_blocks
-from hydraspec.study.blocks import Block, Line, Panel, Table
-from hydraspec.study.charts import Bar, Stack, horizontal_bars, stacked_bars
-from hydraspec.study.comparison.pairs import ALL
-from hydraspec.study.comparison.words import drift_words, verdicts
-from hydraspec.study.figures import JobFigures
-from hydraspec.study.groups import Group
-from hydraspec.study.texts import estimate, number
+from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.draft_lengths import drafts_of
+from hydraspec.metrics.splits import split_words
+from hydraspec.metrics.summary import Lossless, Summary
+from hydraspec.study.runs import POOLED, Key, Run, check_baseline, key_of, refuse, short_names
 
-HEADER = ("job", "speedup", "against the best", "acceptance length")
-SPEEDS = ("tokens/s of one user", "tokens/s of all", "lossless")
-MAX_BARS = 24
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+# Settings that one word of a split says: "tp2".
+SPLIT = tuple(f"parallelism.{key}" for key in ("name", "tensor", "pipeline", "data"))
+MAX_TOLD = 2  # settings in a label; further ones only where they tell jobs apart
+WORST_FIRST = ("diverged", "not_checked", "numerical", "identical")
+SETUP = ("parallelism", "engine", "device", "dtype")  # keys of summary.json
+LOAD = ("concurrency", "request_rate", "burstiness")  # keys of summary.json
+GROUPS = ("engine", "parallelism", "cudagraph")  # config groups that set the speed of any method
+# Of these groups: what a summary says better, and what no speed depends on.
+LEFT_OUT = {
+    *("engine.name", "engine.device", *SPLIT, "parallelism.timeout_s"),
+    *("engine.vllm.master_addr", "engine.vllm.master_port", "engine.vllm.node_rank"),
+}
 
 
-def jobs(group: Group) -> Block:
-    """All jobs with their main figures, each linked to its page."""
-    found = group.figures
-    lines = [
-        Line(
-            cells=[
-                f"{one.mark} {one.name}".strip(),
-                *(estimate(one.speedups[ALL], "x"), _against(one, group)),
-                estimate(one.lengths[ALL]),
-                number(one.speeds.tokens_per_second_per_user, 0),
-                number(one.speeds.tokens_per_second, 0),
-                one.lossless["verdict"].replace("_", " "),
-                _exact_match(one),
-            ],
-            link=one.folder,
-            is_best=bool(one.mark),
-        )
-        for one in found
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """Runs of the same settings, pooled; `label` has the settings that tell it from other jobs."""
+
+    name: str
+    label: str
+    runs: list[Run]
+
+    @property
+    def title(self) -> str:
+        """Label and name: "eagle3, K=5 (job 3)"."""
+        return self.name if self.label == self.name else f"{self.label} (job {self.name})"
+
+    @property
+    def summary(self) -> Summary:
+        """The summary of the first run."""
+        return self.runs[0].summary
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the first run."""
+        return self.runs[0].folder
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether the job decodes without drafts."""
+        return self.runs[0].is_plain
+
+    @property
+    def lossless(self) -> Lossless:
+        """The worst verdict of its runs."""
+        found = [run.summary["lossless"] for run in self.runs]
+        return min(found, key=lambda lossless: WORST_FIRST.index(lossless["verdict"]))
+
+    @property
+    def num_devices(self) -> int:
+        """The ranks of a run, each with its device; 1 in summaries that do not say."""
+        parallelism = self.summary.get("parallelism")
+        return parallelism["num_devices"] if parallelism else 1
+
+
+def pool(runs: Sequence[Run], *, apart: bool = False, by_commit: bool = True) -> list[Job]:
+    """Runs that differ in seed or tracker only, or in nothing, as one job.
+
+    Args:
+        apart: each run is a job where there would be one job only.
+        by_commit: whether runs of several commits are several jobs.
+    """
+    settings = [run.identity() if by_commit else run.identity() | {"commit": None} for run in runs]
+    groups = list(by_key(runs, [str(sorted(each.items())) for each in settings]).values())
+    if apart and len(groups) < 2:
+        groups = [[run] for run in runs]
+    firsts = [group[0] for group in groups]
+    names = short_names([run.folder for run in firsts])
+    labels = labels_of([_method(run) for run in firsts], firsts)
+    return [
+        Job(name=name, label=label, runs=group)
+        for name, label, group in zip(names, labels, groups, strict=True)
     ]
-    note = "Means with 95 % intervals. "
-    if group.ranking:
-        note += ranked_blocks.NOTE
-    drift = drift_words(group.ranking) if group.ranking else None
-    return Block(
-        title="Jobs",
-        note=note,
-        sentences=[drift] if drift else (),
-        table=Table(header=[*HEADER, *SPEEDS, _correct(found)], lines=lines),
-    )
 
 
-def speedups(group: Group) -> Block | None:
-    """The speedup of each job over decoding without drafts, as bars with intervals."""
-    found = [(one, one.speedups[ALL]) for one in group.figures]
-    labels = ranked_blocks.bar_labels(group.jobs)
-    bars = [
-        Bar(
-            label=label,
-            value=speed["mean"],
-            text=f"{number(speed['mean'])}x",
-            color="var(--good)" if one.mark else "var(--method)",
-            ci95=speed["ci95"],
-        )
-        for (one, speed), label in list(zip(found, labels, strict=True))[:MAX_BARS]
-        if speed
-    ]
-    if not bars:
-        return None
-    return Block(
-        title="Speedup over decoding without drafts",
-        note="Each against its own baseline, with 95 % intervals; dashed: 1. Green: the best, and "
-        "what cannot be told from it.",
-        chart=horizontal_bars(bars, description="Speedup of each job", mark=1.0),
-        panels=(Panel(kind="bar", title="Speedup", metrics=("speedup/mean",)),),
-    )
+def by_key(items: Iterable[T], keys: Iterable[K]) -> dict[K, list[T]]:
+    """Items of equal keys together, in the order in which keys are first seen."""
+    groups: dict[K, list[T]] = {}
+    for item, key in zip(items, keys, strict=True):
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
-def told(group: Group) -> Block | None:
-    """What is told of each job against the best, in sentences."""
-    if group.ranking is None:
-        return None
-    brief = len(group.jobs) > 2
-    return Block(
-        title="Against the best job",
-        note="Paired request by request; corrected for the number of comparisons.",
-        sentences=list(verdicts(group.ranking, brief=brief)),
-    )
+def known_to_all(found: Sequence[Mapping[str, object]]) -> list[str]:
+    """The keys that every one of several settings has: others are of some versions alone."""
+    return [key for key in found[0] if all(key in each for each in found)] if found else []
 
 
-def acceptance_by_position(group: Group) -> Block | None:
-    """A curve per job, and a table."""
-    found = [one for one in group.figures if one.by_position]
-    width = max((len(one.by_position) for one in found), default=0)
-    if not width:
-        return None
-    labels = [str(i + 1) for i in range(width)]
-    lines = [
-        Line(cells=[one.name, *map(_percent, _padded(one.by_position, width))]) for one in found
-    ]
-    metrics = [f"acceptance_rate_per_position/{i}" for i in range(width)]
-    return Block(
-        title="Accepted drafts by position",
-        note="Accepted at a position / verifications; positions of draft tokens from 1. A line for "
-        "each job, in the colour of its drafter.",
-        chart=ranked_blocks.position_curves([(one.job, one.by_position) for one in found]),
-        table=Table(header=["job", *labels], lines=lines),
-        panels=(Panel(kind="bar", title="Acceptance rate by position", metrics=metrics),),
-    )
+def differing_keys(found: Sequence[Mapping[str, object]]) -> list[str]:
+    """The keys whose values, as text, are not the same in all of several settings."""
+    keys = dict.fromkeys(key for each in found for key in each)
+    return [key for key in keys if len({str(each.get(key)) for each in found}) > 1]
 
 
-def acceptance_by_category(group: Group) -> Block | None:
-    """Speedup and acceptance length of each category, job by job."""
-    found = group.figures
-    scopes = list(dict.fromkeys(scope for one in found for scope in one.lengths if scope != ALL))
-    if not scopes:
-        return None
-    lines = [
-        Line(cells=[one.name, *(_both(one, scope) for scope in (ALL, *scopes))]) for one in found
-    ]
-    metrics = [f"acceptance_length_by_category/{scope}" for scope in scopes]
-    return Block(
-        title="By category",
-        note="Speedup, and acceptance length with its 95 % interval.",
-        table=Table(header=["job", "all", *scopes], lines=lines),
-        panels=(Panel(kind="bar", title="Acceptance length by category", metrics=metrics),),
-    )
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """The keys for `Run.setting` in which runs differ, apart from those that repeats may differ in;
+    those of a split are one."""
+    settings = (key for run in runs for key in run.settings)
+    keys = dict.fromkeys("parallelism" if key in SPLIT else key for key in settings)
+    asked = [key for key in keys if key.partition(".")[0] not in POOLED]
+    return differing_keys([{key: run.setting(key) for key in asked} for run in runs])
 
 
-def lossless(group: Group) -> Block:
-    """Returns whether outputs are the target's own: a sentence where it is the same of all jobs."""
-    found = group.figures
-    drafting = [verdict_words(one.lossless) for one in found if not one.is_plain]
-    note = "Outputs of greedy requests against those of the same run without drafts."
-    if len(drafting) > 1 and len(set(drafting)) == 1:
-        said = f"All {len(drafting)} jobs with drafts: {drafting[0]}."
-        return Block(title="Lossless", note=note, sentences=[said])
-    lines = [
-        Line(
-            cells=[
-                one.name,
-                verdict_words(one.lossless),
-                str(one.lossless["num_requests_checked"]),
-                str(one.lossless["num_requests_diverged"]),
-            ]
-        )
-        for one in found
-    ]
-    header = ("job", "verdict", "requests checked", "with another output")
-    return Block(title="Lossless", note=note, table=Table(header=header, lines=lines))
+def labels_of(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Names of runs, with settings in which runs of the same name differ: "…, tp2, check=True"."""
+    found = list(zip(names, runs, strict=True))
+    keys = {
+        name: _telling([run for its, run in found if its == name]) for name in dict.fromkeys(names)
+    }
+    return [", ".join([name, *_told(run, keys[name])]) for name, run in found]
 
 
-def time_breakdown(group: Group) -> Block | None:
-    """Mean milliseconds per step by phase."""
-    found = [one for one in group.figures if one.breakdown_ms][:MAX_BARS]
-    phases = list(dict.fromkeys(name for one in found for name in one.breakdown_ms))
-    if not phases:
-        return None
-    colors = {name: f"var(--p{min(i, 5)})" for i, name in enumerate(phases)}
-    stacks = [
-        Stack(
-            label=label,
-            parts=[(name, one.breakdown_ms.get(name, 0.0), colors[name]) for name in phases],
-            text=f"{number(sum(one.breakdown_ms.values()))} ms",
-        )
-        for one, label in zip(
-            found, ranked_blocks.bar_labels([one.job for one in found]), strict=True
-        )
-    ]
-    lines = [
-        Line(
-            cells=[
-                one.name,
-                *(number(one.breakdown_ms.get(name), 3) for name in phases),
-                "-" if one.is_plain else _percent(draft_share(one.breakdown_ms)),
-            ]
-        )
-        for one in found
-    ]
-    metrics = [f"time_breakdown_ms/{name}" for name in phases]
-    return Block(
-        title="Where a step's time goes",
-        note=f"{_measured_over(found)} Drafting: the share of propose.",
-        chart=stacked_bars(stacks, description="Mean milliseconds per step by phase"),
-        table=Table(header=["job", *(f"{name}, ms" for name in phases), "drafting"], lines=lines),
-        panels=(Panel(kind="bar", title="Milliseconds per step", metrics=metrics),),
-    )
-
-
-def _measured_over(found: Sequence[JobFigures]) -> str:
-    sources = dict.fromkeys(one.summary["time_breakdown_from"] for one in found)
-    return f"Means over {'; or '.join(str(source) for source in sources if source)}."
-
-
-def _against(one: JobFigures, group: Group) -> str:
-    ranked = one.ranked
-    if ranked is None or group.ranking is None:
-        return "-"
-    versus = ranked.against("speedup")
-    if ranked is group.ranking.reference:
-        return "the best"
-    return estimate(as_interval(versus.ratio)) if versus else "-"
-
-
-def _both(one: JobFigures, scope: str) -> str:
-    """Speedup and acceptance length of a category."""
-    speed, length = one.speedups.get(scope), one.lengths.get(scope)
-    parts = [f"{speed['mean']:.2f}x"] if speed else []
-    parts += [estimate(length)] if length and length["mean"] is not None else []
-    return ", ".join(parts) or "-"
-
-
-def _correct(found: Sequence[JobFigures]) -> str:
-    return accuracy_name(one.summary["accuracy"] for one in found)
-
-
-def _exact_match(one: JobFigures) -> str:
-    accuracy: Mapping[str, object] | None = one.summary["accuracy"]
-    return f"{accuracy['exact_match']:.1%}" if accuracy else "-"
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
-
-
-def _padded(values: Sequence[float | None], width: int) -> list[float | None]:
-    return [*values, *[None] * (width - len(values))]
-
-
-def predictions(group: Group) -> Block | None:
-    """A line per job that ran with metrics.prediction."""
-    lines, errors = [], []
-    for job in group.jobs:
-        summary = job.summary
-        found, speedup = summary.get("prediction"), summary["speedup"]
-        if not found:
+def _telling(runs: Sequence[Run]) -> list[str]:
+    """The first MAX_TOLD settings in which runs differ, and others that tell runs apart for which
+    these are equal. A key that only one version knows is none."""
+    keys: list[str] = []
+    for key in differing_settings(runs):
+        if key != "parallelism" and not all(key in run.settings for run in runs):
             continue
-        error = found["error"]
-        errors += [] if error is None else [abs(error)]
-        cells = [
-            job.name,
-            f"{found['speedup']:.2f}x",
-            f"{speedup['mean']:.2f}x" if speedup else "-",
-            "-" if error is None else f"{error:+.1%}",
-            f"{found['break_even_acceptance_length']:.2f}",
-            f"{found['acceptance_length']:.2f}",
-        ]
-        mean = summary["acceptance_length"]["mean"]
-        lines.append(
-            Line(cells=[*cells, "-" if mean is None else f"{mean:.2f}"], link=job.runs[0].folder)
+        more = [*keys, key]
+        if len(keys) < MAX_TOLD or _num_told(runs, more) > _num_told(runs, keys):
+            keys = more
+    return keys
+
+
+def _num_told(runs: Sequence[Run], keys: Sequence[str]) -> int:
+    return len({tuple(_told(run, keys)) for run in runs})
+
+
+def _told(run: Run, keys: Sequence[str]) -> list[str]:
+    """ "max_num_seqs=7", "engine=vllm", "tp2"."""
+    names = [key.removesuffix(".name").rpartition(".")[2] for key in keys]
+    return [
+        str(run.setting(key)) if key == "parallelism" else f"{name}={run.setting(key)}"
+        for key, name in zip(keys, names, strict=True)
+    ]
+
+
+def _method(run: Run) -> str:
+    """ "gemma4_mtp, K=3"."""
+    drafts = drafts_of(run.summary)
+    return ", ".join([run.summary["method"], *([f"K={drafts}"] if drafts else [])])
+
+
+# ---------------------------------------------------------------- setups
+
+
+def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
+    """A key for each run: equal where setup and load are.
+
+    A setting that only some versions know, and so only some runs have, does not count.
+
+    Args:
+        load: whether the load counts.
+    """
+    found = [_settings(run, load=load) for run in runs]
+    common = known_to_all(found)
+    return [str([each[key] for key in common]) for each in found]
+
+
+def setup_titles(firsts: Sequence[Run]) -> list[str]:
+    """The settings that tell setups of runs apart: "tp2", "engine vllm"."""
+    found = [_settings(run, load=False) for run in firsts]
+    keys = [key for key in differing_keys(found) if key in SETUP]
+    setups = [str([each.get(key) for key in SETUP]) for each in found]
+    alike = by_key(found, setups)
+    return [
+        ", ".join(_part(key, each.get(key)) for key in [*keys, *differing_keys(alike[setup])])
+        for each, setup in zip(found, setups, strict=True)
+    ]
+
+
+def _settings(run: Run, *, load: bool) -> dict[str, object]:
+    summary: Mapping[str, object] = run.summary
+    recorded = (*SETUP, *LOAD) if load else SETUP
+    found = {key: summary[key] for key in recorded if key in summary}
+    for key, value in run.settings.items():
+        if key == "target.quantised" or (key.partition(".")[0] in GROUPS and key not in LEFT_OUT):
+            found[key] = value
+    return found
+
+
+def _part(key: str, value: object) -> str:
+    if key == "parallelism":
+        return split_words(value) or "one device"
+    group, _, name = key.rpartition(".")
+    return f"{group if name == 'name' else name} {'-' if value is None else value}"
+
+
+# ---------------------------------------------------------------- what may be compared
+
+
+def check_alike(jobs: Sequence[Job]) -> None:
+    """Refuse jobs of other targets, sampling or prompts, and runs without a baseline.
+
+    Raises:
+        ConfigurationError: naming both runs and the difference.
+    """
+    runs = [(job, run) for job in jobs for run in job.runs]
+    if len(runs) < 2:
+        raise refuse(
+            runs[0][1].folder if runs else "compare",
+            "is one run: there is nothing to compare it with",
+            allowed="two or more runs, or a sweep of two or more jobs",
+            remedy="add the folder of another run over the same prompts",
         )
-    if not lines:
-        return None
-    header = ("job", "predicted", "measured", "error", "break-even acceptance length")
-    said = f"Mean absolute error: {sum(errors) / len(errors):.1%}." if errors else ""
-    return Block(
-        title="Predicted speedup",
-        note="Of python -m hydraspec.predict before the run. Below the break-even acceptance "
-        "length drafts are slower than none.",
-        sentences=[said] if said else (),
-        table=Table(header=(*header, "predicted acceptance length", "measured"), lines=lines),
+    for _, run in runs:
+        check_baseline(run)
+        if not run.has_finished:
+            raise refuse(
+                run.folder,
+                "no request finished",
+                allowed="runs with finished requests",
+                remedy="see its summary.json and requests.jsonl",
+            )
+    first = runs[0][1]
+    for _, run in runs[1:]:
+        for what, ours, theirs in _conditions(first, run):
+            if ours != theirs:
+                raise _unlike(first, run, f"other {what}: {ours} and {theirs}")
+    keys = [{key for run in job.runs for key in _keys(run)} for job in jobs]
+    for job, found in zip(jobs[1:], keys[1:], strict=True):
+        if (differing := found ^ keys[0]) and _all_ended([*jobs[0].runs, *job.runs]):
+            one = min(differing)
+            side = first if one in keys[0] else job.runs[0]
+            problem = f"other prompts: request {one[0]!r} as it is in {side.name} is in it alone"
+            raise _unlike(first, job.runs[0], problem)
+        if not found & keys[0]:
+            raise _unlike(first, job.runs[0], "other prompts: no request of both finished")
+
+
+def _unlike(first: Run, other: Run, difference: str) -> ConfigurationError:
+    return refuse(
+        f"{first.folder} and {other.folder}",
+        f"cannot be compared: {difference}",
+        allowed="runs of the same target and sampling over the same prompts",
+        remedy="compare runs that differ in method, engine or devices",
+    )
+
+
+def _conditions(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
+    for key in ("target", "target_checkpoint"):
+        yield "target", a.summary.get(key), b.summary.get(key)
+    keys = dict.fromkeys([*a.settings, *b.settings])
+    for key in keys:
+        if key.startswith("sampling.") and key != "sampling.name":
+            ours, theirs = (f"{key}={run.settings.get(key)}" for run in (a, b))
+            yield "sampling", ours, theirs
+
+
+def _keys(run: Run) -> set[Key]:
+    return {key_of(row) for row in run.rows if row["finish_reason"] != "error"}
+
+
+def _all_ended(runs: Sequence[Run]) -> bool:
+    """Returns whether each run ended all its requests without an error."""
+    return all(
+        run.summary["num_requests"] == run.summary["num_requests_in_workload"]
+        and run.summary["num_errors"] == 0
+        for run in runs
     )

@@ -131,65 +131,51 @@ def _by_drafts(summary: Summary) -> Chart | None:
 def _by_category(summary: Summary) -> Chart | None:
     lengths = {name: of["acceptance_length"] for name, of in summary["by_category"].items()}
     counts = summary["num_drafts_by_category"]
-    found = sorted(
-        ((of["mean"], name) for name, of in lengths.items() if of["mean"] is not None),
-        key=lambda item: -item[0],
-    )
-    bars = [
-        Bar(
-            label=name[:24],
-            value=value,
-            text=number(value) + _few(counts[name]),
-            color=METHOD,
-            ci95=lengths[name]["ci95"],
-        )
-        for value, name in found
-    ]
-    if not bars:
-        return None
-    return horizontal_bars(bars, description="Acceptance length by category", mark=1.0)
+    found = [(name[:24], of["mean"], of["ci95"], counts[name]) for name, of in lengths.items()]
+    found.sort(key=lambda each: -(each[1] or 0.0))
+    return _bars(found, METHOD, description="Acceptance length by category", mark=1.0)
 
 
 def _by_place(summary: Summary) -> Chart | None:
-    bars = [
-        Bar(
-            label=f"{of['first']} to {of['last']}",
-            value=mean,
-            text=number(mean) + _few(of["num_drafts"]),
-            color=SECOND,
-            ci95=of["acceptance_length"]["ci95"],
-        )
+    places = [
+        (f"{of['first']} to {of['last']}", of["acceptance_length"], of["num_drafts"])
         for of in summary["acceptance_by_output_place"]
-        if (mean := of["acceptance_length"]["mean"]) is not None
     ]
-    if not bars:
-        return None
-    return horizontal_bars(bars, description="Acceptance length by place in the output", mark=1.0)
+    found = [(label, length["mean"], length["ci95"], count) for label, length, count in places]
+    return _bars(found, SECOND, description="Acceptance length by place in the output", mark=1.0)
 
 
 def _accepted(summary: Summary) -> list[tuple[str, Chart]]:
     """A titled chart for each way that teacher-forced drafts are divided."""
-    forced = summary["teacher_forced"]
     charts = []
-    for part in accepted.parts(forced or {}):
-        bars = [
-            Bar(
-                label=name,
-                value=mean,
-                text=number(mean) + _few(of["num_starts"]),
-                color=SECOND,
-                ci95=of["ci95"],
-            )
+    for part in accepted.parts(summary["teacher_forced"] or {}):
+        found = [
+            (name, of["accepted_per_start"], of["ci95"], of["num_starts"])
             for name, of in part.lines
-            if (mean := of["accepted_per_start"]) is not None
         ]
-        if bars:
-            charts.append((part.title, horizontal_bars(bars, description=part.title)))
+        if chart := _bars(found, SECOND, description=part.title):
+            charts.append((part.title, chart))
     return charts
 
 
+def _bars(
+    found: Sequence[tuple[str, float | None, Sequence[float] | None, int]],
+    color: str,
+    *,
+    description: str,
+    mark: float | None = None,
+) -> Chart | None:
+    """A bar for each known (label, mean, interval, number of drafts)."""
+    bars = [
+        Bar(label=label, value=mean, text=number(mean) + _few(count), color=color, ci95=ci95)
+        for label, mean, ci95, count in found
+        if mean is not None
+    ]
+    return horizontal_bars(bars, description=description, mark=mark)
+
+
 def _few(num_drafts: int) -> str:
-    """How many drafts a bar is of, where they are few."""
+    """The number of drafts that a bar stands for, where they are few."""
     return f" (n={num_drafts})" if num_drafts < FEW_DRAFTS else ""
 
 
@@ -205,7 +191,7 @@ def _throughput(sides: Sequence[Column]) -> Chart | None:
         for side in sides
         if (rate := side.figures["output_tokens_per_second"]) is not None
     ]
-    return horizontal_bars(bars, description="Decode throughput") if bars else None
+    return horizontal_bars(bars, description="Decode throughput")
 
 
 def _throughput_note(sides: Sequence[Column]) -> str:

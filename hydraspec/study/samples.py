@@ -46,7 +46,7 @@ class SampleSink(Sink):
                     self.steps[part.index].append(part)
 
     def samples(self, rows: Mapping[str, Json]) -> list[Sample]:
-        """Those of the requests that completed; rows of requests.jsonl by id."""
+        """The samples of requests that completed; `rows` of requests.jsonl are by id."""
         return [
             _sample(request, rows[request.id], self.steps[index])
             for index, request in self.requests.items()

@@ -11,15 +11,10 @@ import yaml  # type: ignore[import-untyped]
 
 from hydraspec.metrics.run_files import OVERRIDES
 from hydraspec.study.blocks import Block, Line, Table
-from hydraspec.study.comparison.runs import (
-    Run,
-    differing_settings,
-    dotted,
-    read_environment,
-    short_names,
-)
-from hydraspec.study.comparison.words import name_of
 from hydraspec.study.groups import Runs
+from hydraspec.study.jobs import differing_keys, differing_settings
+from hydraspec.study.runs import Run, dotted, read_environment, short_names
+from hydraspec.study.texts import some_of
 
 CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
@@ -36,11 +31,10 @@ def typed_settings(folder: Path) -> dict[str, str]:
 
 
 def typed_labels(folders: Sequence[Path]) -> list[str]:
-    """For each folder what was typed there and not for all; their names where that tells too
-    little."""
+    """The settings of each folder that were not typed for all; names of folders where these tell
+    too little."""
     typed = [typed_settings(folder) for folder in folders]
-    keys = dict.fromkeys(key for one in typed for key in one)
-    differing = [key for key in keys if len({one.get(key) for one in typed}) > 1]
+    differing = differing_keys(typed)
     labels = [", ".join(_label(key, one[key]) for key in differing if key in one) for one in typed]
     return labels if all(labels) and len(set(labels)) == len(labels) else short_names(folders)
 
@@ -55,8 +49,7 @@ def settings(runs: Runs) -> Block | None:
     found = _all_runs(runs)
     keys = differing_settings([run for _, run in found])
     keys = [key for key in keys if not key.startswith(CHOSEN_FROM)]
-    seeds = {str(run.settings.get("seed")) for _, run in found}
-    keys += ["seed"] if len(seeds) > 1 else []
+    keys += differing_keys([{"seed": run.settings.get("seed")} for _, run in found])
     if not keys:
         return None
     lines = [Line(cells=[name, *(_shown(run.setting(key)) for key in keys)]) for name, run in found]
@@ -68,14 +61,13 @@ def settings(runs: Runs) -> Block | None:
 
 
 def environments(runs: Runs) -> Block:
-    """What runs share of their environment, and a line per run where they differ."""
+    """The environment that runs share, and a line per run where they differ."""
     found = _all_runs(runs)
     read = [_environment(run.folder) for _, run in found]
-    keys = list(dict.fromkeys(key for each in read for key in each))
-    differing = [key for key in keys if len({_shown(each.get(key)) for each in read}) > 1]
+    differing = differing_keys(read)
     shared = [
-        f"{key}: {_shown(read[0][key])}"
-        for key in keys
+        f"{key}: {_shown(value)}"
+        for key, value in read[0].items()
         if key not in differing and (key in SHARED or key.startswith(("versions.", "gpus")))
     ]
     table = None
@@ -91,8 +83,7 @@ def environments(runs: Runs) -> Block:
 
 def _all_runs(runs: Runs) -> list[tuple[str, Run]]:
     """Names and runs of all jobs, each run once; names are the ends of their paths that differ."""
-    found = [run for job in runs.jobs for run in job.runs]
-    return list(zip(short_names([run.folder for run in found]), found, strict=True))
+    return list(zip(short_names([run.folder for run in runs.runs]), runs.runs, strict=True))
 
 
 def _environment(folder: Path) -> Mapping[str, object]:
@@ -106,16 +97,13 @@ def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-MAX_NAMED = 6  # jobs that a warning names
-
-
 def warned(runs: Runs) -> Block | None:
-    """Each warning once, after the jobs that gave it; what only one job said names that one."""
+    """Each warning once, after the jobs that gave it."""
     of: dict[str, dict[str, None]] = {}  # warning -> names of jobs
     for job in runs.jobs:
         for run in job.runs:
             for warning in run.summary["warnings"]:
-                of.setdefault(warning, {})[name_of(job)] = None
+                of.setdefault(warning, {})[job.title] = None
     if not of:
         return None
     num_jobs = len(runs.jobs)
@@ -126,6 +114,4 @@ def warned(runs: Runs) -> Block | None:
 def _names(names: Sequence[str], num_jobs: int) -> str:
     if len(names) == num_jobs:
         return "All jobs: " if num_jobs > 1 else ""
-    more = len(names) - MAX_NAMED
-    listed = [*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])]
-    return f"{'; '.join(listed)}: "
+    return f"{'; '.join(some_of(names))}: "

@@ -1,13 +1,12 @@
-"""Comparison of the jobs of a sweep: a table, compare.html and compare.json.
+"""The jobs of a sweep side by side: a table, compare.html and compare.json.
 
-Reads summaries and runs nothing; templates/compare.html has the words of the page.
+Reads run folders and runs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -17,23 +16,17 @@ from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.lossless import distribution_says
-from hydraspec.metrics.run_files import (
-    BENCH,
-    COMPARISON,
-    COMPARISON_REPORT,
-    REPORT,
-    job_number,
-    read_summary,
-)
+from hydraspec.metrics.run_files import COMPARISON, COMPARISON_REPORT, job_number, read_summary
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
-from hydraspec.study import html
-from hydraspec.study.compare import show_ranking, write_tables
-from hydraspec.study.comparison import words
-from hydraspec.study.comparison.ranking import BEST, EQUAL, Ranked, Ranking, rank
-from hydraspec.study.comparison.runs import Job, by_key, check_alike, read_run
-from hydraspec.study.console import print_table, table_console
-from hydraspec.study.ranked_blocks import ranking_blocks
+from hydraspec.study import html, words
+from hydraspec.study.blocks import Block, Line, Section, Study, Table
+from hydraspec.study.compare import section, show, write_tables
+from hydraspec.study.console import WIDE, print_block, table_console
+from hydraspec.study.groups import families_of, unfinished
+from hydraspec.study.jobs import differing_keys
+from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
+from hydraspec.study.runs import Run, read_run
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.texts import number, percent, plus_minus
 
@@ -45,18 +38,10 @@ RECORDED = {
     *("workload.concurrency", "workload.request_rate", "workload.burstiness"),
     *("sampling.temperature", "seed", "parallelism"),
 }
-MEASURES = (
-    "acceptance_length",
-    "acceptance_rate",
-    "output_tokens_per_second",
-    "time_per_output_token_ms",
-    "latency_ms",
-    "goodput",
-    "speedup",
-    "lossless",
-    "accuracy",
-    "num_requests",
-    "warnings",
+MEASURES = (  # keys of a summary that compare.json repeats
+    *("acceptance_length", "acceptance_rate", "output_tokens_per_second"),
+    *("time_per_output_token_ms", "latency_ms", "goodput", "speedup", "lossless", "accuracy"),
+    *("num_requests", "warnings"),
 )
 TITLES = {"num_speculative_tokens": "K", "concurrency": "at once", "request_rate": "requests/s"}
 DISTRIBUTIONS = {
@@ -64,35 +49,34 @@ DISTRIBUTIONS = {
     "different": "ANOTHER DISTRIBUTION",
     "cannot_tell": "distribution cannot be told",
 }
-WIDE = 400  # columns where no terminal sets a limit: figures are never cut
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless")
 LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
+COMMON = ("target", "engine", "workload", "concurrency", "dtype", "device")
 
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One job that ran.
+    """A job that ran.
 
     Attributes:
-        ranked: by paired speedup among jobs that differ in the method only; runs that differ in
-            seed share one. None where there is nothing to rank.
+        figures: of its job in the ranking; runs that differ in seed share one. None where there is
+            nothing to rank.
     """
 
-    job: str  # its folder's name
     folder: Path
     summary: Summary
     settings: dict[str, object]  # the settings of ALWAYS, and those typed for this job
-    ranked: Ranked | None = None
+    figures: JobFigures | None = None
 
     @property
     def rank(self) -> int | None:
         """Its rank, from 1."""
-        return self.ranked.rank if self.ranked else None
+        return self.figures.rank if self.figures else None
 
     @property
     def mark(self) -> str:
         """BEST, EQUAL or nothing."""
-        return self.ranked.mark if self.ranked else ""
+        return self.figures.mark if self.figures else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,62 +84,79 @@ class Comparison:
     """A sweep's rows, the settings that differ between them, and jobs that left no summary.
 
     Attributes:
-        rankings: title and ranking of jobs that differ in the method only.
+        groups: jobs over the same prompts on the same setup, ranked.
         unranked: why jobs could not be ranked.
     """
 
     rows: list[Row]
     columns: list[str]
     unfinished: list[str]
-    rankings: list[tuple[str, Ranking]]
+    groups: list[Group]
     unranked: list[str]
 
 
 def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     """Print the comparison and write compare.html, .json, .csv and .md into `sweep_dir`.
 
-    A job that took over an equal job's result (`reused_from` in its summary) has no row. Jobs that
-    differ only in settings of the method are ranked by paired speedup; the best is marked, and all
-    that cannot be told from it.
+    A job that took over an equal job's result (`reused_from` in its summary) has no row. Jobs over
+    the same prompts on the same setup are ranked by paired speedup; the best is marked, and all
+    that are not significantly worse.
 
     Raises:
         OSError: with the path, if the folder cannot be written.
     """
-    comparison = read(sweep_dir)
+    found = read(sweep_dir)
     console = console or table_console(WIDE)
-    if not comparison.rows:
+    if not found.rows:
         console.print(f"no job of {sweep_dir} left a summary: nothing to compare", soft_wrap=True)
         return
     page = sweep_dir / COMPARISON_REPORT
-    write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(comparison)))
-    write_whole(page, _as_page(comparison, sweep_dir))
-    write_tables(sweep_dir, [ranking for _, ranking in comparison.rankings])
-    _print(comparison, console)
+    write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(found)))
+    write_whole(page, html.study_page(_as_study(found, sweep_dir), sweep_dir))
+    write_tables(sweep_dir, found.groups)
+    print_block(console, _table(found))
+    for group in found.groups:
+        show(group, title=_title(group), console=console)
+    for note in _notes(found):
+        console.print(printable(note), markup=False, soft_wrap=True)
     console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
 
 
 def read(sweep_dir: Path) -> Comparison:
-    """Collect the jobs of a sweep folder."""
-    folders = sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=job_number)
-    rows, unfinished = [], []
-    for folder in folders:
+    """The jobs of a sweep folder, with the rankings of those that can be compared."""
+    rows = []
+    for folder in sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=job_number):
         summary = read_summary(folder)
-        if summary is None:
-            is_run = folder.name.isdigit() and not (folder / BENCH).is_file()
-            unfinished += [folder.name] if is_run else []
-        elif "reused_from" not in summary:
+        if summary and "reused_from" not in summary:
             settings = _settings(summary, typed_settings(folder))
-            row = Row(job=folder.name, folder=folder, summary=summary, settings=settings)
-            rows.append(row)
-    columns = _varying(rows)
-    rankings, unranked = _ranked(rows, columns)
+            rows.append(Row(folder=folder, summary=summary, settings=settings))
+    columns = differing_keys([row.settings for row in rows])
+    runs, unranked = _readable(rows)
+    groups = [group for family in families_of(runs, is_strict=False) for group in family.groups]
+    unranked += [group.unranked for group in groups if group.unranked]
+    ranked = {run.folder: one for group in groups for one in group.jobs for run in one.job.runs}
+    for row in rows:
+        row.figures = ranked.get(row.folder)
     return Comparison(
         rows=rows,
         columns=columns or list(ALWAYS),
-        unfinished=unfinished,
-        rankings=rankings,
+        unfinished=[folder.name for folder in unfinished(sweep_dir)],
+        groups=[group for group in groups if group.reference],
         unranked=unranked,
     )
+
+
+def _readable(rows: Sequence[Row]) -> tuple[list[Run], list[str]]:
+    """The finished runs, and why others cannot be read."""
+    runs, refused = [], []
+    for row in rows:
+        if row.summary["status"] != "ok":
+            continue
+        try:
+            runs.append(read_run(row.folder))
+        except ConfigurationError as error:
+            refused.append(f"Not ranked: {str(error).splitlines()[0]}")
+    return [run for run in runs if run.has_finished], refused
 
 
 def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
@@ -171,55 +172,44 @@ def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
     return settings
 
 
-def _ranked(
-    rows: Sequence[Row], columns: Sequence[str]
-) -> tuple[list[tuple[str, Ranking]], list[str]]:
-    """A ranking for each combination of settings that are neither the method's nor the seed, and
-    why others could not be ranked. Sets `ranked` of the rows."""
-    others = [c for c in columns if c not in (*ALWAYS, "seed") and not c.startswith("method.")]
-    finished = [row for row in rows if row.summary["status"] == "ok"]
-    groups = by_key(finished, [_labels(row, others) for row in finished])
-    rankings, unranked = [], []
-    for title, group in groups.items():
-        try:
-            ranking = _rank(group, columns)
-        except ConfigurationError as error:
-            where = f" with {title}" if title else ""
-            unranked.append(f"Not ranked{where}: {str(error).splitlines()[0]}.")
-            continue
-        if ranking is not None:
-            rankings.append((title, ranking))
-    return rankings, unranked
+# ---------------------------------------------------------------- as a table, a page and JSON
 
 
-def _rank(group: Sequence[Row], columns: Sequence[str]) -> Ranking | None:
-    """The ranking of rows over the same prompts, None of a single job.
-
-    Raises:
-        ConfigurationError: they cannot be compared.
-    """
-    settings = [column for column in columns if column != "seed"]
-    pools = by_key(group, [_labels(row, settings) for row in group])
-    if len(pools) < 2:
-        return None
-    jobs = {"+".join(row.job for row in pooled): (label, pooled) for label, pooled in pools.items()}
-    made = [
-        Job(name=name, label=label, runs=[read_run(row.folder) for row in pooled])
-        for name, (label, pooled) in jobs.items()
+def _table(found: Comparison) -> Block:
+    # Runs of earlier versions do not say their rate.
+    arrivals = any(row.summary.get("request_rate") is not None for row in found.rows)
+    settings = (TITLES.get(column, column) for column in found.columns)
+    correct = accuracy_name(row.summary["accuracy"] for row in found.rows)
+    header = ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
+    lines = [
+        Line(
+            cells=[
+                f"{row.mark} {row.folder.name}".strip(),
+                *(_shown(column, row.settings.get(column)) for column in found.columns),
+                *_figure_cells(row.summary),
+                *(_latency_cells(row.summary) if arrivals else ()),
+            ],
+            link=row.folder,
+            is_best=bool(row.mark),
+        )
+        for row in found.rows
     ]
-    check_alike(made)
-    ranking = rank(made)
-    for each in ranking.ranked:
-        for row in jobs[each.job.name][1]:
-            row.ranked = each
-    return ranking
+    table = Table(header=header, lines=lines, num_left=0)
+    return Block(title="Comparison", table=table)
 
 
-# ---------------------------------------------------------------- as text, JSON and HTML
+def _figure_cells(summary: Summary) -> Iterator[str]:
+    verdict, status, accuracy = _verdict(summary), summary["status"], summary["accuracy"]
+    yield plus_minus(summary["acceptance_length"])
+    yield number(summary["output_tokens_per_second"], 0)
+    yield number(summary["time_per_output_token_ms"])
+    yield plus_minus(summary["speedup"])
+    yield verdict if status == "ok" else f"{verdict} ({status})"
+    yield number(accuracy["exact_match"], 3) if accuracy else "-"
 
 
 def _verdict(summary: Summary) -> str:
-    """Of greedy requests, and of sampled ones where their distribution was tested."""
+    """The verdict on greedy requests, and on sampled ones where their distribution was tested."""
     greedy = summary["lossless"]["verdict"].replace("not_checked", "-")
     if (sampled := summary["lossless"].get("distribution")) is None:
         return greedy
@@ -227,33 +217,11 @@ def _verdict(summary: Summary) -> str:
     return says if greedy == "-" else f"{greedy}, {says}"
 
 
-def _cells(row: Row, columns: Sequence[str], *, arrivals: bool) -> list[str]:
-    summary = row.summary
-    accuracy = summary["accuracy"]
-    verdict = _verdict(summary)
-    return [
-        row.job,
-        *(_shown(column, row.settings.get(column)) for column in columns),
-        plus_minus(summary["acceptance_length"]),
-        number(summary["output_tokens_per_second"], 0),
-        number(summary["time_per_output_token_ms"]),
-        plus_minus(summary["speedup"]),
-        verdict if summary["status"] == "ok" else f"{verdict} ({summary['status']})",
-        number(accuracy["exact_match"], 3) if accuracy else "-",
-        *(_latency_cells(summary) if arrivals else ()),
-    ]
-
-
 def _latency_cells(summary: Summary) -> list[str]:
     found, limits = summary["latency_ms"], summary["goodput"]
     latencies = (found["queue"], found["ttft"], found["inter_token"])
-    share = percent(limits["share"]) if limits else "-"
+    share = percent(limits["share"] if limits else None)
     return [*(number(latency["p99"], 1) for latency in latencies), share]
-
-
-def _have_arrivals(rows: Sequence[Row]) -> bool:
-    """Returns whether requests arrive over time in any of the runs, some of which may be older."""
-    return any(row.summary.get("request_rate") is not None for row in rows)
 
 
 def _shown(column: str, value: object) -> str:
@@ -262,108 +230,57 @@ def _shown(column: str, value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _header(comparison: Comparison, *, arrivals: bool) -> list[str]:
-    settings = (TITLES.get(column, column) for column in comparison.columns)
-    correct = accuracy_name(row.summary["accuracy"] for row in comparison.rows)
-    return ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
-
-
-def _notes(comparison: Comparison) -> list[str]:
+def _notes(found: Comparison) -> list[str]:
     notes = [
-        f"{BEST}: the highest paired speedup among jobs that differ in the method only; {EQUAL}: "
-        "cannot be told from it.",
+        f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
+        f"{EQUAL}: cannot be told from it.",
         "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
     ]
-    notes += comparison.unranked
-    if comparison.unfinished:
-        notes.append(f"Without a result: job {', '.join(comparison.unfinished)}.")
+    notes += [f"{why}." for why in found.unranked]
+    if found.unfinished:
+        notes.append(f"Without a result: job {', '.join(found.unfinished)}.")
     return notes
 
 
-def _print(comparison: Comparison, console: Console) -> None:
-    arrivals = _have_arrivals(comparison.rows)
-    lines = [_cells(row, comparison.columns, arrivals=arrivals) for row in comparison.rows]
-    best = {i for i, row in enumerate(comparison.rows) if row.mark}
-    for i in best:
-        lines[i][0] = f"{comparison.rows[i].mark} {lines[i][0]}"
-    header = _header(comparison, arrivals=arrivals)
-    print_table(console, "Comparison", header, lines, best=best)
-    for title, ranking in comparison.rankings:
-        show_ranking(console, ranking, _ranking_title(title))
-    for note in _notes(comparison):
-        console.print(printable(note), markup=False, soft_wrap=True)
+def _title(group: Group) -> str:
+    return f"Jobs by paired speedup{f', {group.title}' if group.title else ''}"
 
 
-def _ranking_title(title: str) -> str:
-    return f"Jobs by paired speedup{f', {title}' if title else ''}"
-
-
-def _as_json(comparison: Comparison) -> Json:
+def _as_json(found: Comparison) -> Json:
     return {
         "schema_version": 1,
-        "columns": comparison.columns,
-        "rows": [_as_record(row, comparison.columns) for row in comparison.rows],
-        "unfinished_jobs": comparison.unfinished,
-        "rankings": [
-            {"settings": title, **words.as_json(ranking)} for title, ranking in comparison.rankings
-        ],
+        "columns": found.columns,
+        "rows": [_as_record(row, found.columns) for row in found.rows],
+        "unfinished_jobs": found.unfinished,
+        "rankings": [{"settings": group.title, **words.as_json(group)} for group in found.groups],
     }
 
 
 def _as_record(row: Row, columns: Sequence[str]) -> Json:
     figures: Mapping[str, object] = row.summary
     return {
-        "job": row.job,
+        "job": row.folder.name,
         "status": row.summary["status"],
         "is_best": row.rank == 1,
         "rank": row.rank,
-        "told_from_best": row.ranked is not None and row.ranked.told_from_best,
+        "told_from_best": row.figures is not None and row.figures.told_from_best,
         **{column: row.settings.get(column) for column in columns},
         **{name: figures.get(name) for name in MEASURES},
     }
 
 
-def _as_page(comparison: Comparison, folder: Path) -> str:
-    rows, arrivals = comparison.rows, _have_arrivals(comparison.rows)
-    return html.render(
-        "compare.html",
-        title=f"Comparison {folder.name}",
-        common=_common(comparison),
-        header=_header(comparison, arrivals=arrivals),
-        lines=[(row, _cells(row, comparison.columns, arrivals=arrivals)[1:]) for row in rows],
-        notes=_notes(comparison),
-        report=REPORT,
-        rankings=[
-            ranking_blocks(made, _ranking_title(title)) for title, made in comparison.rankings
+def _as_study(found: Comparison, folder: Path) -> Study:
+    shared = [
+        f"{key} {found.rows[0].summary.get(key)}"
+        for key in COMMON
+        if key not in found.columns and len({str(row.summary.get(key)) for row in found.rows}) == 1
+    ]
+    return Study(
+        question=f"Comparison of {len(found.rows)} runs of {folder.name}",
+        facts=", ".join(shared),
+        notes=_notes(found),
+        sections=[
+            Section(title="", blocks=[_table(found)]),
+            *(section(group, _title(group)) for group in found.groups),
         ],
-        href=partial(html.link_to_page, folder=folder),
     )
-
-
-def _common(comparison: Comparison) -> str:
-    """The settings that all rows share."""
-    keys = ("target", "engine", "workload", "concurrency", "dtype", "device")
-    parts = []
-    for key in keys:
-        values = {str(row.summary.get(key)) for row in comparison.rows}
-        if len(values) == 1 and key not in comparison.columns:
-            parts.append(f"{key} {values.pop()}")
-    return ", ".join(parts)
-
-
-def _varying(rows: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in (*ALWAYS, *row.settings))
-    return [name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1]
-
-
-def _labels(row: Row, columns: Sequence[str]) -> str:
-    return ", ".join(_label(column, row.settings.get(column)) for column in columns)
-
-
-def _label(column: str, value: object) -> str:
-    shown = _shown(column, value)
-    if column in ("method", "parallelism"):
-        return shown
-    if column == "num_speculative_tokens":
-        return f"K={shown}"
-    return f"{TITLES.get(column, column.rpartition('.')[2])} {shown}"

@@ -15,6 +15,7 @@ from hydraspec.metrics.summary import (
     Summary,
 )
 
+MAX_NAMED = 6  # jobs that a sentence names
 TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 
 
@@ -26,6 +27,12 @@ def number(value: float | None, digits: int = 2) -> str:
 def percent(share: float | None) -> str:
     """A share from 0 to 1 as "97.5 %"; a dash where there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def some_of(names: Sequence[str]) -> list[str]:
+    """The first names, and how many more there are."""
+    more = len(names) - MAX_NAMED
+    return [*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])]
 
 
 def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = "") -> str:

@@ -16,9 +16,9 @@ from hydraspec.errors import ConfigurationError, UserError, printable
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import STUDY_SPEC, TRACKER
 from hydraspec.metrics.tracker import described, require_key
-from hydraspec.study.blocks import Block, Panel, Section, Study, Table
-from hydraspec.study.comparison.words import as_markdown
+from hydraspec.study.blocks import Block, Panel, Section, Study
 from hydraspec.study.groups import Runs
+from hydraspec.study.words import as_markdown
 
 MAX_TITLE = 128
 COLUMNS = (
@@ -86,9 +86,8 @@ def _refused(problem: str, remedy: str) -> ConfigurationError:
 
 def place_of(runs: Runs) -> Place:
     """Project and entity of the first recorded run, and all runs recorded there."""
-    found = [run for job in runs.jobs for run in job.runs]
-    recorded = [run for run in found if _run_ids(run.folder)]
-    first = recorded[0] if recorded else found[0]
+    recorded = [run for run in runs.runs if _run_ids(run.folder)]
+    first = (recorded or runs.runs)[0]
     place = _place(first.settings)
     here = [run.folder for run in recorded if _place(run.settings) == place]
     ids = {folder: _run_ids(folder) for folder in here}
@@ -149,7 +148,7 @@ def _block(block: Block, place: Place, wr: Any) -> Iterator[Any]:
     if block.panels and place.run_ids:
         yield _grid(block.panels, place, wr)
     if block.table:
-        yield wr.MarkdownBlock(_markdown(block.table))
+        yield wr.MarkdownBlock(as_markdown(block.table).strip())
 
 
 def _grid(panels: Sequence[Panel], place: Place, wr: Any) -> Any:
@@ -174,10 +173,6 @@ def _panel(panel: Panel, wr: Any) -> Any:
         x, y = metrics
         return wr.ScatterPlot(title=panel.title, x=x, y=y, layout=layout)
     return wr.BarPlot(title=panel.title, metrics=metrics, layout=layout)
-
-
-def _markdown(table: Table) -> str:
-    return as_markdown(table.header, [line.cells for line in table.lines], ()).strip()
 
 
 # ---------------------------------------------------------------- file and server

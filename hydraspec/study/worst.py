@@ -53,8 +53,13 @@ class WorstRequest:
 def worst_requests(
     rows: Sequence[Json], trace: Path | None, decode: Callable[[Sequence[int]], str] | None = None
 ) -> list[WorstRequest]:
-    """Those of the rows of requests.jsonl with the lowest acceptance length, lowest first; `trace`
-    is the run's trace.jsonl, and `decode` gives tokens their text."""
+    """The requests with the lowest acceptance length, lowest first.
+
+    Args:
+        rows: of requests.jsonl.
+        trace: the run's trace.jsonl.
+        decode: gives tokens their text.
+    """
     drafted = [row for row in rows if row["num_drafts"]]
     worst = sorted(drafted, key=_acceptance_length)[:MAX_REQUESTS]
     rejected = _rejected({row["id"]: len(row["prompt_token_ids"]) for row in worst}, trace)

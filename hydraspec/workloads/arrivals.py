@@ -1,4 +1,4 @@
-"""When requests arrive: drawn for each round from the run's seed, the same for method and baseline.
+"""Times of arrival: drawn for each round from the run's seed, the same for method and baseline.
 
 The engine offers each request at its time (`Request.arrival_s`).
 """

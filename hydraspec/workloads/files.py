@@ -44,7 +44,7 @@ def of_workload(config: WorkloadConfig) -> tuple[str, bytes]:
 
 
 def of_shots(path: str) -> tuple[str, bytes]:
-    """The same of a file of examples."""
+    """The name for messages, and the bytes, of a file of examples."""
     return _read_file("workload.shots_path", path, None)
 
 

@@ -12,6 +12,17 @@ from hydraspec.workloads.reading import Workload, fixed_length_sampling
 STREAM = 0x776F726B  # beside the run's seed
 
 
+REAL_TEXT = "workload=jsonl with prompts of your own"
+
+
+def random_text_warning(source: str, remedy: str) -> str:
+    """The warning where acceptance is measured on prompts of random tokens."""
+    return (
+        f"{source} has prompts of random tokens, so acceptance and speedup say nothing about real "
+        f"text; to try: {remedy}"
+    )
+
+
 def random_requests(config: RunConfig, vocab_size: int) -> Workload:
     """The requests of a workload of random tokens, each decoded for exactly output_tokens."""
     rng = np.random.default_rng([config.seed, STREAM])

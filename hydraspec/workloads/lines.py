@@ -39,7 +39,8 @@ def parse_line(
     if len(given) != 1:
         found = " and ".join(given) if given else "none of them"
         line.fail(f"give exactly one of {', '.join(PROMPTS)}; it has {found}")
-    id_ = line.identifier(values.get("id"), str(number))
+    own_id = line.checked("id", values.get("id"))
+    id_ = str(number if own_id is None else own_id)
     turns = line.turns(values)
     answers = line.answers(values.get("answer"), len(turns))
     messages = line.messages(values.get("messages"))
@@ -49,10 +50,10 @@ def parse_line(
             index=index + i,
             id=f"{id_}/{i + 1}" if turns else id_,
             sampling=line.sampling(values, defaults(index + i)),
-            prompt=line.prompt(values.get("prompt")),
+            prompt=line.checked("prompt", values.get("prompt")),
             messages=turns[i].messages if turns else messages,
             prompt_token_ids=turns[i].token_ids if turns else token_ids,
-            category=line.text("category", values.get("category")),
+            category=line.checked("category", values.get("category")),
             answer=answer,
             meta=line.meta(values.get("meta")),
             after=index + i - 1 if i else None,
@@ -64,7 +65,7 @@ def parse_line(
 
 @dataclass(slots=True, frozen=True)
 class _Turn:
-    """What is new in a turn: either of the two."""
+    """The new part of a turn's prompt: messages or token ids."""
 
     messages: list[dict[str, str]] | None
     token_ids: list[int] | None
@@ -80,9 +81,7 @@ class _Line:
         raise WorkloadError(f"{self.place}: {reason}")
 
     def refuse(self, key: str, value: object, allowed: str) -> NoReturn:
-        shown = json.dumps(value, ensure_ascii=False)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        self.fail(f"{key}: {shown} is not allowed; it must be {allowed}")
+        self.fail(f"{key}: {shown(value)} is not allowed; it must be {allowed}")
 
     def decode(self, raw: bytes) -> Mapping[str, Any]:
         try:
@@ -153,26 +152,15 @@ class _Line:
 
     # ------------------------------------------------------------------ fields
 
-    def identifier(self, value: object, default: str) -> str:
-        if value is None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        if not isinstance(value, str) or not value:
-            self.refuse("id", value, "a non-empty string or an integer")
-        return value
-
-    def text(self, key: str, value: object) -> str | None:
-        if value is not None and not isinstance(value, str):
-            self.refuse(key, value, "a string")
+    def checked(self, key: str, value: Any) -> Any:
+        """A value that is null or what FIELDS allows."""
+        holds, allowed = FIELDS[key]
+        if value is not None and not holds(value):
+            self.refuse(key, value, allowed)
         return value
 
     def answer(self, value: object) -> str | None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)
-        if value is not None and not isinstance(value, str):
-            self.refuse("answer", value, "a string or a number")
-        return value
+        return None if self.checked("answer", value) is None else str(value)
 
     def answers(self, value: object, num_turns: int) -> list[str | None]:
         """An answer for each request of the line; of a conversation, one that is not a list is the
@@ -188,11 +176,6 @@ class _Line:
     def meta(self, value: object) -> object:
         if _depth(value) > MAX_META_DEPTH:
             self.fail(f"meta: is nested too deeply; allowed are {MAX_META_DEPTH} levels")
-        return value
-
-    def prompt(self, value: object) -> str | None:
-        if value is not None and (not isinstance(value, str) or not value.strip()):
-            self.refuse("prompt", value, "a string with something in it")
         return value
 
     def messages(self, value: object) -> list[dict[str, str]] | None:
@@ -226,8 +209,8 @@ class _Line:
             )
 
     def turns(self, values: Mapping[str, Any]) -> list[_Turn]:
-        """What is new in each turn; empty where the line is no conversation."""
-        value, system = values.get("turns"), self.text("system", values.get("system"))
+        """The new part of each turn; empty where the line is no conversation."""
+        value, system = values.get("turns"), self.checked("system", values.get("system"))
         if value is None:
             if system is not None:
                 self.fail(
@@ -264,11 +247,7 @@ class _Line:
         if (max_tokens := values.get("max_tokens")) is not None:
             self.within("max_tokens", "max_tokens", max_tokens)
             merged["max_tokens"] = max_tokens
-        given = values.get("sampling")
-        if given is None:
-            return SamplingParams(**merged)
-        if not isinstance(given, dict):
-            self.refuse("sampling", given, "a JSON object")
+        given = self.checked("sampling", values.get("sampling")) or {}
         self.refuse_unknown(given, SAMPLING_KEYS, "sampling.")
         for key, value in given.items():
             if value is None:
@@ -279,26 +258,20 @@ class _Line:
             merged[key] = value
         return SamplingParams(**merged)
 
-    def check_sampling(self, key: str, value: object) -> None:
+    def check_sampling(self, key: str, value: Any) -> None:
         name = f"sampling.{key}"
-        if key == "ignore_eos":
-            if not isinstance(value, bool):
-                self.refuse(name, value, "true or false")
-        elif key == "stop":
-            if not _is_stop(value):
-                self.refuse(name, value, "a non-empty string or a list of them")
-        elif key == "stop_token_ids":
-            if not isinstance(value, list):
-                self.refuse(name, value, f"a list of {SAMPLING_RANGES[key].allowed}")
+        if name not in FIELDS:
+            self.within(name, key, value)
+            return
+        self.checked(name, value)
+        if key == "stop_token_ids":
             for i, token in enumerate(value):
                 self.within(f"{name}[{i}]", key, token)
-        else:
-            self.within(name, key, value)
 
-    def within(self, shown: str, key: str, value: object) -> None:
+    def within(self, name: str, key: str, value: object) -> None:
         known = SAMPLING_RANGES[key]
         if not known.allows(value):
-            self.refuse(shown, value, f"{known.allowed}; {known.remedy}")
+            self.refuse(name, value, f"{known.allowed}; {known.remedy}")
 
 
 def _depth(value: object) -> int:
@@ -314,7 +287,42 @@ def _depth(value: object) -> int:
     return depth
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return bool(value) if isinstance(value, str) else isinstance(value, int) and _is_number(value)
+
+
 def _is_stop(value: object) -> bool:
     if isinstance(value, str):
         return bool(value)
     return isinstance(value, list) and all(isinstance(s, str) and s for s in value)
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+TEXT = (lambda value: isinstance(value, str), "a string")
+# Key → what holds of its values, and what is allowed, in words.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "id": (_is_id, "a non-empty string or an integer"),
+    "prompt": (
+        lambda value: isinstance(value, str) and bool(value.strip()),
+        "a string with something in it",
+    ),
+    "category": TEXT,
+    "system": TEXT,
+    "answer": (lambda value: isinstance(value, str) or _is_number(value), "a string or a number"),
+    "sampling": (lambda value: isinstance(value, dict), "a JSON object"),
+    "sampling.ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
+    "sampling.stop": (_is_stop, "a non-empty string or a list of them"),
+    "sampling.stop_token_ids": (
+        lambda value: isinstance(value, list),
+        f"a list of {SAMPLING_RANGES['stop_token_ids'].allowed}",
+    ),
+}

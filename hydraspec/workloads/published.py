@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import WorkloadConfig
-from hydraspec.types import Request, WorkloadError
+from hydraspec.types import WorkloadError
+from hydraspec.workloads.lines import shown
 
 Line = dict[str, Any]
 SOLVE = "Solve this step by step. Write the final number on the last line, after ####."
@@ -29,7 +30,7 @@ CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """One entry of a file."""
+    """An entry of a file."""
 
     place: str  # "file:line", or "file, entry n" of a JSON array
     values: Mapping[str, Any]
@@ -42,17 +43,12 @@ class Record:
         """
         value = self.values.get(key)
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"{key}: {_shown(value)} is not allowed; it must be a text")
+            raise self.error(f"{key}: {shown(value)} is not allowed; it must be a text")
         return value
 
     def error(self, problem: str) -> WorkloadError:
         """The error of this record."""
         return WorkloadError(f"{self.place}: {problem}")
-
-
-def _shown(value: object) -> str:
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def records(name: str, content: bytes) -> list[Record]:
@@ -93,17 +89,6 @@ def _parsed(place: str, text: str) -> Any:
 Read = Callable[[str], tuple[str, bytes]]  # path → name for messages, content
 
 
-def lines_of(
-    config: WorkloadConfig, found: Sequence[Record], read: Read
-) -> Iterator[tuple[str, Line]]:
-    """Places, and lines as `workload=jsonl` has them.
-
-    Raises:
-        WorkloadError: with the place of a record that is in another format.
-    """
-    return FORMATS[config.name](config, found, read)
-
-
 def left_out(config: WorkloadConfig, found: Sequence[Record]) -> list[str]:
     """Warnings of what has no place in a workload."""
     if config.name != "sharegpt":
@@ -119,11 +104,6 @@ def left_out(config: WorkloadConfig, found: Sequence[Record]) -> list[str]:
         what = "begin with an answer, which is left out"
         warnings.append(f"{headless} of {len(found)} conversations {what}")
     return warnings
-
-
-def finish(config: WorkloadConfig, request: Request) -> None:
-    """What a line cannot say of its request."""
-    request.scoring = SCORINGS.get(config.name, "text")
 
 
 def _gsm8k(
@@ -153,7 +133,7 @@ def _solution(record: Record) -> str:
     answer = CALCULATIONS.sub("", record.text("answer")).strip()
     if not re.search(r"####\s*[-$]?[\d.]", answer):
         raise record.error(
-            f"answer: {_shown(answer)} is not allowed; it must end with #### <number>"
+            f"answer: {shown(answer)} is not allowed; it must end with #### <number>"
         )
     return answer
 
@@ -233,7 +213,7 @@ def _users_part(record: Record) -> tuple[str | None, list[str], bool]:
         speaker, value = SPEAKERS.get(str(message.get("from"))), message.get("value")
         if speaker is None or not isinstance(value, str):
             raise record.error(
-                f"conversations[{i}]: {_shown(message)} is not allowed; from is one of "
+                f"conversations[{i}]: {shown(message)} is not allowed; from is one of "
                 f"{', '.join(SPEAKERS)}, and value is a text"
             )
         if speaker == "system" and value.strip() and not turns:
@@ -247,6 +227,8 @@ def _users_part(record: Record) -> tuple[str | None, list[str], bool]:
     return system, turns, is_headless
 
 
+# Places, and lines as `workload=jsonl` has them; each raises WorkloadError with the place of a
+# record that is in another format.
 FORMATS = {
     "gsm8k": _gsm8k,
     "humaneval": _humaneval,

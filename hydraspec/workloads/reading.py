@@ -56,19 +56,16 @@ class Workload:
         for request in self.requests:
             has_turns = request.after is not None or request.index in with_next
             key = f"turns[{request.turn - 1}]" if has_turns else "prompt_token_ids"
-            for token in request.prompt_token_ids or ():
-                if token >= vocab_size:
+            given = (
+                (key, request.prompt_token_ids or (), "tokenise the prompt with"),
+                ("sampling.stop_token_ids", request.sampling.stop_token_ids, "give ids of"),
+            )
+            for name, tokens, to_do in given:
+                if (token := max(tokens, default=0)) >= vocab_size:
                     raise WorkloadError(
-                        f"{self.places[request.id]}: {key}: {token} is outside the "
-                        f"target's vocabulary of {vocab_size} tokens (ids 0 to {vocab_size - 1}); "
-                        "tokenise the prompt with the target's own tokenizer"
-                    )
-            for token in request.sampling.stop_token_ids:
-                if token >= vocab_size:
-                    raise WorkloadError(
-                        f"{self.places[request.id]}: sampling.stop_token_ids: {token} is outside "
-                        f"the target's vocabulary of {vocab_size} tokens (ids 0 to "
-                        f"{vocab_size - 1}); give ids of the target's own tokenizer"
+                        f"{self.places[request.id]}: {name}: {token} is outside the target's "
+                        f"vocabulary of {vocab_size} tokens (ids 0 to {vocab_size - 1}); {to_do} "
+                        "the target's own tokenizer"
                     )
 
 
@@ -138,7 +135,7 @@ def _lines(config: RunConfig) -> _Lines:
         name, content = workload_files.of_workload(size)
         if size.name in published.FORMATS:
             found = published.records(name, content)
-            made = published.lines_of(size, found, workload_files.of_shots)
+            made = published.FORMATS[size.name](size, found, workload_files.of_shots)
             encoded = ((place, json.dumps(line).encode()) for place, line in made)
             return _Lines(name, encoded, published.left_out(size, found))
         lines = iter(content.split(b"\n"))
@@ -214,7 +211,7 @@ def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
                 "ids must differ (a line without one is called by its place, from 0)"
             )
         workload.places[request.id] = place
-        published.finish(config.workload, request)
+        request.scoring = published.SCORINGS.get(config.workload.name, "text")
     workload.requests += found
     workload.num_lines += 1
 

@@ -7,18 +7,13 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Sequence
 from decimal import Decimal
 
-from hydraspec.metrics.files import Json
-from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Completion, Request
 
 MARKER = "answer is"
 FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 MAX_CODE = 20_000  # characters that are parsed; of HumanEval's solutions the longest has 1,400
-
-
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
@@ -101,23 +96,3 @@ def score_completion(request: Request, completion: Completion) -> bool | None:
         return score_defines(completion.text, request.prompt, request.answer)
     judge = score_number if request.scoring == "number" else score
     return judge(completion.text, request.answer)
-
-
-def accuracy(requests: Sequence[Request], scores: Sequence[bool | None]) -> Json:
-    """exact_match: share of scored requests that are correct as `scoring` says, also by category;
-    null if none was.
-    """
-    scored = [(r.category, s) for r, s in zip(requests, scores, strict=True) if s is not None]
-    if not scored:
-        return None
-    categories = dict.fromkeys(category for category, _ in scored if category is not None)
-    by_category = {name: [s for c, s in scored if c == name] for name in categories}
-    return {
-        "exact_match": ratio(sum(s for _, s in scored), len(scored)),
-        "num_scored": len(scored),
-        "scoring": next(r.scoring for r, s in zip(requests, scores, strict=True) if s is not None),
-        "by_category": {
-            name: {"exact_match": ratio(sum(marks), len(marks)), "num_scored": len(marks)}
-            for name, marks in by_category.items()
-        },
-    }

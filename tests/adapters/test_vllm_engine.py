@@ -274,10 +274,15 @@ def test_the_baseline_is_left_to_a_sweep(start: Callable[..., VllmEngine]) -> No
     assert start().next_token_logits([1]) is None
 
 
-def test_vllm_is_imported_by_its_own_engine_only() -> None:
+@pytest.mark.parametrize(
+    ("package", "loaded"),
+    [("transformers", "hydraspec.engine.native"), ("vllm", "hydraspec.adapters.vllm.engine")],
+)
+def test_a_package_is_imported_by_its_own_engine_only(package: str, loaded: str) -> None:
+    """vllm, which is slow to load, once its engine is to run."""
     program = (
-        "import sys, hydraspec.cli.main, hydraspec.lab.run, hydraspec.adapters.vllm.engine;"
-        "print(sorted(m for m in sys.modules if m.split('.')[0] == 'vllm'))"
+        f"import sys, hydraspec.cli.main, hydraspec.lab.run, {loaded};"
+        f"print(sorted(m for m in sys.modules if m.split('.')[0] == {package!r}))"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_engine import FakeEngine
 
-from hydraspec.analysis.predict.prediction import Wanted
+from hydraspec.analysis.doctor import run as examination
+from hydraspec.analysis.predict import prediction
+from hydraspec.analysis.predict.measure import Answers
+from hydraspec.analysis.predict.model import assumed_acceptance
+from hydraspec.analysis.predict.prediction import Prediction, Wanted
 from hydraspec.cli import doctor, predict
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
+from hydraspec.types import Request, SamplingParams
 
 Main = Callable[[Sequence[str]], int]
 COMMANDS: dict[str, tuple[Main, list[str]]] = {
@@ -131,3 +140,34 @@ def test_the_concurrency_is_the_runs_where_it_is_typed(
 ) -> None:
     (job,) = plan(["target=tiny_gemma4", *typed]).jobs
     assert predict.concurrencies_of(job) == found
+
+
+def test_the_doctor_warns_of_random_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run does: what is accepted then says nothing about the drafter."""
+    engine = SimpleNamespace(tokenize=lambda requests: None, info=None)
+    patient = SimpleNamespace(target=SimpleNamespace(vocab_size=8), engine=engine)
+    monkeypatch.setattr(examination, "loaded", lambda config: nullcontext(patient))
+    monkeypatch.setattr(examination.environment, "describe", lambda info: {})
+    monkeypatch.setattr(examination, "_examined", lambda *_: None)
+    monkeypatch.setattr(examination, "as_json", lambda found: {})
+    monkeypatch.setattr(examination.console, "show", lambda *_, **__: None)
+    assert run("doctor", tmp_path, "workload=random") == 0
+    (warning,) = json.loads((tmp_path / "run" / "doctor.json").read_text())["warnings"]
+    assert warning.startswith("workload=random has prompts of random tokens")
+    assert warning in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rates", "count"), [(None, 1), ([0.5], 0)], ids=["measured", "assumed"])
+def test_a_prediction_warns_of_random_prompts(
+    rates: list[float] | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = plan(["target=tiny_gemma4", "method=gemma4_mtp", "workload=random"]).jobs[0].config
+    request = Request(index=0, id="0", sampling=SamplingParams(), prompt_token_ids=[1])
+    found = Answers([request], {}, assumed_acceptance([0.5], 3, 1))
+    monkeypatch.setattr(prediction, "warm_up", lambda *_: None)
+    monkeypatch.setattr(prediction, "read_answers", lambda *_, **__: found)
+    wanted = Wanted(drafts=[1], concurrencies=[1], rates=rates)
+    made = Prediction.begin(config, wanted, FakeEngine(), None, lambda text: None)
+    assert len([note for note in made.notes if "prompts of random tokens" in note]) == count

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import bench_runs
 import numpy as np
 import pytest
-from bench_runs import in_process, reported
+from bench_runs import in_process, reported, run_bench
 from fake_engine import FakeEngine
 
-import hydraspec
 from hydraspec.bench import load
 from hydraspec.bench import measure as bench_measure
-from hydraspec.bench import run as bench
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.errors import ConfigurationError
 from hydraspec.types import Completion, StepRecord
 
-SMALL = (
-    *("bench=load", "bench.num_requests=6", "bench.prompt_tokens=5", "bench.output_tokens=4"),
-    *("bench.max_prompt_tokens=9", "bench.max_output_tokens=8", "bench.repeats=2"),
-)
-OURS = ("bench.engines=[native]", "bench.methods=[gemma4_mtp]", "bench.isolate=false")
-
-
-def planned(*overrides: str) -> RunConfig:
-    return plan([*SMALL, *overrides]).jobs[0].config
+planned = partial(bench_runs.planned, bench="load")
 
 
 def lengths(config: RunConfig) -> tuple[list[int], list[int]]:
@@ -48,34 +37,10 @@ def test_lengths_are_lognormal_and_cut() -> None:
     assert (outputs.max(), outputs.mean()) == (384, pytest.approx(110, rel=0.01))
 
 
-def test_every_engine_gets_the_same_requests_and_a_seed_changes_them() -> None:
-    ours = load.requests_of(planned(), FakeEngine())
-    theirs = load.requests_of(planned("engine=vllm", "method=none"), FakeEngine())
-    assert ours == theirs
-    assert lengths(planned("seed=1")) != lengths(planned())
+def test_short_medians_bound_the_lengths() -> None:
     prompts, outputs = lengths(planned())
     assert (min(prompts), min(outputs)) == (5, 4)  # no shorter than the median here
     assert (max(prompts), max(outputs)) == (9, 8)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["bench.num_requests=0"], ["bench.num_requests=0", "1 or more"]),
-        (
-            ["bench.max_prompt_tokens=4"],
-            ["bench.max_prompt_tokens=4", "bench.prompt_tokens=5 or more"],
-        ),
-        (["bench.batches=[1]"], ["bench.batches", "choose bench=decode"]),
-        (["target.max_model_len=16"], ["max_prompt_tokens + bench.max_output_tokens = 17"]),
-    ],
-    ids=lambda value: value[0],
-)
-def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        planned(*overrides)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 def test_a_pass_counts_what_the_engine_reports(build: list[FakeEngine]) -> None:
@@ -142,9 +107,7 @@ def test_engines_stand_side_by_side(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = in_process(monkeypatch, {"vllm-none": 2})
-    typed = [*SMALL, "bench.engines=[native,vllm]"]
-    config = plan(typed).jobs[0].config
-    result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
+    result = run_bench(tmp_path, "bench.engines=[native,vllm]", bench_name="load")
     names = ["native-none", "vllm-none", "native-gemma4_mtp", "vllm-gemma4_mtp"]
     assert [name for name, *_ in told] == names
     assert [part["status"] for part in result["parts"]] == ["ok", "refused", "ok", "ok"]
@@ -156,29 +119,13 @@ def test_engines_stand_side_by_side(
     printed = capsys.readouterr().out
     for text in ("6 requests through", "pass 2, s", "bound, s", "tokens/s", "native / vllm"):
         assert text in printed
-    said, page, lines = reported(tmp_path)
+    said, page, lines = reported(tmp_path / "run")
     assert said.startswith("With gemma4_mtp, native and vllm: ")
     assert "vllm, none refused: " in page
     assert lines == {
         "without drafts on native",
         *(f"with gemma4_mtp on {each}" for each in ("native", "vllm")),
     }
-    page = (tmp_path / "bench.html").read_text(encoding="utf-8")
+    page = (tmp_path / "run" / "bench.html").read_text(encoding="utf-8")
     assert "Seconds for all requests" in page
     assert "native / vllm" in page
-
-
-def test_a_load_on_the_shipped_model_in_this_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Nothing faked: what a process of `bench=load` runs, fewer slots than requests."""
-    monkeypatch.chdir(tmp_path)
-    typed = [*SMALL, *OURS, "engine.max_num_seqs=2", "bench.num_requests=3", "hydra.run.dir=run"]
-    result = hydraspec.run(typed)
-    assert (result["status"], result["bench"]) == ("ok", "load")
-    (part,) = result["parts"]
-    assert [row["pass"] for row in part["rows"]] == [1, 2]
-    assert 1 <= part["rows"][0]["acceptance_length"] <= 4
-    assert part["bound"]["ratio"] == part["rows"][-1]["seconds"] / part["bound"]["seconds"]
-    saved = json.loads((tmp_path / "run" / "bench.json").read_text(encoding="utf-8"))
-    assert saved["parts"][0]["rows"] == part["rows"]

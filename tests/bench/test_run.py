@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench_runs import SMALL, in_process, planned, reported, run_bench
+from bench_runs import ALONE, BENCHES, SMALL, in_process, planned, reported, run_bench, small
 from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
@@ -24,11 +22,13 @@ from hydraspec.bench.passes import Passes
 from hydraspec.cli import main as cli
 from hydraspec.cli.compose import plan
 from hydraspec.config.choices import choices_of
-from hydraspec.config.schema import Device, RunConfig, Weights
+from hydraspec.config.schema import Device, Weights
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab import run as run_module
 from hydraspec.lab.outcome import outcome
+from hydraspec.types import Request
 
+SYNTHETIC = ("method.verification=synthetic", "method.synthetic_acceptance_length=2")
 DEEPSEEK = "bench_mtp target=custom target.checkpoint=shape:deepseek_v3_6_layers"
 # what follows experiment= -> shape, method, drafter's shape, tokens a step
 PRESETS = {
@@ -91,26 +91,48 @@ def test_the_command_of_every_process_composes(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("bench", "typed", "parts"),
     [
-        (["bench.engines=[vlm]"], ["bench.engines=[vlm]", "native, transformers, vllm"]),
-        (["bench.engines=[]"], ["bench.engines=[]"]),
-        (["bench.methods=[eagle3]"], ["bench.methods=[eagle3]", "gemma4_mtp, none"]),
-        (["bench.batches=[8,1]"], ["bench.batches=[8, 1]", "rising"]),
-        (["bench.batches=[64]"], ["engine.max_num_seqs=16", "add engine.max_num_seqs=64"]),
-        (["bench.output_tokens=1"], ["bench.output_tokens=1", "2 or more"]),
-        (["bench.repeats=0"], ["bench.repeats=0", "1 or more"]),
-        (["bench.timeout_s=0"], ["bench.timeout_s=0"]),
-        (["target.max_model_len=13"], ["target.max_model_len=13", "= 14", "14 or more"]),
-        (["bench.isolate=false"], ["bench.isolate=false", "one engine and one method"]),
-        (["bench.name=x"], ["bench.name=x", "decode, load, none, serve, turns"]),
-        (["bench=none"], ["bench.", "choose bench=decode"]),
+        ("decode", "bench.engines=[vlm]", ["=[vlm]", "native, transformers, vllm"]),
+        ("decode", "bench.engines=[]", ["bench.engines=[]"]),
+        ("decode", "bench.methods=[eagle3]", ["=[eagle3]", "gemma4_mtp, none"]),
+        ("decode", "bench.batches=[8,1]", ["bench.batches=[8, 1]", "rising"]),
+        (
+            "decode",
+            "bench.batches=[64]",
+            ["engine.max_num_seqs=16", "add engine.max_num_seqs=64"],
+        ),
+        ("decode", "bench.output_tokens=1", ["bench.output_tokens=1", "2 or more"]),
+        ("decode", "bench.repeats=0", ["bench.repeats=0", "1 or more"]),
+        ("decode", "bench.timeout_s=0", ["bench.timeout_s=0"]),
+        ("decode", "target.max_model_len=13", ["max_model_len=13", "= 14", "14 or more"]),
+        ("decode", "bench.isolate=false", ["bench.isolate=false", "one engine and one method"]),
+        ("decode", "bench.name=x", ["bench.name=x", "decode, load, none, serve, turns"]),
+        ("decode", "bench=none", ["bench.", "choose bench=decode"]),
+        ("load", "bench.num_requests=0", ["bench.num_requests=0", "1 or more"]),
+        ("load", "bench.max_prompt_tokens=4", ["=4", "bench.prompt_tokens=5 or more"]),
+        ("load", "bench.max_output_tokens=3", ["=3", "bench.output_tokens=4 or more"]),
+        ("load", "bench.batches=[1]", ["bench.batches", "choose bench=decode"]),
+        ("load", "target.max_model_len=16", ["max_prompt_tokens + bench.max_output_tokens = 17"]),
+        ("serve", "bench.rates=[]", ["bench.rates=[]", "[0.25, 0.5, 0.75, 0.9]"]),
+        ("serve", "bench.rates=[0.5,0.25]", ["bench.rates=[0.5, 0.25]", "rising"]),
+        ("serve", "bench.rates=[0,1]", ["bench.rates=[0.0, 1.0]", "above 0"]),
+        ("serve", "bench.peak_rate=0", ["bench.peak_rate=0", "null to measure it"]),
+        ("serve", "bench.goodput.ttft_ms=-1", ["bench.goodput.ttft_ms=-1", "for no limit"]),
+        ("turns", "bench.num_turns=0", ["bench.num_turns=0", "1 or more"]),
+        ("turns", "bench.cold_turns=[2,4]", ["bench.cold_turns=[2, 4]", "1 to 3"]),
+        ("turns", "bench.cold_turns=[]", ["bench.cold_turns=[]"]),
+        (
+            "turns",
+            "target.max_model_len=29",
+            ["num_turns x (bench.turn_tokens + bench.output_tokens) = 30", "30 or more"],
+        ),
     ],
-    ids=lambda value: value[0],
+    ids=str,
 )
-def test_what_cannot_be_measured_is_refused(overrides: list[str], parts: list[str]) -> None:
+def test_what_cannot_be_measured_is_refused(bench: str, typed: str, parts: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        planned(*overrides)
+        planned(typed, bench=bench)
     for part in parts:
         assert part in str(caught.value)
 
@@ -128,6 +150,43 @@ def test_requests_longer_than_the_target_takes_are_refused_once_it_is_loaded(
     with pytest.raises(ConfigurationError, match="tokens of a request"):
         bench_measure.measure(config)
     assert build[0].closed
+
+
+def test_requests_longer_than_a_folder_says_are_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bench=serve as shipped, on the default target: the last process said so after 26 seconds."""
+    told = in_process(monkeypatch, {})
+    config = plan(["bench=serve"]).jobs[0].config
+    with pytest.raises(ConfigurationError, match="= 2432: target tiny_gemma4 takes 2048 tokens"):
+        bench.run(config, run_dir=tmp_path / "run", overrides=[])
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "count"),
+    [
+        (["bench=serve", "bench.max_prompt_tokens=300"], 1),
+        (["bench=decode", *SMALL], 1),
+        (["bench=decode", *SMALL, "method=none"], 0),
+        (["bench=decode", *SMALL, *SYNTHETIC], 0),
+    ],
+    ids=["a load", "batches", "no drafts", "a given acceptance"],
+)
+def test_acceptance_on_random_tokens_is_warned_of(
+    typed: list[str],
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a run over workload=random is."""
+    monkeypatch.setattr(bench, "_in_processes", lambda *_: iter(()))
+    config = plan([*typed, "bench.engines=[native]"]).jobs[0].config
+    result = bench.run(config, run_dir=tmp_path, overrides=typed, quiet=True)
+    said = [text for text in result["warnings"] if "prompts of random tokens" in text]
+    assert len(said) == count
+    assert [text for text in caplog.messages if "prompts of random tokens" in text] == said
 
 
 def test_a_benchmark_of_which_every_part_is_refused_exits_as_a_refused_run() -> None:
@@ -165,17 +224,19 @@ def test_a_part_without_drafts_has_no_acceptance(build: list[FakeEngine]) -> Non
     assert [row["acceptance_length"] for row in part["rows"]] == [None, None]
 
 
-def test_prompts_are_the_same_for_every_engine_and_change_with_the_seed() -> None:
-    def ids(config: RunConfig) -> list[list[int]]:
-        requests = bench_decode.requests_of(config, FakeEngine(), 2, 9)
-        assert all(r.sampling.max_tokens == 9 and r.sampling.ignore_eos for r in requests)
-        return [r.prompt_token_ids or [] for r in requests]
+@pytest.mark.parametrize("bench", BENCHES)
+def test_requests_are_the_same_for_every_engine_and_change_with_the_seed(bench: str) -> None:
+    def requests(*typed: str) -> list[Request]:
+        config = planned(*typed, bench=bench)
+        found = BENCHMARKS[bench].heavy_requests(config, FakeEngine())
+        assert all(request.sampling.ignore_eos for request in found)
+        return found
 
-    ours = ids(planned())
-    assert [len(prompt) for prompt in ours] == [5, 5]
-    assert ours[0] != ours[1]
-    assert ids(planned("engine=vllm", "method=none")) == ours
-    assert ids(planned("seed=1")) != ours
+    ours = requests()
+    prompts = [request.prompt_token_ids for request in ours]
+    assert prompts[0] != prompts[1]
+    assert requests("engine=vllm", "method=none") == ours
+    assert [request.prompt_token_ids for request in requests("seed=1")] != prompts
 
 
 def test_a_request_that_ends_early_spoils_the_figure(build: list[FakeEngine]) -> None:
@@ -253,62 +314,21 @@ def test_what_is_missing_has_its_reason(
     assert bench_study.page_of(result)
 
 
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
-        ("hydraspec: no device\n  to do: take one\nbye\n", "no device; to do: take one; bye"),
-        ("Traceback\nacme.LoadError: no file\n[rank0] Warning: Error\n", "acme.LoadError: no file"),
-        ("[rank0]: LoadError: no file\n[rank0]:[W1] Warning: no\n", "LoadError: no file"),
-        ("(Worker_TP0 pid=4) ERROR 11-23 [a.py:9] LoadError: x\nException: y\n", "LoadError: x"),
-        ("one\ntwo\n", "two"),
-        ("", "it said nothing"),
-    ],
-)
-def test_the_last_words_of_a_log_are_the_error(tmp_path: Path, log: str, words: str) -> None:
-    (tmp_path / "log.txt").write_text(log)
-    assert bench._last_words(tmp_path / "log.txt") == words
-
-
-def test_a_process_and_its_children_end_at_the_time_limit(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    program = "import os, sys; print(os.environ['A']); sys.exit(3)"
-    environment = {**os.environ, "A": "b"}
-    assert bench._wait([sys.executable, "-c", program], log, environment, 60) == 3
-    assert log.read_text() == "b\n"
-    program = (
-        "import subprocess, sys, time; c = subprocess.Popen(['sleep', '60']);"
-        "print(c.pid, flush=True); time.sleep(60)"
-    )
-    assert bench._wait([sys.executable, "-c", program], log, environment, 2) is None
-    child = int(log.read_text())
-    deadline = time.monotonic() + 60
-    while _runs(child):
-        assert time.monotonic() < deadline, "what the process started outlives it"
-        time.sleep(0.1)
-
-
-def _runs(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state.rpartition(")")[2].split()[0] != "Z"
-
-
+@pytest.mark.parametrize("bench_name", ["decode", "load"])
 def test_a_bench_of_the_shipped_model_in_this_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing faked: what a process of `bench=decode` runs."""
+    """Nothing faked: what a process of a benchmark runs; a load with fewer slots than requests."""
     monkeypatch.chdir(tmp_path)
-    result = hydraspec.run(
-        [
-            *("bench=decode", *SMALL, "bench.repeats=1", "bench.isolate=false"),
-            *("bench.engines=[native]", "bench.methods=[gemma4_mtp]", "hydra.run.dir=run"),
-        ]
-    )
-    assert result["status"] == "ok"
+    typed = [*small(bench_name), *ALONE, "bench.repeats=1", "engine.max_num_seqs=2"]
+    result = hydraspec.run([*typed, "hydra.run.dir=run"])
+    assert (result["status"], result["bench"]) == ("ok", bench_name)
     (part,) = result["parts"]
-    assert 1 <= part["rows"][1]["acceptance_length"] <= 4
+    assert 1 <= part["rows"][-1]["acceptance_length"] <= 4
+    if bench_name == "load":
+        assert part["bound"]["ratio"] == part["rows"][-1]["seconds"] / part["bound"]["seconds"]
+    saved = json.loads((tmp_path / "run" / "bench.json").read_text(encoding="utf-8"))
+    assert saved["parts"][0]["rows"] == part["rows"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         *("bench.json", "bench.html", "config.yaml", "overrides.yaml")
     }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import bench_runs
 import pytest
-from bench_runs import in_process, reported
+from bench_runs import in_process, offered_to_fakes, reported, run_bench, small
 from fake_engine import FakeEngine
 
 from hydraspec.bench import load
@@ -18,61 +17,14 @@ from hydraspec.bench import study as bench_study
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.serve import summary_of
 from hydraspec.cli.compose import plan
-from hydraspec.config.checks import check
-from hydraspec.config.schema import GoodputConfig, RunConfig
-from hydraspec.errors import ConfigurationError
-from hydraspec.types import Request
 
-SMALL = (
-    *("bench=serve", "bench.num_requests=4", "bench.prompt_tokens=5", "bench.output_tokens=4"),
-    *("bench.max_prompt_tokens=9", "bench.max_output_tokens=8"),
-)
-
-
-@cache
-def planned(*overrides: str) -> RunConfig:
-    """Not to be changed."""
-    return plan([*SMALL, *overrides]).jobs[0].config
-
-
-@pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> list[list[Request]]:
-    """What fake engines are given, run after run."""
-    found: list[list[Request]] = []
-    run = FakeEngine.run
-
-    def noted(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
-        found.append(list(requests))
-        return run(self, requests, concurrency=concurrency)
-
-    monkeypatch.setattr(FakeEngine, "run", noted)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"rates": []}, ["bench.rates=[]", "[0.25, 0.5, 0.75, 0.9]"]),
-        ({"rates": [0.5, 0.25]}, ["bench.rates=[0.5, 0.25]", "rising"]),
-        ({"rates": [0.0, 1.0]}, ["bench.rates=[0.0, 1.0]", "above 0"]),
-        ({"peak_rate": 0.0}, ["bench.peak_rate=0", "null to measure it"]),
-        ({"goodput": GoodputConfig(ttft_ms=-1.0)}, ["bench.goodput.ttft_ms=-1", "for no limit"]),
-        ({"num_requests": 0}, ["bench.num_requests=0", "1 or more"]),
-        ({"max_output_tokens": 3}, ["bench.max_output_tokens=3", "bench.output_tokens=4 or more"]),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], parts: list[str]) -> None:
-    config = planned()
-    with pytest.raises(ConfigurationError) as caught:
-        check(replace(config, bench=replace(config.bench, **changes)))
-    for part in parts:
-        assert part in str(caught.value)
+planned = partial(bench_runs.planned, bench="serve")
 
 
 def test_every_rate_offers_the_same_requests_with_stretched_gaps(
-    build: list[FakeEngine], offered: list[list[Request]]
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    offered = offered_to_fakes(monkeypatch)
     config = planned("bench.rates=[0.5,2]", "bench.peak_rate=10")
     part = bench_measure.measure(config)
     assert [row["request_rate"] for row in part["rows"]] == [None, 5.0, 20.0]
@@ -115,9 +67,8 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_process(monkeypatch, {})
-    typed = [*SMALL, "bench.methods=[none]", "bench.rates=[0.25,0.5]"]
-    config = plan(typed).jobs[0].config
-    result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
+    typed = ["bench.methods=[none]", "bench.rates=[0.25,0.5]"]
+    result = run_bench(tmp_path, *typed, bench_name="serve")
     parts = result["parts"]
     assert [(p["engine"], p["method"]) for p in parts] == [("native", "none"), ("vllm", "none")]
     peak = parts[0]["rows"][0]["requests_per_second"]
@@ -146,8 +97,8 @@ def test_later_engines_and_methods_get_the_first_ones_rates(
     parts[0]["rows"][2]["num_built"] = 3
     (added,) = dict(bench_study.notes_of(result)).items() - noted.items()
     assert added == ("native, none, kernels and graphs built while measured", "3 in line 3")
-    assert "Latencies at several request rates" in (tmp_path / "bench.html").read_text()
-    said, page, lines = reported(tmp_path)
+    assert "Latencies at several request rates" in (tmp_path / "run" / "bench.html").read_text()
+    said, page, lines = reported(tmp_path / "run")
     assert said.startswith("Without drafts, native and vllm: p99 at ")
     assert said.endswith("/s: first token 5 ms and 5 ms.")
     assert "Time to first token, p90" in page
@@ -160,7 +111,7 @@ def test_a_given_peak_rate_is_typed_for_all(tmp_path: Path) -> None:
     assert serve.carried(planned("bench.peak_rate=7"), parts) == []
     assert serve.carried(planned(), [{"rows": []}]) == []
     (carried,) = serve.carried(planned(), [{"rows": []}, *parts])
-    command = bench.command_of("vllm", "none", tmp_path, [*SMALL], serve)
+    command = bench.command_of("vllm", "none", tmp_path, [*small("serve")], serve)
     config = plan([*command[3:], carried]).jobs[0].config
     assert config.bench.peak_rate == 30.0
     assert config.engine.vllm.record_steps  # times of tokens

@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import bench_runs
 import pytest
-from bench_runs import in_process, reported
+from bench_runs import in_process, offered_to_fakes, reported, run_bench, small
 from fake_engine import FakeEngine
 
 import hydraspec
 from hydraspec.bench import measure as bench_measure
-from hydraspec.bench import run as bench
 from hydraspec.bench import study as bench_study
 from hydraspec.bench import turns
-from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.cli.compose import plan
-from hydraspec.config.checks import check
-from hydraspec.config.schema import RunConfig
-from hydraspec.errors import ConfigurationError
-from hydraspec.types import Request
 
-SMALL = (
-    *("bench=turns", "bench.num_conversations=2", "bench.num_turns=3", "bench.turn_tokens=6"),
-    *("bench.output_tokens=4", "bench.repeats=2"),
-)
+planned = partial(bench_runs.planned, bench="turns")
 
 
-@cache
-def planned(*overrides: str) -> RunConfig:
-    """Not to be changed."""
-    return plan([*SMALL, *overrides]).jobs[0].config
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"num_turns": 0}, ["bench.num_turns=0", "1 or more"]),
-        ({"cold_turns": [2, 4]}, ["bench.cold_turns=[2, 4]", "1 to 3"]),
-        ({"cold_turns": []}, ["bench.cold_turns=[]"]),
-        (
-            {"num_turns": 30},
-            ["num_turns x (bench.turn_tokens + bench.output_tokens) = 300", "300 or more"],
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], parts: list[str]) -> None:
-    config = planned("target.max_model_len=64")
-    with pytest.raises(ConfigurationError) as caught:
-        check(replace(config, bench=replace(config.bench, **changes)))
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_conversations_are_the_same_for_every_engine() -> None:
+def test_turns_follow_each_other() -> None:
     ours = turns.requests_of(planned(), FakeEngine())
-    assert ours == turns.requests_of(planned("engine=vllm", "method=none"), FakeEngine())
     assert [(r.turn, r.after) for r in ours] == [
         (1, None),
         (2, 0),
@@ -69,7 +31,6 @@ def test_conversations_are_the_same_for_every_engine() -> None:
     ]
     assert {len(r.prompt_token_ids or []) for r in ours} == {6}
     assert {r.sampling.max_tokens for r in ours} == {4}
-    assert ours != turns.requests_of(planned("seed=1"), FakeEngine())
 
 
 def test_prefixes_are_cached_in_every_engine_alike() -> None:
@@ -88,14 +49,7 @@ def test_the_preset_has_room_for_its_conversations() -> None:
 def test_cold_prompts_are_as_long_as_those_of_their_turns(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered: list[list[Request]] = []
-    run = FakeEngine.run
-
-    def noted(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
-        offered.append(list(requests))
-        return run(self, requests, concurrency=concurrency)
-
-    monkeypatch.setattr(FakeEngine, "run", noted)
+    offered = offered_to_fakes(monkeypatch)
     part = bench_measure.measure(planned("bench.cold_turns=[1,3]"))
     first, *passes = offered[:3]
     assert [len(r.prompt_token_ids or []) for r in first] == [6]
@@ -112,9 +66,8 @@ def test_engines_stand_side_by_side(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_process(monkeypatch, {})
-    typed = [*SMALL, "bench.methods=[none]", "bench.cold_turns=[3]"]
-    config = plan(typed).jobs[0].config
-    result: dict[str, Any] = bench.run(config, run_dir=tmp_path, overrides=typed)
+    typed = ["bench.methods=[none]", "bench.cold_turns=[3]"]
+    result = run_bench(tmp_path, *typed, bench_name="turns")
     ratios = result["ratios"]["none"]
     assert (ratios["turns"], ratios["cold"]) == ({"1": 1.0, "2": 1.0, "3": 1.0}, {"3": 1.0})
     lines = list(bench_study.cells_of(result))
@@ -128,8 +81,8 @@ def test_engines_stand_side_by_side(
     del result["parts"][1]["cold"]  # as an interrupt leaves it
     assert [line[:2] for line in list(bench_study.cells_of(result))[3:]] == [["none", "native"]]
     assert "2 conversations of 3 turns, each of 6 new" in bench_study.title_of(result)
-    assert "Time to first token by turn" in (tmp_path / "bench.html").read_text()
-    said, page, lines = reported(tmp_path)
+    assert "Time to first token by turn" in (tmp_path / "run" / "bench.html").read_text()
+    said, page, lines = reported(tmp_path / "run")
     assert said.endswith("first token of turn 3 after 5 ms and 5 ms.")
     assert "first token of turn 3 after 5 ms, 5 ms cold; prefix hits" in page
     assert lines == {"without drafts on native", "without drafts on vllm"}
@@ -141,7 +94,12 @@ def test_later_turns_of_the_shipped_model_come_from_the_cache(
 ) -> None:
     """Nothing faked. What a turn finds: the turn before it, but for the last token, in blocks."""
     monkeypatch.chdir(tmp_path)
-    typed = [*SMALL, "bench.engines=[native]", "bench.methods=[gemma4_mtp]", "bench.isolate=false"]
+    typed = [
+        *small("turns"),
+        "bench.engines=[native]",
+        "bench.methods=[gemma4_mtp]",
+        "bench.isolate=false",
+    ]
     typed += ["bench.turn_tokens=32", "bench.num_turns=2", "bench.cold_turns=[2]"]
     (part,) = hydraspec.run([*typed, "hydra.run.dir=run"])["parts"]
     first, second = part["rows"][-1]["turns"]

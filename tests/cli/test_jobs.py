@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,40 +12,11 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 import hydraspec
-from hydraspec.cli import main as cli
 from hydraspec.engine.native import NativeEngine
 from hydraspec.lab.rounds import Measurement
 
 MOST_FUNCTIONS = 8  # from main to step, both counted
 PACKAGE = str(Path(hydraspec.__file__).parent)
-
-
-@pytest.fixture
-def seen(monkeypatch, tmp_path):
-    """Where and with what the lab was called; it writes a summary, and computes nothing."""
-    calls: list[dict[str, Any]] = []
-
-    def run(config, *, run_dir, overrides, quiet=False):
-        logging.getLogger("hydraspec.lab").info("a line of the log")
-        calls.append({"dir": run_dir, "cwd": Path.cwd(), "variable": os.environ.get("COLOUR")})
-        (run_dir / "summary.json").write_text(json.dumps({"status": "ok"}))
-        return {"status": "ok"}
-
-    for name, attribute, function in (
-        ("lab.run", "run", run),
-        ("study.sweep", "compare", lambda folder: None),
-    ):
-        module = ModuleType(f"hydraspec.{name}")
-        setattr(module, attribute, function)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    return calls
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hydraspec", *argv])
-    return cli.main()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +30,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_every_job_is_composed_once(seen, monkeypatch, argv, times):
+def test_every_job_is_composed_once(lab, command, monkeypatch, argv, times):
     """Catches a job that composes again what was planned."""
     composed = []
     load = ConfigLoaderImpl.load_configuration
@@ -73,16 +40,11 @@ def test_every_job_is_composed_once(seen, monkeypatch, argv, times):
         return load(self, *args, **options)
 
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
-    assert command(monkeypatch, *argv) == 0
+    assert command(*argv) == 0
     assert len(composed) == times
     if "-m" not in argv and times == 1:
         hydraspec.run(argv)
         assert len(composed) == 2
-
-
-def test_the_command_leaves_its_arguments_alone(seen, monkeypatch):
-    assert command(monkeypatch, "seed=3", "-m", "method=none") == 0
-    assert sys.argv == ["hydraspec", "seed=3", "-m", "method=none"]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +55,12 @@ def test_the_command_leaves_its_arguments_alone(seen, monkeypatch):
     ],
     ids=["run", "sweep"],
 )
-def test_jobs_have_the_settings_of_hydras_keys(seen, monkeypatch, tmp_path, flags, folder, jobs):
+def test_jobs_have_the_settings_of_hydras_keys(lab, command, tmp_path, flags, folder, jobs):
     typed = ["hydra.job.chdir=true", "+hydra.job.env_set.COLOUR=blue", "hydra.output_subdir=.hydra"]
-    assert command(monkeypatch, *flags, *typed, "hydra/job_logging=default") == 0
+    assert command(*flags, *typed, "hydra/job_logging=default") == 0
     folders = [tmp_path / folder / job for job in jobs]
-    assert seen == [{"dir": place, "cwd": place, "variable": "blue"} for place in folders]
+    assert [run_dir for _, run_dir, *_ in lab.runs] == folders
+    assert lab.settings == [(place, "blue") for place in folders]
     assert Path.cwd() == tmp_path
     assert "COLOUR" not in os.environ
     for place in folders:
@@ -107,20 +70,22 @@ def test_jobs_have_the_settings_of_hydras_keys(seen, monkeypatch, tmp_path, flag
         assert (place / ".hydra" / "overrides.yaml").is_file()
 
 
-def test_folders_of_jobs_are_named_by_their_values(seen, monkeypatch, tmp_path):
+def test_folders_of_jobs_are_named_by_their_values(lab, command, tmp_path):
     typed = ["hydra.sweep.dir=${method.name}", "hydra.sweep.subdir=s${seed}"]
-    assert command(monkeypatch, "-m", "method=none", "seed=1,2", *typed) == 0
-    assert [call["dir"] for call in seen] == [tmp_path / "none" / name for name in ("s1", "s2")]
+    assert command("-m", "method=none", "seed=1,2", *typed) == 0
+    assert [folder for _, folder, *_ in lab.runs] == [
+        tmp_path / "none" / name for name in ("s1", "s2")
+    ]
     assert (tmp_path / "none" / "multirun.yaml").is_file()
 
 
-def test_a_key_typed_twice_has_its_last_values(seen, monkeypatch):
+def test_a_key_typed_twice_has_its_last_values(lab, command):
     """As with Hydra's own sweeper, also where an experiment sweeps it."""
-    assert command(monkeypatch, "experiment=k_sweep", "method.num_speculative_tokens=2") == 0
-    assert len(seen) == 1
+    assert command("experiment=k_sweep", "method.num_speculative_tokens=2") == 0
+    assert lab.drafts == [2]
 
 
-def test_a_step_is_few_functions_away(monkeypatch, tmp_path):
+def test_a_step_is_few_functions_away(command, monkeypatch):
     """Catches another layer between the command and the loop."""
     stacks: list[list[str]] = []
 
@@ -132,9 +97,7 @@ def test_a_step_is_few_functions_away(monkeypatch, tmp_path):
     monkeypatch.setattr(NativeEngine, "step", step)
     monkeypatch.setattr(Measurement, "warm_up", lambda self: None)
     typed = ["hydra.run.dir=run", "tracker=none", "workload.limit=1", "method=none"]
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="the stack is known"):
-        command(monkeypatch, *typed)
+        command(*typed)
     (stack,) = stacks
-    # With __main__.main before it, and the step itself after it.
-    assert len(stack) + 2 <= MOST_FUNCTIONS, "\n".join(stack)
+    assert len(stack) + 1 <= MOST_FUNCTIONS  # and the step itself, "\n".join(stack)

@@ -17,7 +17,7 @@ from hydraspec.cli import ranks
 from hydraspec.cli.compose import plan
 from hydraspec.cli.folders import folder_message
 from hydraspec.errors import CannotWriteError, UserError
-from hydraspec.metrics.run_files import JOURNAL
+from hydraspec.metrics.run_files import UNSAVED
 from hydraspec.parallel.faults import Fault, FileRecords, Kind
 from hydraspec.parallel.launch import Ended
 from hydraspec.parallel.watch import Watch
@@ -165,7 +165,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path, rank: int, fault: str, s
     assert f"saved: the requests that were finished, in {command.folder}" in errors
     assert command.summary()["status"] == "failed"
     assert 0 < len(rows(command.folder)) < 12
-    assert not (command.folder / JOURNAL).exists()
+    assert not (command.folder / UNSAVED).exists()
     if rank == 1 or fault != "raise":
         warning = next(w for w in command.summary()["warnings"] if "ended early" in w)
         assert f"rank {rank}" in warning

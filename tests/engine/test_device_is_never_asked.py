@@ -15,7 +15,7 @@ from deepseek_oracle import deepseek_config
 from mtp_folders import qwen_config
 from scenarios import make_engine
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from hydraspec.config.schema import DraftSampling, RunConfig, Verification
 from hydraspec.engine.schedule.sequence import Sequence
@@ -70,7 +70,10 @@ def make_fake(engine, mode: FakeTensorMode) -> None:  # type: ignore[no-untyped-
 def step_and_pretend(engine) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
     """Run the next step on fake tensors, then let the host think every draft was rejected."""
     scheduled, plan = engine._schedule()
-    step = engine.parts.runner.run_eagerly(plan)
+    runner = engine.parts.runner
+    with unset_fake_temporarily():  # a plan is host numbers, which are written into real memory
+        inputs = runner.place(plan)
+    step = runner.run(inputs)
     target_step, verdict = step.target_step, step.verdict
     k = engine.info.num_speculative_tokens
     assert isinstance(verdict.tokens, FakeTensor)
@@ -132,7 +135,8 @@ def test_a_step_reads_nothing_from_the_device(
         synthetic_acceptance_length=2.5 if verification is Verification.synthetic else None,
         draft_sampling=DraftSampling.probabilistic if temperature else DraftSampling.greedy,
     )
-    shapes = four_fake_steps(settings, torch.float32, temperature)
+    dtype = torch.bfloat16 if temperature else torch.float32
+    shapes = four_fake_steps(settings, dtype, temperature)
     assert shapes[0] == [(12, 0)]  # a chunk that does not sample
     assert shapes[1] == [(3, 0), (3, 0)]
     assert shapes[2] == [(4, 3), (4, 3)]

@@ -4,12 +4,16 @@ what must not be cut, and engines without an encoder refuse them."""
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fake_engine import make_info
+from scenarios import draw_scenario, seeded
+from step_ahead import both_ways, make_world, outputs, stable_oracle
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.prefix import PrefixKeys
@@ -25,6 +29,7 @@ from hydraspec.types import (
     Request,
     SamplingParams,
     Span,
+    StepPlan,
     WorkloadError,
 )
 
@@ -120,12 +125,24 @@ def test_replicas_share_prompts_by_their_content() -> None:
 
 
 class Host:
-    """A scheduler whose steps give tokens of 0, with one step in flight at a time."""
+    """A scheduler whose steps give tokens of 0 and accept drafts at random. As in the engine,
+    results arrive `num_ahead` steps late."""
 
     def __init__(
-        self, budget: int, num_blocks: int = 400, *, window: int | None = None, k: int = 0
+        self,
+        budget: int,
+        num_blocks: int = 400,
+        *,
+        window: int | None = None,
+        k: int = 0,
+        num_stages: int = 1,
+        runs_ahead: bool = False,
     ) -> None:
         self.budget, self.sequences = budget, list[Sequence]()
+        self.num_ahead = num_stages - 1 + runs_ahead
+        self.flights = deque[list[Scheduled]]()
+        self.most_in_flight = 0  # steps
+        self.rng = random.Random(budget)
         specs = []
         for i, size in enumerate((None,) if window is None else (None, window)):
             shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=1, block_size=8, window=size)
@@ -146,6 +163,8 @@ class Host:
             max_num_batched_tokens=budget,
             max_model_len=300,
             num_speculative_tokens=k,
+            num_micro_batches=num_stages,
+            runs_ahead=runs_ahead,
         )
 
     def add(self, request: Request) -> Sequence:
@@ -157,24 +176,41 @@ class Host:
         chosen = self.scheduler.schedule()
         assert sum(item.num_rows for item in chosen) <= self.budget
         for item in chosen:
-            sequence = item.sequence
-            for border in (item.num_computed, item.seq_len):
-                assert cut_span(sequence.spans, border) is None, (border, sequence.spans)
-            sequence.num_computed += item.num_rows - item.num_drafts
-            if item.samples:
-                sequence.decoding = True
-                sequence.token_ids.append(0)
-            if len(sequence.output_token_ids) == sequence.request.sampling.max_tokens:
-                sequence.finish_reason = "length"
-                self.scheduler.release(sequence)
+            if item.is_prefill:
+                for border in (item.num_computed, item.seq_len):
+                    assert cut_span(item.sequence.spans, border) is None, (border, item)
+        if chosen:
+            if self.num_ahead:
+                self.scheduler.launched(chosen)
+            self.flights.append(chosen)
+            self.most_in_flight = max(self.most_in_flight, len(self.flights))
+        if self.flights and (not chosen or len(self.flights) > self.num_ahead):
+            for item in self.flights.popleft():
+                if item.sequence.finish_reason is None:
+                    self.arrive(item)
         return chosen
+
+    def arrive(self, item: Scheduled) -> None:
+        sequence = item.sequence
+        num_accepted = self.rng.randint(0, item.num_drafts)
+        sequence.num_computed += item.num_rows - item.num_drafts + num_accepted
+        if item.samples:
+            room = sequence.request.sampling.max_tokens - len(sequence.output_token_ids)
+            sequence.decoding = True
+            sequence.token_ids += [0] * min(1 + num_accepted, room)
+            if room <= 1 + num_accepted:
+                sequence.finish_reason = "length"
+        self.scheduler.arrived(item)
+        if sequence.finish_reason is not None:
+            self.scheduler.release(sequence)
 
     def finish(self) -> None:
         """Run until all requests have ended; none may wait for ever."""
         num_idle = 0
         while any(sequence.finish_reason is None for sequence in self.sequences):
             num_failed = len(self.scheduler.failed)
-            moved = self.step() or len(self.scheduler.failed) > num_failed
+            is_busy = bool(self.flights)
+            moved = self.step() or is_busy or len(self.scheduler.failed) > num_failed
             num_idle = 0 if moved else num_idle + 1
             assert num_idle < 2, "requests wait for ever"
 
@@ -198,24 +234,68 @@ def drawn(rng: random.Random, index: int) -> Request:
     return request_of(ids, *spans, index=index, max_tokens=rng.randint(1, 40))
 
 
+@pytest.mark.parametrize(("num_stages", "ahead"), [(1, False), (1, True), (2, False), (3, True)])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_border_cuts_a_span_that_must_stay_whole(seed: int) -> None:
+def test_no_border_cuts_a_span_that_must_stay_whole(
+    seed: int, num_stages: int, ahead: bool
+) -> None:
     """Over random budgets, caches that preempt, prefix hits, windows and drafts."""
     rng = random.Random(seed)
     budget = rng.randint(16, 90)
     window = rng.choice((None, 20))
-    host = Host(budget, rng.choice((32, 45, 400)), window=window, k=rng.choice((0, 2)))
+    host = Host(
+        budget,
+        rng.choice((32, 45, 400)),
+        window=window,
+        k=rng.choice((0, 2)),
+        num_stages=num_stages,
+        runs_ahead=ahead,
+    )
     requests = [drawn(rng, index) for index in range(8)]
     for request in [*requests, *(replace(r, index=r.index + 8) for r in requests)]:
         host.add(request)
         if rng.random() < 0.5:
             host.step()
     host.finish()
+    ran = any(sequence.error is None for sequence in host.sequences)
+    assert (host.most_in_flight > 1) == bool(ran and host.num_ahead)
     for sequence in host.sequences:
         longest = max((s.length for s in sequence.spans if not s.may_be_cut), default=0)
         error = sequence.error or ""
         assert ("max_num_batched_tokens" in error) == (longest > budget)
         assert not error or longest > budget or "memory_gib" in error
+
+
+def test_uncut_spans_cost_no_token_with_a_step_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine on a device that works late, in freed cache that is poison, beside requests that
+    decode: chunks leave spans whole, and answers are those of the engine that waits."""
+    world = make_world(tmp_path, "dense")
+    true_plan, chunks = Scheduler.plan, list[tuple[int, int]]()
+
+    def plan(scheduler: Scheduler, scheduled: list[Scheduled]) -> StepPlan:
+        for item in scheduled:
+            if item.is_prefill:
+                assert cut_span(item.sequence.spans, item.seq_len) is None
+                chunks.append((item.num_computed, item.num_rows))
+        return true_plan(scheduler, scheduled)
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    for number in range(6):
+        scenario = draw_scenario(world, seeded(number), k=2)
+        scenario.config.engine.max_num_batched_tokens = 13
+        scenario.cache_share = 1.0
+        for request in scenario.requests:
+            length = len(request.prompt_token_ids or ())
+            if length > 16:
+                request.spans = (replace(IMAGE, start=3, length=12),)
+        speculator = stable_oracle(world, scenario)
+        waiting, ahead = both_ways(scenario, world.target, speculator, monkeypatch)
+        assert outputs(ahead) == outputs(waiting)
+        found = {index: (ids, reason) for index, (ids, reason, _) in outputs(ahead).items()}
+        assert found == dict(enumerate(scenario.expected))
+    assert (3, 12) in chunks
 
 
 def test_a_hit_ends_before_a_span_that_must_stay_whole() -> None:

@@ -70,14 +70,14 @@ def test_a_uniform_plan_is_padded_as_the_contract_says() -> None:
     upload.write(place, plan_of([3, 3], [2, 2], [table, table[:, :1]]))
     seen = upload.view(place, (), True, FLAGS)
     assert seen.slots.tolist() == [1, 0, 4, 4], "padding has the last slot"
-    assert seen.layout.num_rows.tolist() == [3, 3, 0, 0]
-    assert seen.layout.num_drafts.tolist() == [2, 2, 0, 0]
-    assert seen.layout.samples.tolist() == [True, True, False, False]
-    assert seen.layout.query_start_loc.tolist() == [0, 3, 6, 9, 12], "as captured"
-    assert seen.layout.row_request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert seen.layout.row_offset.tolist() == [0, 1, 2] * 4
-    assert seen.layout.logits_rows is None
-    assert seen.layout.verify_rows.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert seen.num_rows.tolist() == [3, 3, 0, 0]
+    assert seen.num_drafts.tolist() == [2, 2, 0, 0]
+    assert seen.samples.tolist() == [True, True, False, False]
+    assert seen.query_start_loc.tolist() == [0, 3, 6, 9, 12], "as captured"
+    assert seen.row_request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert seen.row_offset.tolist() == [0, 1, 2] * 4
+    assert seen.logits_rows is None
+    assert seen.verify_rows.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert seen.tables[0].tolist() == [[7, 8, 0, 0, 0], [9, 3, 0, 0, 0], [0] * 5, [0] * 5]
     assert seen.tables[1].tolist() == [[7, 0, 0], [9, 0, 0], [0] * 3, [0] * 3]
 
@@ -87,17 +87,17 @@ def test_a_mixed_plan_says_where_rows_belong_and_which_need_logits() -> None:
     place = shape(3, 10, None)
     upload.write(place, plan_of([3, 5], [2, 0], [np.ones((2, 1)), np.ones((2, 1))]))
     seen = upload.view(place, (), True, FLAGS)
-    assert seen.layout.query_start_loc.tolist() == [0, 3, 8, 8], "rows of padding come last"
-    assert seen.layout.row_request.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, -1, -1]
-    assert seen.layout.row_offset.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 0]
-    assert seen.layout.logits_rows is not None
-    assert seen.layout.logits_rows.tolist() == [0, 1, 2, 7, 7, 7, 0, 0, 0]
-    assert seen.layout.verify_rows.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert seen.query_start_loc.tolist() == [0, 3, 8, 8], "rows of padding come last"
+    assert seen.row_request.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, -1, -1]
+    assert seen.row_offset.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 0]
+    assert seen.logits_rows is not None
+    assert seen.logits_rows.tolist() == [0, 1, 2, 7, 7, 7, 0, 0, 0]
+    assert seen.verify_rows.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     one = upload.view(place, (), True, FLAGS, rows_of_logits=1)
     upload.write(place, plan_of([3, 5], [0, 0], [np.ones((2, 1)), np.ones((2, 1))]), 1)
-    assert one.layout.logits_rows is not None
-    assert one.layout.logits_rows.tolist() == [2, 7, 0]
-    assert one.layout.verify_rows.tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+    assert one.logits_rows is not None
+    assert one.logits_rows.tolist() == [2, 7, 0]
+    assert one.verify_rows.tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
 
 
 def test_a_mixed_plan_of_few_rows_has_logits_of_them_all() -> None:
@@ -106,11 +106,11 @@ def test_a_mixed_plan_of_few_rows_has_logits_of_them_all() -> None:
     place = shape(3, 9, None)
     upload.write(place, plan_of([3, 5], [1, 0], [np.ones((2, 1)), np.ones((2, 1))]))
     seen = upload.view(place, (), True, FLAGS)
-    assert seen.layout.logits_rows is None
-    assert seen.layout.verify_rows.tolist() == [[1, 2, 2], [7, 7, 7], [0, 0, 0]]
+    assert seen.logits_rows is None
+    assert seen.verify_rows.tolist() == [[1, 2, 2], [7, 7, 7], [0, 0, 0]]
     one = upload.view(place, (), True, FLAGS, rows_of_logits=1)
-    assert one.layout.logits_rows is not None
-    assert one.layout.logits_rows.shape == (3,)
+    assert one.logits_rows is not None
+    assert one.logits_rows.shape == (3,)
 
 
 def test_views_keep_their_memory_over_shrinking_batches() -> None:
@@ -128,7 +128,7 @@ def test_views_keep_their_memory_over_shrinking_batches() -> None:
         assert seen.tables[1][count:].count_nonzero() == 0
     upload.write(place, None)
     assert seen.slots.tolist() == [4] * 4
-    assert seen.layout.num_rows.tolist() == [0] * 4
+    assert seen.num_rows.tolist() == [0] * 4
     assert seen.tables[0].count_nonzero() == 0
 
 

@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
+from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels.attention import GroupShape, paged_attention, tiling
-from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention import paged_attention, tiling
 from hydraspec_kernels.attention.reference import latent_attention_reference
 from hydraspec_kernels.attention.tiling import fits_latent as fits
 from hydraspec_kernels.attention.tiling import latent_splits
 from torch import Tensor
-
-from hydraspec.types import RowSegment
 
 WIDTH, RANK = 576, 512
 COMPILE = """
@@ -67,33 +64,17 @@ class Case(Requests):
 
 
 @dataclass
-class Inputs:
-    query: Tensor
-    cache: Tensor
-    plan: DevicePlan
+class Inputs(Queries):
     expected: Tensor  # [T, Hq * Hv] float64
-
-
-def shape_of(case: Case) -> GroupShape:
-    return case.group_shape(case.head_dim - 64)
 
 
 def build(case: Case, *, seed: int = 3, given_starts: bool = True) -> Inputs:
     """Queries over a poisoned cache."""
-    device, draw = case.device, torch.Generator(case.device).manual_seed(seed)
-    cache, table, _ = poisoned_cache(case, (1, case.head_dim), draw)
-    width = case.heads * (2 if case.strided else 1)
-    num_rows = sum(case.rows) + case.tail
-    query = torch.randn(num_rows, width, case.head_dim, generator=draw, device=device)
-    query = (query * 2 * case.head_dim**-0.5).to(case.dtype)[:, : case.heads]
-    starts = torch.tensor([0, *case.rows], device=device).cumsum(0)
-    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
-    lens = torch.tensor(case.lens, device=device)
-    plan = device_plan(shape_of(case), segments, table, lens, starts)
-    expected = latent_attention_reference(query.double(), cache.double(), plan)
+    made = queries(case, case.head_dim - 64, seed=seed)
+    expected = latent_attention_reference(made.query.double(), made.cache.double(), made.plan)
     if not given_starts:
-        plan = device_plan(plan.shape, segments, table, lens, None)
-    return Inputs(query, cache, plan, expected)
+        made.plan = replace(made.plan, query_start_loc=None)
+    return Inputs(made.query, made.cache, made.plan, expected)
 
 
 def run(inputs: Inputs) -> Tensor:

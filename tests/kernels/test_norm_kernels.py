@@ -36,13 +36,17 @@ STEPS = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 GPU_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+
+
 def draws(seed: int, dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
 
 
 def check_add_norm(
-    monkeypatch: pytest.MonkeyPatch,
     rows: int,
     width: int,
     parts: int,
@@ -63,9 +67,7 @@ def check_add_norm(
         "has_post_norm": has_post_norm,
     }
     expected = add_norm_reference(h.clone(), x, **options)  # type: ignore[arg-type]
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = add_norm_cuda(h, x, **options)  # type: ignore[arg-type]
+    found = add_norm_cuda(h, x, **options)  # type: ignore[arg-type]
     assert found.h is h
     torch.testing.assert_close(found.h, expected.h, **CLOSE[dtype])
     if weights[1]:
@@ -78,20 +80,20 @@ def check_add_norm(
 @pytest.mark.parametrize(
     ("rows", "width", "parts"), [(1, 64, 0), (3, 80, 1), (2, 24, 5), (5, 96, 16)]
 )
-def test_add_norm_sums_parts_norms_and_adds(monkeypatch, rows, width, parts, dtype, device):
-    check_add_norm(monkeypatch, rows, width, parts, dtype, device, scale=0.7)
+def test_add_norm_sums_parts_norms_and_adds(rows, width, parts, dtype, device):
+    check_add_norm(rows, width, parts, dtype, device, scale=0.7)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("weights", [(False, True), (True, False), (False, False)])
-def test_add_norm_without_weights_or_without_a_next_norm(monkeypatch, weights, dtype, device):
-    check_add_norm(monkeypatch, 3, 40, 2, dtype, device, weights=weights)
+def test_add_norm_without_weights_or_without_a_next_norm(weights, dtype, device):
+    check_add_norm(3, 40, 2, dtype, device, weights=weights)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("parts", [0, 3])
-def test_add_norm_of_a_pre_norm_decoder_adds_the_block_as_it_is(monkeypatch, parts, dtype, device):
-    check_add_norm(monkeypatch, 3, 48, parts, dtype, device, has_post_norm=False)
+def test_add_norm_of_a_pre_norm_decoder_adds_the_block_as_it_is(parts, dtype, device):
+    check_add_norm(3, 48, parts, dtype, device, has_post_norm=False)
 
 
 def check_add_norm_against_float64(
@@ -144,13 +146,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("shape", [(1, 8), (7, 80), (3, 5, 24), (2, 1200)])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_rms_norm_kernel_is_its_reference(monkeypatch, shape, weighted, dtype, device):
+def test_rms_norm_kernel_is_its_reference(shape, weighted, dtype, device):
     x, w = draws(2, dtype, device, shape, shape[-1:])
     weight = w if weighted else None
     expected = rms_norm_reference(x, weight, EPS)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = rms_norm_cuda(x, weight, EPS)
+    found = rms_norm_cuda(x, weight, EPS)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
@@ -185,16 +185,12 @@ def test_rms_norm_at_model_sizes_is_within_a_rounding_of_float64(shape, dtype):
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 70), (2, 3, 34), (2, 2100)])
-def test_gated_activation_kernels_are_their_references(
-    monkeypatch, shape, activation, dtype, device
-):
+def test_gated_activation_kernels_are_their_references(shape, activation, dtype, device):
     (x,) = draws(4, dtype, device, shape)
     x *= 6  # into the tails, where exp overflows or vanishes
     x.flatten()[0] = -90.0
     expected = gated_activation_reference(x, activation)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = gated_activation_cuda(x, activation)
+    found = gated_activation_cuda(x, activation)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
@@ -220,7 +216,7 @@ def test_gated_activations_at_model_sizes_are_near_float64(activation, dtype):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("layers", "width"), [(3, 16), (7, 24), (35, 32)])
-def test_per_layer_inputs_are_their_reference(monkeypatch, layers, width, dtype, device):
+def test_per_layer_inputs_are_their_reference(layers, width, dtype, device):
     table, wide, weight = draws(
         6, dtype, device, (9, layers * width), (5, layers * width + 8), (width,)
     )
@@ -228,38 +224,32 @@ def test_per_layer_inputs_are_their_reference(monkeypatch, layers, width, dtype,
     ids = torch.tensor([3, 8, 9, -1, 0], device=device)  # 9 and -1 are not in the table
     scales = {"table_scale": width**0.5, "projection_scale": 0.021, "eps": EPS}
     expected = ple_inputs_reference(ids, table, projected.contiguous(), weight, **scales)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = ple_inputs_cuda(ids, table, projected, weight, **scales)
+    found = ple_inputs_cuda(ids, table, projected, weight, **scales)
     assert found.shape == (5, layers, width)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("named", [True, False], ids=["rows named", "rows in order"])
-def test_embedding_beside_hidden_rows(monkeypatch, named, dtype, device):
+def test_embedding_beside_hidden_rows(named, dtype, device):
     """Widths that no block divides; rows of another tensor's stride."""
     table, wide = draws(7, dtype, device, (11, 24), (5, 50))
     hidden, ids = wide[:, :40], torch.tensor([3, 0, 10], device=device)
     rows = torch.tensor([4, 0, 2], device=device) if named else None
     hidden = hidden if named else hidden[:3]
     expected = embed_beside_reference(ids, table, 1.7, hidden, rows)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = embed_beside_cuda(ids, table, 1.7, hidden, rows)
+    found = embed_beside_cuda(ids, table, 1.7, hidden, rows)
     assert found.equal(expected)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("scale", [None, 1.7])
 @pytest.mark.parametrize("width", [8, 1100])
-def test_embedding_is_its_reference(monkeypatch, width, scale, dtype, device):
+def test_embedding_is_its_reference(width, scale, dtype, device):
     (table,) = draws(7, dtype, device, (11, width))
     ids = torch.tensor([[10, 0, 3], [3, 7, 1]], device=device)
     expected = embed_reference(ids, table, scale)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = embed_cuda(ids, table, scale)
+    found = embed_cuda(ids, table, scale)
     assert torch.equal(found, expected)
     outside = embed_cuda(torch.tensor([-1, 11], device=device), table, scale)
     assert torch.equal(outside, expected[:1, 1].expand(2, -1))
@@ -268,7 +258,7 @@ def test_embedding_is_its_reference(monkeypatch, width, scale, dtype, device):
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("scale", [None, 1.7])
 @pytest.mark.parametrize("width", [8, 1100])
-def test_parts_of_an_embedding_add_up_to_it(monkeypatch, width, scale, dtype, device):
+def test_parts_of_an_embedding_add_up_to_it(width, scale, dtype, device):
     """Padding rows hold NaN, which must not show; ids outside the vocabulary give zeros."""
     (table,) = draws(7, dtype, device, (11, width))
     ids = torch.tensor([[10, 0, 3], [3, 7, 4]], device=device)
@@ -277,9 +267,7 @@ def test_parts_of_an_embedding_add_up_to_it(monkeypatch, width, scale, dtype, de
     for first, count in ((0, 4), (4, 4), (8, 3), (11, 0)):
         padding = table.new_full((4 - count, width), float("nan"))
         part = torch.cat((table[first : first + count], padding))
-        with monkeypatch.context() as patch:
-            poison(patch)
-            parts.append(embed_part_cuda(ids, part, first, count, scale))
+        parts.append(embed_part_cuda(ids, part, first, count, scale))
         assert parts[-1].equal(embed_part_reference(ids, part, first, count, scale))
         assert not embed_part_cuda(outside, part, first, count, scale).any()
     assert sum(parts).equal(embed_reference(ids, table, scale))

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
+from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
 from hydraspec_kernels.attention import (
     GroupShape,
+    TiledPlan,
     paged_attention,
     plan_attention,
     tiling,
@@ -17,7 +18,8 @@ from hydraspec_kernels.attention import (
 from hydraspec_kernels.attention import (
     paged_kernel as kernel,
 )
-from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention import plan as plans
+from hydraspec_kernels.attention.plan import device_plan
 from hydraspec_kernels.attention.reference import (
     latent_attention_reference,
     paged_attention_reference,
@@ -44,31 +46,17 @@ class Case(Requests):
 
 
 @dataclass
-class Inputs:
-    query: Tensor
-    cache: Tensor
-    plan: DevicePlan
+class Inputs(Queries):
     expected: Tensor  # [T, Hq * Hv] float64
 
 
 def build(case: Case, seed: int = 7, given_starts: bool = True) -> Inputs:
     """Queries over a poisoned cache."""
-    device, draw = case.device, torch.Generator(case.device).manual_seed(seed)
-    page = (1,) if case.latent_dim else (2, case.kv_heads)
-    cache, table, _ = poisoned_cache(case, (*page, case.head_dim), draw)
-    num_rows = sum(case.rows) + case.tail
-    width = case.heads * (2 if case.strided else 1)
-    query = torch.randn(num_rows, width, case.head_dim, generator=draw, device=device)
-    query = (query * 2 * case.head_dim**-0.5).to(case.dtype)[:, : case.heads]
-    shape = case.group_shape(case.latent_dim)
-    starts = torch.tensor([0, *case.rows], device=device).cumsum(0)
-    lens = torch.tensor(case.lens, device=device)
-    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
-    plan = device_plan(shape, segments, table, lens, starts)
-    expected = planned_attention_reference(query.double(), cache.double(), plan)
+    made = queries(case, case.latent_dim, seed=seed)
+    expected = planned_attention_reference(made.query.double(), made.cache.double(), made.plan)
     if not given_starts:
-        plan = device_plan(shape, segments, table, lens, None)
-    return Inputs(query, cache, plan, expected)
+        made.plan = replace(made.plan, query_start_loc=None)
+    return Inputs(made.query, made.cache, made.plan, expected)
 
 
 def run(inputs: Inputs) -> Tensor:
@@ -90,6 +78,7 @@ CASES = {
     "decode on a block border": Case((1, 1, 1), (4, 8, 5)),
     "decode, every split has keys": Case((1,), (150,)),
     "verify rows": Case((4, 4), (12, 70)),
+    "prefill of everything": Case((7,), (7,)),
     "rows differ": Case((1, 9, 2, 5), (40, 9, 70, 33)),
     "queries of a request fill several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1),
     "window larger than the sequence": Case((1, 1), (3, 5), window=16),
@@ -199,6 +188,52 @@ def test_the_padded_reference_is_the_one_of_each_request(name: str) -> None:
     reference = latent_attention_reference if latent else prefill_attention_reference
     expected = reference(inputs.query.double(), inputs.cache.double(), inputs.plan)
     assert (inputs.expected - expected).abs().max() < FLOAT64
+
+
+def on_cpu(case: Case, dtype: torch.dtype, slack: int = 0) -> tuple[TiledPlan, Inputs]:
+    """The CPU's plan of some requests; slack: of max_seq_len above the longest sequence."""
+    inputs, segments, row = build(replace(case, dtype=dtype)), [], 0
+    for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
+        segments.append(RowSegment(row, request, 1, rows, length + slack))
+        row += rows
+    if len(set(case.rows)) == 1:  # one segment of several requests
+        segments = [RowSegment(0, 0, len(case.rows), case.rows[0], max(case.lens) + slack)]
+    positions = torch.cat(
+        [torch.arange(n - r, n) for r, n in zip(case.rows, case.lens, strict=True)]
+    )
+    plan, device = inputs.plan, (inputs.plan.block_table, inputs.plan.seq_lens, positions)
+    made = plan_attention(plan.shape, segments, *device, dtype)
+    assert isinstance(made, TiledPlan)
+    return made, inputs
+
+
+@pytest.mark.parametrize("slack", [0, 40], ids=["", "upper bound beyond the block table"])
+@pytest.mark.parametrize("tile", [plans.MAX_TILE_SCORES, 600], ids=["whole", "tiles"])
+@pytest.mark.parametrize(
+    "name", [n for n, case in CASES.items() if all(case.lens) and not case.tail + case.strided]
+)
+def test_the_cpu_matches_the_definition(
+    name: str, tile: int, slack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MAX_TILE_SCORES", tile)
+    plan, inputs = on_cpu(CASES[name], torch.float64, slack)
+    out = paged_attention(inputs.query, inputs.cache, plan)
+    assert (out - inputs.expected).abs().max() < FLOAT64
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_long_prefills_are_cut_into_tiles(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MAX_TILE_SCORES", 600)
+    plan, _ = on_cpu(Case((1, 23, 23), (9, 23, 40), window=window), torch.float64)
+    assert len(plan.tiles) > 4
+    assert max(tile.mask.numel() for tile in plan.tiles) <= 1200  # rows are not cut below one
+
+
+def test_a_window_is_all_that_is_gathered() -> None:
+    (tile,) = on_cpu(Case((4, 4), (200, 100), window=8), torch.float64)[0].tiles
+    assert tile.num_keys == 8 + 4 - 1
 
 
 def test_a_request_does_not_see_its_neighbours(regime: str) -> None:

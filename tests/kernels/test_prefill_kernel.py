@@ -6,21 +6,19 @@ Triton interprets.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from attention_layers import Requests, assert_half_close, poisoned_cache, poisoned_memory
+from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
 from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels.attention import GroupShape, paged_attention, tiling
 from hydraspec_kernels.attention.counters import zero_counters
-from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.reference import prefill_attention_reference
 from hydraspec_kernels.attention.tiling import fits_prefill as fits
 from torch import Tensor
-
-from hydraspec.types import RowSegment
 
 # KV heads, queries of each, head size, window, block size.
 SHAPES = (
@@ -61,29 +59,12 @@ print(json.dumps(found))
 """
 
 
-@dataclass
-class Inputs:
-    query: Tensor
-    cache: Tensor
-    plan: DevicePlan
+def build(case: Requests, latent_dim: int | None = None) -> Queries:
+    """Queries that are part of wider rows, with rows after the last request's."""
+    return queries(replace(case, strided=True, tail=5), latent_dim, size=2 / case.scale)
 
 
-def build(case: Requests, latent_dim: int | None = None) -> Inputs:
-    """Queries over a poisoned cache, part of wider rows, with rows after the last request's."""
-    draw = torch.Generator(case.device).manual_seed(7)
-    page = (1,) if latent_dim else (2, case.kv_heads)
-    cache, table, _ = poisoned_cache(case, (*page, case.head_dim), draw)
-    size = (sum(case.rows) + 5, case.heads + 2, case.head_dim)
-    query = torch.randn(size, generator=draw, device=case.device)
-    query = (query * 2 * case.head_dim**-0.5 / case.scale).to(case.dtype)[:, : case.heads]
-    shape = case.group_shape(latent_dim)
-    starts = torch.tensor([0, *case.rows], device=case.device).cumsum(0)
-    lens = torch.tensor(case.lens, device=case.device)
-    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
-    return Inputs(query, cache, device_plan(shape, segments, table, lens, starts))
-
-
-def run(inputs: Inputs) -> Tensor:
+def run(inputs: Queries) -> Tensor:
     assert fits(inputs.query, inputs.plan)
     with poisoned_memory():
         return paged_attention(inputs.query, inputs.cache, inputs.plan)

@@ -42,6 +42,11 @@ SHAPES = {
 WITHOUT_HEAD_NORMS = {"llama"}
 
 
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+
+
 def drawn_shape(name: str, dtype: torch.dtype, device: str) -> QkvShape:
     shape = SHAPES[name]
     if name in WITHOUT_HEAD_NORMS:
@@ -74,7 +79,6 @@ def inputs(
 
 
 def check(
-    monkeypatch: pytest.MonkeyPatch,
     shape: QkvShape,
     slots: list[int],
     dtype: torch.dtype,
@@ -84,9 +88,7 @@ def check(
     assert cache is not None
     raw, other = qkv.clone(), cache.clone()
     expected = write_qkv_reference(Projection(qkv, cos, sin, where), other, shape)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = write_qkv_cuda(Projection(qkv, cos, sin, where), cache, shape)
+    found = write_qkv_cuda(Projection(qkv, cos, sin, where), cache, shape)
     assert torch.equal(qkv, raw), "the projection is only read"
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
     torch.testing.assert_close(cache, other, equal_nan=True, **CLOSE[dtype])
@@ -97,9 +99,9 @@ def check(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_queries_and_cache_rows_are_the_references(monkeypatch, name, dtype, device):
-    check(monkeypatch, drawn_shape(name, dtype, device), [7, -1, 3, 12, -1], dtype, device)
-    check(monkeypatch, drawn_shape(name, dtype, device), [2], dtype, device)
+def test_queries_and_cache_rows_are_the_references(name, dtype, device):
+    check(drawn_shape(name, dtype, device), [7, -1, 3, 12, -1], dtype, device)
+    check(drawn_shape(name, dtype, device), [2], dtype, device)
 
 
 def test_the_reference_is_the_norm_the_rotation_and_the_copy():
@@ -154,14 +156,12 @@ def test_values_that_are_keys_are_neither_weighted_nor_rotated(run, device):
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_a_layer_that_shares_kv_has_queries_only(monkeypatch, dtype, device):
+def test_a_layer_that_shares_kv_has_queries_only(dtype, device):
     shape = drawn_shape("gemma", dtype, device)
     qkv, cos, sin, slots, cache = inputs(shape, [5, -1, 2], dtype, device, writes=False)
     assert cache is None
     expected = write_qkv_reference(Projection(qkv, cos, sin, slots), None, shape)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = write_qkv_cuda(Projection(qkv, cos, sin, slots), None, shape)
+    found = write_qkv_cuda(Projection(qkv, cos, sin, slots), None, shape)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
@@ -248,13 +248,11 @@ TABLE_CLOSE = {torch.float32: 3e-7, torch.float16: 2**-11, torch.bfloat16: 2**-8
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("size", "share"), [(8, 1.0), (80, 1.0), (512, 0.25)])
-def test_rope_table_kernel_is_its_reference(monkeypatch, size, share, dtype, device):
+def test_rope_table_kernel_is_its_reference(size, share, dtype, device):
     theta = rope_frequencies(size, 1e6, share)
     positions = torch.tensor([0, 1, 5, 4097, 131071])
     expected = rope_table_reference(positions, mirrored(theta), dtype)
-    with monkeypatch.context() as patch:
-        poison(patch)
-        found = rope_table_cuda(positions.to(device), theta.to(device), dtype)
+    found = rope_table_cuda(positions.to(device), theta.to(device), dtype)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == (5, 1, size)
         torch.testing.assert_close(a.to("cpu"), b, rtol=0, atol=TABLE_CLOSE[dtype])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.embedding import centroid_greedy, centroid_head
-from hydraspec_kernels.moe import moe, route
+from hydraspec_kernels.moe import moe, route, route_grouped
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
 from hydraspec_kernels.moe.reference import moe_reference
 from hydraspec_kernels.norms import NormGain, add_norm, add_norm_cpu, rms_norm, rms_norm_cpu
@@ -123,6 +123,41 @@ def test_expert_paths_agree(path: object, rows: int, monkeypatch: pytest.MonkeyP
     weights, experts = route(logits, 3, torch.ones(7, dtype=torch.float64))
     expected = moe_reference(x, weights, experts, gate_up, down)
     assert torch.allclose(path(x, weights, experts, gate_up, down), expected)  # type: ignore[operator]
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]])
+    bias = torch.tensor([0.0, 0.0, 5.0, 0.0])
+    weights, experts = route_grouped(logits, bias, 2, 1, 1)
+    assert set(experts[0].tolist()) == {2, 3}
+    assert torch.allclose(weights, logits.sigmoid().gather(1, experts))
+
+
+def test_the_best_expert_of_a_dropped_group_is_not_chosen() -> None:
+    # Group 0 holds the best expert and a bad one; group 1 has the larger sum of two.
+    logits = torch.tensor([[4.0, -9.0, 1.0, 1.5]])
+    _, experts = route_grouped(logits, torch.zeros(4), 2, 2, 1)
+    assert set(experts[0].tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize("path", [moe, moe_gather, moe_dense])
+def test_experts_with_silu_gates(path: object) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 8, generator=draw, dtype=torch.float64)
+    gate_up = torch.randn(7, 8, 12, generator=draw, dtype=torch.float64)
+    down = torch.randn(7, 6, 8, generator=draw, dtype=torch.float64)
+    weights = torch.rand(4, 3, generator=draw, dtype=torch.float64)
+    experts = torch.tensor([[0, 1, 2], [6, 5, 4], [3, 0, 6], [2, 4, 1]])
+    rows = []
+    for t in range(4):
+        parts = [
+            gated_activation(x[t] @ gate_up[e], "silu") @ down[e] * w
+            for e, w in zip(experts[t], weights[t], strict=True)
+        ]
+        rows.append(torch.stack(parts).sum(0))
+    out = path(x, weights, experts, gate_up, down, "silu")  # type: ignore[operator]
+    assert torch.allclose(out, torch.stack(rows))
+    assert not torch.allclose(out, moe_reference(x, weights, experts, gate_up, down))
 
 
 @pytest.fixture

@@ -5,32 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import Behaviour, FakeEngine
+from records import completion, json_lines
 
 from hydraspec.config.schema import RunConfig
+from hydraspec.lab import recorder
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.run_warnings import failure_warnings
-from hydraspec.types import Completion, ConfigurationError, NotFiniteError, WorkloadError
+from hydraspec.metrics.sinks import Side
+from hydraspec.types import Completion, NotFiniteError
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
 
 
 def failed(index: int, error: str | None) -> Completion:
-    return Completion(
-        index=index,
-        prompt_token_ids=[],
-        output_token_ids=[],
-        text=None,
-        finish_reason="length" if error is None else "error",
-        error=error,
-        ttft_ms=None,
-        latency_ms=1.0,
-    )
+    return completion(index, finish_reason="length" if error is None else "error", error=error)
 
 
 def test_three_kinds_of_error_are_spelt_out_with_their_counts() -> None:
@@ -60,8 +55,7 @@ def test_counts_by_position_have_k_places_whatever_was_drafted(
 ) -> None:
     use_engine(FakeEngine(Behaviour(error_indices={2})))
     run_config()
-    lines = (tmp_path / "run" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
     assert rows[2]["finish_reason"] == "error"
     assert rows[2]["drafted_per_position"] == rows[2]["accepted_per_position"] == [0, 0, 0]
     assert {len(row["drafted_per_position"]) for row in rows} == {3}
@@ -82,7 +76,7 @@ def test_a_run_of_broken_logits_fails(
     without a baseline, and also where outputs differ. Margins that are not finite become null."""
 
     class Broken(FakeEngine):
-        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
             return super().next_token_logits(token_ids) * float("nan")
 
     config.baseline = baseline
@@ -98,7 +92,7 @@ def test_a_run_of_broken_logits_fails(
     assert (summary["status"], summary["num_requests"]) == ("failed", 6)
     assert summary["lossless"]["not_finite_in"] == place[0]
     assert summary["lossless"]["verdict"] == ("diverged" if differs else "not_checked")
-    assert len((folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()) == 6
+    assert len(json_lines(folder / "requests.jsonl")) == 6
     page = (folder / "report.html").read_text(encoding="utf-8")
     for text in (summary["warnings"][0], capsys.readouterr().out, page):
         assert "NaN or infinite" in text
@@ -111,7 +105,7 @@ def test_an_engine_that_checks_its_logits_is_not_checked_again(
     error = NotFiniteError("task-3", 5, "float16")
 
     class Looking(FakeEngine):
-        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
             raise AssertionError("a prefill for nothing")
 
     engine = use_engine(Looking(checks_logits=True))
@@ -145,20 +139,6 @@ def test_a_request_lost_by_the_method_alone_is_a_divergence(
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Diverged" in report
     assert "with an error in the method only" in report
-
-
-def test_stop_ids_outside_the_vocabulary_are_refused(
-    config: RunConfig, use_engine: Use, run_config: Run, workload_file: Path
-) -> None:
-    use_engine(FakeEngine())
-    config.sampling.stop_token_ids = [64]
-    with pytest.raises(ConfigurationError, match=r"sampling\.stop_token_ids\[0\]=64 is outside"):
-        run_config()
-    config.sampling.stop_token_ids = [63]
-    line = '{"prompt": "a", "sampling": {"stop_token_ids": [64]}}\n'
-    workload_file.write_text(line, encoding="utf-8")
-    with pytest.raises(WorkloadError, match=r"workload\.jsonl:1: sampling\.stop_token_ids: 64"):
-        run_config()
 
 
 def test_a_run_folder_is_cleared_of_the_older_run(
@@ -216,8 +196,7 @@ def test_meta_travels_unchanged(
     workload_file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     use_engine(FakeEngine())
     run_config()
-    rows = (tmp_path / "run" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(row)["meta"] for row in rows] == metas
+    assert [row["meta"] for row in json_lines(tmp_path / "run" / "requests.jsonl")] == metas
 
 
 def test_control_characters_reach_neither_page_nor_terminal(
@@ -238,3 +217,58 @@ def test_control_characters_reach_neither_page_nor_terminal(
     for text in (page, "".join(capsys.readouterr())):
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
         assert r"i\x1b[2J\x07\x9b31m\x0d" in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a device is lost")], ids=repr)
+def test_a_baseline_with_fewer_turns_has_a_page(
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    workload_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    """Catches a page that cannot be made, and hides what ended the run."""
+    workload_file.write_text('{"turns": [[1, 2], [3], [4]], "max_tokens": 5}\n', encoding="utf-8")
+    config.workload.concurrency = 1
+
+    class Ending(recorder.ConsoleSink):
+        def on_completion(self, side, completion, meter):  # type: ignore[no-untyped-def]
+            if side is Side.baseline:
+                raise error
+
+    monkeypatch.setattr(recorder, "ConsoleSink", Ending)
+    use_engine(FakeEngine())
+    with pytest.raises(type(error)):
+        run_config()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert len(summary["by_turn"]) == len(summary["baseline"]["by_turn"]) == 4
+    assert [row["num_requests"] for row in summary["baseline"]["by_turn"]] == [1, 0, 0, 0]
+    assert not [warning for warning in summary["warnings"] if "report.html" in warning]
+    assert not (tmp_path / "run" / ".unsaved.json").exists()
+
+
+@pytest.mark.parametrize("step", [None, 12], ids=["whole", "failed"])
+def test_a_page_that_cannot_be_made_hides_nothing(
+    use_engine: Use,
+    run_config: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int | None,
+) -> None:
+    """Catches a fault of the page in place of the run's own error, or of its summary."""
+
+    def broken(*_: Any, **__: Any) -> str:
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr(recorder.run_page, "render", broken)
+    faults = {} if step is None else {step: RuntimeError("a device is lost")}
+    use_engine(FakeEngine(Behaviour(raise_at_step=faults)))
+    with nullcontext() if step is None else pytest.raises(RuntimeError, match="device is lost"):
+        run_config()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == ("ok" if step is None else "failed")
+    assert "report.html could not be made: ZeroDivisionError: of a chart" in str(
+        summary["warnings"]
+    )

@@ -1,25 +1,30 @@
-"""What a run had finished whose process is lost: its journal, and what is saved from it."""
+"""Requests as they are written while a run lasts, and what is saved of a run whose process is
+lost."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import Behaviour, FakeEngine
+from records import json_lines
 
-from hydraspec.config.schema import ParallelismConfig, RunConfig
+import hydraspec
+from hydraspec.config.schema import GoodputConfig, RunConfig
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.lost import save_finished
-from hydraspec.metrics.run_files import JOURNAL
-from hydraspec.types import PrefixCaching
+from hydraspec.metrics.run_files import UNSAVED
+from hydraspec.types import ConfigurationError, PrefixCaching
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
 NOT_KEPT = ("run_s", "memory_bytes")
+GROWN = "grown.jsonl"
 
 
 class Lost(Exception):
@@ -33,16 +38,23 @@ LOST = Lost("rank 0 is gone")
 def folder(
     config: RunConfig, use_engine: Use, run_config: Run, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Of a run over two ranks that ended early in its second part, right after a completion, and
-    kept its journal."""
-    config.parallelism = ParallelismConfig(name="tp2", tensor=2)
+    """Of a run that ended early in its second part, right after a completion; what it had written
+    by then is kept."""
+    config.workload.goodput = GoodputConfig(ttft_ms=5.0)
     engine = FakeEngine(
         Behaviour(error_indices={2}, num_cached=4, raise_at_step={12: LOST}),
         prefix_caching=PrefixCaching(block_size=4, has_draft_kv=True),
     )
     use_engine(engine)
+    write_requests = RunFolder.write_requests
+
+    def keep_grown(self: RunFolder, rows: Sequence[Any]) -> None:
+        shutil.copy(self.path / "requests.jsonl", self.path / GROWN)
+        write_requests(self, rows)
+
     with monkeypatch.context() as lost:
-        lost.setattr(RunFolder, "remove_journal", lambda self: None)
+        lost.setattr(RunFolder, "remove_unsaved", lambda self: None)
+        lost.setattr(RunFolder, "write_requests", keep_grown)
         with pytest.raises(Lost):
             run_config()
     return Path(config.workload.path or "").parent / "run"
@@ -61,19 +73,20 @@ def save(config: RunConfig, folder: Path, since_s: float = 0.0) -> None:
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    return summary, [json.loads(line) for line in lines]
+    return summary, json_lines(folder / "requests.jsonl")
 
 
 def forget(folder: Path) -> None:
-    for name in ("summary.json", "requests.jsonl", "report.html"):
+    """Leave what a killed process would."""
+    for name in ("summary.json", "report.html"):
         (folder / name).unlink()
+    (folder / GROWN).rename(folder / "requests.jsonl")
 
 
-def test_the_journal_gives_the_figures_that_the_run_itself_would_have(
+def test_what_is_saved_are_the_figures_that_the_run_itself_would_have(
     config: RunConfig, folder: Path
 ) -> None:
-    """Catches a count, a time or a cache hit that the journal leaves out."""
+    """Catches a count, a time or a cache hit that the growing file leaves out."""
     itself, rows = read(folder)
     assert 0 < len(rows) < 6
     assert rows[0]["baseline"]
@@ -82,15 +95,17 @@ def test_the_journal_gives_the_figures_that_the_run_itself_would_have(
     page = (folder / "report.html").read_text(encoding="utf-8")
     forget(folder)
     save(config, folder)
-    from_journal, from_journal_rows = read(folder)
-    assert from_journal_rows == rows
+    saved, saved_rows = read(folder)
+    assert saved_rows == rows
     for key in NOT_KEPT:
-        itself.pop(key), from_journal.pop(key)
-    assert from_journal == itself
-    assert from_journal["warnings"][-2] == "the run ended early: Lost: rank 0 is gone"
+        itself.pop(key), saved.pop(key)
+    for side in (itself, saved, itself["baseline"], saved["baseline"]):
+        assert side["goodput"].pop("requests_per_second") > 0
+    assert saved == itself
+    assert saved["warnings"][-2] == "the run ended early: Lost: rank 0 is gone"
     count = page.count('class="sample"')
     assert (folder / "report.html").read_text(encoding="utf-8").count('class="sample"') == count
-    assert not (folder / JOURNAL).exists()
+    assert not (folder / UNSAVED).exists()
 
 
 def test_the_time_of_the_run_is_that_of_its_last_event(config: RunConfig, folder: Path) -> None:
@@ -104,25 +119,24 @@ def test_the_time_of_the_run_is_that_of_its_last_event(config: RunConfig, folder
 def test_a_line_that_was_cut_is_left_out(config: RunConfig, folder: Path) -> None:
     _, rows = read(folder)
     forget(folder)
-    text = (folder / JOURNAL).read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if "so the answer" in line)
-    (folder / JOURNAL).write_text("".join(lines[: last + 1])[:-20], encoding="utf-8")
+    file = folder / "requests.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert json.loads(lines[-1])["side"] == "method"
+    file.write_text("".join(lines)[:-20], encoding="utf-8")
     save(config, folder)
     assert read(folder)[1] == rows[:-1]
 
 
 def test_a_run_that_was_lost_before_its_first_step_says_so(config: RunConfig, folder: Path) -> None:
     forget(folder)
-    first, *_ = (folder / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / JOURNAL).write_text(first, encoding="utf-8")
+    (folder / "requests.jsonl").unlink()
     save(config, folder)
     summary, rows = read(folder)
     assert (summary["status"], rows) == ("failed", [])
     assert 0 <= summary["run_s"] < 10
 
 
-@pytest.mark.parametrize("what", ["no journal", "an older journal", "saved already", "empty"])
+@pytest.mark.parametrize("what", ["not begun", "an older run", "saved already"])
 def test_nothing_is_saved_where_nothing_is_known(
     config: RunConfig, folder: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,15 +144,13 @@ def test_nothing_is_saved_where_nothing_is_known(
     since_s = 0.0
     if what != "saved already":
         forget(folder)
-    if what == "no journal":
-        (folder / JOURNAL).unlink()
-    elif what == "an older journal":
+    if what == "not begun":
+        (folder / UNSAVED).unlink()
+    elif what == "an older run":
         since_s = time.time() + 60
-    elif what == "empty":
-        (folder / JOURNAL).write_text("", encoding="utf-8")
-    before = {file: file.read_bytes() for file in folder.iterdir() if file.name != JOURNAL}
+    before = {file: file.read_bytes() for file in folder.iterdir() if file.name != UNSAVED}
     save(config, folder, since_s)
-    after = {file: file.read_bytes() for file in folder.iterdir() if file.name != JOURNAL}
+    after = {file: file.read_bytes() for file in folder.iterdir() if file.name != UNSAVED}
     assert after == before
     assert not caplog.records
 
@@ -151,24 +163,30 @@ def test_what_cannot_be_read_is_no_error(
     Path(config.workload.path or "").unlink()
     save(config, folder)
     assert "what had finished could not be saved" in caplog.text
-    assert (folder / JOURNAL).exists()
+    assert (folder / UNSAVED).exists()
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_run_that_ends_well_leaves_no_journal(
-    config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path, tensor: int
-) -> None:
-    config.parallelism = ParallelismConfig(name="tp2", tensor=tensor)
-    use_engine(FakeEngine())
-    assert run_config()["status"] == "ok"
-    assert not (tmp_path / "run" / JOURNAL).exists()
-
-
-def test_a_disk_that_is_full_ends_the_journal_alone(
+def test_a_disk_that_is_full_for_a_while_is_no_error(
     config: RunConfig, use_engine: Use, run_config: Run, tmp_path: Path
 ) -> None:
-    config.parallelism = ParallelismConfig(name="tp2", tensor=2)
+    """The rows are written anew when the run ends."""
     use_engine(FakeEngine())
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / JOURNAL).symlink_to("/dev/full")
+    (tmp_path / "run" / "requests.jsonl").symlink_to("/dev/full")
     assert run_config()["status"] == "ok"
+    assert len(read(tmp_path / "run")[1]) == 6
+
+
+def test_a_killed_run_leaves_every_request_that_ended(config: RunConfig, folder: Path) -> None:
+    """Catches rows that a process killed by SIGKILL takes along, and a folder of such a run that
+    is read as that of a whole one."""
+    _, rows = read(folder)
+    forget(folder)
+    lines = json_lines(folder / "requests.jsonl")
+    grown = {row["id"]: row for row in lines if row["side"] == "method"}
+    assert len(lines) > len(grown) == len(rows)
+    for row in rows:
+        for key in ("prompt_token_ids", "output_token_ids", "text", "error", "num_drafts"):
+            assert grown[row["id"]][key] == row[key]
+    with pytest.raises(ConfigurationError, match=r"holds no summary\.json"):
+        hydraspec.compare([folder])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,15 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine
+from records import json_lines
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
+from hydraspec.lab.positions import decoder
 from hydraspec.types import PositionScores
 
 POSITIONS = "positions.jsonl"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class Scoring(FakeEngine):
@@ -60,7 +57,7 @@ def test_lists_end_where_tokens_are_not_known(
     engine.is_short = is_short
     use_engine(engine)
     summary = run_config()
-    lines = read(tmp_path / "run" / POSITIONS)
+    lines = json_lines(tmp_path / "run" / POSITIONS)
     assert lines[0]["target_ranks"] == [1, None, 2]
     assert lines[0]["target_probabilities"] == [0.5, 0, 0.333333]
     assert lines[1]["target_ranks"] == [1, 1]
@@ -92,3 +89,17 @@ def test_an_engine_without_scores_says_so(
 def test_where_there_is_no_such_record_it_is_refused(typed: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"metrics\.all_positions=true"):
         plan([*typed, "metrics.all_positions=true", "target.dtype=float32"])
+
+
+@pytest.mark.parametrize("name", ["trace", "all_positions"])
+def test_the_targets_tokenizer_gives_texts_of_tokens(config: RunConfig, name: str) -> None:
+    config.target.checkpoint = "zoo:tiny_gemma4"
+    assert decoder(config) is None, "no tokens are shown"
+    setattr(config.metrics, name, True)
+    decode = decoder(config)
+    assert decode is not None
+    assert decode([6]) == "!"
+    assert decode([10**9]) == decode([10**30]) == decode([-1]) == ""
+    for checkpoint in ("zoo:tiny_fake", "shape:gemma4_e4b"):
+        config.target.checkpoint = checkpoint
+        assert decoder(config) is None

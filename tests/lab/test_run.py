@@ -13,91 +13,39 @@ from typing import Any
 import pytest
 import yaml
 from fake_engine import Behaviour, FakeEngine
+from fake_runs import write_lines
+from records import json_lines
 
 from hydraspec.config import to_dict
 from hydraspec.config.schema import MethodConfig, RunConfig, Verification
 from hydraspec.lab import run as run_module
 from hydraspec.metrics import files
-from hydraspec.types import WorkloadError
+from hydraspec.types import ConfigurationError, WorkloadError
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
 
-SUMMARY_KEYS = {
-    "schema_version",
-    "status",
-    "engine",
-    "target",
-    "target_checkpoint",
-    "method",
-    "drafter",
-    "num_speculative_tokens",
-    "num_requests",
-    "num_errors",
-    "num_output_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "acceptance_length",
-    "acceptance_rate",
-    "acceptance_rate_per_position",
-    "conditional_acceptance_rate_per_position",
-    "acceptance_length_by_category",
-    "output_tokens_per_second",
-    "time_per_output_token_ms",
-    "time_to_first_token_ms",
-    "time_breakdown_ms",
-    "accuracy",
-    "baseline",
-    "speedup",
-    "lossless",
-    "cudagraph",
-    "warnings",
-}
-SPEED_KEYS = {
-    "output_tokens_per_second",
-    "time_per_output_token_ms",
-    "time_to_first_token_ms",
-    "time_breakdown_ms",
-    "accuracy",
-}
-REQUEST_KEYS = [
-    "id",
-    "category",
-    "prompt_token_ids",
-    "output_token_ids",
-    "text",
-    "finish_reason",
-    "error",
-    "num_drafts",
-    "drafted_per_position",
-    "accepted_per_position",
-    "reached_per_position",
-    "ttft_ms",
-    "latency_ms",
-    "num_cached_tokens",
-    "decode_tokens",
-    "decode_ms",
-    "queue_ms",
-    "inter_token_ms",
-    "correct",
-    "baseline",
-    "meta",
-]
-TRACE_KEYS = [
-    "request",
-    "step",
-    "num_computed_tokens",
-    "draft_token_ids",
-    "num_accepted",
-    "output_token_ids",
-    "target_ranks",
-    "target_probabilities",
-]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+# Keys of the contract, to the letter.
+SUMMARY_KEYS = """
+schema_version status engine target target_checkpoint method drafter num_speculative_tokens
+num_requests num_errors num_output_tokens num_drafts num_draft_tokens num_accepted_tokens
+acceptance_length acceptance_rate acceptance_rate_per_position
+conditional_acceptance_rate_per_position acceptance_length_by_category output_tokens_per_second
+time_per_output_token_ms time_to_first_token_ms time_breakdown_ms accuracy baseline speedup lossless
+cudagraph warnings
+"""
+SPEED_KEYS = """
+output_tokens_per_second time_per_output_token_ms time_to_first_token_ms time_breakdown_ms accuracy
+"""
+REQUEST_KEYS = """
+id category prompt_token_ids output_token_ids text finish_reason error num_drafts
+drafted_per_position accepted_per_position reached_per_position ttft_ms latency_ms num_cached_tokens
+decode_tokens decode_ms queue_ms inter_token_ms correct baseline meta
+"""
+TRACE_KEYS = """
+request step num_computed_tokens draft_token_ids num_accepted output_token_ids target_ranks
+target_probabilities
+"""
 
 
 def no_constant(name: str) -> None:
@@ -128,9 +76,9 @@ def test_the_run_folder(
         "trace.jsonl",
     ]
     assert read_summary(tmp_path) == summary
-    assert summary.keys() >= SUMMARY_KEYS
+    assert summary.keys() >= {*SUMMARY_KEYS.split()}
     assert (summary["target_checkpoint"], summary["drafter"]) == ("zoo:tiny_fake", None)
-    assert summary["baseline"].keys() >= SPEED_KEYS
+    assert summary["baseline"].keys() >= {*SPEED_KEYS.split()}
     assert summary["lossless"].keys() >= {"verdict", "num_requests_checked", "first_divergence"}
     assert yaml.safe_load((folder / "config.yaml").read_text()) == to_dict(config)
     assert yaml.safe_load((folder / "overrides.yaml").read_text()) == ["method=gemma4_mtp"]
@@ -147,11 +95,11 @@ def test_figures_agree_with_each_other(
     config.metrics.trace = True
     use_engine(FakeEngine())
     summary = run_config()
-    rows = read_lines(tmp_path / "run" / "requests.jsonl")
-    trace = read_lines(tmp_path / "run" / "trace.jsonl")
-    assert [list(row) for row in rows] == [REQUEST_KEYS] * 6
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
+    trace = json_lines(tmp_path / "run" / "trace.jsonl")
+    assert [list(row) for row in rows] == [REQUEST_KEYS.split()] * 6
     assert [row["id"] for row in rows] == [f"task-{i}" for i in range(6)]
-    assert {tuple(line) for line in trace} == {tuple(TRACE_KEYS)}
+    assert {tuple(line) for line in trace} == {tuple(TRACE_KEYS.split())}
     assert summary["num_drafts"] == sum(row["num_drafts"] for row in rows) == len(trace)
     assert summary["num_accepted_tokens"] == sum(line["num_accepted"] for line in trace)
     assert summary["num_output_tokens"] == sum(len(row["output_token_ids"]) for row in rows)
@@ -177,7 +125,7 @@ def test_steps_are_the_methods_and_count_on_through_rounds(
     config.metrics.steps = True
     use_engine(FakeEngine())
     summary = run_config()
-    steps = read_lines(tmp_path / "run" / "steps.jsonl")
+    steps = json_lines(tmp_path / "run" / "steps.jsonl")
     assert [line["step"] for line in steps] == list(range(summary["num_steps"]))
     assert steps[0].keys() >= {"phase_ms", "total_ms", "requests", "num_preempted", "kv_usage"}
     assert any(part["draft_token_ids"] for line in steps for part in line["requests"])
@@ -236,7 +184,7 @@ def test_requests_that_fail_leave_the_others_alone(
         "verdict": "identical",
         "num_requests_checked": 4,
     }
-    rows = read_lines(tmp_path / "run" / "requests.jsonl")
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
     assert (rows[1]["finish_reason"], rows[1]["error"]) == ("error", "prompt is too long")
     assert rows[1]["correct"] is None
     assert summary["warnings"] == ["2 requests ended with an error: prompt is too long"]
@@ -260,7 +208,7 @@ def test_an_interrupt_saves_what_finished(
     with pytest.raises(KeyboardInterrupt):
         run_config()
     summary = read_summary(tmp_path)
-    rows = read_lines(tmp_path / "run" / "requests.jsonl")
+    rows = json_lines(tmp_path / "run" / "requests.jsonl")
     assert summary["status"] == "interrupted"
     assert summary["num_requests"] == len(rows) == (0 if step == 2 else 5)
     assert summary["num_requests_in_workload"] == 6
@@ -288,7 +236,7 @@ def test_an_interrupt_while_saving_waits_for_whole_files(
     with pytest.raises(KeyboardInterrupt):
         run_config()
     assert read_summary(tmp_path)["num_requests"] == 6
-    assert len(read_lines(tmp_path / "run" / "requests.jsonl")) == 6
+    assert len(json_lines(tmp_path / "run" / "requests.jsonl")) == 6
 
 
 def test_a_crash_saves_what_finished_and_is_raised(
@@ -312,22 +260,34 @@ def test_a_bad_workload_is_refused_before_anything_is_loaded(
         run_config()
 
 
-def test_ids_outside_the_vocabulary_are_refused_with_their_line(
-    config: RunConfig, use_engine: Use, run_config: Run, workload_file: Path
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"prompt_token_ids": [64]}, "prompt_token_ids: 64 is outside"),
+        ({"prompt": "untokenisable"}, "request '1': cannot be tokenised"),
+    ],
+)
+def test_what_the_target_cannot_read_is_refused_with_its_line(
+    config: RunConfig,
+    use_engine: Use,
+    run_config: Run,
+    workload_file: Path,
+    line: dict[str, Any],
+    says: str,
 ) -> None:
-    workload_file.write_text('{"prompt": "a"}\n{"prompt_token_ids": [64]}\n', encoding="utf-8")
+    write_lines(workload_file, [{"prompt": "a"}, line])
     engine = use_engine(FakeEngine())
-    with pytest.raises(WorkloadError, match=r"workload\.jsonl:2: prompt_token_ids: 64 is outside"):
+    with pytest.raises(WorkloadError, match=rf"workload\.jsonl:2: {says}"):
         run_config()
     assert engine.closed
 
 
-def test_what_the_engine_refuses_gets_its_line(
-    config: RunConfig, use_engine: Use, run_config: Run, workload_file: Path
+def test_configured_stop_ids_outside_the_vocabulary_are_refused(
+    config: RunConfig, use_engine: Use, run_config: Run
 ) -> None:
-    workload_file.write_text('{"prompt": "a"}\n{"prompt": "untokenisable"}\n', encoding="utf-8")
     use_engine(FakeEngine())
-    with pytest.raises(WorkloadError, match=r"workload\.jsonl:2: request '1': cannot be tokenised"):
+    config.sampling.stop_token_ids = [64]
+    with pytest.raises(ConfigurationError, match=r"sampling\.stop_token_ids\[0\]=64 is outside"):
         run_config()
 
 
@@ -350,7 +310,7 @@ def test_a_full_disk_leaves_no_half_written_file(
     use_engine(FakeEngine())
 
     def full(descriptor: int) -> None:
-        if (tmp_path / "run" / "env.json").exists():
+        if (tmp_path / "run" / "requests.jsonl").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
@@ -361,7 +321,9 @@ def test_a_full_disk_leaves_no_half_written_file(
         "config.yaml",
         "env.json",
         "overrides.yaml",
+        "requests.jsonl",
     ]
+    assert len(json_lines(tmp_path / "run" / "requests.jsonl")) == 12, "as they finished"
 
 
 def test_a_full_disk_under_a_growing_file_is_one_clear_error(

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 from fake_engine import Behaviour, FakeEngine
+from records import completion, request
 
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, Verification, Weights
-from hydraspec.lab.doctor_command import doctor_command
-from hydraspec.lab.run_warnings import ENOUGH_DRAFTS, accuracy_warnings, figure_warnings
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.lab.run_warnings import (
+    ENOUGH_DRAFTS,
+    accuracy_warnings,
+    doctor_command,
+    figure_warnings,
+)
+from hydraspec.types import Completion
 
 Use = Callable[[FakeEngine], FakeEngine]
 Run = Callable[[], dict[str, Any]]
@@ -198,15 +203,10 @@ def test_a_run_prints_and_saves_them(
 def answered(rights: str) -> dict[int, Completion]:
     """Completions by index: x is right, . is wrong, e an error."""
     return {
-        i: Completion(
-            index=i,
-            prompt_token_ids=[1],
-            output_token_ids=[1],
+        i: completion(
+            i,
             text="5" if mark == "x" else "6",
             finish_reason="error" if mark == "e" else "stop",
-            error=None,
-            ttft_ms=None,
-            latency_ms=1.0,
         )
         for i, mark in enumerate(rights)
     }
@@ -228,10 +228,7 @@ def test_answers_that_differ_beyond_noise_are_said_loudly(
 ) -> None:
     """Catches a baseline that answers garbage beside a method that is right: exit 0, speedup 1.4.
     Paired: what both sides get right or wrong says nothing."""
-    requests = [
-        Request(index=i, id=str(i), sampling=SamplingParams(), answer="5")
-        for i in range(len(method))
-    ]
+    requests = [request(i, answer="5") for i in range(len(method))]
     said = accuracy_warnings(requests, answered(method), answered(baseline))
     assert len(said) == (says is not None)
     if says is not None:

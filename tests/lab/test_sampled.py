@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import records
 from checked_pages import check_page
 
 import hydraspec
@@ -33,15 +34,10 @@ class Sampler:
             self.seeds.append(request.sampling.seed)
             rng = np.random.default_rng(request.sampling.seed)
             length = request.sampling.max_tokens
-            yield Completion(
-                index=request.index,
-                prompt_token_ids=list(request.prompt_token_ids or ()),
+            yield records.completion(
+                request.index,
                 output_token_ids=[int(x) for x in rng.random(length) >= self.first],
-                text=None,
                 finish_reason="error" if request.category == self.failing else "length",
-                error=None,
-                ttft_ms=None,
-                latency_ms=0.0,
             )
 
 

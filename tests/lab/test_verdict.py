@@ -6,32 +6,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import records
 from fake_engine import Behaviour, FakeEngine, make_info
 
 from hydraspec.lab.run_warnings import verdict_warnings
 from hydraspec.lab.verdict import judge
 from hydraspec.metrics.lossless import verdict_words
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.types import Completion, Request
 
 EPS = float(np.finfo(np.float32).eps)
 ALLOWED = 8 * EPS * 10  # the fake target's largest logit is 10
 
 
 def request(index: int, temperature: float = 0.0) -> Request:
-    return Request(index=index, id=f"r{index}", sampling=SamplingParams(temperature=temperature))
+    return records.request(index, id=f"r{index}", temperature=temperature)
 
 
 def completion(index: int, *tokens: int, finish_reason: str = "length") -> Completion:
-    return Completion(
-        index=index,
-        prompt_token_ids=[1, 2],
-        output_token_ids=list(tokens),
-        text=None,
-        finish_reason=finish_reason,
-        error=None,
-        ttft_ms=1.0,
-        latency_ms=1.0,
-    )
+    known = {"prompt_token_ids": [1, 2], "output_token_ids": list(tokens)}
+    return records.completion(index, **known, finish_reason=finish_reason)
 
 
 def both(*outputs: tuple[int, ...]) -> dict[int, Completion]:
@@ -66,7 +59,7 @@ def test_margin_is_taken_after_the_common_prefix() -> None:
     asked: list[list[int]] = []
 
     class Listening(FakeEngine):
-        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
             asked.append(list(token_ids))
             return super().next_token_logits(token_ids)
 
@@ -78,7 +71,7 @@ def test_one_request_beyond_rounding_is_enough() -> None:
     """Catches a verdict from the first divergence alone: that one ties, the next does not."""
 
     class Mixed(FakeEngine):
-        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
             self.behaviour = replace(self.behaviour, margin=0.0 if token_ids[-1] == 1 else 1.0)
             return super().next_token_logits(token_ids)
 
@@ -118,7 +111,7 @@ def test_not_checked() -> None:
 class WithoutLogits(FakeEngine):
     """An engine that hands out tokens only, as vLLM does."""
 
-    def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+    def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
         return None
 
 
@@ -199,7 +192,7 @@ def test_a_tie_where_equality_is_expected_is_pointed_out(exact: bool) -> None:
 class Broken(FakeEngine):
     """A target whose logits overflowed; argmax of them is token 0, with drafts and without."""
 
-    def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+    def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
         return super().next_token_logits(token_ids) * np.nan
 
 
@@ -208,7 +201,7 @@ def test_equal_outputs_of_logits_that_are_not_finite_are_no_proof(value: float) 
     asked: list[list[int]] = []
 
     class Overflowing(FakeEngine):
-        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
             asked.append(list(token_ids))
             return super().next_token_logits(token_ids) + value
 
@@ -237,7 +230,7 @@ def test_suppressed_tokens_do_not_widen_the_margin() -> None:
     """Catches minus infinity as the largest logit: rounding would then allow anything."""
 
     class Suppressing(FakeEngine):
-        def next_token_logits(self, token_ids):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
             logits = super().next_token_logits(token_ids)
             logits[np.argmin(logits)] = -np.inf
             return logits

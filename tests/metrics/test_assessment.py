@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from records import completion, part, request, step
 
 from hydraspec.metrics.assessment import (
     assess,
@@ -12,9 +13,9 @@ from hydraspec.metrics.assessment import (
     by_output_place,
     speedups_by_category,
 )
-from hydraspec.metrics.meter import Meter, finished_pairs, place_bin, speedup
+from hydraspec.metrics.counters import place_bin
+from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.summary import Assessment
-from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 
 PER_CATEGORY = 12
 
@@ -22,38 +23,14 @@ PER_CATEGORY = 12
 def meter(ms_per_token: Mapping[str, float], *, accepted: int = 0) -> Meter:
     """Requests by category, each of some tokens at this pace; a draft of 2 in each step."""
     names = [name for name in ms_per_token for _ in range(PER_CATEGORY)]
-    requests = [
-        Request(index=i, id=str(i), sampling=SamplingParams(), category=name)
-        for i, name in enumerate(names)
-    ]
+    requests = [request(i, category=name) for i, name in enumerate(names)]
     made = Meter(requests, num_speculative_tokens=2)
-    for request in requests:
-        tokens = 20 + request.index % 5
-        step = RequestStep(
-            index=request.index,
-            num_rows=3,
-            is_prefill=False,
-            num_computed_tokens=1,
-            draft_token_ids=[1, 1],
-            num_accepted=accepted,
-            output_token_ids=[1] * tokens,
-        )
-        wobble = 1 + 0.01 * (request.index % 7)
-        ms = tokens * ms_per_token[names[request.index]] * wobble
+    for i, name in enumerate(names):
+        tokens, wobble = 20 + i % 5, 1 + 0.01 * (i % 7)
         for _ in range(2):
-            made.add_step(StepRecord(step=0, phase_ms={}, total_ms=ms, requests=[step]))
-        made.add_completion(
-            Completion(
-                index=request.index,
-                prompt_token_ids=[1],
-                output_token_ids=[1] * tokens,
-                text=None,
-                finish_reason="length",
-                error=None,
-                ttft_ms=1.0,
-                latency_ms=1.0,
-            )
-        )
+            emitting = part(i, 2, accepted, emitted=tokens)
+            made.add_step(step(emitting, ms=tokens * ms_per_token[name] * wobble))
+        made.add_completion(completion(i, output_token_ids=[1] * tokens))
     return made
 
 

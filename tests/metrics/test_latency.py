@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hydraspec.metrics.latency import Limits, goodput, latencies, percentiles
-from hydraspec.metrics.meter import Meter, RequestCounters
+from hydraspec.metrics.counters import RequestCounters
+from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
+from hydraspec.metrics.meter import Meter
 from hydraspec.types import Completion, Request, SamplingParams
 
 
@@ -118,3 +119,44 @@ def test_percentiles_are_those_of_numpy() -> None:
     values = np.random.default_rng(0).lognormal(size=997)
     found = percentiles(values.tolist())
     assert list(found.values()) == pytest.approx(np.percentile(values, [50, 90, 99]).tolist())
+
+
+# ------------------------------------------------------------------ turns
+
+
+def turn(number: int, ttft_ms: float | None, drafts: int = 0, accepted: int = 0) -> RequestCounters:
+    counts = {"num_drafts": drafts, "num_accepted_tokens": accepted}
+    return ended(0, turn=number, ttft_ms=ttft_ms, **counts)
+
+
+def test_each_turn_has_its_means_and_later_turns_together() -> None:
+    """Catches means of means: of the later turns every request weighs the same."""
+    found = by_turn(
+        [
+            *(turn(1, 100.0, 10, 20), turn(1, 300.0, 10, 10)),
+            *(turn(2, 20.0, 4, 4), turn(2, 40.0, 4, 8), turn(3, 60.0, 2, 0)),
+        ]
+    )
+    assert found is not None
+    assert [(t["first"], t["last"], t["num_requests"]) for t in found] == [
+        *((1, 1, 2), (2, 2, 2)),
+        *((3, 3, 1), (2, 3, 3)),
+    ]
+    assert [t["time_to_first_token_ms"] for t in found] == [200.0, 30.0, 60.0, 40.0]
+    assert [t["mean_acceptance_length"] for t in found] == [2.5, 2.5, 1.0, 2.2]
+
+
+@pytest.mark.parametrize("reason", ["error", None], ids=["failed", "not finished yet"])
+def test_turns_without_figures_have_rows(reason: str | None) -> None:
+    """Catches a baseline that has fewer rows than its method, and a row for both later turns."""
+    without = ended(0, turn=2, finish_reason=reason)
+    found = by_turn([turn(1, None), without])
+    assert found is not None
+    assert [t["time_to_first_token_ms"] for t in found] == [None, None]
+    assert [t["mean_acceptance_length"] for t in found] == [None, None]
+    assert found[1]["num_requests"] == 0
+
+
+def test_without_conversations_there_is_none() -> None:
+    assert by_turn([]) is None
+    assert by_turn([turn(1, 1.0)]) is None

@@ -2,68 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from records import completion, part, request, step
 
-from hydraspec.metrics.batch_times import BatchTimes
+from hydraspec.metrics.counters import StepSums
+from hydraspec.metrics.files import plain
+from hydraspec.metrics.latency import BatchTimes
 from hydraspec.metrics.meter import Meter, finished_pairs, speedup
 from hydraspec.metrics.paired import paired_ratio
 from hydraspec.metrics.statistics import NUM_RESAMPLES, ratio_of_sums
-from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
+from hydraspec.types import Request, StepRecord
 
 
 def make_requests(count: int, categories: str = "") -> list[Request]:
-    return [
-        Request(
-            index=i,
-            id=f"r{i}",
-            sampling=SamplingParams(),
-            category=categories[i] if categories else None,
-        )
-        for i in range(count)
-    ]
-
-
-def part(
-    index: int = 0,
-    drafts: int = 0,
-    accepted: int = 0,
-    *,
-    emitted: int | None = None,
-    prefill_rows: int = 0,
-) -> RequestStep:
-    """A request's part in a step: a prefill of so many rows, or a verification of so many
-    drafts.
-    """
-    return RequestStep(
-        index=index,
-        num_rows=prefill_rows or 1 + drafts,
-        is_prefill=prefill_rows > 0,
-        num_computed_tokens=0,
-        draft_token_ids=[1] * drafts,
-        num_accepted=accepted,
-        output_token_ids=[1] * (accepted + 1 if emitted is None else emitted),
-    )
-
-
-def step(*parts: RequestStep, ms: float = 1.0, **phases: float | None) -> StepRecord:
-    return StepRecord(step=0, phase_ms=dict(phases), total_ms=ms, requests=list(parts))
-
-
-def completion(index: int = 0, tokens: int = 1, **changes: object) -> Completion:
-    values = {
-        "index": index,
-        "prompt_token_ids": [1],
-        "output_token_ids": [1] * tokens,
-        "text": None,
-        "finish_reason": "length",
-        "error": None,
-        "ttft_ms": 10.0,
-        "latency_ms": 30.0,
-    }
-    return Completion(**{**values, **changes})
+    return [request(i, category=categories[i] if categories else None) for i in range(count)]
 
 
 def metered(*records: StepRecord, count: int = 1, drafts: int = 3, categories: str = "") -> Meter:
@@ -185,12 +141,10 @@ def test_concurrency_raises_throughput() -> None:
 
 def test_latencies() -> None:
     meter = Meter(make_requests(4))
-    meter.add_completion(completion(0, 11, ttft_ms=10.0, latency_ms=30.0))
-    meter.add_completion(completion(1, 2, ttft_ms=20.0, latency_ms=25.0))
-    meter.add_completion(completion(2, 1, ttft_ms=30.0, latency_ms=30.0))
-    meter.add_completion(
-        completion(3, 0, ttft_ms=None, latency_ms=1.0, finish_reason="error", error="too long")
-    )
+    meter.add_completion(completion(0, output_token_ids=[1] * 11, ttft_ms=10.0, latency_ms=30.0))
+    meter.add_completion(completion(1, output_token_ids=[1] * 2, ttft_ms=20.0, latency_ms=25.0))
+    meter.add_completion(completion(2, ttft_ms=30.0, latency_ms=30.0))
+    meter.add_completion(completion(3, output_token_ids=[], ttft_ms=None, finish_reason="error"))
     assert meter.time_per_output_token_ms() == pytest.approx((20 + 5) / (10 + 1))
     assert meter.time_to_first_token_ms() == pytest.approx(20)
     assert meter.num_output_tokens() == 14
@@ -217,15 +171,21 @@ def test_unfinished_requests_are_left_out_but_totals_are_live() -> None:
     assert meter.totals.output_tokens_per_second == pytest.approx(1000)
 
 
-def test_time_breakdown_is_per_step_and_null_where_not_measured() -> None:
-    meter = metered(
-        step(part(0), forward=2.0, propose=None), step(part(0), forward=4.0, propose=None)
-    )
-    breakdown = meter.time_breakdown_ms()
-    assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
-    assert breakdown["forward"] == pytest.approx(3.0)
-    assert breakdown["propose"] is None
-    assert meter.total_step_time_s() == pytest.approx(0.002)
+def test_sums_and_peaks_over_steps_are_the_same_after_a_file() -> None:
+    """Catches drafts per step whose numbers have become texts."""
+    sums, phases = StepSums(), {"forward": 1.5, "propose": None}
+    first = replace(step(part(0, 2, 1), ms=4.0, phase_ms=phases), draft_length=2)
+    assert sums.add(replace(first, num_replicas=2, kv_usage=0.5, num_preempted=1)) == 2.0
+    assert sums.add(replace(first, draft_length=0, kv_usage=0.25)) == 4.0
+    for found in (sums, StepSums.of_json(json.loads(json.dumps(plain(sums))))):
+        assert (found.num_steps, found.num_preemptions, found.peak_kv_usage) == (2, 1, 0.5)
+        assert found.total_step_time_s() == pytest.approx(0.006)
+        breakdown = found.time_breakdown_ms()
+        assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
+        assert (breakdown["forward"], breakdown["propose"]) == (1.5, None)
+        assert found.draft_lengths.used(3) == {"mean": 1.0, "histogram": [1, 0, 1, 0]}
+        found.add(first)
+        assert found.num_steps == 3
 
 
 def test_speedup_is_the_ratio_of_throughputs_over_pairs() -> None:

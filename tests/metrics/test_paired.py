@@ -16,10 +16,14 @@ from hydraspec.metrics.paired import (
     holm,
     in_blocks,
     paired_ratio,
+    two_sided,
+)
+from hydraspec.metrics.statistics import (
+    normal_quantile,
+    normal_tail,
     sign_test,
     student_quantile,
     student_tail,
-    two_sided,
 )
 
 SPEEDUPS = (1, -1, -1, 1, -1, 1, 1, -1)
@@ -181,12 +185,14 @@ def test_levels_beyond_the_resamples_take_students_t() -> None:
     assert two_sided(far, t, 12) == pytest.approx(1e-6, rel=1e-3)
 
 
-def test_quantiles_of_students_t() -> None:
-    """Tables: Abramowitz and Stegun, 26.10."""
+def test_tails_and_quantiles_are_those_of_tables() -> None:
+    """Catches a tail taken for its complement. Tables: Abramowitz and Stegun, 26.1 and 26.10."""
     for tail, freedom, t in ((0.025, 2, 4.303), (0.005, 4, 4.604), (0.2, 1, 1.376)):
         assert student_quantile(tail, freedom) == pytest.approx(t, abs=1e-3)
-    assert student_quantile(0.5, 3) == pytest.approx(0, abs=1e-9)
+        assert student_tail(t, freedom) == pytest.approx(tail, rel=1e-3)
     assert student_tail(student_quantile(1e-9, 2), 2) == pytest.approx(1e-9, rel=1e-3)
+    assert normal_tail(1.96) == pytest.approx(0.025, rel=1e-3)
+    assert normal_quantile(0.8) == pytest.approx(0.8416, abs=1e-4)
 
 
 def test_blocks_follow_requests_that_run_together() -> None:
@@ -222,5 +228,5 @@ def test_holm_by_hand() -> None:
 
 def test_the_sign_test_is_exact() -> None:
     assert sign_test(0, 0) == sign_test(5, 5) == sign_test(5, 4) == 1.0
-    assert sign_test(8, 0) == sign_test(0, 8) == 2 / 256
+    assert sign_test(8, 0) == sign_test(0, 8) == pytest.approx(2 / 256)
     assert sign_test(1, 9) == pytest.approx(22 / 1024)

@@ -5,35 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from records import completion, part, request, step
 
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.prefix_cache import PrefixHits
-from hydraspec.types import (
-    Completion,
-    PrefixCaching,
-    Request,
-    RequestStep,
-    SamplingParams,
-    Span,
-    StepRecord,
-)
+from hydraspec.types import Completion, PrefixCaching, Span, StepRecord
 
 BLOCKS = PrefixCaching(block_size=4)
 SHARED = list(range(10))  # two blocks and a half
 
 
 def done(index: int, prompt: list[int], output: list[int], cached: int = 0) -> Completion:
-    return Completion(
-        index=index,
-        prompt_token_ids=prompt,
-        output_token_ids=output,
-        text=None,
-        finish_reason="length",
-        error=None,
-        ttft_ms=1.0,
-        latency_ms=1.0,
-        num_cached_tokens=cached,
-    )
+    tokens = {"prompt_token_ids": prompt, "output_token_ids": output}
+    return completion(index, **tokens, num_cached_tokens=cached)
 
 
 def test_eligible_is_the_longest_common_prefix_in_whole_blocks() -> None:
@@ -116,31 +100,24 @@ def test_a_request_that_was_never_admitted_did_not_look() -> None:
     assert hits.hit_rate() is None
 
 
-def step(
-    index: int, before: int, rows: int, *, is_prefill: bool = True, accepted: int = 0
-) -> StepRecord:
-    part = RequestStep(
-        index=index,
-        num_rows=rows,
-        is_prefill=is_prefill,
-        num_computed_tokens=before,
-        draft_token_ids=[] if is_prefill else [1] * (rows - 1),
-        num_accepted=accepted,
-        output_token_ids=[],
-    )
+def reading(before: int, rows: int) -> StepRecord:
     usage = {"full": before / 100, "sliding": rows / 100}
-    return StepRecord(step=0, phase_ms={}, total_ms=1.0, requests=[part], kv_usage_per_group=usage)
+    return step(part(prefill_rows=rows, computed=before), kv_usage_per_group=usage)
+
+
+def decoding(before: int, rows: int, accepted: int) -> StepRecord:
+    usage = {"full": before / 100, "sliding": rows / 100}
+    return step(part(0, rows - 1, accepted, computed=before), kv_usage_per_group=usage)
 
 
 def test_recomputed_tokens_and_peaks_by_group() -> None:
     """A request reads 4 cached and 8 other tokens, decodes to 14, is preempted, finds 8 of them in
     the cache again and reads 6 once more; then it decodes on."""
-    requests = [Request(index=0, id="0", sampling=SamplingParams())]
-    meter = Meter(requests, prefix_caching=BLOCKS)
-    meter.add_step(step(0, 4, 8))
-    meter.add_step(step(0, 12, 4, is_prefill=False, accepted=1))
-    meter.add_step(step(0, 8, 7))  # and the newest token, which had no KV
-    meter.add_step(step(0, 15, 4, is_prefill=False, accepted=3))
+    meter = Meter([request()], prefix_caching=BLOCKS)
+    meter.add_step(reading(4, 8))
+    meter.add_step(decoding(12, 4, accepted=1))
+    meter.add_step(reading(8, 7))  # and the newest token, which had no KV
+    meter.add_step(decoding(15, 4, accepted=3))
     meter.add_completion(done(0, SHARED, [90]))
     assert meter.num_recomputed_tokens() == 6
-    assert meter.steps.peak_kv_usage_per_group == {"full": 0.15, "sliding": 0.08}
+    assert meter.steps.kv_peak_usage_per_group == {"full": 0.15, "sliding": 0.08}

@@ -6,36 +6,26 @@ import json
 from dataclasses import asdict
 
 import pytest
+from records import completion, request
 
-from hydraspec.lab.journal import _completion
+from hydraspec.lab.lost import _completion
+from hydraspec.metrics.counters import RequestCounters
 from hydraspec.metrics.files import json_line
-from hydraspec.metrics.meter import RequestCounters
 from hydraspec.metrics.sinks import request_row
-from hydraspec.study.comparison.baseline import digest
-from hydraspec.study.comparison.runs import key_of
-from hydraspec.types import Completion, Request, SamplingParams, Span
+from hydraspec.study.baseline import digest
+from hydraspec.study.runs import key_of
+from hydraspec.types import Completion, Span
 
 IMAGE = Span(kind="image", start=1, length=2, digest="0a", may_be_cut=False)
 
 
 def completion_of(*spans: Span) -> Completion:
-    return Completion(
-        index=0,
-        prompt_token_ids=[4, 5, 6],
-        output_token_ids=[7],
-        text=None,
-        finish_reason="length",
-        error=None,
-        ttft_ms=1.0,
-        latency_ms=1.0,
-        spans=spans,
-    )
+    return completion(prompt_token_ids=[4, 5, 6], output_token_ids=[7], spans=spans)
 
 
 def row_of(*spans: Span) -> dict[str, object]:
-    request = Request(index=0, id="a", sampling=SamplingParams())
     counters, done = RequestCounters(index=0), completion_of(*spans)
-    row = request_row(request, done, counters, None, num_positions=1, baseline=None)
+    row = request_row(request(id="a"), done, counters, None, num_positions=1)
     found: dict[str, object] = json.loads(json_line(row))
     return found
 
@@ -54,6 +44,6 @@ def test_prompts_that_differ_in_a_spans_content_are_other_prompts() -> None:
 
 
 @pytest.mark.parametrize("spans", [(), (IMAGE,)])
-def test_a_journal_gives_a_completion_its_spans_back(spans: tuple[Span, ...]) -> None:
+def test_a_growing_file_gives_a_completion_its_spans_back(spans: tuple[Span, ...]) -> None:
     done = completion_of(*spans)
     assert _completion(json.loads(json.dumps(asdict(done)))) == done

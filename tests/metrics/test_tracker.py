@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import records
 from wandb_reader import inspected
 
 from hydraspec.metrics import tracker as tracker_module
@@ -19,14 +21,7 @@ from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.tracker import TrackerOptions, WandbSink, flattened
-from hydraspec.types import (
-    Completion,
-    PrefixCaching,
-    Request,
-    RequestStep,
-    SamplingParams,
-    StepRecord,
-)
+from hydraspec.types import PrefixCaching, StepRecord
 
 SUMMARY = {
     "acceptance_rate_per_position": [0.8, 0.5],
@@ -149,20 +144,11 @@ def start(fake: FakeWandb, monkeypatch: pytest.MonkeyPatch, mode: str = "offline
 
 
 def record(step: int) -> StepRecord:
-    part = RequestStep(
-        index=0,
-        num_rows=3,
-        is_prefill=False,
-        num_computed_tokens=0,
-        draft_token_ids=[1, 2],
-        num_accepted=1,
-        output_token_ids=[1, 2],
-    )
-    return StepRecord(step=step, phase_ms={}, total_ms=4.0, requests=[part], num_running=1)
+    return records.step(records.part(0, 2, 1), ms=4.0, step=step, num_running=1)
 
 
 def feed(sink: WandbSink, count: int) -> None:
-    meter = Meter([Request(index=0, id="0", sampling=SamplingParams())])
+    meter = Meter([records.request()])
     for step in range(count):
         meter.add_step(record(step))
         sink.on_step(Side.method, record(step), meter)
@@ -215,22 +201,11 @@ def test_curves_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use by group, and the hit rate over the requests that have ended."""
     fake = FakeWandb()
     sink = start(fake, monkeypatch)
-    request = Request(index=0, id="0", sampling=SamplingParams())
-    meter = Meter([request], prefix_caching=PrefixCaching(block_size=4))
+    meter = Meter([records.request()], prefix_caching=PrefixCaching(block_size=4))
     step = replace(record(0), kv_usage_per_group={"full": 0.5, "sliding": 0.25})
     meter.add_step(step)
-    done = Completion(
-        index=0,
-        prompt_token_ids=list(range(16)),
-        output_token_ids=[1],
-        text=None,
-        finish_reason="length",
-        error=None,
-        ttft_ms=1.0,
-        latency_ms=1.0,
-        num_cached_tokens=12,
-    )
-    meter.add_completion(done)
+    prompt = list(range(16))
+    meter.add_completion(records.completion(prompt_token_ids=prompt, num_cached_tokens=12))
     sink.on_step(Side.method, step, meter)
     sink.close()
     (point,) = fake.logged
@@ -243,7 +218,7 @@ def test_the_curve_of_k_is_the_mean_since_the_last_point(monkeypatch: pytest.Mon
     """Where K is chosen per step; steps that only read prompts have none to choose."""
     fake = FakeWandb()
     sink = start(fake, monkeypatch)
-    meter = Meter([Request(index=0, id="0", sampling=SamplingParams())])
+    meter = Meter([records.request()])
     prompt = replace(record(3), draft_length=6)
     prompt.requests[0].is_prefill = True
     steps = [replace(record(i), draft_length=length) for i, length in enumerate((4, 0, 3))]
@@ -301,6 +276,35 @@ def test_offline_where_the_server_cannot_be_reached(monkeypatch: pytest.MonkeyPa
     assert fake.modes == ["online", "offline"]
     assert "could not go online (RuntimeError: unreachable): recorded offline" in warning
     assert fake.finished
+
+
+def test_nothing_drafted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches NaN and null of steps and runs that drafted nothing."""
+    fake = FakeWandb()
+    monkeypatch.setattr(tracker_module, "SECONDS_BETWEEN_POINTS", 0.0)
+    sink = start(fake, monkeypatch)
+    meter = Meter([records.request()], num_speculative_tokens=2)
+    padding = replace(records.part(), draft_token_ids=[-1, -1])
+    for number, part in enumerate((records.part(prefill_rows=1), padding, records.part())):
+        step = records.step(part, ms=0.0, step=number)
+        meter.add_step(step)
+        sink.on_step(Side.method, step, meter)
+    rates = meter.acceptance_rate_per_position()
+    told = {
+        "acceptance_length": asdict(meter.acceptance_length()),
+        "acceptance_rate": meter.acceptance_rate(),
+        "acceptance_rate_per_position": rates,
+        "conditional_acceptance_rate_per_position": rates,
+        "output_tokens_per_second": meter.output_tokens_per_second(),
+    }
+    assert sink.on_summary(told) == []
+    *points, last = fake.logged
+    assert [point["steps/method/step"] for point in points] == [0, 1, 2]
+    for point in (*points, fake.summary):
+        assert all(math.isfinite(value) for value in point.values()), point
+        assert not any("acceptance" in name for name in point)
+    assert last["acceptance_by_position"][2] == [[1, None, None], [2, None, None]]
+    assert set(last) == {"acceptance_by_position", "histograms/step_ms"}
 
 
 def test_no_key_is_prompted_for(monkeypatch: pytest.MonkeyPatch) -> None:

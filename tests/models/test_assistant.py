@@ -52,6 +52,13 @@ def build(folder: Path, head: str, **draft: object) -> tuple[object, Gemma4Assis
     return oracle, assistant, run
 
 
+def assistant_of(folder: Path) -> Gemma4Assistant:
+    """The assistant in a folder, beside the target in it."""
+    return load_assistant(
+        str(folder / "assistant"), weights="checkpoint", target=load(folder / "target"), seed=0
+    )
+
+
 def begin(assistant: Gemma4Assistant, run: PagedRun, slack: int = 5) -> object:
     lens = torch.tensor(run.lengths)
     longest = max(run.lengths) + slack
@@ -131,10 +138,7 @@ def test_shared_layers_are_no_source(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path / "target")
     draft = DRAFT | {"attention_k_eq_v": False}
     make_assistant(draft, 2, backbone_hidden_size=32).save_pretrained(tmp_path / "assistant")
-    assistant = load_assistant(
-        str(tmp_path / "assistant"), weights="checkpoint", target=load(tmp_path / "target"), seed=0
-    )
-    assert assistant.spec.kv_sources == (("sliding", 2), ("full", 1))
+    assert assistant_of(tmp_path).spec.kv_sources == (("sliding", 2), ("full", 1))
 
 
 MISMATCHES = {
@@ -150,6 +154,11 @@ MISMATCHES = {
         {},
         "KV heads of full_attention layers is 2 .* 1",
     ),
+    "no sliding layers": (
+        {},
+        {},
+        "has sliding_attention layers and the target has none",
+    ),
     "window": ({"sliding_window": 16}, {}, "sliding_window is 16 in the assistant and 8"),
 }
 
@@ -157,31 +166,12 @@ MISMATCHES = {
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_an_assistant_of_another_target_is_refused(case: str, tmp_path: Path) -> None:
     draft, top, message = MISMATCHES[case]
-    make_target(text_config(attention_k_eq_v=True), 1).save_pretrained(tmp_path / "target")
+    kinds = {"layer_types": [FULL] * 4} if case == "no sliding layers" else {}
+    make_target(text_config(attention_k_eq_v=True, **kinds), 1).save_pretrained(tmp_path / "target")
     top = {"backbone_hidden_size": 32} | top
     make_assistant(DRAFT | draft, 2, **top).save_pretrained(tmp_path / "assistant")
     with pytest.raises(CheckpointError, match=message):
-        load_assistant(
-            str(tmp_path / "assistant"),
-            weights="checkpoint",
-            target=load(tmp_path / "target"),
-            seed=0,
-        )
-
-
-def test_a_target_without_sliding_layers_is_refused(tmp_path: Path) -> None:
-    config = text_config(attention_k_eq_v=True, layer_types=[FULL] * 4)
-    make_target(config, 1).save_pretrained(tmp_path / "target")
-    make_assistant(DRAFT, 2, backbone_hidden_size=32).save_pretrained(tmp_path / "assistant")
-    with pytest.raises(
-        CheckpointError, match="has sliding_attention layers and the target has none"
-    ):
-        load_assistant(
-            str(tmp_path / "assistant"),
-            weights="checkpoint",
-            target=load(tmp_path / "target"),
-            seed=0,
-        )
+        assistant_of(tmp_path)
 
 
 def test_target_and_assistant_swapped(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
 """Aux hidden states: ids count layers passed, values are the true un-normed residual stream."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from dense_oracle import make_dense, oracle, small
-from gemma4_oracle import FULL, SLIDING, PagedRun, Pass, load, make_target, stir, text_config
+from gemma4_oracle import FULL, SLIDING, PagedRun, load, make_target, stir, text_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from hydraspec.errors import CheckpointError
@@ -198,25 +196,3 @@ def test_ids_beyond_the_target_are_refused() -> None:
     check_aux_layer_ids((0, 36), 36, "draft")
     with pytest.raises(CheckpointError, match=r"'draft' .*\[2, 37\]; the target has 36 layers"):
         check_aux_layer_ids((2, 37), 36, "draft")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_dense_forward_never_asks_the_device(
-    family: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Under FakeTensorMode `.item()`, boolean masks and the like raise."""
-    save_dense(family, tmp_path)
-    run = PagedRun(load(tmp_path, dtype), 3)
-    batch = run.batch({0: [1], 1: [2, 3], 2: [4, 5, 6, 7]})
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
-
-        def fake(value: object) -> object:
-            if isinstance(value, Tensor):
-                return mode.from_tensor(value)
-            return [fake(v) for v in value] if isinstance(value, list) else value
-
-        faked = Pass(**{f.name: fake(getattr(batch, f.name)) for f in dataclasses.fields(batch)})
-        hidden, aux = run.target.forward(faked, fake(run.caches), (0, 3, 6))
-        assert run.target.compute_logits(hidden).shape == (7, 96)
-        assert [h.shape for h in aux] == [(7, 32)] * 3

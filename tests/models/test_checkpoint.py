@@ -4,19 +4,21 @@ used.
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from gemma4_oracle import PagedRun, load, make_target, text_config, to_public_layout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_targets import edit_config, rewrite
 
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models import load_target
-from hydraspec.models import weights as model_weights
+from hydraspec.models.checkpoint import reader
 from hydraspec.models.checkpoint.reader import MAX_LISTED
 
+WEIGHTS = "model.safetensors"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 SHARED = text_config(
     num_hidden_layers=6,
@@ -31,11 +33,6 @@ def logits_of(folder: Path) -> torch.Tensor:
     return PagedRun(load(folder), 1).step({0: PROMPT})[0][1]
 
 
-def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     make_target(SHARED, 1).save_pretrained(tmp_path)
@@ -48,7 +45,7 @@ def test_prefixes_and_towers(prefix: str, saved: Path) -> None:
 
     def change(tensors: dict) -> dict:
         named = {prefix + k.removeprefix("model."): v for k, v in tensors.items()}
-        towers = ("vision_tower.a.weight", "embed_vision.embedding.weight", "audio_tower.b.bias")
+        towers = ("vision_tower.a.weight", "embed_vision.embedding.weight", "embed_audio.c.weight")
         return named | {f"model.{name}": torch.zeros(2, 2) for name in towers}
 
     rewrite(saved, change)
@@ -135,83 +132,48 @@ def test_long_lists_are_cut(saved: Path) -> None:
     assert str(caught.value).count("layernorm.weight") == MAX_LISTED
 
 
-def damage_remove_folder(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
-
-
-def damage_remove_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def damage_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def damage_truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def damage_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"no safetensors at all")
-
-
-def damage_pickle_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def damage_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def damage_shard(folder: Path) -> None:
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def damage_quantised_config(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "fp8"})
-
-
-def damage_quantised_tensor(folder: Path) -> None:
+def quantise(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(folder, lambda t: t | {name: t[name].to(torch.float8_e4m3fn)})
 
 
-def damage_model_type(folder: Path) -> None:
-    edit_config(folder, model_type="gpt2")
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-DAMAGE = {
-    damage_remove_folder: "does not exist; expected a folder with config.json",
-    damage_remove_config: "has no config.json",
-    damage_config: "config.json' is not readable json",
-    damage_truncate: "model.safetensors' is cut short or not a safetensors file",
-    damage_header: "model.safetensors' is cut short or not a safetensors file",
-    damage_pickle_only: "only pickle files (pytorch_model.bin)",
-    damage_no_weights: "has no safetensors file",
-    damage_shard: "lacks model-00001-of-00002.safetensors, which its index lists",
-    damage_quantised_config: "is quantised (quantization_config, method 'fp8')",
-    damage_quantised_tensor: "is quantised: layers.0.mlp.up_proj.weight (F8_E4M3)",
-    damage_model_type: "model_type 'gpt2'; targets are ",
+SHARDS = {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "does not exist; expected a folder with config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "half a config": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json' is not readable json",
+    ),
+    "text for weights": (
+        lambda f: (f / WEIGHTS).write_bytes(b"no safetensors at all"),
+        "model.safetensors' is cut short or not a safetensors file",
+    ),
+    "pickles only": (
+        lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
+        "only pickle files (pytorch_model.bin)",
+    ),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no safetensors file"),
+    "a shard missing": (
+        lambda f: (f / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": SHARDS})),
+        "lacks model-00001-of-00002.safetensors, which its index lists",
+    ),
+    "quantised config": (
+        lambda f: edit_config(f, quantization_config={"quant_method": "fp8"}),
+        "is quantised (quantization_config, method 'fp8')",
+    ),
+    "quantised tensor": (quantise, "is quantised: layers.0.mlp.up_proj.weight (F8_E4M3)"),
+    "another model": (lambda f: edit_config(f, model_type="gpt2"), "type 'gpt2'; targets are "),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_an_unusable_checkpoint_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    make_target(SHARED, 1).save_pretrained(folder)
-    damage(folder)
-    with pytest.raises(CheckpointError, match=re.escape(DAMAGE[damage])) as caught:
-        load(folder)
-    assert str(folder) in str(caught.value)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_an_unusable_checkpoint_is_refused(name: str, saved: Path) -> None:
+    damage, message = DAMAGE[name]
+    damage(saved)
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+        load(saved)
+    assert str(saved) in str(caught.value)
 
 
 BAD_VALUES = {
@@ -236,31 +198,20 @@ def test_a_config_we_cannot_compute_is_refused(key: str, saved: Path) -> None:
 
 def test_a_file_and_an_unknown_zoo_name(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file; expected a folder"):
-        load(saved / "model.safetensors")
+        load(saved / WEIGHTS)
     with pytest.raises(CheckpointError, match="'zoo:nothing' is not in the zoo"):
-        load_anything("zoo:nothing")
+        load("zoo:nothing")
 
 
 def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="hf download nobody/nothing-of-the-kind"):
-        load_anything("nobody/nothing-of-the-kind")
-
-
-def load_anything(checkpoint: str, **changes: object) -> object:
-    arguments = {
-        "weights": "checkpoint",
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "seed": 0,
-        "max_model_len": None,
-    }
-    return load_target(checkpoint, **(arguments | changes))
+        load("nobody/nothing-of-the-kind")
 
 
 def test_random_weights_read_no_tensor_file(saved: Path) -> None:
-    (saved / "model.safetensors").unlink()
-    one, same, other = (load_anything(str(saved), weights="random", seed=s) for s in (1, 1, 2))
+    (saved / WEIGHTS).unlink()
+    one, same, other = (load(saved, weights="random", seed=s) for s in (1, 1, 2))
     assert torch.equal(one.table.weight, same.table.weight)
     assert not torch.equal(one.table.weight, other.table.weight)
     logits = PagedRun(one, 1).step({0: PROMPT})[0][1]
@@ -268,16 +219,16 @@ def test_random_weights_read_no_tensor_file(saved: Path) -> None:
 
 
 def test_max_model_len_beyond_the_checkpoint(saved: Path) -> None:
-    assert load_anything(str(saved), max_model_len=256)
+    assert load(saved, max_model_len=256)
     with pytest.raises(
         ConfigurationError, match=r"(?s)target.max_model_len=257 .*allowed: 2 to 256"
     ):
-        load_anything(str(saved), max_model_len=257)
+        load(saved, max_model_len=257)
 
 
 def test_unknown_weights(saved: Path) -> None:
     with pytest.raises(ConfigurationError, match="weights is 'zeros'"):
-        load_anything(str(saved), weights="zeros")
+        load(saved, weights="zeros")
 
 
 def test_generation_config_comes_first(saved: Path) -> None:
@@ -294,7 +245,7 @@ def test_generation_config_comes_first(saved: Path) -> None:
 def test_weights_stream_one_tensor_at_a_time(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is closed before the next tensor is read, and no tensor outlives its copy."""
     alive, peak, opened = 0, 0, 0
-    real = model_weights.safe_open
+    real = reader.safe_open
 
     class Watched:
         def __init__(self, *args: object, **kwargs: object) -> None:
@@ -329,9 +280,9 @@ def test_weights_stream_one_tensor_at_a_time(saved: Path, monkeypatch: pytest.Mo
             weakref.finalize(tensor, gone)
             return tensor
 
-    monkeypatch.setattr(model_weights, "safe_open", Watched)
+    monkeypatch.setattr(reader, "safe_open", Watched)
     target = load(saved)
-    sizes = [v.nbytes for v in load_file(saved / "model.safetensors").values()]
+    sizes = [v.nbytes for v in load_file(saved / WEIGHTS).values()]
     assert alive == 0
     assert peak == max(sizes)
     assert target.memory_bytes() == sum(sizes)  # the tied head counts once

@@ -4,13 +4,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from gemma4_oracle import load
+from tiny_targets import edit_config
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models import load_target
 from hydraspec.models.checkpoint.config_reader import MAX_COUNT
 from hydraspec.models.checkpoint.reader import ZOO, open_checkpoint, read_json
 
@@ -23,21 +22,6 @@ def folder(tmp_path: Path) -> Path:
     copied = tmp_path / "checkpoint"
     shutil.copytree(ZOO / "tiny_qwen3", copied)
     return copied
-
-
-def change(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def load(folder: Path) -> Any:
-    return load_target(
-        str(folder),
-        weights="checkpoint",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
 
 
 @pytest.mark.parametrize(
@@ -124,27 +108,27 @@ def test_json_with_a_byte_order_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_end_tokens_that_are_no_ids(folder: Path, ids: object, name: str) -> None:
     """Catches `ValueError: invalid literal for int`, and 1.5 taken for token 1."""
-    change(folder / "generation_config.json", eos_token_id=None)
-    change(folder / name, eos_token_id=ids)
+    edit_config(folder, "generation_config.json", eos_token_id=None)
+    edit_config(folder, name, eos_token_id=ids)
     with pytest.raises(CheckpointError, match=f"{name} of .*: eos_token_id is .* expected a token"):
         load(folder)
 
 
 def test_end_tokens_beyond_the_vocabulary_end_nothing(folder: Path) -> None:
-    change(folder / "generation_config.json", eos_token_id=[5, 10**30])
+    edit_config(folder, "generation_config.json", eos_token_id=[5, 10**30])
     assert load(folder).eos_token_ids == (5,)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings", "num_hidden_layers"])
 def test_sizes_that_no_model_has(folder: Path, key: str) -> None:
     """Catches an allocation of petabytes."""
-    change(folder / "config.json", **{key: 10**15})
+    edit_config(folder, **{key: 10**15})
     with pytest.raises(CheckpointError, match=f"{key} is {10**15}; .* at most {MAX_COUNT}"):
         load(folder)
 
 
 def test_values_are_cut_in_messages(folder: Path) -> None:
-    change(folder / "config.json", vocab_size="x" * 10_000)
+    edit_config(folder, vocab_size="x" * 10_000)
     with pytest.raises(CheckpointError, match=r"vocab_size is 'x+\.\.\.; expected") as caught:
         load(folder)
     assert len(str(caught.value)) < 500

@@ -2,7 +2,6 @@
 compared with transformers' in test_target_parity.py.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ from deepseek_oracle import (
 from gemma4_oracle import PagedRun, load
 from safetensors.torch import load_file, save_file
 from target_families import assert_near, prompts_of
+from tiny_targets import edit_config
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models import load_target
 from hydraspec.models.deepseek.config import read_deepseek_config
 
 # Share of the logit range: float32 sums in another order (absorbed projections among them).
@@ -29,26 +28,6 @@ def test_a_token_caches_one_latent_and_one_rotary_key(tmp_path: Path) -> None:
     (group,) = load(tmp_path).kv_groups(4)
     assert group.shape.page_row == (1, 16 + 8)
     assert group.layers == (0, 1, 2)
-
-
-@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (3, 0), (2,)])
-def test_aux_states_are_the_stream_after_so_many_layers(
-    ids: tuple[int, ...], tmp_path: Path
-) -> None:
-    oracle = make_deepseek(deepseek_config(), 4)
-    oracle.save_pretrained(tmp_path)
-    seen: list[torch.Tensor] = []
-    for layer in oracle.model.layers:
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
-    oracle.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
-    prompt = prompts_of(4)[1]
-    deepseek_logits(oracle, prompt)
-    run = PagedRun(load(tmp_path), 1)
-    with torch.inference_mode():
-        _, aux = run.target.forward(run.batch({0: prompt}), run.caches, ids)
-    assert len(aux) == len(ids)
-    for i, state in zip(ids, aux, strict=True):
-        assert_near(state, seen[i], TOLERANCE)
 
 
 def test_mtp_layers_in_the_file_are_left_to_the_drafter(tmp_path: Path) -> None:
@@ -81,8 +60,7 @@ def test_both_layouts_of_the_config_say_the_same() -> None:
 
 def save(folder: Path, **changes: object) -> None:
     make_deepseek(deepseek_config(), 0).save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    edit_config(folder, **changes)
 
 
 @pytest.mark.parametrize(
@@ -110,29 +88,3 @@ def test_a_bad_checkpoint_is_named(changes: dict, words: list[str], tmp_path: Pa
         load(tmp_path)
     for word in words:
         assert word in str(refused.value)
-
-
-def test_suppressed_tokens_are_never_drawn_and_stops_are_read(tmp_path: Path) -> None:
-    save(tmp_path)
-    generation = {"suppress_tokens": [3, 95, 400], "eos_token_id": [1, 7]}
-    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    target = load(tmp_path)
-    _, logits = PagedRun(target, 1).step({0: [1, 2]})[0]
-    assert torch.isneginf(logits).nonzero()[:, 1].tolist() == [3, 95] * 2
-    assert target.eos_token_ids == (1, 7)
-
-
-def test_random_weights_need_no_tensors(tmp_path: Path) -> None:
-    config = {"model_type": "deepseek_v3"} | released_layout(deepseek_config())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    target = load_target(
-        str(tmp_path),
-        weights="random",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=1,
-        max_model_len=None,
-    )
-    _, logits = PagedRun(target, 1).step({0: [1, 2, 3]})[0]
-    assert 0.1 < logits.std() < 10
-    assert target.memory_bytes() > 0

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from dense_oracle import make_dense, make_mimo, small
 from gemma4_oracle import PagedRun, load
 from safetensors.torch import load_file, save_file
+from tiny_targets import edit_config, rewrite
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models import load_target
 from hydraspec.models.checkpoint.hub import download
 from hydraspec.models.checkpoint.mistral_names import (
     config_of_params,
@@ -44,16 +43,6 @@ PARAMS = {
 
 def logits_of(folder: Path) -> torch.Tensor:
     return PagedRun(load(folder), 1).step({0: PROMPT})[0][1]
-
-
-def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.fixture
@@ -238,57 +227,6 @@ def test_a_tied_head_is_held_once(tied: bool, tmp_path: Path) -> None:
         expected = logits_of(tmp_path)
         save_file(tensors | {"lm_head.weight": torch.zeros(96, 32)}, file)
         assert torch.equal(logits_of(tmp_path), expected)
-
-
-def test_random_weights_read_no_tensor_file(mistral: Path) -> None:
-    (mistral / "model.safetensors").unlink()
-    one, same, other = (
-        load_target(
-            str(mistral),
-            weights="random",
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            seed=seed,
-            max_model_len=None,
-        )
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(one.table.weight, same.table.weight)
-    assert not torch.equal(one.table.weight, other.table.weight)
-    assert PagedRun(one, 1).step({0: PROMPT})[0][1].isfinite().all()
-
-
-DAMAGE = {
-    "missing": (
-        lambda t: {k: v for k, v in t.items() if "layers.1.self_attn.k_proj" not in k},
-        "missing tensors: layers.1.self_attn.k_proj.weight",
-    ),
-    "surplus": (
-        lambda t: t | {"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)},
-        "surplus tensors: layers.0.self_attn.q_norm.weight",
-    ),
-    "misshapen": (
-        lambda t: t | {"model.layers.2.mlp.up_proj.weight": torch.zeros(47, 32)},
-        "misshapen tensors: layers.2.mlp.up_proj.weight is [47, 32], config.json says [48, 32]",
-    ),
-    "no head": (
-        lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"},
-        "missing tensors: lm_head.weight",
-    ),
-    "quantised": (
-        lambda t: t | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)},
-        "is quantised: norm.weight (F8_E4M3)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_files_that_do_not_fit_are_refused(name: str, mistral: Path) -> None:
-    change, message = DAMAGE[name]
-    rewrite(mistral, change)
-    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
-        load(mistral)
-    assert str(mistral) in str(caught.value)
 
 
 BAD_VALUES: dict[str, Any] = {

@@ -14,18 +14,16 @@ import torch
 from eagle_folders import (
     LAYER,
     ROWS,
-    SIZE,
-    VOCAB,
     FakeTarget,
     authors_names,
     draw_eagle1,
-    draw_weights,
+    make_head,
+    make_target,
     saved,
     speculators_config,
     write,
     write_consolidated,
 )
-from eagle_oracle import PlainEagle
 from eagle_rows import load
 from safetensors.torch import save_file
 
@@ -40,17 +38,10 @@ from hydraspec.types import CheckpointError
 AUX = "eagle_aux_hidden_state_layer_ids"
 
 
-def make_target() -> FakeTarget:
-    target = FakeTarget(np.random.default_rng(1), hidden_size=SIZE, vocab_size=VOCAB)
+def deep_target() -> FakeTarget:
+    target = make_target()
     target.num_layers = 12
     return target
-
-
-def make_head(method: str = "eagle3") -> PlainEagle:
-    mask = 3 if method == "peagle" else None
-    head = PlainEagle(method, LAYER, {}, {}, (1, 2, 4), torch.arange(ROWS) + 5, mask)
-    head.weights = draw_weights(np.random.default_rng(2), head, make_target(), rows=ROWS)
-    return head
 
 
 def authors(path: Path, config: dict[str, Any], method: str = "eagle3") -> Path:
@@ -67,7 +58,7 @@ def speculators(path: Path, config: dict[str, Any], method: str = "eagle3") -> P
 
 def refusal(where: Path, method: str = "eagle3") -> str:
     with pytest.raises(CheckpointError) as refused:
-        load(where, method, make_target())
+        load(where, method, deep_target())
     assert str(where) in str(refused.value)
     return str(refused.value)
 
@@ -98,7 +89,7 @@ READ: dict[str, tuple[dict[str, Any], tuple[int, ...], list[str]]] = {
 @pytest.mark.parametrize("name", READ)
 def test_aux_layers_and_the_notes_on_them(name: str, tmp_path: Path) -> None:
     config, ids, notes = READ[name]
-    spec = load(authors(tmp_path / "d", config | SAID), "eagle3", make_target()).spec
+    spec = load(authors(tmp_path / "d", config | SAID), "eagle3", deep_target()).spec
     assert spec.aux_layer_ids == ids
     assert len(spec.notes) == len(notes)
     for note, says in zip(spec.notes, notes, strict=True):
@@ -130,7 +121,7 @@ def test_a_silent_norm_is_what_vllm_takes_and_noted(name: str, tmp_path: Path) -
     raw = json.loads((where / "config.json").read_text())
     raw.pop("norm_before_residual", None)
     (where / "config.json").write_text(json.dumps(raw | config))
-    spec = load(where, method, make_target()).spec
+    spec = load(where, method, deep_target()).spec
     (note,) = spec.notes
     assert f"norm_before_residual; taken as {str(value).lower()}" in note
     assert why in note
@@ -139,7 +130,7 @@ def test_a_silent_norm_is_what_vllm_takes_and_noted(name: str, tmp_path: Path) -
 
 def test_null_at_the_top_leaves_the_nested_flag(tmp_path: Path) -> None:
     config = {"norm_before_residual": None, "eagle_config": {"norm_before_residual": True}}
-    assert load(authors(tmp_path / "d", config), "eagle3", make_target()).spec.norm_before_residual
+    assert load(authors(tmp_path / "d", config), "eagle3", deep_target()).spec.norm_before_residual
 
 
 @pytest.mark.parametrize(
@@ -158,7 +149,7 @@ def test_another_verifier_than_the_target_is_noted(
 ) -> None:
     config = speculators_config(make_head(), verifier=verifier)
     where = write(tmp_path / "d", config, saved(make_head()))
-    spec: DraftSpec = load(where, "eagle3", make_target()).spec
+    spec: DraftSpec = load(where, "eagle3", deep_target()).spec
     note = spec.note_on_target(target)
     assert (note is None) is agrees
     assert note is None or (repr(verifier) in note and repr(target) in note)
@@ -223,7 +214,7 @@ def test_keys_that_ask_for_what_is_computed_pass(tmp_path: Path) -> None:
         "next_layer_regular": True,
     }
     config = {"eagle_config": nested, "logit_scale": 1.0, AUX: [2, 3, 4], "norm_output": None}
-    load(authors(tmp_path / "d", config | SAID), "eagle3", make_target())
+    load(authors(tmp_path / "d", config | SAID), "eagle3", deep_target())
 
 
 SPECULATORS_CONFIGS: dict[str, tuple[Any, str]] = {
@@ -359,7 +350,7 @@ def test_a_target_without_mtp_layers_says_which_key(
         load_mtp(
             str(tmp_path),
             weights="checkpoint",
-            target=make_target(),  # type: ignore[arg-type]
+            target=deep_target(),  # type: ignore[arg-type]
             num_drafts=1,
             seed=0,
         )
@@ -371,6 +362,6 @@ def test_an_eagle3_folder_offered_as_assistant_says_what_it_holds(tmp_path: Path
         load_assistant(
             str(where),
             weights="checkpoint",
-            target=make_target(),  # type: ignore[arg-type]
+            target=deep_target(),  # type: ignore[arg-type]
             seed=0,
         )

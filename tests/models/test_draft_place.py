@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from gemma4_oracle import load
 from thread_ranks import as_ranks
 
-from hydraspec.models import draft_place, load_target
+from hydraspec.models import draft_place
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.dense.config import read_dense_config
@@ -40,15 +41,7 @@ HEADS = {
 
 def load_head(name: str, weights: str, group: Any) -> tuple[TargetModel, Any]:
     target_name, drafter = HEADS[name]
-    target = load_target(
-        f"zoo:{target_name}",
-        weights=weights,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=3,
-        max_model_len=None,
-        group=group,
-    )
+    target = load(f"zoo:{target_name}", weights=weights, seed=3, group=group)
     given: dict[str, Any] = {"weights": weights, "target": target, "seed": 3}
     checkpoint, kind = f"zoo:{drafter}", name.split()[0]
     if kind == "mtp":

@@ -172,3 +172,34 @@ def test_suppressed_tokens_are_never_drafted(tmp_path: Path) -> None:
     chosen = set(head.greedy_tokens(states).tolist())
     assert not chosen & set(target.suppress_token_ids)
     assert chosen <= set(plain.ids.tolist())
+
+
+MISTRAL_FORMATS: dict[str, dict[str, str | list[str]]] = {
+    "by its layers": {},
+    "by its class": {"model_type": "llama", "architectures": ["EagleMistralForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("name", MISTRAL_FORMATS)
+def test_a_mistral_head_is_the_same_in_both_formats(name: str, tmp_path: Path) -> None:
+    """Catches the other EAGLE-1 heads' rule, which has neither and feeds back the unnormed."""
+    rng = np.random.default_rng(9)
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_eagle1(rng, target, is_mistral=True)
+    plain.layer.pop("rope_scaling", None)
+    own = load(write_consolidated(tmp_path / "own", plain), "eagle", target)
+    config = {"architectures": ["EagleForCausalLM"]} | plain.layer | MISTRAL_FORMATS[name]
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    tensors = {n: t.contiguous() for n, t in plain.weights.items() if n not in tables}
+    theirs = load(write(tmp_path / "hf", config, tensors), "eagle", target)
+    assert theirs.spec.feedback == own.spec.feedback == "post_norm"
+    tokens, hidden = torch.from_numpy(rng.integers(0, 40, 6)), matrix(rng, 6, 16)
+    states = []
+    for head in (own, theirs):
+        torch.manual_seed(0)
+        paged = PagedRows(head, 6)
+        states.append(head.forward(paged.rows(tokens, 0), hidden, paged.caches, step=0))
+    expected = plain.run(tokens, hidden)
+    for found in states:
+        for ours, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, wanted, **CLOSE)

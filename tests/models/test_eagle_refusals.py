@@ -16,17 +16,15 @@ from eagle_folders import (
     LAYER,
     ROWS,
     SIZE,
-    VOCAB,
-    FakeTarget,
     draw_eagle1,
-    draw_weights,
+    make_head,
+    make_target,
     saved,
     speculators_config,
     write,
     write_authors,
     write_consolidated,
 )
-from eagle_oracle import PlainEagle
 from eagle_rows import load
 from safetensors.torch import save_file
 from tiny_targets import assistant_config, gemma4_config, write_folder
@@ -34,27 +32,12 @@ from tiny_targets import assistant_config, gemma4_config, write_folder
 from hydraspec.models.detect import Detected, detect, open_draft
 from hydraspec.types import CheckpointError
 
-
-def make_target(**changes: Any) -> FakeTarget:
-    sizes = {"hidden_size": SIZE, "vocab_size": VOCAB} | changes
-    return FakeTarget(np.random.default_rng(1), **sizes)
-
-
-def make_head(method: str = "eagle3", ids: tuple[int, ...] = (1, 2, 4)) -> PlainEagle:
-    rng = np.random.default_rng(2)
-    flags = {"norm_before_residual": True}
-    mask = 3 if method == "peagle" else None
-    head = PlainEagle(method, LAYER, {}, flags, ids, torch.arange(ROWS) + 5, mask)
-    head.weights = draw_weights(rng, head, make_target(), rows=ROWS)
-    return head
-
-
 Mend = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 def folder(path: Path, method: str, change: Mend) -> Path:
     """A whole speculators folder with one thing changed."""
-    head = make_head(method)
+    head = make_head(method, norm_before_residual=True)
     config, tensors = speculators_config(head), saved(head)
     change(config, tensors)
     return write(path, config, tensors)

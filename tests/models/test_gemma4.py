@@ -1,7 +1,5 @@
 """Gemma 4's pitfalls one by one, and that a step never asks the device for a number."""
 
-import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -11,18 +9,14 @@ from gemma4_oracle import (
     FULL,
     SLIDING,
     PagedRun,
-    Pass,
-    final_hidden,
     load,
     make_target,
     random_target,
     text_config,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hydraspec.models.gemma4.assistant import load_assistant
 from hydraspec.models.gemma4.config import read_gemma4_config
-from hydraspec.models.gemma4.model import Gemma4Target, rounded
+from hydraspec.models.gemma4.model import rounded
 
 EVERYTHING = text_config(
     num_hidden_layers=6,
@@ -106,16 +100,6 @@ def test_unknown_tokens_read_row_0_of_the_per_layer_table(tmp_path: Path) -> Non
     assert torch.equal(inputs, zeros)
 
 
-def test_names_lose_their_prefix_and_towers_drop_out() -> None:
-    assert (
-        Gemma4Target.canonical_name("model.language_model.layers.0.layer_scalar")
-        == "layers.0.layer_scalar"
-    )
-    assert Gemma4Target.canonical_name("language_model.lm_head.weight") == "lm_head.weight"
-    assert Gemma4Target.canonical_name("model.vision_tower.encoder.weight") is None
-    assert Gemma4Target.canonical_name("model.embed_audio.embedding_projection.weight") is None
-
-
 @pytest.mark.parametrize("scalars", [[0.5] * 4, [0.01, 0.02, 1.0, 3.0], [-1.0, 1.0, 1.0, 1.0]])
 def test_layer_scalars_of_any_size_are_kept(scalars: list[float], tmp_path: Path) -> None:
     """They move into neighbouring weights while small, and are multiplied out where they run
@@ -132,45 +116,31 @@ def test_layer_scalars_of_any_size_are_kept(scalars: list[float], tmp_path: Path
     assert (logits - expected).abs().max() < 1e-4 * (expected.max() - expected.min())
 
 
-def faked(mode: FakeTensorMode, batch: Pass) -> Pass:
-    def fake(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return mode.from_tensor(value)
-        return [fake(v) for v in value] if isinstance(value, list) else value
+def test_full_layers_have_512_wide_heads_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    """Catches a fall-back to head_dim, the sliding layers' width."""
+    config = text_config()
+    del config["global_head_dim"]
+    assert [layer.head_dim for layer in read_gemma4_config(config, "x").layers] == [16, 512] * 2
+    weights = random_target(tmp_path, config, torch.float32).tensors()  # type: ignore[attr-defined]
+    assert weights["layers.0.self_attn.q_proj.weight"].shape == (4 * 16, 32)
+    assert weights["layers.1.self_attn.q_proj.weight"].shape == (4 * 512, 32)
+    assert weights["layers.1.self_attn.o_proj.weight"].shape == (32, 4 * 512)
 
-    return Pass(**{f.name: fake(getattr(batch, f.name)) for f in dataclasses.fields(batch)})
+
+def test_the_last_layer_is_full_whatever_the_file_says() -> None:
+    """As transformers' config class has it."""
+    layers = read_gemma4_config(text_config(layer_types=[SLIDING] * 4), "x").layers
+    assert [layer.kind for layer in layers] == [SLIDING, SLIDING, SLIDING, FULL]
+    assert [layer.head_dim for layer in layers] == [16, 16, 16, 32]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_and_draft_steps_never_ask_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Under FakeTensorMode `.item()`, boolean masks and the like raise."""
-    target = random_target(tmp_path / "target", EVERYTHING, dtype)
-    text = text_config(
-        hidden_size=16, num_hidden_layers=2, layer_types=[SLIDING, FULL], attention_k_eq_v=True
-    )
-    raw = {
-        "model_type": "gemma4_assistant",
-        "text_config": text,
-        "backbone_hidden_size": 32,
-        "use_ordered_embeddings": True,
-        "num_centroids": 8,
-        "centroid_intermediate_top_k": 2,
-    }
-    (tmp_path / "assistant").mkdir()
-    (tmp_path / "assistant" / "config.json").write_text(json.dumps(raw))
-    assistant = load_assistant(str(tmp_path / "assistant"), weights="random", target=target, seed=0)
-    run = PagedRun(target, 3)
-    batch = run.batch({0: [1], 1: [2, 3], 2: [4, 5, 6, 7]})
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
-        fake = faked(mode, batch)
-        caches = [None if c is None else mode.from_tensor(c) for c in run.caches]
-        hidden = final_hidden(target, fake, caches)
-        assert hidden.shape == (7, 32)
-        assert target.compute_logits(hidden).shape == (7, 96)
-        context = assistant.begin(fake.seq_lens - 1, fake.seq_lens, fake.block_tables, 12, caches)
-        h, tokens = hidden[:3], fake.input_ids[:3]
-        for _ in range(2):
-            d, h = assistant.step(context, tokens, h)
-            tokens = assistant.greedy_tokens(d)
-        assert assistant.compute_logits(d).shape == (3, 96)
-        assert tokens.shape == (3,)
+def test_embeddings_are_multiplied_by_the_rounded_scale(tmp_path: Path) -> None:
+    """sqrt(32) is 5.657, and 5.656 in bfloat16; the target and its assistant read the same."""
+    target = random_target(tmp_path, text_config(), torch.bfloat16)
+    ids = torch.arange(target.vocab_size)
+    rows = target.table.weight.float()
+    expected = (rows * torch.tensor(math.sqrt(32)).bfloat16().float()).bfloat16()
+    assert not expected.equal((rows * math.sqrt(32)).bfloat16())
+    assert target.embed(ids).equal(expected)
+    beside = target.embed_beside(ids, torch.zeros_like(expected), None)
+    assert beside[:, :32].equal(expected)

@@ -24,6 +24,7 @@ from eagle_rows import load as load_head
 from gemma4_oracle import (
     FULL,
     SLIDING,
+    HeadAsTarget,
     PagedRun,
     Pass,
     load,
@@ -314,17 +315,6 @@ def test_eagle_heads(method: str, seed: int, tmp_path: Path) -> None:
         found.append(outs)
     for a, b in zip(*found, strict=True):
         assert_same(a, b)
-
-
-class HeadAsTarget:
-    """Lets PagedRun make caches and rows for a head."""
-
-    def __init__(self, head: Any) -> None:
-        self.head, self.num_layers, self.dtype = head, len(head.layers), torch.float64
-
-    def kv_groups(self, block_size: int) -> list[Any]:
-        groups: list[Any] = self.head.kv_groups(block_size, 0)
-        return groups
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemma4_oracle import PagedRun, Pass
+from gemma4_oracle import HeadAsTarget, PagedRun, Pass
 from torch import Tensor
 
 from hydraspec.models import load_target
@@ -84,17 +84,6 @@ class Run(PagedRun):
 
         made = super().batch(tokens)
         return Pass(**{f.name: moved(getattr(made, f.name)) for f in dataclasses.fields(made)})
-
-
-class HeadAsTarget:
-    """Lets a run make caches and rows for a draft head."""
-
-    def __init__(self, head: Any, dtype: torch.dtype) -> None:
-        self.head, self.dtype, self.num_layers = head, dtype, 16
-
-    def kv_groups(self, block_size: int) -> list[Any]:
-        groups: list[Any] = self.head.kv_groups(block_size, 0)
-        return groups
 
 
 @contextmanager

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gemma4_oracle import load
 
-from hydraspec.models import load_target
-from hydraspec.models.base import TargetModel
-from hydraspec.models.parts import Part, held
+from hydraspec.models.parts import Part, held, memory_bytes
 from hydraspec.models.stages import LayerFacts, Stage, layers_of_stage
-from hydraspec.models.weights import memory_bytes
 from hydraspec.types import ConfigurationError
 
 
@@ -77,25 +75,19 @@ def test_more_stages_than_borders_are_refused() -> None:
         split(13, facts(12))
 
 
-def load(name: str, weights: str, stage: Stage) -> TargetModel:
-    return load_target(
-        f"zoo:{name}",
-        weights=weights,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=3,
-        max_model_len=None,
-        stage=stage,
-    )
-
-
 @pytest.mark.parametrize("weights", ["checkpoint", "random"])
 @pytest.mark.parametrize("name", ["tiny_gemma4_e", "tiny_qwen3", "tiny_deepseek"])
 def test_a_stage_has_the_weights_of_the_whole_model(name: str, weights: str) -> None:
-    whole = load(name, weights, Stage()).tensors()
+    whole = load(f"zoo:{name}", torch.float64, weights=weights, seed=3).tensors()
     found = []
     for index in range(2):
-        target = load(name, weights, Stage(index=index, count=2))
+        target = load(
+            f"zoo:{name}",
+            torch.float64,
+            weights=weights,
+            seed=3,
+            stage=Stage(index=index, count=2),
+        )
         tensors = target.tensors()
         assert tensors.keys() == whole.keys()
         present = {name: weight for name, weight in tensors.items() if not held(weight).is_meta}

@@ -16,13 +16,13 @@ import torch
 from deepseek_oracle import deepseek_config, random_deepseek_config
 from dense_oracle import random_config, small
 from gemma4_oracle import PagedRun, random_text_config
+from gemma4_oracle import load as load_checkpoint
 from safetensors.torch import save_file
 from thread_ranks import as_ranks
 from tiny_targets import gemma4_config, write_folder
 from torch import Tensor
 
 from hydraspec.errors import ConfigurationError
-from hydraspec.models import load_target
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.decoder import Decoder
@@ -97,16 +97,7 @@ EACH = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
 def load(folder: Path, weights: str, group: TensorGroup = SOLO, stage: Stage = WHOLE) -> Any:
-    return load_target(
-        str(folder),
-        weights=weights,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=3,
-        max_model_len=None,
-        group=group,
-        stage=stage,
-    )
+    return load_checkpoint(folder, torch.float64, weights=weights, seed=3, group=group, stage=stage)
 
 
 def steps(vocab_size: int) -> list[dict[int, list[int]]]:
@@ -342,14 +333,9 @@ REPLICATED = {
 
 def bytes_of_weights(name: str, group: TensorGroup) -> dict[str, int]:
     """Of a published shape, in bfloat16, without memory."""
-    target = load_target(
-        f"shape:{name}",
-        weights=EMPTY,
-        dtype=torch.bfloat16,
-        device=torch.device("meta"),
-        seed=0,
-        max_model_len=None,
-        group=group,
+    where = torch.device("meta")
+    target = load_checkpoint(
+        f"shape:{name}", torch.bfloat16, weights=EMPTY, device=where, group=group
     )
     assert isinstance(target, Decoder)
     return {name: held(weight).nbytes for name, weight in target.tensors().items()}

@@ -83,7 +83,7 @@ def check_verdicts(
 
 def build(rule: str) -> Any:
     length = LENGTH if rule == "synthetic" else None
-    return build_verifier(rule, synthetic_acceptance_length=length, num_speculative_tokens=K)
+    return build_verifier(rule, synthetic_acceptance_length=length)
 
 
 def by_kernels(step: Any, verify: Any) -> Any:

@@ -19,6 +19,15 @@ from hydraspec.types import SamplingFlags, Verdict
 RULES = {"standard": Rule.STANDARD, "block": Rule.BLOCK, "synthetic": Rule.SYNTHETIC}
 NO_TRUNCATION = SamplingFlags(any_top_k=False, any_top_p=False, any_min_p=False)
 LENGTH = 1.7
+# Each rule and each kind of draft is quick once; the interpreter is slow, and a device runs all.
+RULES_AND_DRAFTS = [
+    ("standard", "one_hot"),
+    ("block", "probabilistic"),
+    pytest.param("standard", "probabilistic", marks=pytest.mark.slow),
+    pytest.param("block", "one_hot", marks=pytest.mark.slow),
+    pytest.param("synthetic", "one_hot", marks=pytest.mark.slow),
+    pytest.param("synthetic", "probabilistic", marks=pytest.mark.slow),
+]
 
 
 def steps(make_step: Any, num_drafts: int, vocab: int, seed: int, drafts: str, **given: Any) -> Any:
@@ -80,9 +89,7 @@ def by_kernels(
 
 def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
     length = LENGTH if verification == "synthetic" else None
-    verify = build_verifier(
-        verification, synthetic_acceptance_length=length, num_speculative_tokens=num_drafts
-    )
+    verify = build_verifier(verification, synthetic_acceptance_length=length)
     verdict: Verdict = step.verdict(verify, NO_TRUNCATION)
     return verdict
 
@@ -111,8 +118,7 @@ def test_verdicts_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
-@pytest.mark.parametrize("verification", RULES)
+@pytest.mark.parametrize(("verification", "drafts"), RULES_AND_DRAFTS)
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of numpy: -inf is meant
 def test_rows_that_are_not_finite_are_marked(
     verification: str, drafts: str, make_step: Any, device: str
@@ -167,17 +173,7 @@ TRUNCATIONS = {
         *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in TRUNCATIONS),
     ],
 )
-@pytest.mark.parametrize(
-    ("verification", "drafts"),
-    [
-        ("standard", "one_hot"),
-        ("standard", "probabilistic"),
-        ("block", "probabilistic"),
-        pytest.param("block", "one_hot", marks=pytest.mark.slow),
-        pytest.param("synthetic", "one_hot", marks=pytest.mark.slow),
-        pytest.param("synthetic", "probabilistic", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("verification", "drafts"), RULES_AND_DRAFTS)
 def test_truncated_verdicts_are_those_of_the_reference(
     verification: str,
     truncation: str,
@@ -193,7 +189,6 @@ def test_truncated_verdicts_are_those_of_the_reference(
     verify = build_verifier(
         verification,
         synthetic_acceptance_length=LENGTH if verification == "synthetic" else None,
-        num_speculative_tokens=3,
     )
     step = steps(make_step, 3, 70, len(truncation), drafts, **given)
     wanted = step.verdict(verify, flags)
@@ -208,15 +203,9 @@ def test_truncated_verdicts_are_those_of_the_reference(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("drafts", "is_cut"),
-    [
-        ("one_hot", False),
-        ("probabilistic", True),
-        pytest.param("one_hot", True, marks=pytest.mark.slow),
-        pytest.param("probabilistic", False, marks=pytest.mark.slow),
-    ],
+    "is_cut", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["cut", "whole"]
 )
-@pytest.mark.parametrize("verification", RULES)
+@pytest.mark.parametrize(("verification", "drafts"), RULES_AND_DRAFTS)
 def test_chunks_without_mass_may_be_skipped(
     verification: str,
     drafts: str,

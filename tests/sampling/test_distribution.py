@@ -115,9 +115,7 @@ class Decoded:
 
 def decode(setup: Setup, make_step: Callable[..., Any], num_requests: int) -> Decoded:
     """HORIZON steps of all requests."""
-    verify = build_verifier(
-        setup.verification, synthetic_acceptance_length=None, num_speculative_tokens=NUM_DRAFTS
-    )
+    verify = build_verifier(setup.verification, synthetic_acceptance_length=None)
     target, _ = setup.tables()
     request = torch.arange(num_requests)
     seed, last, computed = request + 1, torch.zeros_like(request), torch.full_like(request, 4)

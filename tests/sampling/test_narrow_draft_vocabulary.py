@@ -26,9 +26,7 @@ def test_a_rare_token_outside_is_what_a_rejection_recovers(
     step = make_step(target.log(), drafts, seed=torch.arange(40))
     step.state.draft_vocab_map = torch.tensor([OTHER, COMMON])
     step.state.draft_probs = torch.tensor([0.0, 1.0]).expand(80, 1, 2).contiguous()
-    verify = build_verifier(
-        verification, synthetic_acceptance_length=None, num_speculative_tokens=1
-    )
+    verify = build_verifier(verification, synthetic_acceptance_length=None)
     assert step.verdict(verify).num_rejected.sum() < 40
     monkeypatch.setattr(
         reference,

@@ -42,7 +42,6 @@ def test_no_draft_is_accepted_by_logits_that_are_not_finite(
     verify = build_verifier(
         verification,
         synthetic_acceptance_length=4.0 if verification == "synthetic" else None,
-        num_speculative_tokens=3,
     )
     verdict = step.verdict(verify)
     assert verdict.not_finite.tolist() == [0, 1, 1, 1, 1, 1, 0]

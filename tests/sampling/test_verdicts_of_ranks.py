@@ -55,7 +55,6 @@ def test_every_rank_has_the_verdict_of_one_process(
     rule = {
         "verification": verification,
         "synthetic_acceptance_length": 2.5 if verification == "synthetic" else None,
-        "num_speculative_tokens": K,
     }
     wanted = step.verdict(build_verifier(**rule))
     assert wanted.num_rejected.any()

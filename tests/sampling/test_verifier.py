@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hydraspec.sampling.verifier import Verifier, build_verifier
-from hydraspec.types import ConfigurationError
 
 VOCAB = 6
 METHODS = ["standard", "block", "synthetic"]
@@ -24,7 +23,6 @@ def build(verification: str, num_drafts: int = 3, length: float = 2.5) -> Verifi
     return build_verifier(
         verification,
         synthetic_acceptance_length=length if verification == "synthetic" else None,
-        num_speculative_tokens=num_drafts,
     )
 
 
@@ -377,20 +375,3 @@ def test_the_device_is_never_asked(
     assert isinstance(verdict.tokens, FakeTensor)
     assert verdict.tokens.shape == (5, num_drafts + 1)
     assert verdict.num_sampled.shape == verdict.num_rejected.shape == (5,)
-
-
-@pytest.mark.parametrize(
-    ("verification", "length", "message"),
-    [
-        ("synthetic", 0.9, "0.9 is outside 1 to 4"),
-        ("synthetic", 4.1, "4.1 is outside 1 to 4"),
-        ("synthetic", None, "needs method.synthetic_acceptance_length"),
-        ("block", 2.0, "only applies to"),
-        ("strict", None, "choose standard, block or synthetic"),
-    ],
-)
-def test_impossible_verifiers_are_refused(
-    verification: str, length: float | None, message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        build_verifier(verification, synthetic_acceptance_length=length, num_speculative_tokens=3)

@@ -14,7 +14,7 @@ from studied_runs import edit
 from hydraspec.study.accepted import bucket_words, parts, print_parts
 from hydraspec.study.contents import study
 from hydraspec.study.groups import read
-from hydraspec.study.study_page import render
+from hydraspec.study.html import study_page
 
 STEP = {"step": 0, "top_1": 0.5, "top_5": 0.75, "median_rank": 1.0, "mean_probability": 0.5}
 OF = {"accepted_per_start": 1.25, "ci95": [1.0, 1.5], "num_starts": 1200}
@@ -69,7 +69,7 @@ def test_a_report_of_runs_has_them_beside_each_other(studied: Path) -> None:
         "Drafts accepted by entropy of the target's distribution, nats",
     }
     made = study(read([studied]))
-    text = check_page(render(made, studied)).text
+    text = check_page(study_page(made, studied)).text
     for part in ("from 512", "1.25 (1.00 to 1.50)", "75.0 %", "25.0%"):
         assert part in text.replace("\u00a0", " ")
     blocks = [block for section in made.sections for block in section.blocks]

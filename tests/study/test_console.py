@@ -73,6 +73,19 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+def completed(request: Request) -> Completion:
+    return Completion(
+        index=request.index,
+        prompt_token_ids=[1],
+        output_token_ids=[1],
+        text=None,
+        finish_reason="stop",
+        error=None,
+        ttft_ms=1.0,
+        latency_ms=1.0,
+    )
+
+
 def play(*, terminal: bool) -> str:
     """A run of two requests, and what it printed."""
     out = io.StringIO()
@@ -83,17 +96,7 @@ def play(*, terminal: bool) -> str:
     sink.on_round(Side.method, 1, 2)
     for request in requests:
         sink.on_step(Side.method, StepRecord(step=0, phase_ms={}, total_ms=1.0, requests=[]), meter)
-        done = Completion(
-            index=request.index,
-            prompt_token_ids=[1],
-            output_token_ids=[1],
-            text=None,
-            finish_reason="stop",
-            error=None,
-            ttft_ms=1.0,
-            latency_ms=1.0,
-        )
-        sink.on_completion(Side.method, done, meter)
+        sink.on_completion(Side.method, completed(request), meter)
     sink.on_summary(json.loads(json.dumps(SUMMARY)))
     sink.close()
     return out.getvalue()
@@ -140,17 +143,7 @@ def test_the_bar_is_drawn_before_the_engine_waits_for_a_request() -> None:
     sink.on_step(Side.method, step, meter)
     sink.on_step(Side.method, replace(step, num_running=0), meter)
     assert "1/2" not in out.getvalue()
-    done = Completion(
-        index=0,
-        prompt_token_ids=[1],
-        output_token_ids=[1],
-        text=None,
-        finish_reason="stop",
-        error=None,
-        ttft_ms=1.0,
-        latency_ms=1.0,
-    )
-    sink.on_completion(Side.method, done, meter)
+    sink.on_completion(Side.method, completed(request), meter)
     assert "1/2" in out.getvalue()
     sink.close()
 

@@ -100,3 +100,12 @@ def test_a_report_of_a_divergence(use_engine: Use, run_config: Run, tmp_path: Pa
     text = report(tmp_path).text
     assert "Diverged" in text
     assert "task-2, 1" in text
+
+
+def test_accepted_drafts_are_marked(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
+    """The fake drafter has 3, 0 and 2 of its drafts accepted in each of six requests."""
+    use_engine(FakeEngine())
+    run_config()
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.count("class=accepted") == 6 * (3 + 0 + 2)
+    assert page.count('<b title="token') == 6 * 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,19 +22,19 @@ from studied_runs import (
     summary_of,
 )
 
-from hydraspec.cli import main as command_line
 from hydraspec.cli import report
+from hydraspec.cli import run as command_line
 from hydraspec.cli.compose import plan
-from hydraspec.cli.report import main
 from hydraspec.config.schema import RunConfig, TrackerConfig, TrackerMode
 from hydraspec.lab import run as run_module
 from hydraspec.lab import tracking
-from hydraspec.study import study_page as page
+from hydraspec.report import main
 from hydraspec.study import wandb_report
 from hydraspec.study.blocks import Study
 from hydraspec.study.contents import study
 from hydraspec.study.families import Point, front_of
 from hydraspec.study.groups import read
+from hydraspec.study.html import study_page
 
 Use = Callable[[FakeEngine], FakeEngine]
 
@@ -59,7 +60,7 @@ def test_the_page_of_a_sweep(studied: Path, capsys: pytest.CaptureFixture[str]) 
         "Throughput of one user and of all",
         "Speedup over decoding without drafts",
         "Accepted drafts by position",
-        "By category",
+        "Speedup / acceptance length by category",
         "identical: all 6 outputs equal",
         "Where a step's time goes",
         "method.num_speculative_tokens",
@@ -99,6 +100,13 @@ def test_what_the_verdict_says(studied: Path) -> None:
     assert "Not ranked: 1 ran without a baseline" in made_of([studied]).notes
 
 
+def test_repeats_of_a_sweep_are_named_with_their_folders(studied: Path) -> None:
+    """Catches "job 1+1"."""
+    shutil.copytree(studied, studied.with_name("again"))
+    names = {job.name for job in read([studied, studied.with_name("again")]).jobs}
+    assert f"{studied.name}/1+again/1" in names
+
+
 def test_groups_by_target_and_load(studied: Path) -> None:
     """A drafter at two loads, and another target: ranked apart, in one report."""
     copied(studied / "1", "4", workload__concurrency=8)
@@ -117,7 +125,7 @@ def test_groups_by_target_and_load(studied: Path) -> None:
     made = made_of([studied])
     assert made.question == "Which drafter for tiny_fake and tiny_other on workload jsonl?"
     assert len(made.verdicts) == 3
-    check_page(page.render(made, studied))
+    check_page(study_page(made, studied))
 
 
 def test_jobs_of_two_folders_are_told_apart(studied: Path) -> None:
@@ -154,7 +162,7 @@ def test_text_from_files_is_escaped(studied: Path) -> None:
     edit(studied / "1", target=name, warnings=[name])
     configure(studied / "1", target__name=name, engine__device=name)
     made = made_of([studied], asked=f"{name}?")
-    assert check_page(page.render(made, studied)).text.count(name) > 2
+    assert check_page(study_page(made, studied)).text.count(name) > 2
 
 
 def test_links_from_another_folder(studied: Path) -> None:
@@ -171,15 +179,15 @@ def test_links_from_another_folder(studied: Path) -> None:
 def test_one_run(studied: Path) -> None:
     made = made_of([studied / "1"])
     assert made.question.startswith("Is gemma4_mtp with 3 draft tokens worth it for tiny_fake")
-    assert check_page(page.render(made, studied)).links == ["1/report.html"]
+    assert check_page(study_page(made, studied)).links == ["1/report.html"]
 
 
 def test_accuracy_of_an_earlier_version(studied: Path) -> None:
     """It has no `scoring`: the report calls it an exact match, as that version did."""
     accuracy = {"exact_match": 0.5, "num_scored": 2, "by_category": {}}
-    text = check_page(page.render(made_of([edit(studied / "1", accuracy=accuracy)]), studied)).text
+    text = check_page(study_page(made_of([edit(studied / "1", accuracy=accuracy)]), studied)).text
     assert "exact match" in text
-    assert "50.0%" in text
+    assert "0.500" in text
 
 
 def test_the_front_holds_what_no_other_point_beats() -> None:
@@ -192,9 +200,6 @@ def test_the_front_holds_what_no_other_point_beats() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
-    "no such folder": (lambda studied: [studied / "nowhere"], "nowhere: does not exist"),
-    "a file": (lambda studied: [studied / "0" / "env.json"], "env.json: is no folder"),
-    "an empty folder": (lambda studied: [_made(studied / "empty")], "holds no summary.json"),
     "nothing finished": (lambda studied: [_without_rows(studied / "0")], "no request finished"),
     "nothing in common": (
         lambda studied: [
@@ -216,11 +221,6 @@ REFUSED: dict[str, tuple[Callable[[Path], list[Path]], str]] = {
         "other prompts: request",
     ),
 }
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def _without_rows(run: Path) -> Path:

@@ -8,8 +8,8 @@ import pytest
 from checked_pages import check_page
 from studied_runs import configure, copied, edit, summary_of
 
-from hydraspec.cli.gate import main as gate
-from hydraspec.cli.report import main
+from hydraspec.gate import main as gate
+from hydraspec.report import main
 from hydraspec.study.answers import COLUMNS, job_table, question
 from hydraspec.study.contents import study
 from hydraspec.study.groups import read

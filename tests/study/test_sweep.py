@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checked_pages import check_page
 from fake_engine import FakeEngine
 from rich.console import Console
+from studied_runs import configure, edit
 
 from hydraspec.config.schema import GoodputConfig, MethodConfig, RunConfig
 from hydraspec.lab import run as run_module
@@ -122,19 +122,12 @@ def test_k_that_was_chosen_is_not_shown_as_the_most(sweep: Path) -> None:
     used = {"mean": 1.5, "histogram": [0, 9, 9, 0]}
     for job, drafts in (("0", "auto"), ("1", "3")):
         type_in(sweep / job, "method=gemma4_mtp", f"method.num_speculative_tokens={drafts}")
-    change(sweep / "0", num_speculative_tokens=3, num_speculative_tokens_used=used)
+    edit(sweep / "0", num_speculative_tokens=3, num_speculative_tokens_used=used)
     comparison = read(sweep)
     assert [row.settings["num_speculative_tokens"] for row in comparison.rows] == ["auto", 3, 0]
-    ((_, ranking),) = comparison.rankings
-    labels = {each.job.label for each in ranking.ranked}
-    assert labels == {"gemma4_mtp, K=auto", "gemma4_mtp, K=3", "none, K=0"}
-
-
-def change(folder: Path, **changes: Any) -> None:
-    """Change the summary of a job."""
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) | changes
-    path.write_text(json.dumps(summary), encoding="utf-8")
+    (group,) = comparison.groups
+    labels = {each.job.label for each in group.jobs}
+    assert labels == {"gemma4_mtp, K=auto", "gemma4_mtp, K=3", "none"}
 
 
 def type_in(folder: Path, *overrides: str) -> None:
@@ -145,13 +138,13 @@ def type_in(folder: Path, *overrides: str) -> None:
 def test_jobs_are_ranked_within_each_setting_around_the_method(sweep: Path) -> None:
     """Catches one ranking for a sweep over concurrency, where the largest is always the fastest."""
     for job, concurrency in (("0", 1), ("1", 4), ("2", 1)):
-        change(sweep / job, concurrency=concurrency)
+        configure(edit(sweep / job, concurrency=concurrency), workload__concurrency=concurrency)
         type_in(sweep / job, "method=x", f"workload.concurrency={concurrency}")
     comparison = read(sweep)
     assert comparison.columns == ["method", "num_speculative_tokens", "concurrency"]
     assert [row.settings["concurrency"] for row in comparison.rows] == [1, 4, 1]
     assert [row.rank for row in comparison.rows] == [2, None, 1]
-    assert [title for title, _ in comparison.rankings] == ["at once 1"]
+    assert [group.title for group in comparison.groups] == ["concurrency 1"]
 
 
 def test_what_was_typed_stands_in_its_column(sweep: Path) -> None:
@@ -159,10 +152,11 @@ def test_what_was_typed_stands_in_its_column(sweep: Path) -> None:
     their place: a column of a screen's width, and no job ranked, as no two are alike."""
     for job, mode in (("0", "none"), ("1", "full"), ("2", "none")):
         type_in(sweep / job, "method=x", f"cudagraph={mode}", "baseline=true")
+        configure(sweep / job, cudagraph__name=mode)
     comparison = read(sweep)
     assert comparison.columns == ["method", "num_speculative_tokens", "cudagraph"]
     assert [row.settings["cudagraph"] for row in comparison.rows] == ["none", "full", "none"]
-    assert [title for title, _ in comparison.rankings] == ["cudagraph none"]
+    assert [group.title for group in comparison.groups] == ["cudagraph none"]
 
 
 def scale(folder: Path, *, method: float, both: float) -> None:
@@ -175,7 +169,7 @@ def scale(folder: Path, *, method: float, both: float) -> None:
             row["baseline"]["decode_ms"] *= both
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    change(folder, output_tokens_per_second=summary["output_tokens_per_second"] / both)
+    edit(folder, output_tokens_per_second=summary["output_tokens_per_second"] / both)
 
 
 def test_a_drifting_machine_does_not_change_the_rank(sweep: Path) -> None:
@@ -198,26 +192,27 @@ def test_what_cannot_be_told_from_the_best_is_marked_too(sweep: Path) -> None:
         rows = (sweep / "1" / "requests.jsonl").read_text(encoding="utf-8")
         (sweep / job / "requests.jsonl").write_text(rows, encoding="utf-8")
     scale(sweep / "0", method=1.001, both=1.0)
-    marks = {row.job: row.mark for row in read(sweep).rows}
+    marks = {row.folder.name: row.mark for row in read(sweep).rows}
     assert sorted((marks["0"], marks["1"])) == ["*", "="]
 
 
 def test_seeds_are_pooled(sweep: Path) -> None:
     for job, k, seed in (("0", 1, 0), ("1", 1, 1), ("2", 3, 0)):
-        change(sweep / job, num_speculative_tokens=k, seed=seed)
+        configure(sweep / job, seed=seed, method__num_speculative_tokens=k, method__name="eagle3")
+        edit(sweep / job, num_speculative_tokens=k, seed=seed)
         type_in(sweep / job, f"method.num_speculative_tokens={k}", f"seed={seed}")
-    ((_, ranking),) = read(sweep).rankings
-    assert sorted(len(each.job.runs) for each in ranking.ranked) == [1, 2]
-    assert {each.job.name for each in ranking.ranked} == {"0+1", "2"}
+    (group,) = read(sweep).groups
+    assert sorted(len(each.job.runs) for each in group.jobs) == [1, 2]
+    assert {each.job.name for each in group.jobs} == {"0+1", "2"}
 
 
 def test_jobs_that_cannot_be_ranked_say_why(sweep: Path) -> None:
-    change(sweep / "0", baseline=None)
+    edit(sweep / "0", baseline=None)
     comparison = read(sweep)
-    assert comparison.rankings == []
+    assert comparison.groups == []
     assert {row.mark for row in comparison.rows} == {""}
     (why,) = comparison.unranked
-    assert "has no baseline" in why
+    assert "0 ran without a baseline" in why
 
 
 def test_the_tables_of_a_sweep_are_written(sweep: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from studied_runs import configure, edit
 
-from hydraspec.cli.report import main
+from hydraspec.report import main
 from hydraspec.study import groups, wandb_report
 from hydraspec.study.contents import study
 

@@ -12,7 +12,7 @@ from checked_pages import check_page
 from fake_engine import Behaviour, FakeEngine
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.lab import token_texts
+from hydraspec.lab import positions
 from hydraspec.study.worst import MAX_REJECTED, worst_requests
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -96,7 +96,7 @@ def test_texts_are_escaped_in_the_page(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_texts, "decoder", lambda config: lambda ids: "<b>\n")
+    monkeypatch.setattr(positions, "decoder", lambda config: lambda ids: "<b>\n")
     use_engine(FakeEngine(Behaviour(accepted=(0,))))
     config.metrics.trace = True
     run_config()

@@ -104,6 +104,38 @@ def poisoned_cache(
     return cache, table, places
 
 
+@dataclass
+class Queries:
+    """Queries over a poisoned cache, and the kernels' plan."""
+
+    query: Tensor
+    cache: Tensor
+    plan: DevicePlan
+
+
+def queries(
+    case: Requests,
+    latent_dim: int | None = None,
+    *,
+    seed: int = 7,
+    size: float = 2.0,  # of a query, so that scores are of this size times case.scale
+    has_starts: bool = True,
+) -> Queries:
+    """Random queries of every row; with latent_dim the cache holds one key a row."""
+    device, draw = case.device, torch.Generator(case.device).manual_seed(seed)
+    page = (1,) if latent_dim else (2, case.kv_heads)
+    cache, table, _ = poisoned_cache(case, (*page, case.head_dim), draw)
+    width = case.heads * (2 if case.strided else 1)
+    rows = sum(case.rows) + case.tail
+    query = torch.randn(rows, width, case.head_dim, generator=draw, device=device)
+    query = (query * size * case.head_dim**-0.5).to(case.dtype)[:, : case.heads]
+    starts = torch.tensor([0, *case.rows], device=device).cumsum(0) if has_starts else None
+    lens = torch.tensor(case.lens, device=device)
+    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
+    shape = case.group_shape(latent_dim)
+    return Queries(query, cache, device_plan(shape, segments, table, lens, starts))
+
+
 @dataclass(frozen=True)
 class Case(Requests):
     """Requests of a layer, and what it does before attention."""

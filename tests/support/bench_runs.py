@@ -8,18 +8,38 @@ from typing import Any
 
 import pytest
 from checked_pages import check_page
+from fake_engine import FakeEngine
 
 from hydraspec.bench import run as bench
 from hydraspec.bench import study as bench_study
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig
-from hydraspec.study import study_page
+from hydraspec.study import html
+from hydraspec.types import Request
 
 SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
+LENGTHS = ("prompt_tokens=5", "output_tokens=4", "max_prompt_tokens=9", "max_output_tokens=8")
+BENCHES = {  # benchmarks of a few tokens
+    "decode": SMALL,
+    "load": ("num_requests=6", *LENGTHS, "repeats=2"),
+    "serve": ("num_requests=4", *LENGTHS),
+    "turns": (
+        *("num_conversations=2", "num_turns=3", "turn_tokens=6", "output_tokens=4"),
+        "repeats=2",
+    ),
+}
+ALONE = ("bench.engines=[native]", "bench.methods=[gemma4_mtp]", "bench.isolate=false")
 
 
-def planned(*overrides: str) -> RunConfig:
-    return plan(["bench=decode", *SMALL, *overrides]).jobs[0].config
+def small(bench: str) -> list[str]:
+    """What is typed for a benchmark of a few tokens."""
+    keys = [key if key.startswith("bench.") else f"bench.{key}" for key in BENCHES[bench]]
+    return [f"bench={bench}", *keys]
+
+
+def planned(*overrides: str, bench: str = "decode") -> RunConfig:
+    """The configuration of a benchmark of a few tokens."""
+    return plan([*small(bench), *overrides]).jobs[0].config
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) -> list[Any]:
@@ -40,8 +60,22 @@ def in_process(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int | None]) ->
     return told
 
 
-def run_bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
-    typed = ["bench=decode", *SMALL, *overrides]
+def offered_to_fakes(monkeypatch: pytest.MonkeyPatch) -> list[list[Request]]:
+    """The requests that fake engines are given from here on, run after run."""
+    found: list[list[Request]] = []
+    run = FakeEngine.run
+
+    def noted(self, requests, *, concurrency):  # type: ignore[no-untyped-def]
+        found.append(list(requests))
+        return run(self, requests, concurrency=concurrency)
+
+    monkeypatch.setattr(FakeEngine, "run", noted)
+    return found
+
+
+def run_bench(tmp_path: Path, *overrides: str, bench_name: str = "decode") -> dict[str, Any]:
+    """The content of bench.json in the folder `run`."""
+    typed = [*small(bench_name), *overrides]
     job = plan(typed)
     result = bench.run(job.jobs[0].config, run_dir=tmp_path / "run", overrides=typed)
     assert json.loads((tmp_path / "run" / "bench.json").read_text()) == result
@@ -53,7 +87,7 @@ def reported(folder: Path) -> tuple[str, str, set[str]]:
     results = bench_study.read(folder)
     made = bench_study.extended(None, results)
     drawn = [block.chart for section in made.sections for block in section.blocks if block.chart]
-    page = check_page(study_page.render(made, folder))
+    page = check_page(html.study_page(made, folder))
     assert page.links
     return made.verdicts[0].sentence, page.text, {n for chart in drawn for n, _ in chart.legend}
 

@@ -190,6 +190,20 @@ def draw_eagle1(rng: np.random.Generator, target: Any, *, is_mistral: bool) -> P
     return head
 
 
+def make_target(**changes: Any) -> FakeTarget:
+    """A target of the sizes that heads of `make_head` read."""
+    sizes = {"hidden_size": SIZE, "vocab_size": VOCAB} | changes
+    return FakeTarget(np.random.default_rng(1), **sizes)
+
+
+def make_head(method: str = "eagle3", **flags: bool) -> PlainEagle:
+    """A head of one plain layer with a narrow vocabulary."""
+    mask = 3 if method == "peagle" else None
+    head = PlainEagle(method, LAYER, {}, flags, (1, 2, 4), torch.arange(ROWS) + 5, mask)
+    head.weights = draw_weights(np.random.default_rng(2), head, make_target(), rows=ROWS)
+    return head
+
+
 # ------------------------------------------------------------------ folders
 
 

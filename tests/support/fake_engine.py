@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hydraspec.engine.base import Built, Engine, EngineInfo
-from hydraspec.types import Completion, Request, RequestStep, StepRecord, WorkloadError
+from hydraspec.types import Completion, Request, RequestStep, Span, StepRecord, WorkloadError
 
 VOCAB_SIZE = 64
 MAX_MODEL_LEN = 64
@@ -120,7 +120,9 @@ class FakeEngine(Engine):
         self.base = base
         return base
 
-    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+    def next_token_logits(
+        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+    ) -> np.ndarray:
         best = target_token(token_ids)
         logits = np.zeros(VOCAB_SIZE)
         logits[best] = 10.0

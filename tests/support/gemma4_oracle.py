@@ -182,30 +182,32 @@ def random_target(
     return load(folder, dtype, weights="random")
 
 
-def load(
-    folder: Path, dtype: torch.dtype = torch.float32, *, weights: str = "checkpoint"
-) -> TargetModel:
-    """Our target from a folder, on the CPU."""
-    return load_target(
-        str(folder),
-        weights=weights,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
+def load(checkpoint: Path | str, dtype: torch.dtype = torch.float32, **changes: Any) -> TargetModel:
+    """Our target from a folder or a name, on the CPU."""
+    given = {
+        "weights": "checkpoint",
+        "device": torch.device("cpu"),
+        "seed": 0,
+        "max_model_len": None,
+    }
+    return load_target(str(checkpoint), dtype=dtype, **(given | changes))
 
 
 def load_zoo(name: str) -> TargetModel:
     """A shipped target in float32."""
-    return load_target(
-        f"zoo:{name}",
-        weights="checkpoint",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
+    return load(f"zoo:{name}")
+
+
+class HeadAsTarget:
+    """Lets PagedRun make caches and rows for a draft head."""
+
+    def __init__(self, head: Any, dtype: torch.dtype = torch.float64, num_layers: int = 16) -> None:
+        self.head, self.dtype, self.num_layers = head, dtype, num_layers
+
+    def kv_groups(self, block_size: int) -> list[Any]:
+        """The head's groups, from layer 0 on."""
+        groups: list[Any] = self.head.kv_groups(block_size, 0)
+        return groups
 
 
 @dataclass

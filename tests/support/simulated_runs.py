@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-RECORDED = Path(__file__).parents[1] / "study" / "comparison" / "recorded.json"
+RECORDED = Path(__file__).parents[1] / "study" / "recorded.json"
 TOGETHER = 8  # requests whose noise is drawn together: twice those that run at once
 DRIFT = 0.4  # standard deviation of the logarithm of the machine's speed between runs
 Array = NDArray[np.float64]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from hydraspec.config.schema import (
     CudagraphConfig,
@@ -114,6 +118,18 @@ def write_folder(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def edit_config(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    """Change keys of a json file."""
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Change the tensors of model.safetensors."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
 def run_config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -12,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
+from records import json_lines, request
 from scipy import stats
 
 import hydraspec
 from hydraspec.config.schema import RunConfig
-from hydraspec.types import Request, SamplingParams
+from hydraspec.types import Request
 from hydraspec.workloads.arrivals import ArrivalProcess
 
 
@@ -70,7 +70,7 @@ def test_extreme_shapes_give_finite_times_in_order(burstiness: float) -> None:
 
 
 def requests(count: int) -> list[Request]:
-    return [Request(index=i, id=str(i), sampling=SamplingParams()) for i in range(count)]
+    return [request(i) for i in range(count)]
 
 
 def test_requests_keep_their_order_and_the_workload_is_not_changed() -> None:
@@ -93,15 +93,6 @@ def test_of_a_conversation_the_first_turn_arrives() -> None:
     times = [request.arrival_s for request in found if request.after is None]
     assert times == process(10.0).times(3, 1).tolist()
     assert [r.arrival_s for r in found if r.after is not None] == [None] * 3
-
-
-def test_a_conversation_arrives_with_its_first_turn() -> None:
-    """Two conversations of two turns: the rate is that of conversations."""
-    given = requests(4)
-    given[1].after, given[3].after = 0, 2
-    times = [request.arrival_s for request in process(2.0).offered(given, 1)]
-    assert (times[1], times[3]) == (None, None)
-    assert times[2] == pytest.approx(1.0)
 
 
 def test_only_a_rate_that_takes_days_is_warned_of() -> None:
@@ -128,8 +119,7 @@ def test_a_run_with_arrivals_waits_for_them_and_decodes_the_same(tmp_path: Path)
         assert duration > 0.4, "the last request of each round arrives after 0.2 s"
         assert side["total_step_time_s"] < duration
         assert all(value > 0 for known in side["latency_ms"].values() for value in known.values())
-    for line in (tmp_path / "requests.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in json_lines(tmp_path / "requests.jsonl"):
         assert 0 < row["queue_ms"] < row["ttft_ms"] < row["latency_ms"]
         assert 0 < row["inter_token_ms"]["p50"] <= row["inter_token_ms"]["p99"]
 

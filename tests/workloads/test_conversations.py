@@ -54,14 +54,6 @@ def test_the_limit_counts_lines_and_ids_of_turns_must_differ(config: RunConfig, 
         read_lines(config, path, *lines)
 
 
-def test_token_ids_of_turns_are_checked_against_the_vocabulary(
-    config: RunConfig, path: Path
-) -> None:
-    workload = read_lines(config, path, GOOD, {"turns": [[1], [2, 64]]})
-    with pytest.raises(WorkloadError, match=rf"^{path}:2: turns\[1\]: 64 is outside"):
-        workload.check_vocabulary(64)
-
-
 def test_a_message_list_of_several_turns_is_one_request(config: RunConfig, path: Path) -> None:
     roles = ("system", "user", "assistant", "tool", "assistant", "user")
     messages = [{"role": role, "content": "a"} for role in roles]

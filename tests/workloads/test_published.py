@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import completion, request
 
 from hydraspec.config.schema import RunConfig, WorkloadConfig
 from hydraspec.config.workloads import PACKAGES
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.types import Completion, ConfigurationError, Request, WorkloadError
+from hydraspec.types import ConfigurationError, Request, WorkloadError
 from hydraspec.workloads import reading as workloads
 from hydraspec.workloads.scoring import final_number, score_completion, score_number
 
@@ -105,22 +106,12 @@ def test_final_number(text: str) -> None:
 
 def test_numbers_are_scored_where_the_workload_says() -> None:
     """Catches an exact match, which fails on 1000 for 1,000."""
-    request = Request(index=0, id="a", sampling=None, answer="1,000", scoring="number")  # type: ignore[arg-type]
-    completion = Completion(
-        index=0,
-        prompt_token_ids=[1],
-        output_token_ids=[1],
-        text="#### 1000",
-        finish_reason="stop",
-        error=None,
-        ttft_ms=None,
-        latency_ms=0.0,
-    )
-    assert score_completion(request, completion) is True
-    request.scoring = "text"
-    assert score_completion(request, completion) is False
-    completion.finish_reason = "error"
-    assert score_completion(request, completion) is None
+    asked, ended = request(answer="1,000", scoring="number"), completion(text="#### 1000")
+    assert score_completion(asked, ended) is True
+    asked.scoring = "text"
+    assert score_completion(asked, ended) is False
+    ended.finish_reason = "error"
+    assert score_completion(asked, ended) is None
 
 
 # ---------------------------------------------------------------- humaneval, mt_bench, spec_bench

@@ -1,14 +1,14 @@
-"""Outputs that are code: what parses and defines the task's function. None of it is run."""
+"""Scoring: answers in texts, and code that defines a task's function, which is never run."""
 
 from __future__ import annotations
 
 import warnings
 
 import pytest
+from records import completion, request
 
-from hydraspec.metrics.accuracy import accuracy_name
-from hydraspec.types import Completion, Request, SamplingParams
-from hydraspec.workloads.scoring import MAX_CODE, accuracy, score_completion, score_defines
+from hydraspec.metrics.accuracy import accuracy, accuracy_name
+from hydraspec.workloads.scoring import MAX_CODE, score, score_completion, score_defines
 
 PROMPT = 'import math\n\n\ndef double(x):\n    """Twice x."""\n'
 WHOLE = "def double(x):\n    return 2 * x\n"
@@ -82,11 +82,9 @@ def test_more_code_than_is_parsed() -> None:
 def test_the_figures_are_named_for_what_they_are() -> None:
     """Catches a share of outputs that merely parse under the name of an exact match."""
     texts = [WHOLE, "no", None]
-    requests = [
-        Request(index=i, id=str(i), sampling=SamplingParams(), answer="double", scoring="defines")
-        for i in range(len(texts))
-    ]
-    scores = [score_completion(r, ended(t)) for r, t in zip(requests, texts, strict=True)]
+    requests = [request(i, answer="double", scoring="defines") for i in range(len(texts))]
+    ended = [completion(text=text) for text in texts]
+    scores = [score_completion(*both) for both in zip(requests, ended, strict=True)]
     assert scores == [True, False, None]
     found = accuracy(requests, scores)
     assert (found["exact_match"], found["num_scored"], found["scoring"]) == (0.5, 2, "defines")
@@ -98,14 +96,37 @@ def test_the_figures_are_named_for_what_they_are() -> None:
     assert accuracy_name([found]) == "exact match"
 
 
-def ended(text: str | None) -> Completion:
-    return Completion(
-        index=0,
-        prompt_token_ids=[1],
-        output_token_ids=[1],
-        text=text,
-        finish_reason="stop",
-        error=None,
-        ttft_ms=None,
-        latency_ms=0.0,
-    )
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("3 + 4 = 7. The answer is 7", "7", True),
+        ("3 + 4 = 7. The answer is 7.", "7", False),
+        ("the answer is 3, no, the answer is\n 7 \n", " 7 ", True),
+        ("the answer is 7 apples", "7", False),
+        ("7", "7", True),
+        (" abc. ", "abc.", True),
+        (" abc. ", "abc", False),
+        ("The Answer Is 7", "7", False),
+        (None, "7", None),
+        ("7", None, None),
+    ],
+)
+def test_the_text_after_the_last_phrase_is_the_answer(
+    text: str | None, answer: str | None, expected: bool | None
+) -> None:
+    assert score(text, answer) is expected
+
+
+def test_accuracy_counts_scored_requests_only() -> None:
+    requests = [request(i, category="ab"[i % 2]) for i in range(4)]
+    result = accuracy(requests, [True, None, False, True])
+    assert result == {
+        "exact_match": 2 / 3,
+        "num_scored": 3,
+        "scoring": "text",
+        "by_category": {
+            "a": {"exact_match": 0.5, "num_scored": 2},
+            "b": {"exact_match": 1.0, "num_scored": 1},
+        },
+    }
+    assert accuracy(requests, [None] * 4) is None

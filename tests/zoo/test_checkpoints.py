@@ -16,7 +16,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hydraspec.zoo.recipe import centroids, corpus, evaluate, modeling, tokenizer
+from hydraspec.zoo.recipe import (
+    corpus,
+    evaluate,
+    modeling,
+    tasks,
+    tokenizer,
+    train_assistant,
+    train_target,
+)
 from hydraspec.zoo.recipe.recipes import ASSISTANTS, CHECKPOINTS, TARGETS
 
 GEMMA4 = [name for name, recipe in TARGETS.items() if recipe.family == "gemma4"]
@@ -66,6 +74,16 @@ def test_the_recipe_is_the_shipped_shape(name: str) -> None:
     files = {"architectures", "dtype", "eos_token_id", "pad_token_id", "bos_token_id"}
     differing = {key for key in built if built[key] != shipped.get(key)}
     assert differing <= files | {"_name_or_path", "transformers_version"}
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "tiny_deepseek"])
+def test_saving_a_loaded_target_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
+    """DeepSeek's file holds its MTP layer too, which is no part of the target."""
+    folder = CHECKPOINTS / name
+    target = modeling.load_target(folder)
+    train_target.save_target(target, tmp_path, _config(folder)["eos_token_id"])
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
 
 
 @pytest.mark.parametrize("name", GEMMA4)
@@ -148,8 +166,8 @@ def test_workload_lines() -> None:
     lines = evaluate.read_workload()
     assert len(lines) == 64
     assert len({line["id"] for line in lines}) == 64
-    assert [line["category"] for line in lines[:4]] == list(corpus.CATEGORIES)
-    for category in corpus.CATEGORIES:
+    assert [line["category"] for line in lines[:4]] == list(tasks.TASKS)
+    for category in tasks.TASKS:
         assert sum(line["category"] == category for line in lines) == 16
     assert all(set(line) == WORKLOAD_KEYS for line in lines)
 
@@ -185,11 +203,11 @@ def test_clusters_are_balanced_and_close() -> None:
     generator = torch.Generator().manual_seed(0)
     centre = torch.randn(4, 8, generator=generator) * 10
     table = centre.repeat_interleave(6, 0) + torch.randn(24, 8, generator=generator)
-    order = centroids.fit_ordering(table, 4)
+    order = train_assistant.fit_ordering(table, 4)
     groups = {frozenset(row) for row in (order // 6).view(4, 6).tolist()}
     assert groups == {frozenset({c}) for c in range(4)}
 
 
 def test_clusters_must_divide_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="num_centroids=5 must divide"):
-        centroids.fit_ordering(torch.zeros(24, 8), 5)
+        train_assistant.fit_ordering(torch.zeros(24, 8), 5)

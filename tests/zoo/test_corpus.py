@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from hydraspec.zoo.recipe import batches, corpus, make, tokenizer
+from hydraspec.zoo.recipe import batches, corpus, make, tasks, tokenizer
 
 STEP = re.compile(r"(\d+) ([*+-]) (\d+) = (\d+)")
 
@@ -50,7 +50,7 @@ def test_bucket_is_fixed() -> None:
     assert [corpus.bucket(text) for text in ("", "a", "sort these")] == [3, 10, 11]
 
 
-@pytest.mark.parametrize("category", corpus.CATEGORIES)
+@pytest.mark.parametrize("category", tasks.TASKS)
 def test_both_sides_of_the_split_exist(category: str) -> None:
     rng = random.Random(0)
     assert corpus.is_held_out(corpus.draw(category, rng, held_out=True).prompt)

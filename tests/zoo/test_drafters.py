@@ -19,12 +19,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
 from hydraspec.models.detect import detect, open_draft
-from hydraspec.zoo.recipe import corpus, draft_files, evaluate, modeling, plain_targets
+from hydraspec.zoo.recipe import corpus, draft_files, evaluate, modeling
 from hydraspec.zoo.recipe.batches import Sequences
-from hydraspec.zoo.recipe.draft_heads import DraftHead, Eagle3Head
-from hydraspec.zoo.recipe.draft_layers import StepCache, attend
-from hydraspec.zoo.recipe.draft_recipes import DRAFTERS
-from hydraspec.zoo.recipe.recipes import CHECKPOINTS, TARGETS
+from hydraspec.zoo.recipe.draft_heads import DraftHead, Eagle3Head, StepCache, attend
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, DRAFTERS, TARGETS
 from hydraspec.zoo.recipe.tokenizer import encode
 from hydraspec.zoo.recipe.train_drafter import (
     MASK_TOKEN_ID,
@@ -75,7 +73,7 @@ def test_layer_by_layer_is_the_whole_model(name: str) -> None:
     target, texts = _target(name), _texts(name, 2)
     with torch.inference_mode():
         whole = target(texts.tokens, output_hidden_states=True)
-        hidden, logits, aux = plain_targets.run_plain(target, texts.tokens, (0, 3))
+        hidden, logits, aux = modeling.run_plain(target, texts.tokens, (0, 3))
     torch.testing.assert_close(logits, whole.logits, **CLOSE)
     torch.testing.assert_close(hidden, whole.hidden_states[-1], **CLOSE)
     torch.testing.assert_close(aux[0], whole.hidden_states[0])
@@ -84,7 +82,7 @@ def test_layer_by_layer_is_the_whole_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_transformers_loads_the_plain_target(name: str) -> None:
-    kind = plain_targets.CLASSES[TARGETS[name].family]
+    kind = modeling.CLASSES[TARGETS[name].family]
     _, report = kind.from_pretrained(
         str(CHECKPOINTS / name), dtype=torch.float32, output_loading_info=True
     )
@@ -116,7 +114,7 @@ def test_the_plain_targets_answer(name: str) -> None:
     """Greedy text is the right response: every token is the best one behind those before it."""
     texts = _texts(name, 8)
     with torch.inference_mode():
-        best = plain_targets.run_plain(_target(name), texts.tokens)[1].argmax(-1)
+        best = modeling.run_plain(_target(name), texts.tokens)[1].argmax(-1)
     for i, (start, end) in enumerate(zip(texts.prompt_length, texts.length, strict=True)):
         said = best[i, start - 1 : end - 2].tolist()  # up to the turn marker, not its line end
         assert said == texts.tokens[i, start : end - 1].tolist()
@@ -243,7 +241,7 @@ def test_mtp_is_what_transformers_computes() -> None:
     inner: Any = main.model
     head = _head("tiny_deepseek-mtp")
     with torch.inference_mode():
-        hidden, _, _ = plain_targets.run_plain(target, texts.tokens)
+        hidden, _, _ = modeling.run_plain(target, texts.tokens)
         block: Any = head.block
         embedded = inner.embed_tokens(texts.tokens.roll(-1, 1))
         embedded[:, 0] = 0

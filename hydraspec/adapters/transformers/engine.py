@@ -25,7 +25,7 @@ from hydraspec.engine.machine import log_once, model_length
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
-from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.types import Completion, Request, Span, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class TransformersEngine(Engine):
         return TransformersEngine(config, parts, one_at_a_time=self._one_at_a_time)
 
     @torch.inference_mode()
-    def next_token_logits(self, token_ids: Seq[int]) -> np.ndarray:
+    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
         ids = torch.tensor([list(token_ids)], device=self.parts.device)
         logits: torch.Tensor = self.parts.model(ids, use_cache=False).logits[0, -1].double().cpu()
         logits[list(self.parts.suppress_token_ids)] = -torch.inf

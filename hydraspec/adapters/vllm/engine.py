@@ -31,6 +31,7 @@ from hydraspec.types import (
     Request,
     RequestStep,
     SamplingParams,
+    Span,
     StepRecord,
 )
 
@@ -177,7 +178,7 @@ class VllmEngine(Engine):
     def baseline(self) -> Engine:
         raise ConfigurationError(ONE_ENGINE)
 
-    def next_token_logits(self, token_ids: Seq[int]) -> None:
+    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> None:
         """None: vLLM hands out tokens, no logits over the whole vocabulary."""
         return None
 

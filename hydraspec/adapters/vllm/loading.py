@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from hydraspec.adapters.vllm.async_engine import start_data_parallel
-from hydraspec.adapters.vllm.splits import check_splits
+from hydraspec.adapters.vllm.splits import check_devices, check_sizes
 from hydraspec.adapters.vllm.steps import StepStats
 from hydraspec.adapters.vllm.weights import EXTENSION, LOAD_FORMAT, is_known, unequal_weights
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.machine import GIB, pick_device
+from hydraspec.models.checkpoint.config_reader import text_part
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint, resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
@@ -136,7 +137,8 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
         )
     find_vllm()
     opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
-    check_splits(config, opened)
+    check_sizes(config, text_part(opened.config))
+    check_devices(config)
     environment.add("HF_HUB_OFFLINE", "1")  # from here on there are folders
     if config.parallelism.pipeline_layers is not None:
         layers = ",".join(map(str, config.parallelism.pipeline_layers))
@@ -245,7 +247,7 @@ def _weights(config: RunConfig) -> dict[str, Any]:
 
 
 def _executor(config: RunConfig) -> dict[str, Any]:
-    """How processes are started, where vLLM is not to choose: by itself it runs on this host."""
+    """Arguments that say how processes are started; without them vLLM runs on this host."""
     options, backend = config.engine.vllm, config.engine.vllm.distributed_executor_backend
     found: dict[str, Any] = {}
     if backend is not None:

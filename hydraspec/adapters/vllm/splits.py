@@ -5,6 +5,8 @@ What it says itself comes from processes that it has started, minutes later. Che
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,18 +14,36 @@ import torch
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.models.checkpoint.config_reader import text_part
-from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO_PREFIX
 
 MOST = 64  # ranks that a message lists
 
 
-def check_splits(config: RunConfig, opened: Checkpoint) -> None:
-    """Compare the splits with the target's sizes and with this host's devices.
+def check_shipped(config: RunConfig) -> None:
+    """Compare the splits with the sizes of a target whose config.json ships with the package.
+
+    Raises:
+        ConfigurationError: as `check_sizes`.
+    """
+    checkpoint = config.target.checkpoint
+    if (SHAPES / config.target.name).is_dir():
+        checkpoint = f"{SHAPE_PREFIX}{config.target.name}"
+    if checkpoint.startswith((SHAPE_PREFIX, ZOO_PREFIX)):
+        check_sizes(config, _sizes(checkpoint))
+
+
+@cache
+def _sizes(checkpoint: str) -> Mapping[str, Any]:
+    return text_part(open_checkpoint(checkpoint).config)
+
+
+def check_sizes(config: RunConfig, shape: Mapping[str, Any]) -> None:
+    """Compare the splits with a text model's sizes.
 
     Raises:
         ConfigurationError: naming the axis and what would be legal.
     """
-    shape = text_part(opened.config)
     legal = [ranks for ranks in range(1, MOST + 1) if _divides(shape, ranks)]
     tensor, pipeline = config.parallelism.tensor, config.parallelism.pipeline
     if tensor <= MOST and tensor not in legal:
@@ -51,11 +71,9 @@ def check_splits(config: RunConfig, opened: Checkpoint) -> None:
             f"is more stages than the target has layers ({layers})",
             allowed=f"1 to {layers}",
         )
-    if config.engine.vllm.distributed_executor_backend != "ray":
-        _check_devices(config)
 
 
-def _divides(shape: Any, ranks: int) -> bool:
+def _divides(shape: Mapping[str, Any], ranks: int) -> bool:
     """Returns whether a text model's heads and widths divide among tensor-parallel ranks; key and
     value heads may also be repeated."""
     whole = [shape.get(key) for key in ("num_attention_heads", "intermediate_size")]
@@ -66,7 +84,14 @@ def _divides(shape: Any, ranks: int) -> bool:
     )
 
 
-def _check_devices(config: RunConfig) -> None:
+def check_devices(config: RunConfig) -> None:
+    """Compare the splits with this host's devices, unless ray finds devices elsewhere.
+
+    Raises:
+        ConfigurationError: there are too few.
+    """
+    if config.engine.vllm.distributed_executor_backend == "ray":
+        return
     ranks, nodes = config.parallelism, config.engine.vllm.nnodes
     needed, found = ranks.num_ranks // nodes, torch.cuda.device_count()
     if needed <= found:

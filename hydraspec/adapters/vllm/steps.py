@@ -71,10 +71,10 @@ class StatLogger:
         self._stats.add(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def log(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
         """It never sleeps."""

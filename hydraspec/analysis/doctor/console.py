@@ -1,10 +1,9 @@
-"""What an examination prints: progress while variants are tried, then findings and tables."""
+"""Console output of an examination: progress while variants are tried, then findings and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from hydraspec.errors import printable
@@ -17,8 +16,7 @@ SHOWN = 8  # variants of each round
 EVERY = 20  # variants between lines of progress
 
 
-@contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def progress(*, quiet: bool) -> Callable[[int, int], None]:
     """A function that is told how many variants of a round are done."""
     console = run_console(quiet=quiet)
 
@@ -26,7 +24,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         if done == total or done % EVERY == 0:
             console.print(f"{done} of {total} variants tried", highlight=False)
 
-    yield on_variant
+    return on_variant
 
 
 def show(result: Json, file: Path, *, quiet: bool) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from hydraspec_kernels.rope import Frequencies, mirrored
-from torch import Tensor
 
 from hydraspec.analysis.doctor.parts import weights_of
 from hydraspec.analysis.doctor.variants import (
@@ -27,6 +26,7 @@ from hydraspec.analysis.doctor.variants import (
     unit_norm,
     with_combine,
     with_layers,
+    with_mask_state,
     with_norm_weight,
 )
 from hydraspec.models.attention import Attention
@@ -43,62 +43,21 @@ CONVERT = "the converter that wrote the drafter's files is wrong here: convert a
 
 def entry_matrices(trial: Trial) -> Iterator[Matrix]:
     """Projections at a head's entry, whose inputs are a concatenation."""
-    head = trial.head
+    head, pair = trial.head, ("embedding", "state")
     if trial.kind == "target_cache":
-        names, weight = ("embedding", "state"), head.pre.weight
-        yield Matrix(
-            name="pre_projection",
-            blocks=names,
-            weight=weight,
-            put=lambda w: edited_trial(trial, edited(head, pre=head.pre.with_weight(w))),
-        )
+        yield Matrix(name="pre_projection", blocks=pair, trial=trial, path=("pre",))
     elif hasattr(head, "blocks"):
-        yield from _mtp_matrices(trial)
+        layer = head.layers[0]
+        name, blocks = layer.layout.projection, pair[:: layer.order]
+        yield Matrix(name=name, blocks=blocks, trial=trial, path=("layers", 0, "projection"))
     elif head.fc is not None:
-        yield Matrix(
-            name="fc",
-            blocks=("embedding", "state"),
-            weight=head.fc.weight,
-            put=lambda w: edited_trial(trial, edited(head, fc=head.fc.with_weight(w))),
-        )
+        yield Matrix(name="fc", blocks=pair, trial=trial, path=("fc",))
     else:
-        yield from _eagle3_matrices(trial)
-
-
-def _mtp_matrices(trial: Trial) -> Iterator[Matrix]:
-    head = trial.head
-    layer = head.layers[0]
-    names = ("embedding", "state")[:: layer.order]
-
-    def put(weight: Tensor) -> Trial:
-        layers = [edited(layer, projection=layer.projection.with_weight(weight)), *head.layers[1:]]
-        return edited_trial(trial, edited(head, layers=layers))
-
-    projection = layer.layout.projection
-    yield Matrix(name=projection, blocks=names, weight=layer.projection.weight, put=put)
-
-
-def _eagle3_matrices(trial: Trial) -> Iterator[Matrix]:
-    head = trial.head
-    combine = head.combine
-    if combine is not None and len(trial.aux_ids) <= 4:
-        yield Matrix(
-            name="fc",
-            blocks=tuple(f"aux {i}" for i in range(len(trial.aux_ids))),
-            weight=combine.fc.weight,
-            put=lambda w: with_combine(trial, edited(combine, fc=combine.fc.with_weight(w))),
-        )
-    first = head.first
-
-    def put(weight: Tensor) -> Trial:
-        qkv = first.attention.qkv.with_weight(weight)
-        layer = edited(first, attention=edited(first.attention, qkv=qkv))
-        return edited_trial(trial, edited(head, first=layer))
-
-    names = ("embedding", "state")
-    yield Matrix(
-        name="layer 0's q, k and v", blocks=names, weight=first.attention.qkv.weight, put=put
-    )
+        if head.combine is not None and len(trial.aux_ids) <= 4:
+            states = tuple(f"aux {i}" for i in range(len(trial.aux_ids)))
+            yield Matrix(name="fc", blocks=states, trial=trial, path=("combine", "fc"))
+        name, path = "layer 0's q, k and v", ("first", "attention", "qkv")
+        yield Matrix(name=name, blocks=pair, trial=trial, path=path)
 
 
 def block_order(subject: Subject) -> Iterator[Variant]:
@@ -165,9 +124,8 @@ def _combine_norms(subject: Subject) -> Iterator[Variant]:
     eps, place = head.shape.rms_norm_eps, head.place
     has_one, has_many = combine.norm is not None, bool(combine.state_norms)
     if has_one or has_many:
-        without = edited(combine, norm=None, state_norms=[])
         name = "norm_before_fc" if has_one else "fc_norm"
-        yield _flag(name, True, with_combine(trial, without))
+        yield _flag(name, True, with_combine(trial, norm=None, state_norms=[]))
     if has_many:
         joined = torch.cat([norm.weight for norm in combine.state_norms])
     elif has_one:
@@ -177,13 +135,9 @@ def _combine_norms(subject: Subject) -> Iterator[Variant]:
     one = with_norm_weight(unit_norm(joined, eps, place), joined)
     many = [with_norm_weight(unit_norm(w, eps, place), w) for w in joined.chunk(count)]
     if not has_one:
-        yield _flag(
-            "norm_before_fc", False, with_combine(trial, edited(combine, norm=one, state_norms=[]))
-        )
+        yield _flag("norm_before_fc", False, with_combine(trial, norm=one, state_norms=[]))
     if not has_many:
-        yield _flag(
-            "fc_norm", False, with_combine(trial, edited(combine, norm=None, state_norms=many))
-        )
+        yield _flag("fc_norm", False, with_combine(trial, norm=None, state_norms=many))
 
 
 def _flag(name: str, value: bool, trial: Trial) -> Variant:
@@ -232,11 +186,11 @@ def _with_norms(trial: Trial, add: float) -> Trial:
     elif hasattr(head, "blocks"):
         head.layers = [moved(layer) for layer in head.layers]
     elif head.combine is not None:
-        combine = moved(head.combine)
-        combine.state_norms = [
-            with_norm_weight(norm, norm.weight + add) for norm in combine.state_norms
+        head.combine = moved(head.combine)
+        head.combine.state_norms = [
+            with_norm_weight(norm, norm.weight + add) for norm in head.combine.state_norms
         ]
-        return with_combine(edited_trial(found, head), combine)
+        return with_mask_state(edited_trial(found, head))
     return edited_trial(found, head)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
 from hydraspec.analysis.doctor import contents, feeding
 from hydraspec.analysis.doctor.scores import MIN_TEXTS, Gain, Scores, gain, score
-from hydraspec.analysis.doctor.variants import Subject, Variant
+from hydraspec.analysis.doctor.variants import Change, Subject, Variant
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
@@ -21,41 +22,35 @@ MIN_NATS = 0.02  # per start, the same of likelihood
 NEAR = 0.9  # variants with this share of the best one's gain are told apart by likelihood
 
 
+C = TypeVar("C", bound=Change)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Ranked:
-    """A variant and what it brings."""
+class Tried(Generic[C]):
+    """A change and what it brings."""
 
-    variant: Variant
-    scores: Scores
+    change: C
+    scores: Scores | None  # None: the target does not answer
     gain: Gain  # drafts accepted per start
-    nats: Gain  # log likelihood of the target's distribution, over the K drafts of a start
-
-    @property
-    def is_cause(self) -> bool:
-        """Returns whether the drafter is surely better so: more is accepted; or as much is, and the
-        target's tokens are likelier.
-        """
-        accepts = self.gain.is_sure and self.gain.mean >= MIN_GAIN
-        is_likelier = self.nats.is_sure and self.nats.mean >= MIN_NATS
-        return accepts or (is_likelier and self.gain.mean >= 0)
+    nats: Gain | None = None  # log likelihood of the target's distribution, over a start's K drafts
+    is_cause: bool  # the drafter is surely better so
 
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
-    """What was found, round after round.
+    """Findings, round after round.
 
     Attributes:
         base: the drafter as it is.
         rounds: of each round all variants, best first.
         found: the variant that each round kept, in order; empty for a healthy drafter.
-        best: the scores, and the trial, after the last variant that was kept.
+        best: the scores after the last variant that was kept.
     """
 
     base: Scores
-    rounds: list[list[Ranked]] = field(default_factory=list)
-    found: list[Ranked] = field(default_factory=list)
+    rounds: list[list[Tried[Variant]]] = field(default_factory=list)
+    found: list[Tried[Variant]] = field(default_factory=list)
     best: Scores
-    trial: Trial
 
     @property
     def is_unsure(self) -> bool:
@@ -77,15 +72,15 @@ def diagnose(
     on_variant(done, total) is called after each.
     """
     base = score(trial, texts, k)
-    result = Diagnosis(base=base, best=base, trial=trial)
+    result = Diagnosis(base=base, best=base)
     for _ in range(max_rounds):
-        subject = Subject(trial=result.trial, texts=texts, target=target, k=k)
-        ranked = _ranked(subject, result.best, on_variant)
-        result.rounds.append(ranked)
-        if not ranked or not ranked[0].is_cause:
+        subject = Subject(trial=trial, texts=texts, target=target, k=k)
+        first, *others = ranked(subject, result.best, on_variant)
+        result.rounds.append([first, *others])
+        if not first.is_cause or first.scores is None:
             break
-        result.found.append(ranked[0])
-        result.best, result.trial = ranked[0].scores, ranked[0].variant.trial
+        result.found.append(first)
+        result.best, trial = first.scores, first.change.trial
     return result
 
 
@@ -95,7 +90,9 @@ def variants(subject: Subject) -> Iterator[Variant]:
         yield from family(subject)
 
 
-def _ranked(subject: Subject, base: Scores, on_variant: Callable[[int, int], None]) -> list[Ranked]:
+def ranked(
+    subject: Subject, base: Scores, on_variant: Callable[[int, int], None]
+) -> list[Tried[Variant]]:
     """All variants by acceptance. Causes come first, and of those that accept about as much the
     likeliest; of those that draft alike the least doubtful.
     """
@@ -105,20 +102,25 @@ def _ranked(subject: Subject, base: Scores, on_variant: Callable[[int, int], Non
         for number, variant in enumerate(tried, start=1):
             found.append(_compared(variant, subject, base, len(tried)))
             on_variant(number, len(tried))
-    found.sort(key=lambda each: (-round(each.gain.mean, 9), each.variant.doubt))
+    found.sort(key=lambda each: (-round(each.gain.mean, 9), each.change.doubt))
     causes = [each for each in found if each.is_cause]
     near = [each for each in causes if each.gain.mean >= NEAR * causes[0].gain.mean]
-    near.sort(key=lambda each: (-round(each.nats.mean, 6), each.variant.doubt))
+    near.sort(key=lambda each: (-round(each.nats.mean if each.nats else 0.0, 6), each.change.doubt))
     first = near[:1]
     return first + [each for each in found if each not in first]
 
 
-def _compared(variant: Variant, subject: Subject, base: Scores, num_compared: int) -> Ranked:
+def _compared(
+    variant: Variant, subject: Subject, base: Scores, num_compared: int
+) -> Tried[Variant]:
+    """A variant is a cause if more is accepted; or if as much is, and the target's tokens are
+    likelier."""
     scores = score(variant.trial, subject.texts, subject.k)
     likelier = scores.log_probs.sum(1), base.log_probs.sum(1)
-    return Ranked(
-        variant=variant,
-        scores=scores,
-        gain=gain(scores.accepted, base.accepted, base.num_of, num_compared=num_compared),
-        nats=gain(*likelier, base.num_of, num_compared=num_compared),
+    gained = gain(scores.accepted, base.accepted, base.num_of, num_compared=num_compared)
+    nats = gain(*likelier, base.num_of, num_compared=num_compared)
+    accepts = gained.is_sure and gained.mean >= MIN_GAIN
+    is_likelier = nats.is_sure and nats.mean >= MIN_NATS and gained.mean >= 0
+    return Tried(
+        change=variant, scores=scores, gain=gained, nats=nats, is_cause=accepts or is_likelier
     )

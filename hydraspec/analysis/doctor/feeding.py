@@ -66,7 +66,7 @@ def _with_ids(trial: Trial, ids: tuple[int, ...], *, doubt: int) -> Variant:
 
 
 def tokens_and_states(subject: Subject) -> Iterator[Variant]:
-    """Which token and which state a row of position t reads. No later ones: they would be the
+    """Another token and another state for the row of position t. No later ones: they would be the
     answer.
     """
     trial = subject.trial
@@ -137,7 +137,7 @@ def target_states(subject: Subject) -> Iterator[Variant]:
 
 
 def feedback(subject: Subject) -> Iterator[Variant]:
-    """What a step hands to the next: the state before or after the head's final norm."""
+    """The state that a step hands to the next, before or after the head's final norm."""
     trial, head = subject.trial, subject.trial.head
     if trial.kind != "own_cache" or subject.k == 1:
         return
@@ -186,7 +186,7 @@ class _StreamKept:
         self.block, self.input_norm = block, block.input_norm
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """As the layer's."""
+        """The layer's own outputs."""
         self.stream, y = self.block.forward(*args)
         return self.stream, y
 

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 from hydraspec import factory
+from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.tokenizer import Tokenizer
+from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.texts import (
     Text,
     Texts,
@@ -20,7 +22,7 @@ from hydraspec.speculators.teacher_forcing.texts import (
     finished_texts,
     read_texts,
 )
-from hydraspec.speculators.teacher_forcing.trial import Trial
+from hydraspec.speculators.teacher_forcing.trial import Trial, can_be_forced
 from hydraspec.types import Completion, Request, SamplingParams
 
 MAX_PROMPTS = 32  # where workload.limit does not say how many
@@ -36,23 +38,15 @@ class Patient:
 
     engine: Any  # a NativeEngine
     config: RunConfig
-
-    @property
-    def target(self) -> TargetModel:
-        """Its target."""
-        target: TargetModel = self.engine.parts.target
-        return target
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The target's."""
-        tokenizer: Tokenizer | None = self.engine.parts.tokenizer
-        return tokenizer
+    target: TargetModel
+    tokenizer: Tokenizer | None  # the target's
+    speculator: DraftModelSpeculator
 
     @property
     def spec(self) -> DraftSpec:
         """The drafter's conventions as the engine reads them."""
-        spec: DraftSpec = self.engine.parts.runner.speculator.spec
+        spec = self.speculator.spec
+        assert spec is not None, "it is loaded"
         return spec
 
     @property
@@ -62,7 +56,7 @@ class Patient:
 
     def trial(self) -> Trial:
         """The drafter as the engine uses it."""
-        return Trial.of(self.engine.parts.runner.speculator.head)
+        return Trial.of(self.speculator.head)
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
         """The target's greedy answers to tokenised requests, and its states there. None where no
@@ -113,9 +107,24 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
         cache = replace(cache, memory_fraction=SHARE_OF_FREE_MEMORY)
         engine_config = replace(engine_config, kv_cache=cache)
     config = replace(config, cudagraph=replace(config.cudagraph, name="none"), engine=engine_config)
-    engine = factory.build_engine(config)
+    engine: Any = factory.build_engine(config)
     try:
-        yield Patient(engine=engine, config=config)
+        parts, speculator = engine.parts, engine.parts.runner.speculator
+        if not can_be_forced(speculator):
+            raise refusal(
+                "method.name",
+                config.method.name,
+                "is not examined: its drafter is no head of ours",
+                allowed="eagle, eagle3, peagle, mtp, gemma4_mtp",
+                remedy="choose one of them",
+            )
+        yield Patient(
+            engine=engine,
+            config=config,
+            target=parts.target,
+            tokenizer=parts.tokenizer,
+            speculator=speculator,
+        )
     finally:
         engine.close()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.analysis.doctor.scores import Gain, gain
+from hydraspec.analysis.doctor.variants import Change
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
@@ -48,11 +49,11 @@ FORMS = {
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Wording:
+class Wording(Change):
     """The same requests written another way, tokenised."""
 
-    says: str  # how they are written now
-    tried: str
+    cause: str = "chat_template"
+    remedy: str = "write the workload's prompts so, or mend the template in the target's folder"
     requests: list[Request]
 
 
@@ -118,7 +119,7 @@ def _wording(
 def gain_of_wording(
     variant: Mapping[int, float], base: Mapping[int, float], num_compared: int
 ) -> Gain:
-    """How much more is accepted per start, paired over requests (index -> mean of its answer). A
+    """Drafts accepted more per start, paired over requests (index -> mean of its answer). A
     request that was answered with a token or less counts as none accepted.
     """
     requests = sorted({*variant, *base})

@@ -1,57 +1,46 @@
-"""One examination, from configuration to doctor.json."""
+"""An examination, from configuration to doctor.json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from hydraspec.analysis.doctor import console, parts, tensors, words
-from hydraspec.analysis.doctor.diagnosis import Diagnosis, Ranked, diagnose
+from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried, diagnose
 from hydraspec.analysis.doctor.expected import Expected, of_card
-from hydraspec.analysis.doctor.figures import figures
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
 from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
-from hydraspec.analysis.doctor.scores import Gain, Scores, score
+from hydraspec.analysis.doctor.scores import Scores, score
 from hydraspec.analysis.doctor.verdict import Damage, Judgement, evidence, judge, sentence
 from hydraspec.analysis.doctor.words import Files
 from hydraspec.config import to_dict
-from hydraspec.config.messages import refusal
 from hydraspec.config.own_drafter import check_own_drafter
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import environment
 from hydraspec.lab.folder import RunFolder
+from hydraspec.metrics.draft_figures import ChainPlaces, draft_share, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.run_files import DOCTOR
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
-from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Request, StepRecord, WorkloadError
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
 
+log = logging.getLogger(__name__)
+
 MAX_LISTED = 40  # variants of each round in doctor.json
 TIMED_REQUESTS = 4
 SCHEMA_VERSION = 2
-
-
-@dataclass(slots=True, kw_only=True)
-class Prompted:
-    """How another wording of the prompts does."""
-
-    wording: Wording
-    texts: Texts | None
-    scores: Scores | None
-    gain: Gain
-
-    @property
-    def is_cause(self) -> bool:
-        """Returns whether drafts are surely accepted more often."""
-        return self.gain.is_sure and self.gain.mean >= MIN_GAIN
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,14 +54,13 @@ class Examination:
     expected: Expected | None
     first: Scores | None  # of prompts and drafter as they are; None: the target does not answer
     texts: Texts
-    prompted: list[Prompted] = field(default_factory=list)
+    prompted: list[Tried[Wording]]
     draft_share: float | None = None  # of a decode step's time
 
     @property
-    def wording(self) -> Prompted | None:
-        """The other wording that is a cause, if any."""
-        found = next(iter(self.prompted), None)
-        return found if found is not None and found.is_cause else None
+    def causes(self) -> list[Tried[Any]]:
+        """The changes that were named, in order."""
+        return [*(each for each in self.prompted[:1] if each.is_cause), *self.judgement.repairs]
 
     @property
     def acceptance(self) -> float | None:
@@ -81,8 +69,8 @@ class Examination:
 
     @property
     def verdict(self) -> str | None:
-        """As Judgement.verdict; another wording of the prompts is a convention."""
-        return "convention" if self.wording is not None else self.judgement.verdict
+        """See Judgement; another wording of the prompts is a convention."""
+        return "convention" if self.causes else self.judgement.verdict
 
 
 @interrupts_stay_interrupts()
@@ -98,18 +86,21 @@ def examine(
     """
     check(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
-    with console.progress(quiet=quiet) as on_variant:
-        workload = workloads.read(config)
-        with loaded(config) as patient, torch.inference_mode():
-            if workload is None:
-                workload = generated.random_requests(config, patient.target.vocab_size)
-            patient.engine.tokenize(workload.requests)
-            count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
-            folder.replace_older_run()
-            folder.write_environment(environment.describe(patient.engine.info))
-            firsts = [r for r in workload.requests if r.after is None]  # of their conversations
-            found = _examined(patient, few(firsts, count), on_variant)
-            result = as_json(found)
+    workload = workloads.read(config)
+    with loaded(config) as patient, torch.inference_mode():
+        warnings = []
+        if workload is None:
+            workload = generated.random_requests(config, patient.target.vocab_size)
+            source = f"workload={config.workload.name}"
+            warnings.append(generated.random_text_warning(source, generated.REAL_TEXT))
+            log.warning(warnings[0])
+        patient.engine.tokenize(workload.requests)
+        count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
+        folder.replace_older_run()
+        folder.write_environment(environment.describe(patient.engine.info))
+        firsts = [r for r in workload.requests if r.after is None]  # of their conversations
+        found = _examined(patient, few(firsts, count), console.progress(quiet=quiet))
+        result = as_json(found) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
     console.show(result, folder.path / DOCTOR, quiet=quiet)
     return result
@@ -134,27 +125,17 @@ def check(config: RunConfig) -> None:
 def _examined(
     patient: Patient, requests: Sequence[Request], on_variant: Callable[[int, int], None]
 ) -> Examination:
-    speculator = patient.engine.parts.runner.speculator
-    if not isinstance(speculator, DraftModelSpeculator) or not hasattr(speculator.spec, "kv_mode"):
-        raise refusal(
-            "method.name",
-            patient.config.method.name,
-            "is not examined: its drafter is no head of ours",
-            allowed="eagle, eagle3, peagle, mtp, gemma4_mtp",
-            remedy="choose one of them",
-        )
     files = None
     checkpoint = patient.config.method.checkpoint or patient.config.target.checkpoint
     if patient.config.method.weights.value == "checkpoint":
-        files = words.files_of(checkpoint, speculator.head)
+        files = words.files_of(checkpoint, patient.speculator.head)
     texts = patient.texts(requests)
     trial = patient.trial()
     first = None if texts is None else score(trial, texts, patient.k)
     drafters = None if files is None else files.tokenizer
     prompted = other_wordings(patient, requests, trial, drafters, (texts, first))
-    best = next((each for each in prompted if each.is_cause), None)
-    if best is not None:
-        texts = best.texts
+    if prompted and prompted[0].is_cause:
+        texts = patient.texts(prompted[0].change.requests)
     if texts is None:
         raise WorkloadError(
             "workload: the target answers none of its prompts with two tokens or more, so there is "
@@ -190,7 +171,7 @@ def other_wordings(
     trial: Trial,
     drafters: Tokenizer | None,
     now: tuple[Texts | None, Scores | None],
-) -> list[Prompted]:
+) -> list[Tried[Wording]]:
     """Other wordings of tokenised requests, the best first; `now` are the texts and scores of the
     requests as they are, `drafters` the tokenizer in the drafter's folder.
     """
@@ -200,7 +181,8 @@ def other_wordings(
         texts = patient.texts(wording.requests)
         scores = None if texts is None else score(trial, texts, patient.k)
         gained = gain_of_wording(_indexed(texts, scores), _indexed(*now), len(others))
-        found.append(Prompted(wording=wording, texts=texts, scores=scores, gain=gained))
+        is_cause = gained.is_sure and gained.mean >= MIN_GAIN
+        found.append(Tried(change=wording, scores=scores, gain=gained, is_cause=is_cause))
     return sorted(found, key=lambda each: -each.gain.mean)
 
 
@@ -216,21 +198,16 @@ def _indexed(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
 
 
 def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
-    """The share of a decode step's time that drafting takes, from a short run."""
+    """The share of a step's time that drafting takes, from a short run."""
     few_requests = [replace(r, arrival_s=None) for r in requests[:TIMED_REQUESTS]]
-    phases = patient.engine.profile_phases(few_requests)
+    phases: Mapping[str, float | None] | None = patient.engine.profile_phases(few_requests)
     if phases is None:
-        sums = {"propose": 0.0, "all": 0.0}
+        meter = Meter(few_requests, num_speculative_tokens=patient.k)
         for event in patient.engine.run(few_requests, concurrency=1):
-            decodes = isinstance(event, StepRecord) and not any(
-                part.is_prefill for part in event.requests
-            )
-            if decodes and event.phase_ms.get("propose") is not None:
-                sums["propose"] += event.phase_ms["propose"]
-                sums["all"] += event.total_ms
-        return sums["propose"] / sums["all"] if sums["all"] else None
-    total = sum(phases.values())
-    return phases.get("propose", 0.0) / total if total else None
+            if isinstance(event, StepRecord) and not any(r.is_prefill for r in event.requests):
+                meter.add_step(event)
+        phases = meter.time_breakdown_ms()
+    return draft_share(phases)
 
 
 # ------------------------------------------------------------------ doctor.json
@@ -239,13 +216,12 @@ def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
 def as_json(found: Examination) -> Json:
     """The content of doctor.json; see docs/doctor.md."""
     patient, diagnosis = found.patient, found.diagnosis
-    spec, tokenizer = patient.spec, patient.tokenizer
-    files = found.files
+    spec, files = patient.spec, found.files
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": found.verdict,
         "sentence": verdict(found),
-        "cause": next((row["cause"] for row in causes(found)), None),
+        "cause": next((tried.change.cause for tried in found.causes), None),
         "module": found.judgement.damage.module if found.verdict == "weights" else None,
         "evidence": evidence(found.judgement.damage),
         "expected_acceptance_length": None
@@ -265,31 +241,25 @@ def as_json(found: Examination) -> Json:
         "tensors": None
         if files is None
         else {"expected": files.expected, "read": files.read, "unread": files.unread},
-        "prompts": [_prompt_row(each) for each in found.prompted],
+        "prompts": [_row(each) for each in found.prompted],
         "rounds": [[_row(each) for each in round_[:MAX_LISTED]] for round_ in diagnosis.rounds],
-        "figures": figures(
-            diagnosis.base, found.texts, None if tokenizer is None else tokenizer.decode
-        ),
+        "figures": _figures(diagnosis.base, found.texts, patient.tokenizer),
         "draft_share_of_step": found.draft_share,
     }
 
 
 def causes(found: Examination) -> list[Json]:
-    """What was named, in order."""
-    rows = []
-    before = found.acceptance
-    if found.wording is not None:
-        rows.append({**_prompt_row(found.wording), "acceptance_before": before})
-        before = found.diagnosis.base.acceptance
-    for ranked in found.judgement.repairs:
-        rows.append({**_row(ranked), "acceptance_before": before})
-        before = ranked.scores.acceptance
+    """Rows of the named changes in order, each with the acceptance before it."""
+    rows, before = [], found.acceptance
+    for tried in found.causes:
+        rows.append({**_row(tried), "acceptance_before": before})
+        before = rows[-1]["acceptance"]
     return rows
 
 
 def verdict(found: Examination) -> str:
-    """One sentence, or one for each cause."""
-    if found.verdict == "convention":
+    """The verdict: a sentence, or one for each cause."""
+    if found.causes:
         return " ".join(_sentence(row) for row in causes(found))
     if found.verdict is None:
         return (
@@ -311,30 +281,29 @@ def _sentence(row: Json) -> str:
     return sentence
 
 
-def _row(ranked: Ranked) -> Json:
-    variant, gained, nats = ranked.variant, ranked.gain, ranked.nats
+def _row(tried: Tried[Any]) -> Json:
+    change, gained, nats = tried.change, tried.gain, tried.nats
     return {
-        "cause": variant.cause,
-        "says": variant.says,
-        "tried": variant.tried,
-        "remedy": variant.remedy,
-        "acceptance": ranked.scores.acceptance,
+        "cause": change.cause,
+        "says": change.says,
+        "tried": change.tried,
+        "remedy": change.remedy,
+        "acceptance": None if tried.scores is None else tried.scores.acceptance,
         "gain": gained.mean,
         "gain_interval": [gained.low, gained.high],
-        "nats": nats.mean,
-        "nats_interval": [nats.low, nats.high],
-        "is_cause": ranked.is_cause,
+        "nats": None if nats is None else nats.mean,
+        "nats_interval": None if nats is None else [nats.low, nats.high],
+        "is_cause": tried.is_cause,
     }
 
 
-def _prompt_row(each: Prompted) -> Json:
-    return {
-        "cause": "chat_template",
-        "says": each.wording.says,
-        "tried": each.wording.tried,
-        "remedy": "write the workload's prompts so, or mend the template in the target's folder",
-        "acceptance": None if each.scores is None else each.scores.acceptance,
-        "gain": each.gain.mean,
-        "gain_interval": [each.gain.low, each.gain.high],
-        "is_cause": each.is_cause,
-    }
+def _figures(scores: Scores, texts: Texts, tokenizer: Tokenizer | None) -> Json:
+    """The `figures` of doctor.json: where the drafter is accepted, over the target's texts."""
+    chains = texts.chains
+    places = ChainPlaces(
+        output_place=np.concatenate([np.arange(1, n + 1) for n in chains.num_of if n]),
+        context=chains.position.cpu().numpy() + 2,
+        entropy=texts.target.entropy[chains.row + 1].double().cpu().numpy(),
+        token=chains.truth[:, 0].cpu().numpy(),
+    )
+    return figures(scores, places, None if tokenizer is None else tokenizer.decode)

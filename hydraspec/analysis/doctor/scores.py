@@ -8,7 +8,6 @@ needs many more texts for, and what a drafter was trained with is where it is be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hydraspec.metrics.draft_figures import ChainDrafts
+from hydraspec.metrics.statistics import student_quantile
 from hydraspec.speculators.teacher_forcing.scores import DraftVocabulary
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
@@ -27,7 +27,7 @@ LEAST_LOG_PROB = -12.0  # nats, of tokens that the drafter cannot propose
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Scores(ChainDrafts):
-    """What a trial's drafts are worth, from every place of the texts."""
+    """Matches, ranks and likelihoods of a trial's drafts from every place of the texts."""
 
     log_probs: NDArray[np.float64]  # [N, K] nats, expected over the target's likely tokens
 
@@ -98,17 +98,5 @@ def gain(
         return Gain(mean, -np.inf, np.inf)
     residuals = difference - mean * used  # of a ratio of sums
     error = float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / used.sum())
-    half = student_t(1 - ALPHA / (2 * max(1, num_compared)), n - 1) * error
+    half = student_quantile(ALPHA / (2 * max(1, num_compared)), n - 1) * error
     return Gain(mean, mean - half, mean + half)
-
-
-def student_t(probability: float, freedom: int) -> float:
-    """Quantile of Student's t (Abramowitz and Stegun 26.7.5, to the fourth order)."""
-    z, v = NormalDist().inv_cdf(probability), freedom
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
-    )

@@ -1,8 +1,8 @@
-"""What a variant of a drafter is, and the tools that make one without touching the loaded head."""
+"""Variants of a drafter, and the tools that make one without touching the loaded head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +17,14 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Variant:
-    """One convention changed.
+class Change:
+    """A convention tried otherwise.
 
     Attributes:
-        cause: a name for machines, such as "aux_layer_ids"; variants of one convention share it.
-        says: how the drafter is read now, "aux layer ids are [2, 16, 29]".
+        cause: a name for machines, such as "aux_layer_ids"; changes of one convention share it.
+        says: how it is now, "aux layer ids are [2, 16, 29]".
         tried: what is tried in its place, "[1, 15, 28]".
-        remedy: what to change where the variant is better.
+        remedy: what to do where that is better.
         doubt: among variants that draft the same, the one with the least is named.
     """
 
@@ -32,13 +32,19 @@ class Variant:
     says: str
     tried: str
     remedy: str
-    trial: Trial
     doubt: int = 1
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class Variant(Change):
+    """A drafter with one convention changed."""
+
+    trial: Trial
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Subject:
-    """What families of variants look at."""
+    """A drafter under examination, as families of variants see it."""
 
     trial: Trial
     texts: Texts
@@ -75,31 +81,54 @@ def edited(thing: Any, **changes: Any) -> Any:
     return found
 
 
+def replaced(thing: Any, path: Sequence[str | int], value: Any) -> Any:
+    """A copy in which the part at `path` is another, with copies of all that holds it."""
+    name, *rest = path
+    found = copy(thing)
+    if isinstance(name, int):
+        found[name] = replaced(thing[name], rest, value) if rest else value
+        return found
+    return edited(thing, **{name: replaced(getattr(thing, name), rest, value) if rest else value})
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Matrix:
-    """A projection [in, out] whose inputs are equally wide blocks, and how to put another there."""
+    """A projection [in, out] of a head, whose inputs are equally wide blocks."""
 
     name: str  # as files have it
     blocks: tuple[str, ...]
-    weight: Tensor
-    put: Callable[[Tensor], Trial]
+    trial: Trial
+    path: tuple[str | int, ...]  # in the head
 
-    def arranged(self, order: tuple[int, ...], signs: tuple[int, ...]) -> Trial:
+    def arranged(self, order: Sequence[int], signs: Sequence[int]) -> Trial:
         """Block i of the new matrix is block order[i], times signs[i]."""
-        parts = self.weight.chunk(len(self.blocks), 0)
+        linear: Any = self.trial.head
+        for name in self.path:
+            linear = linear[name] if isinstance(name, int) else getattr(linear, name)
+        parts = linear.weight.chunk(len(self.blocks), 0)
         pairs = zip(order, signs, strict=True)
-        found = torch.empty_like(self.weight)  # with the strides that products expect
-        return self.put(found.copy_(torch.cat([parts[i] * sign for i, sign in pairs], 0)))
+        found = torch.empty_like(linear.weight)  # with the strides that products expect
+        torch.cat([parts[i] * sign for i, sign in pairs], 0, out=found)
+        return with_mask_state(
+            edited_trial(
+                self.trial, replaced(self.trial.head, self.path, linear.with_weight(found))
+            )
+        )
 
 
-def with_combine(trial: Trial, combine: Any) -> Trial:
-    """An EAGLE-3 head with another way into it; P-EAGLE's mask state is projected anew."""
-    head = edited(trial.head, combine=combine)
-    if head.mask_state is not None:
-        count = len(head.spec.aux_layer_ids)
-        states = head.mask_state.view(count, 1, -1).unbind()
-        head.mask_hidden = combine.forward(states).view(-1)
-    return edited_trial(trial, head)
+def with_mask_state(trial: Trial) -> Trial:
+    """The trial of a copied head, with P-EAGLE's mask state projected anew."""
+    head = trial.head
+    if getattr(head, "mask_state", None) is not None:
+        states = head.mask_state.view(len(head.spec.aux_layer_ids), 1, -1).unbind()
+        head.mask_hidden = head.combine.forward(states).view(-1)
+    return trial
+
+
+def with_combine(trial: Trial, **changes: Any) -> Trial:
+    """An EAGLE-3 head with another way into it."""
+    combine = edited(trial.head.combine, **changes)
+    return with_mask_state(edited_trial(trial, edited(trial.head, combine=combine)))
 
 
 def edited_trial(trial: Trial, head: Any) -> Trial:
@@ -151,11 +180,11 @@ class ScaledTokens:
         return getattr(self._inner, name)
 
     def embed(self, *args: Any) -> Tensor:
-        """As the inner one's, scaled."""
+        """The inner one's embeddings, scaled."""
         found: Tensor = self._inner.embed(*args) * self._scale
         return found
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """As the inner one's, with scaled embeddings."""
+        """The inner one's rows, with scaled embeddings."""
         beside = hidden if rows is None else hidden.index_select(0, rows)
         return torch.cat((self.embed(token_ids), beside), -1)

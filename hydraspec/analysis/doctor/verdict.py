@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hydraspec.analysis.doctor.diagnosis import Diagnosis, Ranked
+from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried
 from hydraspec.analysis.doctor.expected import Expected
 from hydraspec.analysis.doctor.parts import Effect, module_of
 from hydraspec.analysis.doctor.tensors import Oddity
+from hydraspec.analysis.doctor.variants import Variant
 
 Class = Literal["convention", "weights", "weak", "healthy"]
 SHORT = 0.9  # share of the expected acceptance length that a healthy drafter reaches
@@ -60,7 +61,7 @@ class Judgement:
     """
 
     verdict: Class | None
-    repairs: list[Ranked] = field(default_factory=list)
+    repairs: list[Tried[Variant]] = field(default_factory=list)
     damage: Damage = field(default_factory=Damage)
 
 
@@ -78,7 +79,7 @@ def judge(
         return Judgement(verdict="convention", repairs=repairs)
     damage = examine_weights()
     is_damaged = bool(damage.certain or damage.effects)
-    if repairs and not damage.certain and damage.best < repairs[-1].scores.acceptance:
+    if repairs and not damage.certain and damage.best < _reached(repairs[-1]):
         return Judgement(verdict="convention", repairs=repairs, damage=damage)
     if is_damaged:
         return Judgement(verdict="weights", damage=damage)
@@ -86,18 +87,23 @@ def judge(
     return Judgement(verdict="weak" if is_weak else "healthy", damage=damage)
 
 
-def _worth_proposing(diagnosis: Diagnosis, expected: Expected | None) -> list[Ranked]:
+def _worth_proposing(diagnosis: Diagnosis, expected: Expected | None) -> list[Tried[Variant]]:
     """Repairs that gain enough each, and together recover enough of what is missing."""
     first = before = diagnosis.base.acceptance
     kept = []
-    for ranked in diagnosis.found:
-        if ranked.scores.acceptance < (1 + LEAST_GAIN) * before:
+    for tried in diagnosis.found:
+        if _reached(tried) < (1 + LEAST_GAIN) * before:
             break
-        kept.append(ranked)
-        before = ranked.scores.acceptance
+        kept.append(tried)
+        before = _reached(tried)
     if expected is not None and before - first < RECOVERED * (expected.acceptance_length - first):
         return []
     return kept
+
+
+def _reached(tried: Tried[Variant]) -> float:
+    """The acceptance length with a change."""
+    return 1.0 if tried.scores is None else tried.scores.acceptance
 
 
 def evidence(damage: Damage) -> list[dict[str, object]]:

@@ -8,7 +8,7 @@ from typing import Any
 from hydraspec.models.checkpoint.names import name_in_model
 from hydraspec.models.detect import open_draft
 from hydraspec.models.draft_spec import DraftSpec
-from hydraspec.models.eagle.loading import canonical_name
+from hydraspec.models.eagle.head import canonical_name
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 
 MAPS = ("d2t", "t2d")  # read on their own: which token a draft id means
@@ -26,7 +26,8 @@ class Files:
 
 
 def files_of(checkpoint: str, head: Any) -> Files:
-    """What a loaded head took from its folder. (A tensor that it lacks was refused on loading.)"""
+    """Tensors that a loaded head took from its folder, and those it left. (Loading refuses missing
+    ones.)"""
     opened = open_draft(checkpoint)
     expected = tuple(sorted(head.tensors()))
     read: list[str] = []

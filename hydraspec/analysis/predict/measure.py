@@ -152,8 +152,8 @@ class Costs:
         return [replace(request, index=i, id=str(i)) for i, request in enumerate(halfway)]
 
     def split(self, answers: Answers, batches: Sequence[int]) -> None:
-        """Where steps have no times of phases, take drafting's share from a profile of the same
-        steps without graphs, whose phases are those of the device."""
+        """Take drafting's share, if steps have no times of phases, from a profile of the same steps
+        without graphs, whose phases are those of the device."""
         for batch in batches:
             size = batch, self.num_drafts
             if self.times.draft_ms[size]:

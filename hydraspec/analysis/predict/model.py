@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.engine.costs import CostTable
-from hydraspec.metrics.meter import RequestCounters
+from hydraspec.metrics.counters import RequestCounters
 
 SEED = 0x70726564  # of the drawn acceptances
 NUM_DRAWS = 8  # simulated passes over a load, whose sums are the prediction
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Acceptance:
-    """How many drafts of a step are accepted, of each request.
+    """Drafts accepted in a step, of each request.
 
     With fewer drafts than were measured, position i is accepted as often as it was: a step accepts
     min(accepted, K). This assumes that acceptance does not depend on where steps begin in the text,

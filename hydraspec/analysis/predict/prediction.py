@@ -22,7 +22,7 @@ from hydraspec.analysis.predict.model import (
     constant_rate,
     simulate,
 )
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.engine.costs import StepTimes
 from hydraspec.errors import WorkloadError
@@ -43,7 +43,7 @@ NOTHING_DECODED = "workload: no request has a second token, so nothing is decode
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Wanted:
-    """What is to be predicted."""
+    """A prediction's numbers of drafts and loads."""
 
     drafts: Sequence[int]  # K
     concurrencies: Sequence[int]
@@ -108,6 +108,10 @@ class Prediction:
                 f"higher concurrency are of at most {count} at once"
             )
         acceptance = answers.acceptance
+        is_real = config.method.verification is not Verification.synthetic
+        if workload is None and is_real and wanted.rates is None:
+            source = f"workload={config.workload.name}"
+            notes.append(generated.random_text_warning(source, generated.REAL_TEXT))
         if wanted.rates is not None:
             acceptance = assumed_acceptance(wanted.rates, drafts, count)
         assert acceptance is not None, "method=none is not predicted"

@@ -127,7 +127,8 @@ def best_rows(result: Json) -> list[int]:
 
 
 def sentences(result: Json) -> Iterator[str]:
-    """Which K wins, what loses, the error beside a measurement, and what is assumed."""
+    """Sentences on the K that wins, those that lose, the error beside a measurement, and what is
+    assumed."""
     for best in result["best"]:
         if best["num_speculative_tokens"]:
             yield (
@@ -156,8 +157,7 @@ def sentences(result: Json) -> Iterator[str]:
 
 
 def best_of_all(results: Sequence[Json]) -> Iterator[str]:
-    """Of predictions of several methods or targets: what is best on each target at each
-    concurrency."""
+    """The best choice on each target at each concurrency, of predictions of several methods."""
     found: dict[tuple[str, int], list[tuple[float, str]]] = {}
     for result in results:
         for best in result["best"]:

@@ -1,4 +1,4 @@
-"""What a replay prints."""
+"""Console output of a replay."""
 
 from __future__ import annotations
 

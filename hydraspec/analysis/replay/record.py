@@ -1,11 +1,11 @@
-"""What a run recorded of its drafts, read from its folder: positions.jsonl if it is there, else
+"""The drafts that a run recorded in its folder: in positions.jsonl if it is there, else in
 trace.jsonl.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from hydraspec.metrics.draft_figures import NEVER
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, TRACE
-from hydraspec.study.comparison.runs import Run, read_run, refuse
+from hydraspec.study.runs import Run, read_run, refuse
 
 ALLOWED = "the folder of a run that recorded its drafts"
 REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true for an estimate"
@@ -25,7 +25,7 @@ REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true fo
 
 @dataclass(slots=True, frozen=True)
 class Forced:
-    """What positions.jsonl has beside ranks."""
+    """Probabilities and entropies, which positions.jsonl has beside ranks."""
 
     draft_probs: NDArray[np.float64]  # [N, K] of the drafter's best token
     target_probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution
@@ -69,6 +69,11 @@ class Record:
         """Returns whether the run chose K per step; `num_drafts` is then the largest."""
         return drafts_of(self.run.summary) == PER_STEP
 
+    @property
+    def num_sampled(self) -> int:
+        """Requests that were sampled; the others are greedy."""
+        return int(self.run.summary["lossless"]["num_requests_sampled"])
+
 
 def read_record(folder: Path) -> Record:
     """The record in a run's folder.
@@ -99,8 +104,8 @@ def read_record(folder: Path) -> Record:
         lines = _by_request(file)
         if source == "positions":
             rows = [row for row in rows if row["id"] in lines or len(row["output_token_ids"]) < 2]
-        drafted = _from_positions if source == "positions" else _from_trace
-        requests = [drafted(row, lines.get(row["id"], []), k) for row in rows]
+        is_trace = source == "trace"
+        requests = [_drafted(row, lines.get(row["id"], []), k, is_trace=is_trace) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         problem = f"cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}"
         raise refuse(file, problem, allowed=ALLOWED, remedy=REMEDY) from None
@@ -152,76 +157,50 @@ def _by_request(file: Path) -> dict[str, list[Json]]:
     return found
 
 
-def _empty(row: Json, k: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """A request's prompt length, places, ranks and known tokens."""
-    num_places = max(0, len(row["output_token_ids"]) - 1)
-    ranks = np.full((num_places, k), NEVER)
-    return len(row["prompt_token_ids"]), num_places, ranks, np.zeros(num_places, np.int64)
-
-
-def _from_positions(row: Json, lines: Sequence[Json], k: int) -> Drafted:
-    num_prompt, num_places, ranks, known = _empty(row, k)
+def _drafted(row: Json, lines: Sequence[Json], k: int, *, is_trace: bool) -> Drafted:
+    num_prompt, num_places = len(row["prompt_token_ids"]), max(0, len(row["output_token_ids"]) - 1)
+    ranks, known = np.full((num_places, k), NEVER), np.zeros(num_places, np.int64)
     shape = num_places, k
     forced = Forced(np.zeros(shape), np.zeros(shape), np.zeros(num_places))
-    if len(lines) != num_places:
+    if not is_trace and len(lines) != num_places:
         raise ValueError(f"request {row['id']!r} has {len(lines)} of {num_places} places")
-    for line in lines:
-        place, count = line["num_computed_tokens"] - num_prompt, len(line["target_token_ids"])
-        pairs = zip(line["draft_token_ids"], line["target_token_ids"], strict=True)
-        # Of equal logits the drafter takes one: the others have its rank and are not its draft.
-        for i, (own, theirs) in enumerate(pairs):
-            rank = line["target_ranks"][i] or NEVER
-            ranks[place, i] = 1 if own == theirs else max(2, rank)
-        known[place] = count
-        forced.draft_probs[place, :count] = line["draft_probabilities"]
-        forced.target_probs[place, :count] = line["target_probabilities"]
-        forced.entropies[place] = line["target_entropy"]
-    return _drafted(row, ranks, known, forced)
-
-
-def _from_trace(row: Json, lines: Sequence[Json], k: int) -> Drafted:
-    num_prompt, _, ranks, known = _empty(row, k)
-    starts = sorted(line["num_computed_tokens"] - num_prompt for line in lines)
-    for line in lines:
-        place, found = line["num_computed_tokens"] - num_prompt, _trace_ranks(line)
+    places = [line["num_computed_tokens"] - num_prompt for line in lines]
+    for place, line in zip(places, lines, strict=True):
+        found = _trace_ranks(line) if is_trace else _ranks(line)
         ranks[place, : len(found)] = found
         known[place] = len(found)
-    return _drafted(row, ranks, known, None, starts)
-
-
-def _trace_ranks(step: Json) -> list[int]:
-    """Of the drafts of a step. What was accepted decides; ranks of equal logits may differ."""
-    drafts, accepted = step["draft_token_ids"], step["num_accepted"]
-    ranks = [rank or NEVER for rank in step.get("target_ranks") or ()]
-    ranks += [NEVER] * (len(drafts) - len(ranks))
-    return (
-        [1] * accepted
-        + [max(2, rank) for rank in ranks[accepted : accepted + 1]]
-        + ranks[accepted + 1 :]
-    )
-
-
-def _drafted(
-    row: Json,
-    ranks: NDArray[np.int64],
-    known: NDArray[np.int64],
-    forced: Forced | None = None,
-    starts: Sequence[int] | None = None,
-) -> Drafted:
+        if not is_trace:
+            forced.draft_probs[place, : len(found)] = line["draft_probabilities"]
+            forced.target_probs[place, : len(found)] = line["target_probabilities"]
+            forced.entropies[place] = line["target_entropy"]
     return Drafted(
         id=row["id"],
         category=row["category"],
         num_output=len(row["output_token_ids"]),
-        num_prompt=len(row["prompt_token_ids"]),
+        num_prompt=num_prompt,
         ranks=ranks,
         num_known=known,
-        forced=forced,
-        starts=starts,
+        forced=None if is_trace else forced,
+        starts=sorted(places) if is_trace else None,
         row=row,
     )
 
 
-def is_greedy(record: Record) -> bool:
-    """Returns whether no request was sampled."""
-    lossless: Mapping[str, object] = record.run.summary["lossless"]
-    return not lossless["num_requests_sampled"]
+def _ranks(place: Json) -> list[int]:
+    """Ranks of the target's tokens from a place of positions.jsonl. Of equal logits the drafter
+    takes one: the others have its rank and are not its draft."""
+    pairs = zip(place["draft_token_ids"], place["target_token_ids"], strict=True)
+    ranks = [rank or NEVER for rank in place["target_ranks"]]
+    return [
+        1 if own == theirs else max(2, rank)
+        for (own, theirs), rank in zip(pairs, ranks, strict=False)
+    ]
+
+
+def _trace_ranks(step: Json) -> list[int]:
+    """The same of a step's drafts. What was accepted decides; ranks of equal logits may differ."""
+    drafts, accepted = step["draft_token_ids"], step["num_accepted"]
+    ranks = [rank or NEVER for rank in step.get("target_ranks") or ()]
+    ranks += [NEVER] * (len(drafts) - len(ranks))
+    rejected = [max(2, rank) for rank in ranks[accepted : accepted + 1]]
+    return [1] * accepted + rejected + ranks[accepted + 1 :]

@@ -1,4 +1,4 @@
-"""What a replay changes: the rules that a record answers for, typed as key=value[,value…]."""
+"""Rules that a record can be replayed under, typed as key=value[,value…]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hydraspec.analysis.replay.record import Record
 from hydraspec.config.messages import listing, nearest
-from hydraspec.study.comparison.runs import refuse
+from hydraspec.study.runs import refuse
 
 K = "method.num_speculative_tokens"
 VERIFICATION = "method.verification"
@@ -22,7 +22,7 @@ A_NEW_RUN = "run it: what the target or the drafter would compute then is not re
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Rule:
-    """How a replayed run drafts and accepts.
+    """A way to draft and to accept.
 
     Attributes:
         num_speculative_tokens: drafts of a step at most.
@@ -40,7 +40,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """What tells it from others: "K=2, min_probability=0.4"."""
+        """The rule in words: "K=2, min_probability=0.4"."""
         parts = [f"K={self.num_speculative_tokens}"]
         if self.max_tokens is not None:
             parts.append(f"{MAX_TOKENS}={self.max_tokens}")
@@ -140,12 +140,11 @@ def _check_sources(values: dict[str, list[Any]], record: Record) -> None:
             remedy="record the run with metrics.all_positions=true",
         )
     ran = str(record.run.summary["verification"])
-    sampled = record.run.summary["lossless"]["num_requests_sampled"]
     asked = values.get(VERIFICATION, [ran])
-    if sampled and any(name != ran for name in asked):
+    if record.num_sampled and any(name != ran for name in asked):
         raise refuse(
             f"{VERIFICATION}={asked[0]}",
-            f"accepts otherwise than {ran} where requests are sampled, as {sampled} are",
+            f"accepts otherwise than {ran} where requests are sampled, as {record.num_sampled} are",
             allowed=ran,
             remedy=A_NEW_RUN,
         )

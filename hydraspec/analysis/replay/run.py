@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.analysis.replay.record import Record, is_greedy, read_record
+from hydraspec.analysis.replay.record import Record, read_record
 from hydraspec.analysis.replay.rules import Rule, read_rules
 from hydraspec.analysis.replay.steps import Steps, replay
 from hydraspec.metrics.draft_figures import ChainDrafts, ChainPlaces, draft_share, figures
@@ -72,19 +73,18 @@ def write(result: Json, folder: Path) -> Path:
 
 
 def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
-    """What keeps the replay from being what a run would do, request by request."""
+    """Reasons why a run would do otherwise than the replay, request by request."""
     why = []
     if record.source == "trace":
         why.append(
             "an ordinary trace has the drafts of the steps that were taken: other steps are taken "
             "to be accepted as these are"
         )
-    if not is_greedy(record):
-        sampled = record.run.summary["lossless"]["num_requests_sampled"]
+    if sampled := record.num_sampled:
         why.append(f"{sampled} requests were sampled: other steps would have drawn other tokens")
     if (dtype := record.run.summary["dtype"]) not in EXACT_DTYPES:
         why.append(f"in {dtype} near ties of logits may fall otherwise in steps of another size")
-    if num_cut and is_greedy(record) and record.source == "positions":
+    if num_cut and not sampled and record.source == "positions":
         why.append(f"of {num_cut} requests the target's tokens after the end are not known")
     return why
 
@@ -94,24 +94,21 @@ def _check(record: Record, as_run: Sequence[Steps]) -> Json | None:
     as no rule is that run's."""
     if record.is_adaptive:
         return None
-    equal = different = 0
-    for request, steps in zip(record.requests, as_run, strict=True):
-        row = request.row
-        is_equal = (
-            row["num_drafts"] == steps.num_drafts
-            and row["drafted_per_position"] == steps.drafted_per_position
-            and row["accepted_per_position"] == steps.accepted_per_position
-        )
-        equal, different = equal + is_equal, different + (not is_equal)
+    counted = ("num_drafts", "drafted_per_position", "accepted_per_position")
+    equal = [
+        all(request.row[key] == getattr(steps, key) for key in counted)
+        for request, steps in zip(record.requests, as_run, strict=True)
+    ]
     return {
-        "num_requests_equal": equal,
-        "num_requests_different": different,
+        "num_requests_equal": sum(equal),
+        "num_requests_different": len(equal) - sum(equal),
         "num_preemptions": record.run.summary["num_preemptions"],
     }
 
 
 def _figures(record: Record) -> Json | None:
-    """Where the recorded drafts are accepted, over all places whose K next tokens are known."""
+    """The `figures` of replay.json: where the recorded drafts are accepted, over all places whose K
+    next tokens are known."""
     k, parts = record.num_drafts, []
     for request in record.requests:
         count = int((request.num_known == k).sum())  # it falls towards the end alone
@@ -146,19 +143,14 @@ def _result(rule: Rule, steps: Sequence[Steps], *, is_estimate: bool) -> Json:
         )
     num_steps = _total(steps, [each.num_steps for each in steps])
     return {
-        "rule": {
-            "num_speculative_tokens": k,
-            "max_tokens": rule.max_tokens,
-            "min_probability": rule.min_probability,
-            "candidates": rule.candidates,
-        },
+        "rule": asdict(rule),
         "name": rule.name,
         "num_steps": num_steps,
         "num_drafts": num_drafts,
         "num_draft_tokens": num_draft_tokens,
         "num_accepted_tokens": sum(accepted),
         "tokens_per_step": ratio(sum(each.num_tokens for each in steps), num_steps),
-        "acceptance_length": _estimate(_acceptance(steps)),
+        "acceptance_length": asdict(_acceptance(steps)),
         "acceptance_rate": None
         if num_draft_tokens is None
         else ratio(sum(accepted), num_draft_tokens),
@@ -189,14 +181,10 @@ def _columns(steps: Sequence[Steps], name: str, k: int) -> list[int]:
 
 
 def _total(steps: Sequence[Steps], counts: Sequence[int] | NDArray[np.int64]) -> int:
-    """Of counts of each request's steps, scaled to those that a run takes."""
+    """The sum of counts of each request's steps, scaled to those that a run takes."""
     return round(sum(each.scale * int(n) for each, n in zip(steps, counts, strict=True)))
 
 
 def _acceptance(steps: Sequence[Steps]) -> Estimate:
     accepted = [each.scale * each.num_accepted for each in steps]
     return ratio_of_sums(accepted, [each.scale * each.num_drafts for each in steps], offset=1.0)
-
-
-def _estimate(found: Estimate) -> Json:
-    return {"mean": found.mean, "ci95": found.ci95}

@@ -70,7 +70,7 @@ def replay(request: Drafted, rule: Rule, max_model_len: int | None) -> Steps:
 
 
 def _places(request: Drafted, accepted: NDArray[np.int64], end: int) -> Iterator[int]:
-    """Where steps start, before place `end`: after the tokens of the one before, or where those of
+    """Places where steps start, before `end`: after the tokens of the one before, or where those of
     a trace did."""
     if request.starts is not None:
         yield from (place for place in request.starts if place < end)

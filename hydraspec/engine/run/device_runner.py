@@ -1,5 +1,5 @@
-"""A runner whose steps are launched: plans uploaded, batches padded to a graph where one fits,
-results on their way before the step has run.
+"""Launches of steps: plans uploaded, batches padded to a graph where one fits, results on their way
+before the step has run.
 
 Every shape here is a host number. Padding requests have the state's last slot, no rows of their
 own, length 0 and do not sample; padding rows have id 0, position 0 and cache row -1.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
+from hydraspec.engine.run.draft_check import check_drafts_on_cpu
 from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.run.results import (
     DeviceStep,
@@ -59,7 +60,7 @@ MAX_SPLIT_ROWS = 512
 
 
 class DeviceRunner(Runner):
-    """Launches steps, eagerly or as graphs. The same verbs in the same order as any runner's."""
+    """Launches steps, eagerly or as graphs."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class DeviceRunner(Runner):
         control: Control = ALONE,
     ) -> None:
         super().__init__(target, speculator, verifier, kv, state)
+        self.graphs: StepGraphs | None = None
         self.limits, self.modes, self.backend = limits, modes, backend
         self._rows = limits.rows_per_decode
         self.upload = PlanUpload(
@@ -108,6 +110,7 @@ class DeviceRunner(Runner):
         return graphs.num_bytes
 
     def capture_variant(self, flags: SamplingFlags) -> None:
+        """Capture graphs of steps that are sampled so; without graphs nothing."""
         if self.graphs is not None:
             self.graphs.capture_variant(self, flags)
 
@@ -156,7 +159,19 @@ class DeviceRunner(Runner):
         return self.upload.view(descriptor, self._segments(descriptor), *GREEDY_VARIANT)
 
     @contextmanager
+    def keeping_logits(self) -> Iterator[None]:
+        """While it lasts, steps run eagerly, and `kept_logits` are those of the newest step that
+        sampled. They are dropped otherwise: they are large, and graphs write over theirs."""
+        self._keeps_logits = True
+        try:
+            with self.eagerly():
+                yield
+        finally:
+            self._keeps_logits, self.kept_logits = False, None
+
+    @contextmanager
     def eagerly(self) -> Iterator[None]:
+        """While it lasts, no graph is replayed."""
         self._pause_graphs(True)
         try:
             yield
@@ -266,12 +281,20 @@ class DeviceRunner(Runner):
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Packed results of the plan's requests, then of padding."""
         if captured is None:
-            return packed_results(self.run_eagerly(plan))
+            step = self.run_eagerly(plan)
+            check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
+            return packed_results(step)
         self._write(captured.descriptor, plan)
         outputs = captured.replay()
         if outputs.undrafted is not None:
             self._propose_late(outputs.undrafted)
         return outputs.packed
+
+    def run_eagerly(self, plan: StepPlan) -> DeviceStep:
+        """Place a plan and run its verbs."""
+        with self.clock("prepare"):
+            inputs = self.place(plan)
+        return self.run(inputs)
 
     def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:
         """The parts in which a plan is launched, each with its graph, or None to run eagerly."""

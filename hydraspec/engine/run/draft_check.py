@@ -48,7 +48,7 @@ def check_draft_ids(tokens: np.ndarray, vocab_size: int, speculator: BaseSpecula
 
 def check_drafts_on_cpu(draft: Draft | None, vocab_size: int, speculator: BaseSpeculator) -> None:
     """The same for what `propose` returned on a CPU, where no step is waited for."""
-    if draft is not None:
+    if draft is not None and draft.tokens.is_cpu:
         check_draft_ids(draft.tokens.numpy(), vocab_size, speculator)
 
 

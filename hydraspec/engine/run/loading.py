@@ -26,7 +26,6 @@ from hydraspec.engine.cache.sizing import (
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.rank_check import RankCheck
-from hydraspec.engine.run.runner import Runner
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
 from hydraspec.engine.schedule.scheduler import Scheduler
@@ -62,7 +61,7 @@ class Loaded:
     config: RunConfig
     target: TargetModel
     tokenizer: Tokenizer | None
-    runner: Runner
+    runner: DeviceRunner
     scheduler: Scheduler
     info: EngineInfo
     control: Control = ALONE  # of the ranks that run this engine's steps
@@ -124,15 +123,13 @@ def load_baseline(loaded: Loaded) -> Loaded:
     block_size = loaded.config.engine.kv_cache.block_size_of
     target_kv = loaded.runner.kv.leading(len(loaded.target.kv_groups(block_size)))
     config = replace(loaded.config, method=MethodConfig(name="none", num_speculative_tokens=0))
-    origin = loaded.runner
-    backend = origin.backend if isinstance(origin, DeviceRunner) else None
     return assemble(
         config,
         loaded.target,
         loaded.tokenizer,
         NoSpeculator(config),
         target_kv,
-        backend=backend,  # the same memory pool: only one of the two runs
+        backend=loaded.runner.backend,  # the same memory pool: only one of the two runs
         control=loaded.control,
         link=loaded.link,
     )
@@ -183,8 +180,9 @@ def assemble(
     memory_bytes["kv_cache"] = kv.num_bytes
     activation_bytes = memory_bytes.get("activations", 0)
     runner = build_runner(*(models, kv, modes, backend, control), activation_bytes=activation_bytes)
-    if isinstance(runner, DeviceRunner):
-        _capture(runner)
+    _capture(runner)
+    group = target.vocabulary.group
+    is_checked = config.parallelism.check and group.size > 1
     return Loaded(
         config=config,
         target=target,
@@ -193,12 +191,12 @@ def assemble(
         scheduler=_scheduler(models, kv, runner),
         info=_info(models, kv, modes, memory_bytes, warnings),
         control=control,
-        check=_rank_check(config, target),
+        check=RankCheck(group, target.device) if is_checked else None,
         link=link,
     )
 
 
-def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
+def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
     config, speculator = models.config, models.speculator
     return Scheduler(
         kv,
@@ -214,12 +212,6 @@ def _scheduler(models: Models, kv: KVCache, runner: Runner) -> Scheduler:
     )
 
 
-def _rank_check(config: RunConfig, target: TargetModel) -> RankCheck | None:
-    group = target.vocabulary.group
-    is_needed = config.parallelism.check and group.size > 1
-    return RankCheck(group, target.device) if is_needed else None
-
-
 def rehearsing_runner(
     models: Models, modes: GraphModes, backend: GraphBackend | None
 ) -> DeviceRunner:
@@ -228,9 +220,7 @@ def rehearsing_runner(
     In a rehearsal indices read zeros and products are left out, so whatever a runner computes and
     keeps is wrong: a runner that has rehearsed never decodes.
     """
-    runner = build_runner(models, smallest_cache(models), modes, backend)
-    assert isinstance(runner, DeviceRunner)
-    return runner
+    return build_runner(models, smallest_cache(models), modes, backend)
 
 
 def _rehearse(
@@ -321,10 +311,6 @@ def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
     return modes
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
     """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
     done. Of pipeline stages, whether a step is launched before the results of the one that it
@@ -341,6 +327,7 @@ def _info(
     warnings: list[str],
 ) -> EngineInfo:
     config, target, spec = models.config, models.target, models.speculator.spec
+    device = target.device
     notes: list[str] = []
     if spec is not None:
         log.info("drafter: %s", spec)
@@ -353,7 +340,7 @@ def _info(
         target=config.target.name,
         method=config.method.name,
         num_speculative_tokens=models.speculator.num_speculative_tokens,
-        device=str(target.device),
+        device=str(device),
         dtype=config.target.dtype.value,
         vocab_size=target.vocab_size,
         max_model_len=models.max_model_len,
@@ -363,7 +350,7 @@ def _info(
         async_scheduling=_runs_ahead(config, target),
         prefix_caching=kv.prefix_caching,
         memory_bytes=memory_bytes,
-        devices=[_device_name(target.device)],
+        devices=[torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
         draft_spec=None if spec is None else asdict(spec),
         warnings=[*warnings, *notes],
     )

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from hydraspec.engine.run.loading import Loaded
-from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.scores import chain_scores
 from hydraspec.speculators.teacher_forcing.texts import Text, Texts, read_texts
@@ -20,11 +19,6 @@ from hydraspec.types import PositionScores
 
 MAX_ROWS = 4096  # of the texts that are read at once, unless a single one has more
 PADDING = 0  # a token id in place of those that are not known
-
-
-def can_be_forced(speculator: BaseSpeculator) -> bool:
-    """Returns whether a drafter is a head of ours, on one device."""
-    return isinstance(speculator, DraftModelSpeculator) and hasattr(speculator.spec, "kv_mode")
 
 
 def position_scores(parts: Loaded, texts: Seq[Text]) -> Iterator[PositionScores]:

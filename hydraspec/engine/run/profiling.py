@@ -6,31 +6,20 @@ is, not how fast steps are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from hydraspec.engine.base import StepProfile
-from hydraspec.engine.run.loading import Loaded
-from hydraspec.engine.run.timing import Clock, StepClock, no_clock
-from hydraspec.types import PHASES, Completion, Request, StepRecord
+from hydraspec.engine.run.timing import no_clock
+from hydraspec.types import PHASES, Request, StepRecord
+
+if TYPE_CHECKING:
+    from hydraspec.engine.native import NativeEngine
 
 MAX_STEPS = 32  # decode steps
 UNSETTLED_STEPS = 2  # first decode steps, which load kernels; left out where others follow
-
-
-class Profiled(Protocol):
-    """The part of an engine that a profile uses."""
-
-    parts: Loaded
-    clock: StepClock
-
-    def run(
-        self, requests: Sequence[Request], *, concurrency: int | None
-    ) -> Generator[StepRecord | Completion]: ...
-
-    def timed_by(self, clock: Clock, *, ahead: bool) -> AbstractContextManager[None]: ...
 
 
 class Event(Protocol):
@@ -100,7 +89,7 @@ class _TimedStep:
 
 
 def _decode_steps(
-    engine: Profiled, requests: Sequence[Request], clock: EventClock
+    engine: NativeEngine, requests: Sequence[Request], clock: EventClock
 ) -> list[_TimedStep]:
     """At most MAX_STEPS steps that only decode. Of the requests, as many run as fit into a batch:
     further ones would mix prefills into the steps."""
@@ -119,7 +108,7 @@ def _decode_steps(
 
 
 def profile_phases(
-    engine: Profiled, requests: Sequence[Request], make_event: MakeEvent
+    engine: NativeEngine, requests: Sequence[Request], make_event: MakeEvent
 ) -> dict[str, float] | None:
     """Mean milliseconds per decode step of each phase, the host's for `schedule` and the device's
     for the others; None where no step only decodes. Without graphs, one step at a time.
@@ -135,7 +124,7 @@ def profile_phases(
 
 
 def profile_step(
-    engine: Profiled, requests: Sequence[Request], make_event: MakeEvent
+    engine: NativeEngine, requests: Sequence[Request], make_event: MakeEvent
 ) -> StepProfile | None:
     """Means over decode steps that run as in a measured round, with graphs and ahead of results;
     None where too few steps only decode.

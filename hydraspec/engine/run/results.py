@@ -63,21 +63,6 @@ class LaunchedStep:
         return self._result
 
 
-def launched_on_cpu(step: DeviceStep) -> LaunchedStep:
-    """A step that has run on the CPU."""
-    verdict, drafts = step.verdict, step.batch.draft_tokens
-
-    def fetch() -> StepResult:
-        return StepResult(
-            verdict.tokens.numpy(),
-            verdict.num_sampled.numpy(),
-            verdict.not_finite.numpy(),
-            drafts.numpy(),
-        )
-
-    return LaunchedStep(fetch)
-
-
 def packed_results(step: DeviceStep) -> Tensor:
     """[B, 2K+3]: tokens, num_sampled, not_finite, drafts under verification, for one copy."""
     batch, verdict = step.batch, step.verdict

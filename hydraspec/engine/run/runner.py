@@ -6,19 +6,15 @@ Nothing here reads the device from the host: results are copied asynchronously (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-import torch
+from hydraspec_kernels.sampling.verification import commit_tokens
 from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
-from hydraspec.engine.run.draft_check import check_draft, check_drafts_on_cpu
-from hydraspec.engine.run.inputs import PlanPlacer, PlanTensors, prepare
-from hydraspec.engine.run.results import DeviceStep, LaunchedStep, launched_on_cpu
+from hydraspec.engine.run.draft_check import check_draft
+from hydraspec.engine.run.inputs import PlanTensors, prepare
+from hydraspec.engine.run.results import DeviceStep
 from hydraspec.engine.run.stage_io import StageIO
-from hydraspec.engine.run.state import commit, of_full_width, store_draft
-from hydraspec.engine.run.step_graphs import StepGraphs
+from hydraspec.engine.run.state import of_full_width, store_draft
 from hydraspec.engine.run.timing import Clock, no_clock
 from hydraspec.models.base import TargetModel
 from hydraspec.sampling.verifier import Verifier
@@ -27,8 +23,6 @@ from hydraspec.types import (
     Batch,
     Draft,
     RequestState,
-    SamplingFlags,
-    StepPlan,
     TargetStep,
     Verdict,
 )
@@ -50,17 +44,11 @@ class Runner:
         self.verifier = verifier
         self.kv = kv
         self.state = state
-        self._placer = PlanPlacer(target.device)
         self.clock: Clock = no_clock
-        self.graphs: StepGraphs | None = None
         self.io: StageIO | None = None  # of a pipeline stage
         self._keeps_logits = False
         self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
         speculator.bind_kv_caches(kv.specs, kv.caches)
-
-    def place(self, plan: StepPlan) -> PlanTensors:
-        """The plan's numbers where the device reads them."""
-        return self._placer.place(plan)
 
     def prepare(self, plan: PlanTensors) -> Batch:
         return prepare(plan, self.state, self.kv.specs)
@@ -92,8 +80,9 @@ class Runner:
         return self.verifier(target_step.logits, batch, self.state, batch.flags)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Write the verdict into the request state."""
-        commit(self.state, batch, verdict)
+        """Write the verdict into the request state: emitted tokens after the computed ones, then
+        the new computed count."""
+        commit_tokens(self.state, batch, verdict)
 
     def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:
         draft = self.speculator.propose(target_step, verdict, batch, self.state)
@@ -107,25 +96,6 @@ class Runner:
 
     def reassign(self, slot: int) -> None:
         """A slot gets another owner, which results under way for the one before must not reach."""
-
-    def capture_variant(self, flags: SamplingFlags) -> None:
-        """Capture graphs of steps that are sampled so; without graphs nothing."""
-        return None
-
-    def eagerly(self) -> AbstractContextManager[None]:
-        """While it lasts, no graph is replayed."""
-        return nullcontext()
-
-    @contextmanager
-    def keeping_logits(self) -> Iterator[None]:
-        """While it lasts, steps run eagerly, and `kept_logits` are those of the newest step that
-        sampled. They are dropped otherwise: they are large, and graphs write over theirs."""
-        self._keeps_logits = True
-        try:
-            with self.eagerly():
-                yield
-        finally:
-            self._keeps_logits, self.kept_logits = False, None
 
     def run(self, inputs: PlanTensors, *, proposes: bool = True) -> DeviceStep:
         """The device's verbs, in order, over a plan in place; drafting may be left for later."""
@@ -143,16 +113,3 @@ class Runner:
             with clock("propose"):
                 draft = self.propose(batch, target_step, verdict)
         return DeviceStep(batch, target_step, verdict, draft)
-
-    def run_eagerly(self, plan: StepPlan) -> DeviceStep:
-        """Place a plan and run its verbs."""
-        with self.clock("prepare"):
-            inputs = self.place(plan)
-        return self.run(inputs)
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step; its results come when they are read."""
-        step = self.run_eagerly(plan)
-        check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
-        return launched_on_cpu(step)

@@ -1,23 +1,32 @@
-"""Which runner an engine has: by device, and by pipeline stage."""
+"""The runner of an engine, and those of pipeline stages. The last stage runs every verb of a step;
+the others prepare, run their layers and send the stream on, and apply the results when they come.
+
+Results are applied in the order of steps: before another step with the same requests is launched,
+at the latest when the host reads them.
+"""
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run.device_runner import DeviceRunner
-from hydraspec.engine.run.runner import Runner
-from hydraspec.engine.run.stage_io import StageIO
-from hydraspec.engine.run.stage_runner import (
-    EarlierStageRunner,
-    LastStageRunner,
-    StageRunner,
-)
+from hydraspec.engine.run.inputs import PlanTensors
+from hydraspec.engine.run.results import LaunchedStep, StepOutputs, StepResult
+from hydraspec.engine.run.stage_io import StageIO, stack
 from hydraspec.engine.run.state import new_request_state
-from hydraspec.engine.run.step_graphs import RunnerLimits
+from hydraspec.engine.run.step_graphs import CapturedStep, RunnerLimits
 from hydraspec.engine.schedule.draft_lengths import offered_lengths
 from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
 from hydraspec.parallel.control import ALONE, Control
 from hydraspec.sampling.verifier import build_verifier
+from hydraspec.types import StepPlan
 
 
 def build_runner(
@@ -28,9 +37,8 @@ def build_runner(
     control: Control = ALONE,
     *,
     activation_bytes: int = 0,
-) -> Runner:
-    """On CUDA, and wherever graphs are captured, a runner that launches; else a plain one.
-    activation_bytes: as in RunnerLimits."""
+) -> DeviceRunner:
+    """The runner of these models' steps. activation_bytes: as in RunnerLimits."""
     config, target, speculator = models.config, models.target, models.speculator
     num_drafts = speculator.num_speculative_tokens
     state = new_request_state(
@@ -44,12 +52,8 @@ def build_runner(
     verifier = build_verifier(
         config.method.verification.value,
         synthetic_acceptance_length=config.method.synthetic_acceptance_length,
-        num_speculative_tokens=num_drafts,
         vocabulary=target.vocabulary,
     )
-    if target.device.type == "cpu" and backend is None:
-        plain = Runner if models.link is None else StageRunner
-        return _with_io(plain(target, speculator, verifier, kv, state), models)
     most = config.engine.max_num_seqs
     limits = RunnerLimits(
         max_num_seqs=most,
@@ -72,7 +76,9 @@ def build_runner(
         backend=backend,
         control=control,
     )
-    return _with_io(runner, models)
+    if models.link is not None:
+        runner.io = StageIO.of(models)
+    return runner
 
 
 def launch_bound_rows(hidden_size: int) -> int:
@@ -83,7 +89,97 @@ def launch_bound_rows(hidden_size: int) -> int:
     return int(0.28e-3 * 6e14 / (2 * 14 * hidden_size**2))
 
 
-def _with_io(runner: Runner, models: Models) -> Runner:
-    if models.link is not None:
-        runner.io = StageIO.of(models)
-    return runner
+@dataclass(slots=True, eq=False)
+class _Unapplied:
+    """A launched step whose results this stage has not applied yet."""
+
+    parts: list[StepPlan]
+    reassigned: set[int] = field(default_factory=set)  # slots with another owner since
+    found: LaunchedStep | None = None  # once they are applied
+
+
+class LastStageRunner(DeviceRunner):
+    """The runner of the last stage."""
+
+    io: StageIO
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; see DeviceRunner."""
+        parts = []
+        for part, captured in self._split(plan):
+            self.io.receive(num_rows_sent(part, captured))
+            packed = self._launch_part(part, captured)
+            parts.append((self.io.send_results(part, packed, self.state), len(part.slots)))
+        return self._ring.launched(parts)
+
+
+class EarlierStageRunner(DeviceRunner):
+    """The runner of a stage before the last, which applies the last one's results to its state."""
+
+    io: StageIO
+
+    @cached_property
+    def _unapplied(self) -> deque[_Unapplied]:
+        return deque()
+
+    @torch.inference_mode()
+    def run_padding(self) -> None:
+        """Run the largest possible step, of padding alone."""
+        self.captured_step(self._largest())
+
+    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
+        """Computes this stage's part of a step, in place of packed results."""
+        return StepOutputs(stack(*self.hidden_states(self.prepare(inputs))))
+
+    def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
+        """[1 + aux states, T, D] for the next stage."""
+        if captured is None:
+            return self.captured_step(self.place(plan)).packed
+        self._write(captured.descriptor, plan)
+        return captured.replay().packed.clone()  # which the next replay writes over
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; see DeviceRunner."""
+        self._apply_before(plan)
+        parts = self._split(plan)
+        for part, captured in parts:
+            self.io.receive(num_rows_sent(part, captured))
+            self.io.send(self._launch_part(part, captured))
+        step = _Unapplied([part for part, _ in parts])
+        self._unapplied.append(step)
+        return LaunchedStep(partial(self._result, step))
+
+    def reassign(self, slot: int) -> None:
+        for step in self._unapplied:
+            step.reassigned.add(slot)
+
+    def _apply_before(self, plan: StepPlan) -> None:
+        """Inputs that a step with these requests builds on."""
+        slots = set(plan.slots.tolist())
+        for step in list(self._unapplied):
+            kept = slots - step.reassigned
+            if any(kept & set(part.slots.tolist()) for part in step.parts):
+                self._apply(step)
+
+    def _apply(self, step: _Unapplied) -> LaunchedStep:
+        """With all steps before it, which are applied first."""
+        while step.found is None:
+            oldest = self._unapplied.popleft()
+            oldest.found = self._ring.launched(
+                [
+                    (self.io.apply_results(part, self.state, oldest.reassigned), len(part.slots))
+                    for part in oldest.parts
+                ]
+            )
+        return step.found
+
+    @torch.inference_mode()
+    def _result(self, step: _Unapplied) -> StepResult:
+        return self._apply(step).result()
+
+
+def num_rows_sent(plan: StepPlan, captured: CapturedStep | None) -> int:
+    """Rows of what stages hand over: padded to a graph, where there is one."""
+    return int(plan.num_rows.sum()) if captured is None else captured.descriptor.num_rows

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hydraspec_kernels.sampling.verification import commit_tokens
 from torch import Tensor
 
 from hydraspec.engine.cache.sizing import Models
-from hydraspec.engine.run.state import commit, store_draft
+from hydraspec.engine.run.state import store_draft
 from hydraspec.models.base import TargetModel
 from hydraspec.parallel.stages import StageLink
 from hydraspec.types import (
@@ -108,7 +109,7 @@ class StageIO:
             num_rejected=(rows.num_drafts + 1) * rows.samples - count,
             not_finite=packed[:, k + 2].contiguous(),
         )
-        commit(state, rows, verdict)
+        commit_tokens(state, rows, verdict)
         if k:
             store_draft(state, rows, Draft(tokens=packed[:, 2 * k + 3 :].contiguous()))
         return received[:, : 2 * k + 3]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from hydraspec_kernels.sampling.records import CommittedBatch
-from hydraspec_kernels.sampling.verification import commit_tokens, store_drafts
+from hydraspec_kernels.sampling.verification import store_drafts
 
-from hydraspec.types import Batch, Draft, RequestState, SamplingParams, Verdict
+from hydraspec.types import Batch, Draft, RequestState, SamplingParams
 
 
 def new_request_state(
@@ -68,12 +68,6 @@ def write_request(
     state.top_p[slot].fill_(sampling.top_p)
     state.min_p[slot].fill_(sampling.min_p)
     state.seed[slot].fill_(sampling.seed)
-
-
-def commit(state: RequestState, batch: CommittedBatch, verdict: Verdict) -> None:
-    """Write the verdict into the state: emitted tokens after the computed ones, then the new
-    computed count."""
-    commit_tokens(state, batch, verdict)
 
 
 def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -29,6 +29,9 @@ from hydraspec.graphs.modes import NONE
 from hydraspec.parallel.control import ALONE, Control
 from hydraspec.sampling.flags import GREEDY
 from hydraspec.types import SamplingFlags, StepPlan
+
+if TYPE_CHECKING:
+    from hydraspec.engine.run.device_runner import DeviceRunner
 
 log = logging.getLogger(__name__)
 
@@ -122,21 +125,9 @@ def is_large(descriptor: Descriptor) -> bool:
     return descriptor.rows_per_request is None and descriptor.num_rows > PROMPT_ROWS[-1]
 
 
-class Steps(Protocol):
-    """The captured object: the runner that keeps the graphs, which keep no reference to it."""
-
-    def static_inputs(self, descriptor: Descriptor) -> PlanTensors:
-        """A batch of padding alone, in the memory that plans of this shape are written to."""
-        ...
-
-    def captured_step(self, inputs: PlanTensors) -> StepOutputs:
-        """The step that a graph holds."""
-        ...
-
-
 class StepGraphs:
-    """Graphs of whole steps. Greedy ones are captured while loading, those of other ways of
-    sampling when they are first needed."""
+    """Graphs of whole steps, without a reference to the runner that keeps them. Greedy ones are
+    captured while loading, those of other ways of sampling when they are first needed."""
 
     def __init__(
         self,
@@ -171,19 +162,19 @@ class StepGraphs:
         captured = [each for each in self._greedy if each not in self._uncaptured]
         return sorted(each.num_rows for each in captured if each.rows_per_request is None)
 
-    def capture_greedy(self, steps: Steps) -> None:
+    def capture_greedy(self, runner: DeviceRunner) -> None:
         """Capture the greedy steps of every size that the mode asks for; those of many rows as far
         as memory allows."""
-        self.manager.capture_all(self._greedy, partial(self._capture_greedy, steps))
+        self.manager.capture_all(self._greedy, partial(self._capture_greedy, runner))
 
-    def _capture_greedy(self, steps: Steps, descriptor: Descriptor) -> None:
+    def _capture_greedy(self, runner: DeviceRunner, descriptor: Descriptor) -> None:
         if is_large(descriptor):
-            self._capture_if_it_fits(steps, descriptor, "read prompts")
+            self._capture_if_it_fits(runner, descriptor, "read prompts")
         else:
-            self._capture(steps, descriptor)
+            self._capture(runner, descriptor)
 
-    def _capture(self, steps: Steps, descriptor: Descriptor) -> CapturedStep:
-        return self.manager.capture(descriptor, steps.static_inputs, steps.captured_step)
+    def _capture(self, runner: DeviceRunner, descriptor: Descriptor) -> CapturedStep:
+        return self.manager.capture(descriptor, runner.static_inputs, runner.captured_step)
 
     @contextmanager
     def counting_memory(self) -> Iterator[None]:
@@ -195,7 +186,7 @@ class StepGraphs:
             self.num_bytes += self.backend.num_bytes() - before
 
     @torch.inference_mode()
-    def capture_variant(self, steps: Steps, flags: SamplingFlags) -> None:
+    def capture_variant(self, runner: DeviceRunner, flags: SamplingFlags) -> None:
         """Capture a way of sampling in every shape that greedy steps have, as far as memory
         allows, so that none of its steps is captured while requests run."""
         variant = self._variants.serving(flags)
@@ -204,9 +195,9 @@ class StepGraphs:
             if greedy.variant == GREEDY_VARIANT and not (
                 wanted in self._uncaptured or self.manager.has(wanted)
             ):
-                self._capture_late(steps, wanted)
+                self._capture_late(runner, wanted)
 
-    def serving(self, steps: Steps, plan: StepPlan) -> CapturedStep | None:
+    def serving(self, runner: DeviceRunner, plan: StepPlan) -> CapturedStep | None:
         """The graph that serves a plan. One for its way of sampling is captured where only a greedy
         one of its shape exists; where memory does not allow that, such plans run eagerly. So do
         those whose padding would take longer than launching them.
@@ -227,7 +218,7 @@ class StepGraphs:
         exact = replace(found.descriptor, variant=self._variants.serving(plan.flags))
         if exact in self._uncaptured:
             return None
-        return self.manager.dispatch(exact) or self._capture_late(steps, exact)
+        return self.manager.dispatch(exact) or self._capture_late(runner, exact)
 
     def _of_same_length(self, wanted: Descriptor) -> Descriptor:
         """The smallest graph of decodes with as many drafts: a mixed one with fewer rows would
@@ -241,13 +232,13 @@ class StepGraphs:
         padding = graph.num_rows - num_rows
         return is_large(graph) and 8 * padding > num_rows > self._launch_bound_rows
 
-    def _capture_late(self, steps: Steps, descriptor: Descriptor) -> CapturedStep | None:
+    def _capture_late(self, runner: DeviceRunner, descriptor: Descriptor) -> CapturedStep | None:
         log.info("capturing a step of a way of sampling that is met for the first time")
         with self.counting_memory():
-            return self._capture_if_it_fits(steps, descriptor, "sample")
+            return self._capture_if_it_fits(runner, descriptor, "sample")
 
     def _capture_if_it_fits(
-        self, steps: Steps, descriptor: Descriptor, which: str
+        self, runner: DeviceRunner, descriptor: Descriptor, which: str
     ) -> CapturedStep | None:
         captured, reason = None, ""
         if self._control.layout.tensor > 1:
@@ -255,10 +246,10 @@ class StepGraphs:
             # too little memory, and a rank that runs out of it nonetheless ends the run.
             reason = self._reason_not_to_begin(descriptor)
             if self._control.agree_all(not reason):
-                return self._capture(steps, descriptor)
+                return self._capture(runner, descriptor)
         else:
             try:
-                captured = self._capture(steps, descriptor)
+                captured = self._capture(runner, descriptor)
             except torch.OutOfMemoryError as error:
                 reason = str(error).split(". ", 1)[0]  # torch's first sentence; statistics follow
             if self._control.agree_all(captured is not None):

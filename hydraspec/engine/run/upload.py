@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.engine.run.device_tables import DeviceTables
-from hydraspec.engine.run.inputs import Layout, PlanTensors, row_places
+from hydraspec.engine.run.inputs import PlanTensors, row_places
 from hydraspec.graphs import Descriptor
 from hydraspec.parallel.ranks import current
 from hydraspec.types import NeededRows, RowSegment, SamplingFlags, StepPlan
@@ -133,16 +133,14 @@ class PlanUpload:
                 logits_rows = named
             starts = self._words[self._starts : self._starts + b + 1]
         return PlanTensors(
-            layout=Layout(
-                num_rows=num_rows,
-                num_drafts=num_drafts,
-                samples=samples,
-                query_start_loc=starts,
-                row_request=row_request,
-                row_offset=row_offset,
-                logits_rows=logits_rows,
-                verify_rows=verify_rows,
-            ),
+            num_rows=num_rows,
+            num_drafts=num_drafts,
+            samples=samples,
+            query_start_loc=starts,
+            row_request=row_request,
+            row_offset=row_offset,
+            logits_rows=logits_rows,
+            verify_rows=verify_rows,
             slots=slots,
             tables=[table[:b] for table in self.tables],
             segments=segments,

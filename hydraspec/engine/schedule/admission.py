@@ -28,20 +28,20 @@ class Admission(Protocol):
 
     def offered_at(self, request: Request) -> float | None:
         """When a request that has joined was offered (time.perf_counter()); None: as it joined."""
-        ...
+        return None
 
     def cancelled(self) -> Sequence[int]:
         """Requests, by index, to be dropped before the step, told since this was last called. Asked
         after `joining`; some may not have joined yet, or have ended."""
-        ...
+        return ()
 
     def ended(self, index: int) -> None:
         """Request `index` has ended: the next turn of its conversation may join."""
-        ...
+        return None
 
     def close(self) -> None:
         """The run ends here, early or not."""
-        ...
+        return None
 
 
 class Cancels:
@@ -96,7 +96,7 @@ def by_arrival(requests: Sequence[Request]) -> list[Request]:
     return sorted(requests, key=lambda request: request.arrival_s or 0.0)
 
 
-class Pending:
+class Pending(Admission):
     """Conversations as they arrive, at most `concurrency` of them in progress (None: any number).
     One in progress keeps its place: its next turn joins at once."""
 
@@ -118,7 +118,6 @@ class Pending:
         self._watch, self._arrivals = watch, arrivals or Arrivals()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
-        """See Admission."""
         found, self._next_turns = self._next_turns, []
         if not found and not num_unfinished:
             if not self._pending:
@@ -131,23 +130,17 @@ class Pending:
         return found
 
     def cancelled(self) -> Sequence[int]:
-        """See Admission."""
         return self._cancels.take()
 
     def ended(self, index: int) -> None:
-        """See Admission."""
         if (turn := self._conversations.next_turn(index)) is not None:
             self._next_turns.append(turn)
 
     def offered_at(self, request: Request) -> float | None:
-        """See Admission."""
         return self._arrivals.at(request)
 
-    def close(self) -> None:
-        """See Admission."""
 
-
-class Leading:
+class Leading(Admission):
     """The first rank's: asks another admission, and announces what it says.
 
     Interrupts wait for the next call: the other ranks cannot leave a step half done.
@@ -162,15 +155,10 @@ class Leading:
         self._has_ended = False
 
     def offered_at(self, request: Request) -> float | None:
-        """See Admission."""
         return self._source.offered_at(request)
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
-        """See Admission.
-
-        Raises:
-            KeyboardInterrupt: that came since the last call.
-        """
+        """Raises KeyboardInterrupt if one came since the last call."""
         self._held.close()
         found = self._source.joining(num_unfinished)
         self._cancelled = self._source.cancelled()
@@ -185,22 +173,19 @@ class Leading:
         self._control.tell(self._control.replica, self._topic, message)
 
     def cancelled(self) -> Sequence[int]:
-        """See Admission."""
         return self._cancelled
 
     def ended(self, index: int) -> None:
-        """See Admission."""
         self._source.ended(index)
 
     def close(self) -> None:
-        """See Admission."""
         with self._held:
             self._source.close()
             if not self._has_ended:
                 self._announce(0, None)
 
 
-class Following:
+class Following(Admission):
     """Another rank's: does what the first of its replica announces."""
 
     def __init__(self, requests: Sequence[Request], control: Control) -> None:
@@ -209,11 +194,7 @@ class Following:
         self._cancelled: Sequence[int] = ()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
-        """See Admission.
-
-        Raises:
-            RankError: this rank has finished other requests than the first one has.
-        """
+        """Raises RankError if this rank has finished other requests than the first one has."""
         heard = self._control.hear(self._control.replica[0], self._topic)
         unfinished_there, places, self._cancelled = heard
         if places is None:
@@ -227,18 +208,7 @@ class Following:
         return [self._requests[place] for place in places]
 
     def cancelled(self) -> Sequence[int]:
-        """See Admission."""
         return self._cancelled
-
-    def offered_at(self, request: Request) -> float | None:
-        """None: the first rank's times count."""
-        return None
-
-    def ended(self, index: int) -> None:
-        """See Admission."""
-
-    def close(self) -> None:
-        """See Admission."""
 
 
 def _topic(control: Control) -> str:

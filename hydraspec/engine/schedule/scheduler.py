@@ -17,10 +17,9 @@ from itertools import islice
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
-from hydraspec.engine.schedule.micro_batches import MicroBatches
 from hydraspec.engine.schedule.plans import PlanBuilder
 from hydraspec.engine.schedule.prompt_rows import PromptRows, cut_span, whole_spans
-from hydraspec.engine.schedule.sequence import Scheduled, Sequence
+from hydraspec.engine.schedule.sequence import MicroBatches, Scheduled, Sequence
 from hydraspec.types import StepPlan
 
 CANCELLED = "cancelled"  # the error of a request that the caller has cancelled

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader
-from hydraspec.models.decoder_config import DecoderConfig
-from hydraspec.models.parts import Divided
+from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MAX_GAIN, Rope, read_rope, yarn_mscale
 
 # Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.

@@ -22,8 +22,7 @@ class DeepseekTarget(Decoder):
     layer_type = DeepseekLayer
     read_config = staticmethod(read_deepseek_config)
 
-    @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(self, name: str) -> str | None:
         """A checkpoint's tensor name without the leading `model.`."""
         return name_in_model(name)
 

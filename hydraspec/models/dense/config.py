@@ -14,9 +14,8 @@ from hydraspec_kernels.linear import Activation
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
-from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
-from hydraspec.models.parts import Divided
+from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import Rope, read_rope
 
 

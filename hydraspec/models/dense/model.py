@@ -29,8 +29,7 @@ class DenseTarget(Decoder):
     layer_type = DenseLayer
     read_config = staticmethod(read_dense_config)
 
-    @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(self, name: str) -> str | None:
         """A checkpoint's tensor name without its prefix; None for draft layers, towers and rotary
         buffers of old files.
         """

@@ -7,6 +7,7 @@ the state that enters the target's head), EAGLE-3 a few states from within the t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -29,9 +30,26 @@ from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Linear, Table
 from hydraspec.models.parts import Tensors, Weights
 from hydraspec.models.place import Place
-from hydraspec.models.weights import memory_bytes
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
+
+_IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*|.*kv_fake_quantizer.*)$")
+_EAGLE1_IDENTITIES = ("layers.0.input_layernorm.weight", "norm.weight")
+
+
+def canonical_name(name: str) -> str:
+    """A tensor's name in the form used here: without `model.`, layers numbered. (The reader has
+    already turned Mistral's names into Hugging Face's.)
+    """
+    name = name.removeprefix("model.")
+    for start, ours in (
+        ("midlayer.", "layers.0."),
+        ("transformer.", "layers.0."),
+        ("fusion_fc.", "fc."),
+    ):
+        if name.startswith(start):
+            return ours + name.removeprefix(start)
+    return name
 
 
 class FusedLayer(DenseLayer):
@@ -145,6 +163,16 @@ class EagleHead(Weights):
         """Every weight the checkpoint holds, by its canonical name."""
         return super().tensors() | self.own
 
+    def canonical_name(self, name: str) -> str | None:
+        """See the function of that name."""
+        return canonical_name(name)
+
+    def ignores(self, name: str) -> bool:
+        """Vocabulary maps, which are read apart, and norms that a Llama head does not have."""
+        has_identities = self.config.method == "eagle" and not self.config.keeps_input_norm
+        is_identity = has_identities and name in _EAGLE1_IDENTITIES
+        return is_identity or _IGNORED.match(name) is not None
+
     def finish(self, suppressed: Tensor) -> None:
         """Call once after the weights are filled. suppressed [n]: draft ids never to propose."""
         self.project_mask()
@@ -212,7 +240,3 @@ class EagleHead(Weights):
         """[B, D] -> [B] ids of the target's vocabulary; equal scores go to the lowest draft id."""
         tokens = self.vocabulary.greedy_tokens(self._columns(hidden))
         return tokens if self.vocab_map is None else self.vocab_map.index_select(0, tokens)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held beside the target's."""
-        return memory_bytes(self.tensors())

@@ -4,7 +4,6 @@ the target, and checks the config against the tensors and the target.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +19,7 @@ from hydraspec.models.detect import open_draft
 from hydraspec.models.draft_place import head_place, layers_place, target_place
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
-from hydraspec.models.eagle.head import EagleHead
+from hydraspec.models.eagle.head import EagleHead, canonical_name
 from hydraspec.models.linear import Table
 from hydraspec.models.parts import prefixed
 from hydraspec.models.weights import fill
@@ -28,24 +27,7 @@ from hydraspec.parallel.vocabulary import Vocabulary
 
 Entries = Mapping[str, TensorEntry]
 
-_IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*|.*kv_fake_quantizer.*)$")
 COMPARED_ROWS = 1 << 14  # rows of two embeddings compared at a time
-_EAGLE1_IDENTITIES = ("layers.0.input_layernorm.weight", "norm.weight")
-
-
-def canonical_name(name: str) -> str:
-    """A tensor's name in the form used here: without `model.`, layers numbered. (The reader has
-    already turned Mistral's names into Hugging Face's.)
-    """
-    name = name.removeprefix("model.")
-    for start, ours in (
-        ("midlayer.", "layers.0."),
-        ("transformer.", "layers.0."),
-        ("fusion_fc.", "fc."),
-    ):
-        if name.startswith(start):
-            return ours + name.removeprefix(start)
-    return name
 
 
 def load_eagle(
@@ -73,14 +55,7 @@ def load_eagle(
         head = EagleHead(config, layers, len(ids), width, place)
         _place_tables(head, entries, target, where)
         _place_extras(head, entries, len(ids) * width, where)
-        fill(
-            head.tensors(),
-            opened,
-            weights=weights,
-            seed=seed,
-            canonical=canonical_name,
-            ignored=lambda name: _is_ignored(config, name),
-        )
+        fill(head, opened, weights=weights, seed=seed)
         head.vocab_map = _vocab_map(head, entries, target, weights, where)
         shares = _share_equal_embedding(head, target)
         head.spec = _spec(config, layers, ids, head, target, shares, entries)
@@ -92,13 +67,6 @@ def _entries(opened: Checkpoint, weights: str) -> dict[str, TensorEntry]:
     if weights != "checkpoint":
         return {}
     return {canonical_name(name): entry for name, entry in opened.entries().items()}
-
-
-def _is_ignored(config: EagleConfig, name: str) -> bool:
-    if _IGNORED.match(name):
-        return True
-    is_llama_eagle1 = config.method == "eagle" and not config.keeps_input_norm
-    return is_llama_eagle1 and name in _EAGLE1_IDENTITIES
 
 
 # ------------------------------------------------------------------ against the target

@@ -30,7 +30,7 @@ from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Linear, Table
 from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
-from hydraspec.models.weights import fill, memory_bytes
+from hydraspec.models.weights import fill
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, RowSegment
 
@@ -197,10 +197,6 @@ class Gemma4Assistant(Weights):
             return self.centroids.greedy_tokens(d, self._banned)
         return self.vocabulary.greedy_tokens(self._columns(d))
 
-    def memory_bytes(self) -> int:
-        """Bytes of weights held."""
-        return memory_bytes(self.tensors())
-
 
 def load_assistant(
     checkpoint: str, *, weights: str, target: TargetModel, seed: int
@@ -231,14 +227,7 @@ def load_assistant(
             shares_head=False,
             kv_sources=tuple((spec.name, spec.layers[-1]) for _, spec in sources.values()),
         )
-        fill(
-            model.tensors(),
-            opened,
-            weights=weights,
-            seed=seed,
-            canonical=lambda name: name,
-            ignored=model.ignores,
-        )
+        fill(model, opened, weights=weights, seed=seed)
         model.finish(where)
     return model
 

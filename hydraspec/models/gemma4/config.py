@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
-from hydraspec.models.decoder_config import DecoderConfig
 from hydraspec.models.kv_groups import FULL, SLIDING
-from hydraspec.models.parts import Divided
+from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MIN_THETA
 
 # Released configs leave out what equals transformers' default (Gemma4TextConfig).

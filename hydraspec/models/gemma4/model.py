@@ -103,8 +103,7 @@ class Gemma4Target(Decoder):
         """Rotary frequencies of each kind of layers."""
         return rope_frequencies_by_kind(config, place)
 
-    @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(self, name: str) -> str | None:
         """A checkpoint's tensor name without its prefix; None for the vision and audio towers."""
         name = name_in_text_model(name)
         return None if name.startswith(_TOWERS) else name

@@ -31,7 +31,6 @@ from hydraspec.models.linear import Linear
 from hydraspec.models.mtp.config import MTPConfig, MTPLayout
 from hydraspec.models.parts import Tensors, Weights, prefixed
 from hydraspec.models.place import Place
-from hydraspec.models.weights import memory_bytes
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
 
@@ -68,7 +67,7 @@ class MTPLayer(Weights):
         return self.block.forward(x, y, shared, cache, self.final_norm)[1]
 
 
-class MTPHead:
+class MTPHead(Weights):
     """Implements OwnCacheHead. Step j runs layer j % n; embedding and head are the target's."""
 
     spec: DraftSpec
@@ -100,6 +99,10 @@ class MTPHead:
         """A checkpoint's tensor name without `model.`; None for what is not an MTP layer's."""
         name = name_in_model(name)
         return name if name.startswith(self.config.prefixes) else None
+
+    def ignores(self, name: str) -> bool:
+        """Copies of the target's embedding and head beside each layer; the target's stand in."""
+        return name.endswith(("embed_tokens.weight", "shared_head.head.weight", "inv_freq"))
 
     def finish(self) -> None:
         """Call once after the weights are filled."""
@@ -150,7 +153,3 @@ class MTPHead:
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B] ids; equal scores go to the lowest id."""
         return self.target.vocabulary.greedy_tokens(self.target.compute_logits(hidden))
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights held beside the target's."""
-        return memory_bytes(self.tensors())

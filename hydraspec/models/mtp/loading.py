@@ -14,9 +14,6 @@ from hydraspec.models.mtp.config import MTPConfig, check_num_drafts, read_mtp_co
 from hydraspec.models.mtp.head import MTPHead
 from hydraspec.models.weights import fill
 
-# Files hold copies of the target's embedding and head beside each layer; the target's stand in.
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-
 
 def load_mtp(
     checkpoint: str, *, weights: str, target: TargetModel, num_drafts: int, seed: int
@@ -44,14 +41,7 @@ def load_mtp(
         head = MTPHead(config, target, num_drafts, place)
         if weights == "checkpoint":
             _check_presence(opened, head, where)
-        fill(
-            head.tensors(),
-            opened,
-            weights=weights,
-            seed=seed,
-            canonical=head.canonical_name,
-            ignored=lambda name: name.endswith(_COPIES),
-        )
+        fill(head, opened, weights=weights, seed=seed)
         head.finish()
     head.spec = DraftSpec(
         method="mtp",

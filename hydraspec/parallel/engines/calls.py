@@ -10,7 +10,7 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.parallel.control import Control, Plain
 from hydraspec.parallel.engines.outcome import Peers, Together
 from hydraspec.parallel.engines.replicas import Share, replica_events, send_events
-from hydraspec.parallel.engines.wire import to_requests
+from hydraspec.parallel.engines.wire import to_prompt, to_requests
 from hydraspec.parallel.ranks import current
 
 CALL = "call"  # the topic of announcements
@@ -52,7 +52,8 @@ def follow(config: RunConfig) -> None:
 def _make(name: str, engine: NativeEngine, control: Control, arguments: Plain) -> None:
     if name == "next_token_logits":
         if control.replica[0] == 0:
-            engine.next_token_logits(arguments["token_ids"])
+            prompt = to_prompt(arguments["prompt"])
+            engine.next_token_logits(prompt.token_ids, prompt.spans)
         return
     requests = to_requests(arguments["requests"])
     if name == "prepare":

@@ -17,10 +17,10 @@ from hydraspec.parallel.control import Plain
 from hydraspec.parallel.engines.calls import CLOSE, announce
 from hydraspec.parallel.engines.outcome import Peers, Together
 from hydraspec.parallel.engines.replicas import Inbox, Share, replica_events
-from hydraspec.parallel.engines.wire import from_requests
+from hydraspec.parallel.engines.wire import from_prompt, from_requests
 from hydraspec.parallel.ranks import current
 from hydraspec.signals import interrupts_held_back
-from hydraspec.types import Completion, Request, StepRecord
+from hydraspec.types import Completion, Prompt, Request, Span, StepRecord
 
 
 class ParallelEngine(Engine):
@@ -123,9 +123,12 @@ class ParallelEngine(Engine):
     def baseline(self) -> ParallelEngine:
         return ParallelEngine(self._engine.parts.config, self)
 
-    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        with self._called("next_token_logits", token_ids=list(token_ids)) as engine:
-            return engine.next_token_logits(token_ids)
+    def next_token_logits(
+        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+    ) -> np.ndarray:
+        prompt = from_prompt(Prompt(list(token_ids), spans))
+        with self._called("next_token_logits", prompt=prompt) as engine:
+            return engine.next_token_logits(token_ids, spans)
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
         """See Engine; of rank 0's replica alone."""

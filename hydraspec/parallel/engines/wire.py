@@ -25,7 +25,7 @@ COMPLETION_FIELDS = [field.name for field in fields(Completion) if field.name no
 def from_requests(requests: Sequence[Request]) -> Plain:
     """The part of tokenised requests that an engine reads."""
     return [
-        [r.index, r.id, _from_prompt(r.tokens), asdict(r.sampling), r.arrival_s, r.after]
+        [r.index, r.id, from_prompt(r.tokens), asdict(r.sampling), r.arrival_s, r.after]
         for r in requests
     ]
 
@@ -46,9 +46,14 @@ def to_requests(data: Plain) -> list[Request]:
     ]
 
 
-def _from_prompt(prompt: Prompt) -> Plain:
+def from_prompt(prompt: Prompt) -> Plain:
     """Token ids, then the fields of each span."""
     return [prompt.token_ids, [asdict(span) for span in prompt.spans]]
+
+
+def to_prompt(data: Plain) -> Prompt:
+    """The prompt of `from_prompt`."""
+    return Prompt(data[0], _spans(data[1]))
 
 
 def _spans(data: Plain) -> tuple[Span, ...]:
@@ -66,7 +71,7 @@ def from_event(event: StepRecord | Completion) -> Plain:
     """A list of two entries, of which one is null."""
     if isinstance(event, Completion):
         values = [getattr(event, name) for name in COMPLETION_FIELDS]
-        return [None, [_from_prompt(event.prompt), values]]
+        return [None, [from_prompt(event.prompt), values]]
     steps = [[getattr(step, name) for name in STEP_FIELDS] for step in event.requests]
     return [[[getattr(event, name) for name in RECORD_FIELDS], steps], None]
 

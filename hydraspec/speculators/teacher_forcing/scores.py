@@ -23,7 +23,7 @@ class TokenScores:
 
 @dataclass(slots=True, frozen=True)
 class DraftVocabulary:
-    """Where a draft head's logits have the target's tokens."""
+    """Places of the target's tokens in a draft head's logits."""
 
     draft_ids: Tensor | None  # [V] the draft id of each target id, or -1; None: they are the same
 

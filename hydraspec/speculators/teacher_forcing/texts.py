@@ -21,6 +21,7 @@ from hydraspec.types import (
     Rows,
     RowSegment,
     SamplingParams,
+    Span,
     StepRecord,
 )
 
@@ -41,6 +42,7 @@ class Text:
     num_prompt: int
     num_output: int
     is_greedy: bool
+    spans: tuple[Span, ...] = ()  # of the prompt
 
     @property
     def num_chains(self) -> int:
@@ -64,6 +66,7 @@ def finished_texts(
             num_prompt=len(done.prompt_token_ids),
             num_output=len(done.output_token_ids),
             is_greedy=request.sampling.temperature == 0,
+            spans=done.spans,
         )
         for request in requests
         if (done := completions.get(request.index)) is not None
@@ -82,6 +85,7 @@ def continued(texts: Sequence[Text], num_more: int, run: Run) -> list[Text]:
             index=i,
             id=f"after request {text.index}",
             prompt_token_ids=text.token_ids,
+            spans=text.spans,
             sampling=SamplingParams(max_tokens=num_more, ignore_eos=True),
         )
         for i, text in enumerate(texts)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
 from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.texts import BLOCK, Texts
 from hydraspec.types import KVGroupSpec, Rows, RowSegment, TargetStep
 
@@ -44,6 +45,11 @@ class Trial:
         kind: Literal["own_cache", "parallel"]
         kind = "own_cache" if spec.mask_token_id is None else "parallel"
         return cls(head=head, kind=kind, aux_ids=spec.aux_layer_ids)
+
+
+def can_be_forced(speculator: object) -> TypeGuard[DraftModelSpeculator]:
+    """Returns whether a drafter is a head of ours, on one device."""
+    return isinstance(speculator, DraftModelSpeculator) and hasattr(speculator.spec, "kv_mode")
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,7 +105,7 @@ def _parts(count: int) -> Iterator[slice]:
 
 
 def _new_caches(specs: list[KVGroupSpec], num_blocks: int, like: Tensor) -> list[Tensor]:
-    """One a layer, in their order."""
+    """Caches of the layers, in their order."""
     shapes = {layer: spec.shape.page_row for spec in specs for layer in spec.layers}
     return [like.new_zeros(num_blocks * BLOCK, *shapes[layer]) for layer in sorted(shapes)]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydraspec.zoo.recipe import task_code, task_extract, task_math, task_rewrite
+from hydraspec.zoo.recipe.tasks import TASKS
 
 NUM_BUCKETS = 16
 HELD_OUT_BUCKET = 0
@@ -23,13 +23,6 @@ WORKLOAD_PER_CATEGORY = 16
 WORKLOAD_MAX_TOKENS = 96
 WORKLOAD_PATH = Path(__file__).parents[1] / "data" / "tiny.jsonl"
 ANSWER_MARK = "answer is"
-
-CATEGORIES = {
-    "math": task_math.make,
-    "extract": task_extract.make,
-    "code": task_code.make,
-    "rewrite": task_rewrite.make,
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ def is_held_out(prompt: str) -> bool:
 def draw(category: str, rng: random.Random, *, held_out: bool) -> Example:
     """Draw examples of a category until one lies on the wanted side of the split."""
     while True:
-        prompt, response = CATEGORIES[category](rng)
+        prompt, response = TASKS[category](rng)
         if is_held_out(prompt) is held_out:
             return Example(category, prompt, response)
 
@@ -73,7 +66,7 @@ def training_examples(seed: int) -> Iterator[Example]:
     """Endless training examples, the categories in turn."""
     rng = random.Random(seed)
     while True:
-        for category in CATEGORIES:
+        for category in TASKS:
             yield draw(category, rng, held_out=False)
 
 
@@ -82,8 +75,8 @@ def workload_examples(per_category: int = WORKLOAD_PER_CATEGORY) -> list[Example
     rng = random.Random(WORKLOAD_SEED)
     examples: list[Example] = []
     seen: set[str] = set()
-    while len(examples) < per_category * len(CATEGORIES):
-        category = list(CATEGORIES)[len(examples) % len(CATEGORIES)]
+    while len(examples) < per_category * len(TASKS):
+        category = list(TASKS)[len(examples) % len(TASKS)]
         example = draw(category, rng, held_out=True)
         if example.prompt not in seen:
             seen.add(example.prompt)
@@ -93,7 +86,7 @@ def workload_examples(per_category: int = WORKLOAD_PER_CATEGORY) -> list[Example
 
 def workload_lines(per_category: int = WORKLOAD_PER_CATEGORY) -> Iterator[str]:
     """Held-out prompts as lines of a workload file; by default those of `data/tiny.jsonl`."""
-    counts = dict.fromkeys(CATEGORIES, 0)
+    counts = dict.fromkeys(TASKS, 0)
     for example in workload_examples(per_category):
         number = counts[example.category]
         counts[example.category] += 1

@@ -17,11 +17,9 @@ from transformers import PreTrainedModel
 
 from hydraspec.models.checkpoint.mistral_names import consolidated_name, half_split, interleaved
 from hydraspec.models.checkpoint.mistral_names import hugging_face_name as plain_name
-from hydraspec.zoo.recipe.draft_heads import DraftHead, Eagle1Head, Eagle3Head, MTPHead
-from hydraspec.zoo.recipe.draft_layers import LayerShape
-from hydraspec.zoo.recipe.draft_recipes import DraftRecipe
-from hydraspec.zoo.recipe.plain_targets import ROUTER_BIAS, write_tensors
-from hydraspec.zoo.recipe.recipes import CHECKPOINTS
+from hydraspec.zoo.recipe.draft_heads import DraftHead, Eagle1Head, Eagle3Head, LayerShape, MTPHead
+from hydraspec.zoo.recipe.modeling import ROUTER_BIAS, write_tensors
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, DraftRecipe
 from hydraspec.zoo.recipe.train_drafter import MASK_TOKEN_ID, build
 
 MAX_POSITIONS = 2048
@@ -31,7 +29,7 @@ _ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
 def folder_of(name: str, recipe: DraftRecipe, out: Path = CHECKPOINTS) -> Path:
-    """Where a drafter's tensors are: an MTP layer is in its target's folder."""
+    """The folder of a drafter's tensors: an MTP layer is in its target's."""
     return out / (recipe.target if recipe.kind == "mtp" else name)
 
 

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from hydraspec.zoo.recipe import (
     corpus,
     draft_files,
-    draft_recipes,
     evaluate,
     modeling,
     recipes,
+    tasks,
     tokenizer,
     train_assistant,
     train_drafter,
@@ -56,7 +56,7 @@ def _data(args: argparse.Namespace, count: int, seed: int) -> Sequences:
 def make_corpus(args: argparse.Namespace) -> None:
     """Write the held-out workload and show one example a category."""
     corpus.write_workload()
-    for example in itertools.islice(corpus.training_examples(0), len(corpus.CATEGORIES)):
+    for example in itertools.islice(corpus.training_examples(0), len(tasks.TASKS)):
         console.print(f"[bold]{example.category}[/]", example.prompt, example.response, sep="\n")
 
 
@@ -103,8 +103,8 @@ def make_drafters(args: argparse.Namespace) -> None:
         draft_files.save_head(head, recipe, target, draft_files.folder_of(name, recipe, args.out))
 
 
-def _drafters(args: argparse.Namespace) -> dict[str, draft_recipes.DraftRecipe]:
-    found = {n: r for n, r in draft_recipes.DRAFTERS.items() if r.target == args.name}
+def _drafters(args: argparse.Namespace) -> dict[str, recipes.DraftRecipe]:
+    found = {n: r for n, r in recipes.DRAFTERS.items() if r.target == args.name}
     return found if args.drafter is None else {args.drafter: found[args.drafter]}
 
 
@@ -141,7 +141,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
-    parser.add_argument("--drafter", choices=draft_recipes.DRAFTERS, help="only this one")
+    parser.add_argument("--drafter", choices=recipes.DRAFTERS, help="only this one")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-seconds", type=float, help="shorten a target's training to this")

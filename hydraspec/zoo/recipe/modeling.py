@@ -1,8 +1,7 @@
-"""Building, masking, running and saving transformers' classes the way the zoo needs them.
+"""Building, masking, running and saving transformers' classes the way the zoo needs them: Gemma 4
+with its assistants first, then the plain targets Qwen3, Mistral and DeepSeek-V3.
 
-The Gemma 4 side is here; what differs for the other families is in plain_targets.py.
-
-Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft steps.
+Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft steps, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV3ForCausalLM,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
-from hydraspec.zoo.recipe.plain_targets import load_plain, run_plain
 from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 
+CLASSES: dict[str, type[PreTrainedModel]] = {
+    "qwen3": Qwen3ForCausalLM,
+    "mistral": MistralForCausalLM,
+    "deepseek_v3": DeepseekV3ForCausalLM,
+}
+ROUTER_BIAS = "e_score_correction_bias"
+_GENERIC = (  # keys that only a generic config class adds
+    *("_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
+    *("is_encoder_decoder", "return_dict", "output_attentions", "output_hidden_states"),
+)
+_COMPUTED = ("layer_types", "qk_head_dim")  # by transformers
+_PUBLIC_DEEPSEEK: dict[str, Any] = {
+    "ep_size": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 Masks = dict[str, Tensor]
 SharedKV = dict[str, tuple[Tensor, Tensor]]
 
@@ -149,47 +172,60 @@ def run_draft_step(
     return state, assistant.post_projection(state)
 
 
-def _public_layout(config: dict[str, Any]) -> dict[str, Any]:
-    """Text config in the layout of the released checkpoints.
-
-    transformers saves full layers' head size and KV heads as `per_layer_config`; released files
-    have `global_head_dim` and `num_global_key_value_heads`. Also drops what is only a default of
-    the generic config class.
-    """
-    config = dict(config)
-    overrides = list(config.pop("per_layer_config").values())
-    config["global_head_dim"] = overrides[0]["head_dim"]
-    config["num_global_key_value_heads"] = overrides[0].get("num_key_value_heads")
-    generic = ("_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "problem_type")
-    for key in (*generic, "is_encoder_decoder", "return_dict", "output_attentions"):
-        config.pop(key, None)
-    config.pop("output_hidden_states", None)
-    return dict(sorted(config.items()))
-
-
 def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]) -> None:
     """Save in bfloat16 with `save_pretrained`, the config in the released layout."""
-    model.generation_config.bos_token_id = 2
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = stop_tokens
+    generation = model.generation_config
+    assert generation is not None
+    generation.bos_token_id, generation.pad_token_id = 2, 0
+    generation.eos_token_id = stop_tokens
+    biases = {n: b.float() for n, b in model.named_buffers() if n.endswith(ROUTER_BIAS)}
     model.to(torch.bfloat16).save_pretrained(str(folder))
-    (folder / "model.safetensors").chmod(0o644)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    if "text_config" in config:
-        config["text_config"] = _public_layout(config["text_config"])
+    if config["model_type"] in CLASSES:
+        write_tensors(folder, load_file(folder / "model.safetensors") | biases)
+        config = _plain_layout(config)
+    elif "text_config" in config:
+        config["text_config"] = _gemma4_layout(config["text_config"])
         config["text_config"]["eos_token_id"] = stop_tokens
     else:
-        config = _public_layout(config)
+        config = _gemma4_layout(config)
+    (folder / "model.safetensors").chmod(0o644)
     config["eos_token_id"] = stop_tokens
+    if config["model_type"] in CLASSES:
+        config = dict(sorted(config.items()))
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
+    """Text config in the layout of the released checkpoints.
+
+    transformers saves full layers' head size and KV heads as `per_layer_config`; released files
+    have `global_head_dim` and `num_global_key_value_heads`.
+    """
+    found = {key: value for key, value in config.items() if key not in _GENERIC}
+    overrides = list(found.pop("per_layer_config").values())
+    found["global_head_dim"] = overrides[0]["head_dim"]
+    found["num_global_key_value_heads"] = overrides[0].get("num_key_value_heads")
+    return dict(sorted(found.items()))
+
+
+def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
+    """The released layout, with the rotary base beside the shape."""
+    found = {key: value for key, value in config.items() if key not in (*_GENERIC, *_COMPUTED)}
+    found |= {"rope_theta": found.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+    if found["model_type"] == "deepseek_v3":
+        del found["head_dim"]
+        found |= _PUBLIC_DEEPSEEK
+    return found
+
+
 def load_target(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The saved bfloat16 weights, run in float32."""
-    if json.loads((folder / "config.json").read_text())["model_type"] != "gemma4_text":
-        return load_plain(folder, device)
-    model: PreTrainedModel = Gemma4ForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    """The saved bfloat16 weights, run in float32; MTP layers stay unread."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    model: PreTrainedModel = CLASSES.get(kind, Gemma4ForCausalLM).from_pretrained(
+        str(folder), dtype=torch.float32
+    )
     return model.to(device).eval()
 
 
@@ -197,3 +233,57 @@ def load_assistant(folder: Path, device: torch.device | str = "cpu") -> Gemma4As
     """The assistant of a folder, in float32, for evaluation."""
     model = Gemma4AssistantForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     return model.to(device).eval()
+
+
+# ------------------------------------------------------------------ plain targets
+
+
+def prepare(model: PreTrainedModel, seed: int) -> None:
+    """Scale branches, after the common initialisation, so that the residual stream stays of order
+    one whatever the depth, and set router biases that are not zero (they stay so).
+    """
+    scale = (2 * model.config.num_hidden_layers) ** -0.5
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.mul_(scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith(ROUTER_BIAS):
+                steps = torch.randint(-4, 5, buffer.shape, generator=generator)
+                buffer.copy_(steps / 64)
+
+
+def run_plain(
+    model: Any, tokens: Tensor, aux_layer_ids: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """An uncached forward pass over tokens [B, T]: final-norm states [B, T, D], logits [B, T, V]
+    and the residual stream after as many layers as each aux id says.
+
+    Layers run one by one without a mask, so that attention takes its causal kernel.
+    """
+    body = model.model
+    h = body.embed_tokens(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    rope = body.rotary_emb(h, position_ids=positions)
+    stream = [h]
+    for layer in body.layers:
+        h = layer(
+            h,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=rope,
+            use_cache=False,
+        )
+        stream.append(h)
+    hidden = body.norm(h)
+    return hidden, model.lm_head(hidden).float(), [stream[i] for i in aux_layer_ids]
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], name: str = "model") -> None:
+    """Tensors as one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.safetensors"
+    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(plain, path, metadata={"format": "pt"})
+    path.chmod(0o644)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import (
     DeepseekV3Config,
@@ -15,6 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from hydraspec.zoo.recipe.draft_heads import LayerShape
 from hydraspec.zoo.recipe.tokenizer import VOCAB_SIZE
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -54,16 +55,41 @@ def layer_types(num_layers: int, every: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetRecipe:
+class Training:
+    """Settings of a model's training."""
+
+    steps: int
+    learning_rate: float
+    weight_decay: float
+    batch_size: int
+    seed: int
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the rate rises."""
+        return max(1, self.steps // 10)
+
+    def rate(self, step: int, progress: float) -> float:
+        """Learning rate: linear warm-up, flat to 30 % of the way, then linear to zero."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return self.learning_rate * warm * min(1.0, max(0.0, (1 - progress) / 0.7))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRecipe(Training):
     """Config fields of a target, and how it is trained."""
 
     shape: dict[str, Any]
     family: str = "gemma4"
-    steps: int
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
     seed: int = 1
+
+    @property
+    def warmup_steps(self) -> int:
+        """See Training."""
+        return 200
 
     def config(self) -> Any:
         """A new config of the family's class."""
@@ -72,10 +98,10 @@ class TargetRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssistantRecipe:
-    """Shape of a two-layer assistant (sliding, full), and how it is trained."""
+class AssistantRecipe(Training):
+    """Shape of a two-layer assistant (sliding, full), and how it is trained: few steps on purpose,
+    see README.md."""
 
-    steps: int  # few on purpose, see README.md
     hidden_size: int = 64
     intermediate_size: int = 64
     num_centroids: int | None = None
@@ -114,6 +140,27 @@ class AssistantRecipe:
             centroid_intermediate_top_k=self.centroid_top_k if self.num_centroids else 32,
             tie_word_embeddings=True,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRecipe(Training):
+    """A drafter with KV of its own, and how it is trained: few steps on purpose, see README.md.
+    Fields that a kind does not have stay at their defaults."""
+
+    kind: Literal["eagle3", "peagle", "eagle", "mtp"]
+    target: str
+    layer: LayerShape | None = None  # None: the target's own block (MTP)
+    num_layers: int = 1
+    aux_layer_ids: tuple[int, ...] = ()
+    draft_vocab_size: int | None = None  # None: the target's
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    batch_size: int = 128
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.01
+    step_weights: tuple[float, ...] = field(default=(1.0, 0.8, 0.6, 0.4))
+    seed: int = 3
 
 
 TARGETS: dict[str, TargetRecipe] = {
@@ -234,4 +281,57 @@ ASSISTANTS: dict[str, AssistantRecipe] = {
     "tiny_gemma4": AssistantRecipe(steps=200),
     "tiny_gemma4_e": AssistantRecipe(steps=150, num_centroids=32),
     "tiny_gemma4_moe": AssistantRecipe(steps=150),
+}
+
+DRAFTERS: dict[str, DraftRecipe] = {
+    # The whole vocabulary, the normed state as residual.
+    "tiny_qwen3-eagle3": DraftRecipe(
+        kind="eagle3",
+        target="tiny_qwen3",
+        layer=LayerShape(hidden_size=80, intermediate_size=224),
+        aux_layer_ids=(2, 9, 15),
+        norm_before_residual=True,
+        steps=330,
+    ),
+    # Half the vocabulary, a norm before fc, the raw state as residual.
+    "tiny_gemma4-eagle3": DraftRecipe(
+        kind="eagle3",
+        target="tiny_gemma4",
+        layer=LayerShape(hidden_size=160, intermediate_size=160, num_kv_heads=1),
+        aux_layer_ids=(2, 8, 13),
+        draft_vocab_size=384,
+        norm_before_fc=True,
+        steps=200,
+    ),
+    "tiny_qwen3-peagle": DraftRecipe(
+        kind="peagle",
+        target="tiny_qwen3",
+        layer=LayerShape(hidden_size=80, intermediate_size=160, num_kv_heads=1),
+        num_layers=2,
+        aux_layer_ids=(2, 9, 15),
+        norm_before_residual=True,
+        steps=300,
+    ),
+    # Narrower than its target, norms on every aux state.
+    "tiny_gemma4-peagle": DraftRecipe(
+        kind="peagle",
+        target="tiny_gemma4",
+        layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
+        num_layers=2,
+        aux_layer_ids=(2, 8, 13),
+        draft_vocab_size=384,
+        fc_norm=True,
+        steps=300,
+    ),
+    "tiny_mistral-eagle": DraftRecipe(
+        kind="eagle",
+        target="tiny_mistral",
+        layer=LayerShape(hidden_size=80, intermediate_size=200, rope_theta=1e6),
+        num_layers=2,
+        steps=400,
+    ),
+    # Goes into its target's own folder.
+    "tiny_deepseek-mtp": DraftRecipe(
+        kind="mtp", target="tiny_deepseek", step_weights=(1.0, 0.5, 0.3), steps=1000
+    ),
 }

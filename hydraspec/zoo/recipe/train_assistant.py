@@ -11,15 +11,12 @@ Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft st
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from hydraspec.zoo.recipe.batches import Sequences
-from hydraspec.zoo.recipe.centroids import cluster_targets, fit_ordering
 from hydraspec.zoo.recipe.modeling import (
     causal_masks,
     draft_masks,
@@ -28,10 +25,10 @@ from hydraspec.zoo.recipe.modeling import (
     run_target,
 )
 from hydraspec.zoo.recipe.recipes import AssistantRecipe
-from hydraspec.zoo.recipe.training import Schedule, train
+from hydraspec.zoo.recipe.training import train
 
 DRAFT_ROWS = 72  # more than the longest response has
-log = logging.getLogger(__name__)
+ITERATIONS = 30  # of the clusters' k-means
 
 
 def build(recipe: AssistantRecipe, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
@@ -109,14 +106,46 @@ def train_assistant(
     def loss_of(batch: Sequences) -> Tensor:
         return unrolled_loss(recipe, assistant, target, batch)
 
-    schedule = Schedule(
-        steps=recipe.steps,
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        warmup_steps=max(1, recipe.steps // 10),
-    )
-    loss = train(assistant, loss_of, data, schedule, title)
-    log.info("%s: final loss %.4f", title, loss)
+    train(assistant, loss_of, data, recipe, title)
     return assistant
+
+
+# ------------------------------------------------------------------ clusters of the ordered head
+
+
+def fit_ordering(table: Tensor, num_centroids: int) -> Tensor:
+    """Balanced k-means over the rows of `table` [V, D]; returns `token_ordering` [V].
+
+    Row c of `token_ordering.view(num_centroids, V // num_centroids)` lists the tokens of cluster c.
+    Each round assigns (token, cluster) pairs best first until clusters are full.
+    """
+    points = torch.nn.functional.normalize(table.float(), dim=-1)
+    size = len(points) // num_centroids
+    if size * num_centroids != len(points):
+        raise ValueError(f"num_centroids={num_centroids} must divide the vocabulary, {len(points)}")
+    generator = torch.Generator().manual_seed(0)
+    centres = points[torch.randperm(len(points), generator=generator)[:num_centroids]]
+    members: list[list[int]] = []
+    for _ in range(ITERATIONS):
+        members = _assign(points @ centres.T, size)
+        centres = torch.stack([points[rows].mean(0) for rows in members])
+        centres = torch.nn.functional.normalize(centres, dim=-1)
+    return torch.tensor([token for rows in members for token in sorted(rows)])
+
+
+def _assign(similarity: Tensor, size: int) -> list[list[int]]:
+    num_clusters = similarity.shape[1]
+    members: list[list[int]] = [[] for _ in range(num_clusters)]
+    placed = [False] * len(similarity)
+    for pair in similarity.flatten().argsort(descending=True).tolist():
+        token, cluster = divmod(pair, num_clusters)
+        if not placed[token] and len(members[cluster]) < size:
+            placed[token] = True
+            members[cluster].append(token)
+    return members
+
+
+def cluster_targets(probabilities: Tensor, token_ordering: Tensor, num_centroids: int) -> Tensor:
+    """Probability mass per cluster: [..., V] -> [..., num_centroids]."""
+    ordered: Tensor = probabilities[..., token_ordering.long()]
+    return ordered.reshape(*ordered.shape[:-1], num_centroids, -1).sum(-1)

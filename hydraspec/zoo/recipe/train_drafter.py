@@ -8,7 +8,6 @@ Letters: N texts, B batch, T rows, D target hidden width, A aux states, V vocabu
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +25,18 @@ from hydraspec.zoo.recipe.draft_heads import (
     MTPHead,
     TargetView,
 )
-from hydraspec.zoo.recipe.draft_recipes import DraftRecipe
-from hydraspec.zoo.recipe.modeling import initialise, run_target, target_logits, target_masks
-from hydraspec.zoo.recipe.plain_targets import ROUTER_BIAS
-from hydraspec.zoo.recipe.training import Schedule, train
+from hydraspec.zoo.recipe.modeling import (
+    ROUTER_BIAS,
+    initialise,
+    run_target,
+    target_logits,
+    target_masks,
+)
+from hydraspec.zoo.recipe.recipes import DraftRecipe
+from hydraspec.zoo.recipe.training import train
 
 MASK_TOKEN_ID = 0  # <pad>: no text holds it
 CHUNK = 512
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,7 +70,7 @@ def read_states(
 def keep_states(
     target: PreTrainedModel, data: Sequences, aux_layer_ids: tuple[int, ...]
 ) -> KeptStates:
-    """In the precision that training computes in."""
+    """The target's states over all texts, in the precision that training computes in."""
     on_gpu = data.tokens.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     hidden, aux = [], []
@@ -194,14 +197,5 @@ def train_drafter(
     def loss_of(batch: Sequences) -> Tensor:
         return unrolled_loss(head, recipe, target, kept.view(target, batch.index), batch)
 
-    schedule = Schedule(
-        steps=recipe.steps,
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        warmup_steps=max(1, recipe.steps // 10),
-    )
-    loss = train(head, loss_of, data, schedule, title)
-    log.info("%s: final loss %.4f", title, loss)
+    train(head, loss_of, data, recipe, title)
     return head

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -12,18 +11,18 @@ from transformers import Gemma4ForCausalLM, PreTrainedModel
 
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
+    CLASSES,
     initialise,
+    prepare,
     run_target,
     save_checkpoint,
     target_masks,
     vary_layer_scalars,
 )
-from hydraspec.zoo.recipe.plain_targets import CLASSES, prepare, save_plain
 from hydraspec.zoo.recipe.recipes import SEQUENCE_LENGTH, TargetRecipe
-from hydraspec.zoo.recipe.training import Schedule, train
+from hydraspec.zoo.recipe.training import train
 
 PROMPT_WEIGHT = 0.05
-log = logging.getLogger(__name__)
 
 
 def build(recipe: TargetRecipe) -> PreTrainedModel:
@@ -66,27 +65,17 @@ def train_target(
         weights = token_weights(batch)
         return (losses.view_as(targets) * weights).sum() / weights.sum()
 
-    schedule = Schedule(
-        steps=recipe.steps,
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        max_seconds=max_seconds,
-    )
     if compiled and recipe.family != "gemma4":
         # Equal layers are compiled once; the whole forward would take ten times as long.
         for layer in model.get_decoder().layers:
             layer.compile()
     elif compiled:
         loss_of = torch.compile(loss_of)
-    loss = train(model, loss_of, data, schedule, title)
-    log.info("%s: final loss %.4f", title, loss)
+    train(model, loss_of, data, recipe, title, max_seconds=max_seconds)
     return model
 
 
 def save_target(model: PreTrainedModel, folder: Path, stop_tokens: list[int]) -> None:
     """Write a trained target as a checkpoint folder."""
     model.config._experts_implementation = "eager"
-    save = save_checkpoint if isinstance(model, Gemma4ForCausalLM) else save_plain
-    save(model, folder, stop_tokens)
+    save_checkpoint(model, folder, stop_tokens)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from hydraspec.zoo.recipe.batches import Sequences
+from hydraspec.zoo.recipe.recipes import Training
 
 log = logging.getLogger(__name__)
 
@@ -20,34 +20,11 @@ LOG_EVERY = 50
 Loss = Callable[[Sequences], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How long and how fast. `max_seconds` ends the decay early on a slow device."""
-
-    steps: int
-    learning_rate: float
-    weight_decay: float
-    batch_size: int
-    seed: int
-    max_seconds: float | None = None
-    warmup_steps: int = 200
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """The finished share of training, 0 to 1, by steps or by time, whichever is further."""
-        done = step / self.steps
-        return done if self.max_seconds is None else max(done, elapsed / self.max_seconds)
-
-    def rate(self, step: int, progress: float) -> float:
-        """Learning rate: linear warm-up, flat to 30 % of the way, then linear to zero."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.learning_rate * warm * min(1.0, max(0.0, (1 - progress) / 0.7))
-
-
-def make_optimiser(model: nn.Module, schedule: Schedule, device: torch.device) -> torch.optim.AdamW:
+def make_optimiser(model: nn.Module, training: Training, device: torch.device) -> torch.optim.AdamW:
     """AdamW with decay on matrices only; the rate is a tensor so that a graph can read it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": schedule.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     on_gpu = device.type == "cuda"
@@ -95,14 +72,20 @@ def _make_step(
 
 
 def train(
-    model: nn.Module, loss_of: Loss, data: Sequences, schedule: Schedule, title: str
-) -> float:
-    """Train in place and return the last loss (mean over the last `LOG_EVERY` steps)."""
+    model: nn.Module,
+    loss_of: Loss,
+    data: Sequences,
+    training: Training,
+    title: str,
+    *,
+    max_seconds: float | None = None,
+) -> None:
+    """Train in place. `max_seconds` ends the decay early on a slow device."""
     device = data.tokens.device
-    generator = torch.Generator(device).manual_seed(schedule.seed)
-    optimiser = make_optimiser(model, schedule, device)
+    generator = torch.Generator(device).manual_seed(training.seed)
+    optimiser = make_optimiser(model, training, device)
     learning_rate = optimiser.param_groups[0]["lr"]
-    static = data.sample(schedule.batch_size, generator)
+    static = data.sample(training.batch_size, generator)
     start = time.monotonic()
     step_once = _make_step(model, loss_of, optimiser, static)
     log.info("%s: ready after %.1f s", title, time.monotonic() - start)
@@ -111,14 +94,14 @@ def train(
     with Progress(
         *columns, TimeRemainingColumn(), disable=not log.isEnabledFor(logging.INFO)
     ) as bar:
-        task = bar.add_task(title, total=schedule.steps)
-        for step in range(schedule.steps):
-            progress = schedule.progress(step, time.monotonic() - start)
+        task = bar.add_task(title, total=training.steps)
+        for step in range(training.steps):
+            progress = _progress(step / training.steps, time.monotonic() - start, max_seconds)
             if progress >= 1:
                 break
-            batch = data.sample(schedule.batch_size, generator)
+            batch = data.sample(training.batch_size, generator)
             static.copy_(batch)
-            learning_rate.fill_(schedule.rate(step, progress))
+            learning_rate.fill_(training.rate(step, progress))
             total += step_once()
             if (step + 1) % LOG_EVERY == 0:
                 last = total.item() / LOG_EVERY
@@ -127,4 +110,9 @@ def train(
                 if (step + 1) % (20 * LOG_EVERY) == 0:
                     spent = time.monotonic() - start
                     log.info("%s: step %d loss %.4f, %.0f s", title, step + 1, last, spent)
-    return last
+    log.info("%s: final loss %.4f", title, last)
+
+
+def _progress(share: float, elapsed: float, max_seconds: float | None) -> float:
+    """The finished share of training by steps or by time, whichever is further."""
+    return share if max_seconds is None else max(share, elapsed / max_seconds)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydraspec.analysis.doctor import run as examination
-from hydraspec.cli.doctor import main
+from hydraspec.doctor import main
 
 ZOO = ["target=tiny_mistral", "method=eagle", "engine.device=cpu", "tracker=none"]
 

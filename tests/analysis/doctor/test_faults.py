@@ -69,7 +69,7 @@ def test_planted_faults_are_named(pair: Bed, tmp_path: Path) -> None:
         trial = pair.planted(fault, tmp_path / str(number))
         assert trial is not None
         (named,) = diagnosed(pair, trial).found
-        assert named.variant.cause in fault.causes
+        assert named.change.cause in fault.causes
         assert named.scores.acceptance > 2.5
 
 
@@ -85,7 +85,7 @@ def test_every_fault_of_every_pair(tmp_path: Path) -> None:
             healthy = diagnosed(found, found.patient.trial())
             lines.append(f"{target} {method}: {healthy.state}, {healthy.base.acceptance:.2f}")
             print(lines[-1], flush=True)  # noqa: T201
-            assert healthy.state == "healthy", [r.variant for r in healthy.found]
+            assert healthy.state == "healthy", [r.change for r in healthy.found]
             for number, fault in enumerate(f for f in FAULTS if method in f.methods):
                 trial = found.planted(fault, tmp_path / f"{target}-{method}-{number}")
                 if trial is None:
@@ -106,10 +106,10 @@ def told(
     result = diagnosed(found, trial)
     cost = healthy.base.accepted_per_start - result.base.accepted_per_start
     first = result.rounds[0][0]
-    is_named = bool(result.found) and first.variant.cause in causes
+    is_named = bool(result.found) and first.change.cause in causes
     words = "named" if is_named else "missed" if cost >= NO_EFFECT else "no effect"
     line = (
-        f"{words}; acceptance {result.base.acceptance:.2f}, with {first.variant.cause} "
-        f"{first.variant.tried} {first.scores.acceptance:.2f}; costs {cost:.3f} drafts a start"
+        f"{words}; acceptance {result.base.acceptance:.2f}, with {first.change.cause} "
+        f"{first.change.tried} {first.scores.acceptance:.2f}; costs {cost:.3f} drafts a start"
     )
     return line, is_named, cost

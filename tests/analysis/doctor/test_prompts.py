@@ -76,7 +76,7 @@ def test_wrong_wordings_are_named(target: str, method: str) -> None:
         assert own is not None
         assert named(patient, chats) is None
         assert named(patient, plain) == "the target's chat template"
-        patient.engine.parts.tokenizer = own.with_template(CHATML)
+        patient.tokenizer = patient.engine.parts.tokenizer = own.with_template(CHATML)
         assert named(patient, chats) == "Gemma 4's chat template"
 
 
@@ -89,5 +89,5 @@ def named(patient: Patient, requests: Sequence[Request]) -> str | None:
     (best, *_) = other_wordings(patient, requests, trial, None, (texts, scores))
     before = "nothing" if scores is None else f"{scores.acceptance:.2f}"
     after = "nothing" if best.scores is None else f"{best.scores.acceptance:.2f}"
-    print(f"{before}; with {best.wording.tried} {after}, gain {best.gain.mean:+.2f}")  # noqa: T201
-    return best.wording.tried if best.is_cause else None
+    print(f"{before}; with {best.change.tried} {after}, gain {best.gain.mean:+.2f}")  # noqa: T201
+    return best.change.tried if best.is_cause else None

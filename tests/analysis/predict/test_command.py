@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hydraspec.cli.predict import main, predict
+from hydraspec.cli.predict import predict
 from hydraspec.engine.costs import from_json
+from hydraspec.predict import main
 
 ZOO = [
     *("target=tiny_gemma4", "method=gemma4_mtp", "engine.device=cpu", "engine.num_threads=1"),

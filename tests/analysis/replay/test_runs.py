@@ -14,9 +14,9 @@ from planted_faults import PAIRS
 
 import hydraspec
 from hydraspec.analysis.replay.run import replayed
-from hydraspec.cli.replay import main
 from hydraspec.metrics.files import write_json_lines
 from hydraspec.metrics.statistics import leading
+from hydraspec.replay import main
 
 POSITIONS, TRACE, SUMMARY = "positions.jsonl", "trace.jsonl", "summary.json"
 RECORDING = ["metrics.trace=true", "metrics.all_positions=true"]

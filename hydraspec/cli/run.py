@@ -1,0 +1,138 @@
+"""A run or a sweep: the jobs of a command line, one after another, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from omegaconf import OmegaConf
+
+from hydraspec.cli import launchers, rank_environment, report, sweep, torchrun
+from hydraspec.cli.complain import complain, errors_told
+from hydraspec.cli.compose import Job, Plan, plan
+from hydraspec.cli.flags import only_shows, read_flags, show
+from hydraspec.cli.folders import SWEEP_DIR, claimed, folder_message, is_of, results
+from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
+from hydraspec.cli.jobs import bind_threads, claimed_folder, hydra_settings, run_job
+from hydraspec.config.messages import refusal
+from hydraspec.errors import UserError
+from hydraspec.lab.outcome import DIVERGED, OK, Outcome, exit_status, last_line, outcome
+from hydraspec.signals import interrupts_stay_interrupts
+
+log = logging.getLogger(__name__)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run what was typed, or as a rank of torchrun take part in it; returns the exit status."""
+    rank_environment.check()
+    if torchrun.is_follower():
+        return torchrun.follow()
+    with torchrun.leading():
+        with errors_told() as ending:
+            args = read_flags(argv)
+            if only_shows(args):
+                show(args)
+                return 0
+            planned = plan(args.overrides, multirun=args.multirun, config_name=args.config_name)
+            torchrun.check_size([job.config for job in planned.jobs])
+            with _checked_folder(planned):
+                ending.status = _run_jobs(planned)
+        return torchrun.end(ending.status)
+
+
+@contextmanager
+def _checked_folder(planned: Plan) -> Iterator[None]:
+    """The folder of a run or a sweep, claimed; errors of its files are a user's."""
+    with claimed_folder(planned):
+        try:
+            if planned.is_named and planned.is_sweep:
+                bind_threads(planned.jobs[0].config)
+                sweep.check_folder(planned.folder, [job.config for job in planned.jobs])
+            yield
+        except OSError as error:
+            if not is_of(planned.folder, error):
+                raise
+            raise UserError(folder_message(error)) from error
+
+
+def _run_jobs(planned: Plan) -> int:
+    """Run the jobs, here one after another unless a launcher does; a sweep ends with its
+    comparison, whatever failed."""
+    outcomes: list[Outcome] = []
+    before = results(planned.folder)
+    if planned.is_sweep:
+        OmegaConf.save(planned.composed, planned.folder / "multirun.yaml")
+    try:
+        try:
+            here = planned.jobs
+            if launcher_of(planned.composed) != BASIC:
+                outcomes, here = _run_by_launcher(planned)
+            for job in here:
+                name = "" if job.number is None else str(job.number)
+                with interrupts_stay_interrupts(), hydra_settings(job):
+                    try:
+                        with _claimed_job(job, planned):
+                            outcomes.append(outcome(run_job(job), name))
+                    except UserError as error:
+                        if not planned.is_sweep:
+                            raise
+                        # This job cannot run; the others may.
+                        status = complain(error, error.exit_code)
+                        outcomes.append(Outcome(status=status, job=name))
+        finally:
+            if planned.is_sweep and results(planned.folder):
+                report.compare(planned.folder)
+                if sys.exception() is None:  # one that was cut short is resumed, and then closed
+                    configs = [job.config for job in planned.jobs]
+                    group = sweep.group_name(planned.folder)
+                    report.close_sweep(configs, planned.folder, group=group)
+    except KeyboardInterrupt:
+        if results(planned.folder) == before:
+            raise
+        raise KeyboardInterrupt("what was finished is saved") from None
+    outcomes.sort(key=lambda end: int(end.job or 0))
+    status, said = exit_status(outcomes), last_line(outcomes)
+    return status if said is None else complain(said, status)
+
+
+def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
+    """Run a sweep's jobs by Hydra's launcher.
+
+    Returns:
+        How they ended, and the jobs whose results are to be taken over from a finished one.
+    """
+    if rank_environment.num_ranks() > 1:
+        raise refusal(
+            LAUNCHER,
+            launcher_of(planned.composed),
+            "is not available under torchrun",
+            allowed=BASIC,
+            remedy="start the sweep without torchrun: each job starts its own ranks",
+        )
+    division = launchers.divide(planned)
+    ended = launchers.launch(planned, division.launched)
+    for each in ended.values():
+        if each.said is not None:
+            complain(each.said, each.outcome.status)
+    outcomes, here = [each.outcome for each in ended.values()], list(division.here)
+    for number, first in division.twins.items():
+        if ended[first].outcome.status in (OK, DIVERGED):
+            here.append(planned.jobs[number])
+        else:
+            outcomes.append(replace(ended[first].outcome, job=str(number)))
+    return outcomes, here
+
+
+@contextmanager
+def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
+    """A sweep's job announced, and its folder kept from other processes for a while."""
+    if not planned.is_sweep:
+        yield
+        return
+    log.info("job %s of %d: %s", job.number, len(planned.jobs), " ".join(job.overrides))
+    sweep.note_idle_seed(job.config, [other.config.seed for other in planned.jobs])
+    with claimed(job.folder, SWEEP_DIR):
+        yield

@@ -1,1 +1,0 @@
-"""Paired comparison of runs over the same prompts. Reads run folders, and runs nothing."""

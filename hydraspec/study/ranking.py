@@ -1,0 +1,263 @@
+"""Figures of jobs, and jobs ranked by paired speedup, or by tokens per second where they share no
+baseline: what cannot be told from the best, and the machine's drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from statistics import fmean
+
+from hydraspec.metrics.assessment import as_interval
+from hydraspec.metrics.statistics import ratio
+from hydraspec.metrics.summary import AcceptanceLength, Baseline, Interval, Length, Summary
+from hydraspec.study.jobs import Job, baseline_keys, by_key
+from hydraspec.study.pairs import (
+    ALL,
+    BASELINE,
+    PER_SECOND,
+    Figure,
+    Measure,
+    RankedBy,
+    RequestFigures,
+    accuracy,
+    corrected,
+    figures,
+    own_figure,
+    paired,
+    slowest_requests,
+)
+
+BEST, EQUAL = "*", "="  # marks of the best job, and of those that cannot be told from it
+NUM_SLOWEST = 10  # requests that are listed of each job
+DRIFT = 1.1  # between the slowest and the fastest baseline, beyond which it is said
+ByScope = Mapping[str, Interval | None]  # ALL or a category → a figure
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Speeds:
+    """Decode throughput of all users together, and of one: 1000 / its ms per output token."""
+
+    tokens_per_second: float | None
+    tokens_per_second_per_user: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class JobFigures:
+    """The figures of one job, of a single run or of pooled ones.
+
+    Attributes:
+        speedups, lengths, throughputs: throughputs are in tokens per second, and there only where
+            these rank.
+        accuracy, baseline_tokens_per_second: over the requests of all its runs; None of a job that
+            is not compared.
+        rank: from 1; None of a job without a rank.
+        versus, slowest: against the reference, and the requests that lost most; empty for the
+            reference.
+        told_from_best: whether it differs from the best job beyond noise, in the ranking's measure.
+    """
+
+    job: Job
+    speedups: ByScope
+    lengths: ByScope
+    throughputs: ByScope = field(default_factory=dict)
+    accuracy: float | None = None
+    baseline_tokens_per_second: float | None = None
+    rank: int | None = None
+    versus: Sequence[Figure] = ()
+    slowest: Sequence[RequestFigures] = ()
+    told_from_best: bool = False
+
+    @property
+    def mark(self) -> str:
+        """BEST, EQUAL or nothing."""
+        if self.rank is None:
+            return ""
+        return BEST if self.rank == 1 else "" if self.told_from_best else EQUAL
+
+    @property
+    def speedup(self) -> float:
+        """The speedup over all requests; 0 where it is not known."""
+        speed = self.speedups[ALL]
+        return speed["mean"] if speed else 0.0
+
+    @property
+    def speeds(self) -> Speeds:
+        """The means of its runs' throughputs."""
+        return speeds_of([run.summary for run in self.job.runs])
+
+    @property
+    def own_baseline(self) -> Speeds:
+        """The speeds of its runs without drafts; null where they have no baseline."""
+        sides = [run.summary if run.is_plain else run.summary["baseline"] for run in self.job.runs]
+        return speeds_of([side for side in sides if side])
+
+    @property
+    def by_position(self) -> list[float | None]:
+        """Accepted at each position / drafts, over all its runs."""
+        rows = [row for run in self.job.runs for row in run.rows]
+        counts = zip_longest(*(row["accepted_per_position"] for row in rows), fillvalue=0)
+        num_drafts = sum(row["num_drafts"] for row in rows)
+        return [ratio(sum(at), num_drafts) for at in counts]
+
+    @property
+    def breakdown_ms(self) -> dict[str, float]:
+        """Mean milliseconds per step by phase, of the first run."""
+        found = self.job.summary["time_breakdown_ms"].items()
+        return {name: ms for name, ms in found if ms is not None}
+
+    def against(self, measure: str, scope: str = ALL) -> Figure | None:
+        """The figure of a measure against the reference."""
+        wanted = (measure, scope)
+        return next((f for f in self.versus if (f.measure, f.scope) == wanted), None)
+
+    def own(self, measure: RankedBy) -> Interval | None:
+        """Its speedup or its tokens per second, over all requests."""
+        return (self.speedups if measure == "speedup" else self.throughputs)[ALL]
+
+
+def speeds_of(sides: Sequence[Summary | Baseline]) -> Speeds:
+    """Means over the runs of a job, of its method or of its baseline."""
+    totals = [total for side in sides if (total := side["output_tokens_per_second"])]
+    waits = [wait for side in sides if (wait := side["time_per_output_token_ms"])]
+    return Speeds(
+        tokens_per_second=fmean(totals) if totals else None,
+        tokens_per_second_per_user=fmean(1000 / wait for wait in waits) if waits else None,
+    )
+
+
+def from_summary(job: Job) -> JobFigures:
+    """The figures that the summary of a job's first run has."""
+    summary = job.summary
+    categories = summary["by_category"].items()
+    lengths = {name: _known(of["acceptance_length"]) for name, of in categories}
+    return JobFigures(
+        job=job,
+        speedups={ALL: summary["speedup"], **{name: of["speedup"] for name, of in categories}},
+        lengths={ALL: _known(summary["acceptance_length"]), **lengths},
+    )
+
+
+def _known(length: Length | AcceptanceLength) -> Interval | None:
+    mean = length["mean"]
+    return None if mean is None else {"mean": mean, "ci95": length["ci95"]}
+
+
+def from_requests(job: Job, by: RankedBy = "speedup") -> JobFigures:
+    """The figures over the requests of all runs of a job, which have a baseline each."""
+    pairs = paired(job, job)
+    scopes = pairs.scopes()
+
+    def by_scope(measure: Measure) -> ByScope:
+        return {scope: as_interval(own_figure(job, pairs, measure, scope)) for scope in scopes}
+
+    num_tokens, milliseconds = pairs.job[:, BASELINE].sum(axis=0)
+    return JobFigures(
+        job=job,
+        speedups=by_scope("speedup"),
+        lengths=by_scope("acceptance_length"),
+        throughputs=by_scope(by) if by == "tokens_per_second" else {},
+        accuracy=accuracy(pairs.job),
+        baseline_tokens_per_second=ratio(PER_SECOND * num_tokens, milliseconds),
+    )
+
+
+# ---------------------------------------------------------------- groups
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Jobs over the same prompts, with the one that the others are compared with.
+
+    Attributes:
+        jobs: best first where they are ranked, else in the order of their folders.
+        by: what ranks them: speedups, each over the job's own baseline, or tokens per second as
+            measured, where baselines are of other devices, engines or settings.
+        reference: None where the jobs are not ranked: there is one, or `unranked` says why.
+        family, load, setup: "", or what tells it from other groups: target, sampling and prompts;
+            requests at once; split, device, engine and settings that its baseline depends on.
+    """
+
+    jobs: Sequence[JobFigures]
+    by: RankedBy = "speedup"
+    reference: JobFigures | None = None
+    unranked: str = ""
+    family: str = ""
+    load: str = ""
+    setup: str = ""
+
+    @property
+    def title(self) -> str:
+        """The settings that tell it from other groups; empty where it is the only one."""
+        return ", ".join(part for part in (self.family, self.load, self.setup) if part)
+
+    @property
+    def others(self) -> list[JobFigures]:
+        """All jobs but the reference."""
+        return [each for each in self.jobs if each is not self.reference]
+
+    @property
+    def scopes(self) -> list[str]:
+        """ALL and the categories."""
+        return list(dict.fromkeys(scope for each in self.jobs for scope in each.lengths))
+
+    def drift(self) -> tuple[JobFigures, JobFigures] | None:
+        """The jobs in which their common baseline was slowest and fastest, if that differs by
+        DRIFT; of several such baselines, of the one that differs most."""
+        known = [each for each in self.jobs if each.baseline_tokens_per_second]
+        groups = by_key(known, baseline_keys([each.job.runs[0] for each in known]))
+        ends = [(min(group, key=_baseline), max(group, key=_baseline)) for group in groups.values()]
+        worst = max(ends, key=lambda pair: _baseline(pair[1]) / _baseline(pair[0]), default=None)
+        return worst if worst and _baseline(worst[1]) > DRIFT * _baseline(worst[0]) else None
+
+
+def _baseline(each: JobFigures) -> float:
+    return each.baseline_tokens_per_second or 0.0
+
+
+def fitting_measure(jobs: Sequence[Job]) -> RankedBy:
+    """The measure that tells which job is faster: "speedup" where all share a baseline, which
+    cancels the machine, else "tokens_per_second"."""
+    keys = baseline_keys([job.runs[0] for job in jobs], load=False)
+    return "speedup" if len(set(keys)) == 1 else "tokens_per_second"
+
+
+def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "speedup") -> Group:
+    """Rank jobs that are alike (`jobs.check_alike`) by their paired speedup or throughput.
+
+    Args:
+        reference: what the others are compared with; the best job without one. Against the best,
+            which the figures chose, as many tests count as there are pairs of jobs.
+    """
+    made = [from_requests(job, by) for job in jobs]
+    made.sort(key=lambda each: -_mean(each.own(by)))
+    best = made[0]
+    against = next((each for each in made if each.job is reference), best)
+    num_pairs = len(made) * (len(made) - 1) // 2 if reference is None else None
+    found = {
+        each.job.name: figures(each.job, against.job, with_tokens_per_second=by != "speedup")
+        for each in made
+        if each is not against
+    }
+    versus = corrected(found, num_pairs=num_pairs)
+    for number, each in enumerate(made, start=1):
+        each.rank = number if each.own(by) else None
+        if each is not against:
+            each.versus = versus[each.job.name]
+            each.slowest = slowest_requests(each.job, against.job, count=NUM_SLOWEST)
+    if against is best:
+        for each in made:
+            each.told_from_best = _is_told(each, by)
+    elif len(made) == 2:
+        against.told_from_best = _is_told(best, by)
+    return Group(jobs=made, by=by, reference=against)
+
+
+def _is_told(each: JobFigures, by: RankedBy) -> bool:
+    found = each.against(by)
+    return found is not None and found.says != "cannot_tell"
+
+
+def _mean(found: Interval | None) -> float:
+    return found["mean"] if found else 0.0

@@ -1,0 +1,206 @@
+"""Run folders, read: the summary, the requests and the settings of each run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import yaml  # type: ignore[import-untyped]
+
+from hydraspec.errors import ConfigurationError
+from hydraspec.metrics.checked import mismatch
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_files import (
+    BENCH,
+    CONFIG,
+    ENVIRONMENT,
+    REQUESTS,
+    SUMMARY,
+    job_number,
+    read_summary,
+)
+from hydraspec.metrics.splits import split_words
+from hydraspec.metrics.summary import Summary
+
+# Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
+POOLED = ("seed", "tracker", "metrics", "warnings")
+Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
+
+
+class BaselineRow(TypedDict):
+    """A request of the run without drafts, as far as it is read."""
+
+    finish_reason: str
+    decode_tokens: int
+    decode_ms: float
+
+
+class Row(TypedDict):
+    """A line of requests.jsonl, as far as it is read."""
+
+    id: str
+    category: str | None
+    prompt_token_ids: list[int]
+    finish_reason: str
+    num_drafts: int
+    accepted_per_position: list[int]
+    decode_tokens: int
+    decode_ms: float
+    correct: bool | None
+    baseline: BaselineRow | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A run's folder, read. `rows` are the lines of its requests.jsonl, in order."""
+
+    folder: Path
+    summary: Summary
+    rows: Sequence[Json]
+    settings: Mapping[str, object]  # config.yaml with dotted keys
+    commit: object = None
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's absolute path."""
+        return self.folder.resolve().name
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether the run decodes without drafts: it is its own baseline."""
+        return self.summary["method"] == "none"
+
+    @property
+    def has_baseline(self) -> bool:
+        """Returns whether the run's speed can be told from the machine's."""
+        return self.is_plain or self.summary["baseline"] is not None
+
+    @property
+    def has_finished(self) -> bool:
+        """Returns whether any request ended without an error."""
+        return any(row["finish_reason"] != "error" for row in self.rows)
+
+    def setting(self, key: str) -> object:
+        """A setting of config.yaml; "parallelism" is its split in words."""
+        if key != "parallelism":
+            return self.settings.get(key)
+        return split_words(self.summary.get(key)) or self.settings.get(f"{key}.name")
+
+    def identity(self) -> dict[str, object]:
+        """The settings that repeats of a run share, and the commit."""
+        keys = {k: v for k, v in self.settings.items() if k.partition(".")[0] not in POOLED}
+        return {**keys, "commit": self.commit}
+
+
+def refuse(what: object, problem: str, *, allowed: str, remedy: str) -> ConfigurationError:
+    """The one message about folders that cannot be compared (exit status 2)."""
+    return ConfigurationError(f"{what}: {problem}\n  allowed: {allowed}\n  to do: {remedy}")
+
+
+def check_baseline(run: Run) -> None:
+    """Refuse a run whose speed has nothing beside it."""
+    if not run.has_baseline:
+        raise refuse(
+            run.folder,
+            "has no baseline, so that its speed cannot be told from the machine's",
+            allowed="runs with baseline=true, and of method=none",
+            remedy="run it again with baseline=true",
+        )
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders; a sweep's folder stands for its jobs.
+
+    Raises:
+        ConfigurationError: a path that is no run or sweep, or a run that cannot be compared.
+    """
+    allowed, remedy = "folders of runs, or of sweeps", "give the folder with summary.json in it"
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            problem = "is no folder" if folder.exists() else "does not exist"
+            raise refuse(folder, problem, allowed=allowed, remedy=remedy)
+        jobs = (each for each in folder.iterdir() if (each / SUMMARY).is_file())
+        inside = [folder] if (folder / SUMMARY).is_file() else sorted(jobs, key=job_number)
+        if not inside and any((each / BENCH).is_file() for each in (folder, *folder.iterdir())):
+            raise refuse(
+                folder,
+                "holds a benchmark, whose parts stand side by side in it already",
+                allowed=allowed,
+                remedy=f"python -m hydraspec.report {folder}",
+            )
+        if not inside:
+            raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)
+        for each in inside:
+            found[each.resolve()] = read_run(each)
+    own = [run for run in found.values() if "reused_from" not in run.summary]
+    return own or list(found.values())
+
+
+def read_run(folder: Path) -> Run:
+    """Read the folder of a run.
+
+    Raises:
+        ConfigurationError: naming the file that is missing, damaged or older than this.
+    """
+    allowed = "folders of finished runs"
+    if not (folder / SUMMARY).is_file():
+        remedy = "give the folder of one run; a sweep's are numbered"
+        raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)
+    summary = read_summary(folder)
+    if summary is None or "lossless" not in summary:
+        problem = f"{SUMMARY} cannot be read, or is no run's"
+        raise refuse(folder, problem, allowed=allowed, remedy="leave it out, or run it again")
+    try:
+        lines = (folder / REQUESTS).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {}
+        settings = dotted(tree if isinstance(tree, dict) else {})
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = f"{REQUESTS} or {CONFIG} cannot be read: {str(error).splitlines()[0]}"
+        raise refuse(folder, problem, allowed=allowed, remedy="run it again") from None
+    for number, row in enumerate(rows, start=1):
+        if (wrong := mismatch(row, Row, "")) is not None:
+            problem = f"{REQUESTS}, line {number}: {wrong}: damaged, or of an older hydraspec"
+            raise refuse(folder, problem, allowed=allowed, remedy="run it again")
+    commit = read_environment(folder).get("git")
+    return Run(folder=folder, summary=summary, rows=rows, settings=settings, commit=commit)
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """A run's env.json; empty where it cannot be read."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The leaves of nested mappings by dotted key."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def key_of(row: Json) -> Key:
+    """The id and the prompt of a request: the same in all runs over the same prompts."""
+    spans = (tuple(span.values()) for span in row.get("spans", ()))
+    return str(row["id"]), (*row["prompt_token_ids"], *spans)
