@@ -25,6 +25,7 @@ RANKS = "hydraspec.parallel.ranks:current"
 DETECTION = "hydraspec.models.detect:resolve"
 OF_OTHER_RANKS = "hydraspec.parallel.engines.calls:follow"
 DEVICE = "hydraspec.engine.machine:pick_device"
+SPLIT = "hydraspec.engine.splits:check"
 
 
 def build_engine(config: RunConfig) -> Engine:
@@ -76,6 +77,15 @@ def check_device(config: RunConfig) -> None:
     """
     if config.engine.device is Device.cuda:
         _attribute(DEVICE)(config)
+
+
+def check_split(config: RunConfig) -> None:
+    """Refuse a split over ranks that the target or its assistant cannot have. Reads no weights.
+
+    Raises:
+        UserError: from the engine's room.
+    """
+    _attribute(SPLIT)(config)
 
 
 def resolve_drafter(config: RunConfig) -> None:

@@ -32,10 +32,9 @@ MAY_IMPORT = {
     "speculators": {
         *("kernels", "types", "plugins", "config", "sampling", "models", "graphs", "parallel"),
     },
-    "splits": {"types", "shipped", "config", "models", "speculators", "parallel", "factory"},
     "engine": {
         *("kernels", "types", "config", "sampling", "models", "graphs", "parallel"),
-        *("speculators", "signals"),
+        *("speculators", "signals", "shipped"),
     },
     "parallel.engines": {"types", "config", "signals", "parallel", "engine"},
     "adapters": {"kernels", "types", "config", "sampling", "models", "engine"},
@@ -65,7 +64,7 @@ MAY_IMPORT = {
     "cli": {
         *("signals", "config", "lab", "bench", "study", "metrics.run_files", "workloads"),
         *("analysis.doctor", "analysis.predict", "analysis.replay"),
-        *("parallel", "factory", "engine.base", "splits"),
+        *("parallel", "factory", "engine.base"),
     },
     "root": {"cli", "signals", "engine.base", "version"},  # what python -m runs, and __init__.py
 }
@@ -80,7 +79,6 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("parallel", "lab", "bench", "study", "metrics")),
     *(f"hydraspec/{room}/*" for room in ("adapters", "analysis", "graphs", "workloads")),
-    "hydraspec/splits.py",
 ]
 OWNERS = {
     "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,

@@ -13,7 +13,6 @@ from typing import Any
 from hydra.core.utils import configure_log, env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hydraspec import splits
 from hydraspec.cli import ranks, report, sweep, torchrun
 from hydraspec.cli.compose import Job
 from hydraspec.cli.rank_environment import num_ranks
@@ -44,7 +43,6 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
         if finished is not None:
             return sweep.take_over(finished, job.folder, job.overrides)
     if needs_ranks(job.config):
-        splits.check(job.config)
         run_in_ranks = torchrun.run if num_ranks() else ranks.run
         summary: dict[str, Any] = run_in_ranks(job, quiet=quiet, logs=logs)
     else:

@@ -1,7 +1,7 @@
 """Jobs that run as several ranks of this host, which this process starts.
 
-A job travels to its ranks in a file, composed and resolved; the first rank runs it, and its summary
-or its error travels back the same way.
+A job travels to its ranks through their store, composed and resolved; the first rank runs it, and
+its summary or its error travels back the same way.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydraspec import factory
 from hydraspec.cli.compose import Job
 from hydraspec.cli.rank_job import RankJob
 from hydraspec.config import RunConfig
@@ -32,7 +32,6 @@ from hydraspec.metrics.run_files import JOURNAL, RANKS, SUMMARY, read_result, wr
 from hydraspec.parallel.faults import Fault, Kind, LostRankError
 from hydraspec.parallel.launch import run_ranks
 
-JOB, RESULT = "job.json", "result.json"
 MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)
 WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
 
@@ -57,20 +56,17 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     """
     config = job.config
     folder, started = job.folder.absolute(), time.time()
-    with tempfile.TemporaryDirectory(prefix="hydraspec-") as name:
-        shared = Path(name)
-        text = RankJob.text_of(job, quiet=quiet, logs=logs)
-        (shared / JOB).write_text(text, encoding="utf-8")
-        ended = run_ranks(
-            [*WORKER, name],
-            config.parallelism.num_ranks,
-            shared=shared,
-            logs=folder / RANKS,
-            timeout_s=config.parallelism.timeout_s,
-            environment=_environment(config),
-        )
-        _remove_empty(folder / RANKS)
-        result = _read(shared / RESULT)
+    ended = run_ranks(
+        WORKER,
+        config.parallelism.num_ranks,
+        job=RankJob.text_of(job, quiet=quiet, logs=logs),
+        logs=folder / RANKS,
+        timeout_s=config.parallelism.timeout_s,
+        environment=_environment(config),
+        meanwhile=lambda: factory.check_split(config),
+    )
+    _remove_empty(folder / RANKS)
+    result = None if ended.result is None else json.loads(ended.result)
     fault = ended.fault
     if fault is not None and fault.kind is not Kind.mistake and result is None:
         save_for_first(job, fault, started, quiet=quiet)
@@ -143,14 +139,6 @@ def what_happened(fault: Fault, folder: Path, started: float) -> str:
     look = f"look into {log}, " if log.is_file() else ""
     lines.append(f"  to do: {look}mend what it names, and start the run again")
     return "\n".join(lines)
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    return content
 
 
 def _remove_empty(logs: Path) -> None:

@@ -8,10 +8,11 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from hydraspec import factory
 from hydraspec.cli.complain import complain, tell
 from hydraspec.cli.compose import Job
 from hydraspec.cli.rank_environment import num_ranks
@@ -25,7 +26,8 @@ from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.signals import ignore_interrupts, interrupts_end_process, leave
 
 if TYPE_CHECKING:
-    from hydraspec.parallel.torchrun import Fleet
+    from hydraspec.parallel.fleet import Fleet
+    from hydraspec.parallel.ranks import Ranks
 
 TO_SAVE_S = 10.0  # for the first rank, once this one has failed
 SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
@@ -94,7 +96,7 @@ def leading() -> Iterator[None]:
     finally:
         if num_ranks() > 1:
             with suppress(LostRankError):  # they did not meet
-                _fleet().end()
+                met().end()
 
 
 def end(status: int) -> int:
@@ -102,15 +104,15 @@ def end(status: int) -> int:
     taking groups down could wait for the lost one."""
     if _has_failed():
         ignore_interrupts()
-        _fleet().end()
-        _fleet().kill_hung()
+        met().end()
+        met().kill_hung()
         leave(status)
     return status
 
 
 def _has_failed() -> bool:
     try:
-        return num_ranks() > 1 and _fleet().watch.failed
+        return num_ranks() > 1 and met().watch.failed
     except LostRankError:
         return False  # there is nothing to take down
 
@@ -121,16 +123,17 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     Raises:
         as cli.ranks.run does.
     """
-    fleet, started = _fleet(), time.time()
+    fleet, started = met(), time.time()
     if fleet.watch.failed:
         raise LostRankError(
             "the ranks ended with an earlier job\n"
             "  to do: start the sweep again in its folder: finished jobs are not run twice"
         )
+    factory.check_split(job.config)
     fleet.announce(RankJob.text_of(job, quiet=quiet, logs=logs))
     ended: BaseException
     try:
-        with _joined(fleet, job.config):
+        with joined(fleet, job.config):
             return runner(job.config)(
                 job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
             )
@@ -159,10 +162,8 @@ def _fault_of_another(fleet: Fleet, job: Job, started: float) -> LostRankError |
 def follow() -> int:
     """Another rank's command: its exit status is 0 unless it fails itself."""
     with interrupts_end_process():  # until the ranks meet, none of them has anything to save
-        from hydraspec import factory
-
         try:
-            fleet = _fleet()
+            fleet = met()
         except LostRankError as error:
             return complain(error, error.exit_code)
         ignore_interrupts()  # the first rank ends the others once it has saved
@@ -170,13 +171,16 @@ def follow() -> int:
     try:
         while text := fleet.next_job():
             job, started = RankJob.of_text(text), time.time()
-            with errors_alone_logged(), _joined(fleet, job.config):
+            log = job.logged() if fleet.parent else errors_alone_logged()
+            with log, joined(fleet, job.config):
                 factory.follow_first_rank(job.config)
             job = None  # and the first rank has saved it
     except BaseException as error:
         fleet.watch.record(error)
         if not (fleet.watch.lost or isinstance(error, UserError)):
             traceback.print_exc()
+        if fleet.parent:
+            leave(1)
         fleet.leave(TO_SAVE_S)
         if fleet.watch.rank == SPEAKS_FOR_FIRST:
             _speak_for_first(fleet, job, started)
@@ -192,7 +196,7 @@ def _speak_for_first(fleet: Fleet, job: RankJob | None, started: float) -> None:
 
     faults: list[Fault] = []
     with suppress(RuntimeError):  # torch's, where the store has gone with torchrun
-        faults = fleet.records.all()
+        faults = fleet.board.faults()
     fault, ends = culprit(faults), (Kind.ended, Kind.hung)
     if fault is None or not any(one.rank == 0 and one.kind in ends for one in faults):
         return
@@ -204,14 +208,13 @@ def _speak_for_first(fleet: Fleet, job: RankJob | None, started: float) -> None:
     tell(what_happened(fault, job.folder.absolute(), started))
 
 
-def _joined(fleet: Fleet, config: RunConfig) -> Any:
-    from hydraspec import factory
-
+def joined(fleet: Fleet, config: RunConfig) -> AbstractContextManager[Ranks]:
+    """The groups of a job that was announced, for a while."""
     on_cuda = factory.device_type(config) == "cuda"
     return fleet.joined(layout_of(config), config.parallelism.timeout_s, on_cuda=on_cuda)
 
 
-def _fleet() -> Fleet:
+def met() -> Fleet:
     """This rank's end of all ranks.
 
     Raises:
@@ -226,10 +229,10 @@ def _fleet() -> Fleet:
 @cache
 def _meet() -> Fleet | LostRankError:
     """Wait for the others, once only."""
-    from hydraspec.parallel.torchrun import Fleet
+    from hydraspec.parallel.fleet import Fleet
 
     try:
         with interrupts_end_process():  # torch does not return to handle them
-            return Fleet(int(os.environ["RANK"]), num_ranks())
+            return Fleet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except LostRankError as error:
         return error

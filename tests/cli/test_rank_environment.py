@@ -14,7 +14,7 @@ import pytest
 
 from hydraspec.cli import rank_environment, torchrun
 from hydraspec.cli.main import main
-from hydraspec.parallel import torchrun as fleets
+from hydraspec.parallel import fleet as fleets
 from hydraspec.parallel.launch import PARENT
 
 GOOD = {

@@ -11,6 +11,7 @@ import pytest
 from commands import Command
 
 import hydraspec
+from hydraspec import factory
 from hydraspec.cli import torchrun
 from hydraspec.cli.compose import Job, plan
 from hydraspec.errors import ConfigurationError
@@ -80,7 +81,8 @@ def test_a_lost_rank_is_named_despite_an_interrupt(
     fleet = MagicMock()
     fleet.watch.failed = False
     fleet.fault.return_value = of_exit(1, 2, 40, -9)
-    monkeypatch.setattr(torchrun, "_fleet", lambda: fleet)
+    monkeypatch.setattr(torchrun, "met", lambda: fleet)
+    monkeypatch.setattr(factory, "check_split", lambda config: None)
     monkeypatch.setattr(torchrun, "ignore_interrupts", lambda: None)
     for lost in (KeyboardInterrupt(), LostRankError("rank 1")):
         lost.__context__ = KeyboardInterrupt()

@@ -66,10 +66,12 @@ class Together:
         try:
             yield
         except BaseException as error:
-            own = error
+            own = self._watch.named(error)
             if not isinstance(error, (UserError, *STOPPED)):
                 self._watch.record(error)  # the others need not wait for a rank that left a step
         self.is_over = True  # if the next lines raise
+        if isinstance(own, LostRankError) and not isinstance(own, RankError):
+            raise own  # of the watch: it names the rank that failed first, and its step
         with interrupts_held_back():
             outcomes = self._outcomes(peers.engine, own)
         failed = [outcome for outcome in outcomes if outcome is not None and outcome["error"]]
@@ -78,8 +80,6 @@ class Together:
             peers.facts = _merged(outcomes)
             if own is not None:
                 raise own
-        elif isinstance(own, LostRankError) and not isinstance(own, RankError):
-            raise own  # of the watch: it names the rank that failed first, and its step
         elif self.control.rank == 0 or self.is_over:
             first = min(failed, key=lambda outcome: outcome["error"]["at"])
             raise _error_of(first, self.control.rank, own) from own
