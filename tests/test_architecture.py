@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
     "factory": {"config", "types"},  # classes by string only
-    "parallel": {"kernels", "types", "signals"},
+    "parallel": {"kernels", "types", "signals", "config", "factory"},
     "sampling": {"kernels", "types", "parallel"},
     "graphs": {"kernels", "types"},
     "models": {"kernels", "types", "plugins", "shipped", "parallel"},

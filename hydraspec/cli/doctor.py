@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hydraspec.cli import torchrun
 from hydraspec.cli.beside_runs import prepared, status_of
 from hydraspec.cli.compose import CONFIG_NAME, plan
 from hydraspec.cli.flags import read_flags
 from hydraspec.cli.folders import RUN_DIR, fresh, is_typed, refuse_no_folder
 from hydraspec.cli.overrides import with_config_dir
 from hydraspec.errors import ConfigurationError
+from hydraspec.parallel import torchrun
 from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
 COMMAND = "hydraspec.doctor"

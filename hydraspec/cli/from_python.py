@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydraspec import factory
-from hydraspec.cli import torchrun
 from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import Job, plan
 from hydraspec.cli.folders import RUN_DIR, claimed, fresh, is_typed, refuse_no_folder
@@ -19,6 +18,7 @@ from hydraspec.engine.base import Engine
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.outcome import exit_status, last_line, outcome
 from hydraspec.lab.resolution import resolve
+from hydraspec.parallel import torchrun
 from hydraspec.signals import output_may_be_cut
 
 

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraspec.cli import launchers, rank_environment, report, sweep, torchrun
+from hydraspec.cli import launchers, report, sweep
 from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import CONFIG_NAME, Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
@@ -35,7 +35,7 @@ from hydraspec.cli.folders import (
 )
 from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
 from hydraspec.cli.jobs import bind_threads, hydra_settings, run_job
-from hydraspec.cli.rank_environment import num_ranks
+from hydraspec.cli.ranks import PROGRAM
 from hydraspec.cli.translate import translate
 from hydraspec.config.messages import refusal
 from hydraspec.errors import CannotWriteError, ConfigurationError, UserError
@@ -48,6 +48,7 @@ from hydraspec.lab.outcome import (
     last_line,
     outcome,
 )
+from hydraspec.parallel import torchrun
 from hydraspec.signals import (
     ignore_interrupts,
     interrupts_stay_interrupts,
@@ -67,11 +68,11 @@ def main() -> int:
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting with 1
     try:
-        rank_environment.check()
+        torchrun.check_environment()
     except ConfigurationError as error:
         return complain(error, error.exit_code)
     if torchrun.is_follower():
-        return torchrun.follow()
+        return torchrun.follow(PROGRAM)
     with output_may_be_cut(), terminations_as_interrupts(), torchrun.leading():
         try:
             with interrupts_stay_interrupts():
@@ -156,7 +157,7 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
     Returns:
         How they ended, and the jobs whose results are to be taken over from a finished one.
     """
-    if num_ranks() > 1:
+    if torchrun.num_ranks() > 1:
         raise refusal(
             LAUNCHER,
             launcher_of(planned.composed),

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hydraspec.cli import torchrun
 from hydraspec.cli.beside_runs import prepared, status_of
 from hydraspec.cli.compose import CONFIG_NAME, Job, plan
 from hydraspec.cli.flags import read_flags
@@ -16,6 +15,7 @@ from hydraspec.cli.overrides import with_config_dir
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
+from hydraspec.parallel import torchrun
 from hydraspec.signals import output_may_be_cut, terminations_as_interrupts
 
 COMMAND = "hydraspec.predict"

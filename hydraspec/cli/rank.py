@@ -1,71 +1,11 @@
-"""One rank of a job: `python -m hydraspec.cli.rank`, started by parallel/launch.py.
-
-The first rank runs the job as one process would, prints and writes; the others follow it.
-"""
+"""`python -m hydraspec.cli.rank`: one rank of a job, which parallel/launch.py starts."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
-import traceback
-from typing import Any
 
-from hydraspec.cli import torchrun
-from hydraspec.cli.rank_job import RankJob
-from hydraspec.errors import CannotWriteError, UserError
-from hydraspec.parallel.fleet import Fleet
-from hydraspec.signals import (
-    ignore_interrupts,
-    interrupts_stay_interrupts,
-    leave,
-    output_may_be_cut,
-    terminations_as_interrupts,
-)
-
-
-def main() -> int:
-    """Take part in the job that the parent announces."""
-    if os.environ["RANK"] != "0":
-        return torchrun.follow()
-    # the parent's way to end it, also where the parent itself ignores Ctrl-C (nohup, &)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    fleet = torchrun.met()
-    with output_may_be_cut(), terminations_as_interrupts():
-        result = _ended(fleet)
-        if result is not None:
-            fleet.answer(json.dumps(result))
-    fleet.close()
-    if result is None or fleet.watch.lost:
-        leave(1 if result is None else 0)  # taking groups and devices down could wait for a rank
-    return 0
-
-
-def _ended(fleet: Fleet) -> dict[str, Any] | None:
-    """How the job ended: a summary, an interrupt, or an error that says all; else None."""
-    watch = fleet.watch
-    try:
-        with interrupts_stay_interrupts():
-            job = RankJob.of_text(fleet.next_job())
-            with job.logged(), torchrun.joined(fleet, job.config):
-                return {"summary": job.run()}
-    except KeyboardInterrupt:
-        ignore_interrupts()
-        return {"interrupted": True}
-    except UserError as error:
-        watch.record(error)
-        fields = {"key": error.key, "request_id": error.request_id}
-        named = {"name": type(error).__name__, "exit_code": error.exit_code}
-        return {"mistake": {"text": str(error), **named, **fields}}
-    except CannotWriteError as error:
-        watch.record(error)
-        return {"cannot_write": [error.errno, error.strerror, error.filename]}
-    except Exception as error:
-        watch.record(error)
-        traceback.print_exc()
-        return None
-
+from hydraspec.cli.ranks import PROGRAM
+from hydraspec.parallel.worker import work
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work(PROGRAM))

@@ -1,28 +1,28 @@
-"""This process as one of the ranks that torchrun started: the first one runs the command line, the
-others take part in its jobs.
+"""This process as a rank. Of those that torchrun started the first one runs the command line, and
+the others take part in its jobs; `follow` is also what the others of our own parent do.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hydraspec import factory
-from hydraspec.cli.complain import complain, tell
-from hydraspec.cli.compose import Job
-from hydraspec.cli.rank_environment import num_ranks
-from hydraspec.cli.rank_job import RankJob, errors_alone_logged, layout_of, runner
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
 from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit
+from hydraspec.parallel.job import Program, RankJob
+from hydraspec.parallel.launch import PARENT
+from hydraspec.parallel.watch import LOOK_EVERY_S
 from hydraspec.signals import ignore_interrupts, interrupts_end_process, leave
 
 if TYPE_CHECKING:
@@ -31,6 +31,40 @@ if TYPE_CHECKING:
 
 TO_SAVE_S = 10.0  # for the first rank, once this one has failed
 SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
+REMEDY = (
+    "start ranks by torchrun, which sets it, or unset RANK and WORLD_SIZE for a run of one command"
+)
+MAX_PORT = 65535
+
+
+def num_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """How many ranks torchrun started; 0 where this process is none of them: a run of one process,
+    or a rank that hydraspec itself started.
+
+    Raises:
+        ConfigurationError: WORLD_SIZE is no whole number from 1.
+    """
+    if PARENT in environment or not {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return 0
+    return _number(environment, "WORLD_SIZE", 1, None)
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse values that name no rank, or no place where ranks meet.
+
+    Raises:
+        ConfigurationError: for the first such variable.
+    """
+    size = num_ranks(environment)
+    if size:
+        _number(environment, "RANK", 0, size - 1)
+    if size < 2:
+        return
+    if "LOCAL_RANK" in environment:
+        _number(environment, "LOCAL_RANK", 0, size - 1)
+    if not environment.get("MASTER_ADDR"):
+        raise _refusal(environment, "MASTER_ADDR", "names no host", "the address of rank 0's host")
+    _number(environment, "MASTER_PORT", 1, MAX_PORT)
 
 
 def is_follower() -> bool:
@@ -117,11 +151,12 @@ def _has_failed() -> bool:
         return False  # there is nothing to take down
 
 
-def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
+def run(job: RankJob, program: Program) -> dict[str, Any]:
     """The first rank: run a resolved job with the others, and return its summary.
 
     Raises:
-        as cli.ranks.run does.
+        LostRankError: another rank failed, was killed or stood still.
+        what the job raises.
     """
     fleet, started = met(), time.time()
     if fleet.watch.failed:
@@ -130,49 +165,39 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
             "  to do: start the sweep again in its folder: finished jobs are not run twice"
         )
     factory.check_split(job.config)
-    fleet.announce(RankJob.text_of(job, quiet=quiet, logs=logs))
+    fleet.announce(job.to_text())
     ended: BaseException
     try:
-        with joined(fleet, job.config):
-            return runner(job.config)(
-                job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet
-            )
+        with joined(fleet, job):
+            return program.run(job)
     except KeyboardInterrupt as error:
         ended = error
     except Exception as error:
         fleet.watch.record(error)
         ended = error
     # Not in their handlers: an error whose context is an interrupt is taken for one.
-    lost = _fault_of_another(fleet, job, started)
-    if lost is not None:
-        ignore_interrupts()  # torchrun's, for the same reason
-    raise lost or ended
-
-
-def _fault_of_another(fleet: Fleet, job: Job, started: float) -> LostRankError | None:
-    """The failure of another rank, which torchrun answers with an interrupt of this one."""
-    from hydraspec.cli.ranks import what_happened
-
     fault = fleet.fault()
     if fault is None or fault.rank == 0 or fault.kind is Kind.mistake:
-        return None
-    return LostRankError(what_happened(fault, job.folder.absolute(), started))
+        raise ended
+    ignore_interrupts()  # torchrun's, which answers the failure of another rank with one
+    raise program.lost(job, fault, started)
 
 
-def follow() -> int:
+def follow(program: Program) -> int:
     """Another rank's command: its exit status is 0 unless it fails itself."""
     with interrupts_end_process():  # until the ranks meet, none of them has anything to save
         try:
             fleet = met()
         except LostRankError as error:
-            return complain(error, error.exit_code)
+            program.tell(error)
+            return error.exit_code
         ignore_interrupts()  # the first rank ends the others once it has saved
     job, started = None, 0.0
     try:
         while text := fleet.next_job():
             job, started = RankJob.of_text(text), time.time()
-            log = job.logged() if fleet.parent else errors_alone_logged()
-            with log, joined(fleet, job.config):
+            log = program.logged(job) if fleet.parent else program.quietly()
+            with log, joined(fleet, job):
                 factory.follow_first_rank(job.config)
             job = None  # and the first rank has saved it
     except BaseException as error:
@@ -183,17 +208,15 @@ def follow() -> int:
             leave(1)
         fleet.leave(TO_SAVE_S)
         if fleet.watch.rank == SPEAKS_FOR_FIRST:
-            _speak_for_first(fleet, job, started)
+            _speak_for_first(fleet, program, job, started)
         leave(1)  # taking groups and devices down could wait for a rank that is lost
     fleet.close()
     return 0
 
 
-def _speak_for_first(fleet: Fleet, job: RankJob | None, started: float) -> None:
+def _speak_for_first(fleet: Fleet, program: Program, job: RankJob | None, started: float) -> None:
     """Where the first rank is lost, whichever failed first: save what it had finished of the job,
     if its folder is one of this host, and say what happened."""
-    from hydraspec.cli.ranks import save_for_first, what_happened
-
     faults: list[Fault] = []
     with suppress(RuntimeError):  # torch's, where the store has gone with torchrun
         faults = fleet.board.faults()
@@ -202,16 +225,16 @@ def _speak_for_first(fleet: Fleet, job: RankJob | None, started: float) -> None:
         return
     fleet.close()  # its thread ends a process that does not leave at once
     if job is None:
-        tell(f"{fault}\n  so the run has ended")
+        program.tell(f"{fault}\n  so the run has ended")
         return
-    save_for_first(job, fault, started, quiet=job.quiet)
-    tell(what_happened(fault, job.folder.absolute(), started))
+    program.save(job, fault, started)
+    program.tell(program.lost(job, fault, started))
 
 
-def joined(fleet: Fleet, config: RunConfig) -> AbstractContextManager[Ranks]:
+def joined(fleet: Fleet, job: RankJob) -> AbstractContextManager[Ranks]:
     """The groups of a job that was announced, for a while."""
-    on_cuda = factory.device_type(config) == "cuda"
-    return fleet.joined(layout_of(config), config.parallelism.timeout_s, on_cuda=on_cuda)
+    on_cuda = factory.device_type(job.config) == "cuda"
+    return fleet.joined(job.layout, job.config.parallelism.timeout_s, on_cuda=on_cuda)
 
 
 def met() -> Fleet:
@@ -226,13 +249,56 @@ def met() -> Fleet:
     return found
 
 
+@contextmanager
+def _ending_with_parent() -> Iterator[None]:
+    """End this process for a while if its parent, where it is one of ours, ends."""
+    parent, ends = int(os.environ.get(PARENT, "0")), threading.Event()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            if ends.wait(LOOK_EVERY_S):
+                return
+        os._exit(1)
+
+    if parent:
+        threading.Thread(target=look, daemon=True, name="parent").start()
+    try:
+        yield
+    finally:
+        ends.set()
+
+
 @cache
 def _meet() -> Fleet | LostRankError:
     """Wait for the others, once only."""
     from hydraspec.parallel.fleet import Fleet
 
     try:
-        with interrupts_end_process():  # torch does not return to handle them
+        # torch returns neither to handle interrupts nor where the parent is gone with the store
+        with interrupts_end_process(), _ending_with_parent():
             return Fleet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except LostRankError as error:
         return error
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    allowed = f"a whole number, {least} or more" if most is None else f"{least} to {most}"
+    try:
+        number = int(environment.get(name, ""))
+    except ValueError:
+        raise _refusal(environment, name, "is no whole number", allowed) from None
+    if number < least or (most is not None and number > most):
+        raise _refusal(environment, name, "is out of range", allowed)
+    return number
+
+
+def _refusal(
+    environment: Mapping[str, str], name: str, problem: str, allowed: str
+) -> ConfigurationError:
+    if name not in environment:
+        rank, size = environment["RANK"], environment["WORLD_SIZE"]
+        problem = f"is not set, and RANK={rank} and WORLD_SIZE={size} are"
+        return ConfigurationError(
+            f"{name} {problem}\n  allowed: {allowed}\n  to do: {REMEDY}", key=name
+        )
+    return refusal(name, environment[name], problem, allowed=allowed, remedy=REMEDY)
