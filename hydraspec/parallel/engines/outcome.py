@@ -75,7 +75,7 @@ class Together:
         try:
             with interrupts_held_back():
                 outcomes = self._outcomes(peers.engine, own)
-        except Exception:  # the store is gone, or a further rank
+        except (Exception, KeyboardInterrupt):  # the store is gone, or torchrun ends all ranks
             if own is not None and knows_why:
                 raise own from None
             raise
