@@ -27,6 +27,7 @@ RANKS = "hydraspec.parallel.ranks:current"
 DETECTION = "hydraspec.models.detect:resolve"
 OF_OTHER_RANKS = "hydraspec.parallel.engines.calls:follow"
 DEVICE = "hydraspec.engine.machine:pick_device"
+SPLIT = "hydraspec.engine.splits:check"
 
 
 def build_engine(config: RunConfig) -> Engine:
@@ -45,8 +46,8 @@ def build_engine(config: RunConfig) -> Engine:
     return engine
 
 
-def check_split(config: RunConfig) -> None:
-    """Refuse a split that the engine cannot make of a target whose config.json ships with us.
+def check_adapter_split(config: RunConfig) -> None:
+    """Refuse a split that another engine cannot make of a target whose config.json ships with us.
 
     Raises:
         ConfigurationError: as the engine would while loading.
@@ -88,6 +89,15 @@ def check_device(config: RunConfig) -> None:
     """
     if config.engine.device is Device.cuda:
         _attribute(DEVICE)(config)
+
+
+def check_split(config: RunConfig) -> None:
+    """Refuse a split over ranks that the target or its assistant cannot have. Reads no weights.
+
+    Raises:
+        UserError: from the engine's room.
+    """
+    _attribute(SPLIT)(config)
 
 
 def resolve_drafter(config: RunConfig) -> None:

@@ -25,17 +25,16 @@ MAY_IMPORT = {
     "plugins": set(),
     "config": {"types", "plugins", "shipped"},
     "factory": {"config", "types"},  # classes by string only
-    "parallel": {"kernels", "types", "signals"},
+    "parallel": {"kernels", "types", "signals", "config", "factory"},
     "sampling": {"kernels", "types", "parallel"},
     "graphs": {"kernels", "types"},
     "models": {"kernels", "types", "plugins", "shipped", "parallel"},
     "speculators": {
         *("kernels", "types", "plugins", "config", "sampling", "models", "graphs", "parallel"),
     },
-    "splits": {"types", "shipped", "config", "models", "speculators", "parallel", "factory"},
     "engine": {
         *("kernels", "types", "config", "sampling", "models", "graphs", "parallel"),
-        *("speculators", "signals"),
+        *("speculators", "signals", "shipped"),
     },
     "parallel.engines": {"types", "config", "signals", "parallel", "engine"},
     "adapters": {"kernels", "types", "config", "sampling", "models", "engine", "shipped"},
@@ -66,7 +65,7 @@ MAY_IMPORT = {
     "cli": {
         *("signals", "config", "lab", "bench", "study", "metrics.run_files", "workloads"),
         *("analysis.doctor", "analysis.predict", "analysis.replay"),
-        *("parallel", "factory", "engine.base", "splits", "version"),
+        *("parallel", "factory", "engine.base", "version"),
     },
     "root": {"cli", "signals", "engine.base", "version"},  # what python -m runs, and __init__.py
 }
@@ -81,7 +80,6 @@ EVERYWHERE_BUT_THE_COMMAND_LINE = [
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("parallel", "lab", "bench", "study", "metrics")),
     *(f"hydraspec/{room}/*" for room in ("adapters", "analysis", "graphs", "workloads")),
-    "hydraspec/splits.py",
 ]
 OWNERS = {
     "torch": EVERYWHERE_BUT_THE_COMMAND_LINE,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hydraspec import factory
-from hydraspec.cli import torchrun
 from hydraspec.cli.complain import complain
 from hydraspec.cli.compose import Plan, plan
 from hydraspec.cli.jobs import bind_threads, claimed_folder, run_job
@@ -16,6 +15,7 @@ from hydraspec.cli.ranks import needs_ranks
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.outcome import exit_status, last_line, outcome
 from hydraspec.lab.resolution import resolve
+from hydraspec.parallel import torchrun
 from hydraspec.signals import output_may_be_cut
 
 if TYPE_CHECKING:

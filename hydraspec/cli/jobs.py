@@ -14,11 +14,9 @@ from typing import Any
 from hydra.core.utils import configure_log, env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hydraspec import splits
-from hydraspec.cli import ranks, report, sweep, torchrun
+from hydraspec.cli import ranks, report, sweep
 from hydraspec.cli.compose import Job, Plan
 from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR, claimed, fresh
-from hydraspec.cli.rank_environment import num_ranks
 from hydraspec.cli.rank_job import runner
 from hydraspec.cli.ranks import needs_ranks
 from hydraspec.config import RunConfig
@@ -64,9 +62,7 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
         if finished is not None:
             return sweep.take_over(finished, job.folder, job.overrides)
     if needs_ranks(job.config):
-        splits.check(job.config)
-        run_in_ranks = torchrun.run if num_ranks() else ranks.run
-        summary: dict[str, Any] = run_in_ranks(job, quiet=quiet, logs=logs)
+        summary = ranks.run(job, quiet=quiet, logs=logs)
     else:
         run_here = runner(job.config)
         summary = run_here(job.config, run_dir=job.folder, overrides=job.overrides, quiet=quiet)

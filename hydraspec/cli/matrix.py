@@ -156,7 +156,7 @@ def _config(*overrides: str) -> RunConfig:
 def _reason(config: RunConfig) -> str | None:
     try:
         check(config)
-        factory.check_split(config)
+        factory.check_adapter_split(config)
     except ConfigurationError as error:
         return str(error).partition("\n")[0]
     return None

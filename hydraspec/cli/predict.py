@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hydraspec.cli import torchrun
 from hydraspec.cli.compose import Job, plan
 from hydraspec.cli.flags import read_keys
 from hydraspec.cli.jobs import claimed_folder, ready
@@ -14,6 +13,7 @@ from hydraspec.cli.overrides import with_config_dir
 from hydraspec.config.schema import AUTO
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
+from hydraspec.parallel import torchrun
 
 N = TypeVar("N", int, float)
 

@@ -1,75 +1,47 @@
-"""A job as its ranks get it: composed and resolved, as JSON; and what runs it in a process."""
+"""Jobs for several ranks, and running a job in this process."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 
 from hydraspec.cli.compose import Job
-from hydraspec.config import RunConfig, from_dict, to_dict
+from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
-from hydraspec.parallel.layout import Layout
+from hydraspec.parallel.job import RankJob
 
 
-@dataclass(slots=True, kw_only=True)
-class RankJob:
-    """See cli.compose.Job; `logging` and `verbose` are Hydra's, null where a process that called
-    `hydraspec.run` has its own log."""
-
-    config: RunConfig
-    folder: Path
-    overrides: list[str]
-    quiet: bool
-    logging: dict[str, Any] | None
-    verbose: bool | str | list[str]
-
-    @staticmethod
-    def text_of(job: Job, *, quiet: bool, logs: bool) -> str:
-        """A job as text."""
-        hydra, verbose = job.composed.hydra, job.composed.hydra.verbose
-        plain = {
-            "config": to_dict(job.config),
-            "warnings": job.config.warnings,
-            "overrides": job.overrides,
-            "folder": str(job.folder),
-            "quiet": quiet,
-            "logging": OmegaConf.to_container(hydra.job_logging, resolve=True) if logs else None,
-            "verbose": list(verbose) if OmegaConf.is_list(verbose) else verbose,
-        }
-        return json.dumps(plain)
-
-    @classmethod
-    def of_text(cls, text: str | bytes) -> RankJob:
-        """The job of `text_of`."""
-        plain = json.loads(text)
-        config = from_dict(plain.pop("config"), plain.pop("warnings"))
-        return cls(config=config, folder=Path(plain.pop("folder")), **plain)
-
-    def run(self) -> dict[str, Any]:
-        """Run it in this process, and return its summary."""
-        return runner(self.config)(
-            self.config, run_dir=self.folder, overrides=self.overrides, quiet=self.quiet
-        )
-
-    def logged(self) -> AbstractContextManager[None]:
-        """Configure the log; with `quiet` errors alone are logged for a while."""
-        if self.logging is not None:
-            configure_log(OmegaConf.create(self.logging), self.verbose)
-        return errors_alone_logged() if self.quiet else nullcontext()
+def rank_job(job: Job, *, quiet: bool, logs: bool) -> RankJob:
+    """The job as its ranks get it; `logs`: whether they configure their log."""
+    hydra, verbose = job.composed.hydra, job.composed.hydra.verbose
+    logging = OmegaConf.to_container(hydra.job_logging, resolve=True) if logs else None
+    assert logging is None or isinstance(logging, dict)
+    return RankJob(
+        config=job.config,
+        folder=job.folder,
+        overrides=job.overrides,
+        quiet=quiet,
+        logging=logging,  # type: ignore[arg-type]  # its keys are strings
+        verbose=list(verbose) if OmegaConf.is_list(verbose) else verbose,
+    )
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """The layout of a run's ranks."""
-    axes = config.parallelism
-    return Layout(tensor=axes.tensor, pipeline=axes.pipeline, data=axes.data)
+def run_here(job: RankJob) -> dict[str, Any]:
+    """Run it in this process, and return its summary."""
+    run = runner(job.config)
+    return run(job.config, run_dir=job.folder, overrides=job.overrides, quiet=job.quiet)
+
+
+def logged(job: RankJob) -> AbstractContextManager[None]:
+    """Configure the log; with `quiet` errors alone are logged for a while."""
+    if job.logging is not None:
+        configure_log(OmegaConf.create(job.logging), job.verbose)
+    return errors_alone_logged() if job.quiet else nullcontext()
 
 
 def runner(config: RunConfig) -> Callable[..., dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Jobs that run as several ranks of this host, which this process starts.
+"""Jobs that run as several ranks, which this process or torchrun starts.
 
-A job travels to its ranks in a file, composed and resolved; the first rank runs it, and its summary
-or its error travels back the same way.
+A job travels to its ranks through their store, composed and resolved; the first rank runs it, and
+its summary or its error travels back the same way.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydraspec import factory
+from hydraspec.cli.complain import tell
 from hydraspec.cli.compose import Job
-from hydraspec.cli.rank_job import RankJob
+from hydraspec.cli.rank_job import errors_alone_logged, logged, rank_job, run_here
 from hydraspec.config import RunConfig
 from hydraspec.config.benches import is_bench
 from hydraspec.config.engines import runs_over_ranks
@@ -29,10 +30,11 @@ from hydraspec.errors import (
     WorkloadError,
 )
 from hydraspec.metrics.run_files import RANKS, SUMMARY, UNSAVED, read_result, written_since
+from hydraspec.parallel import torchrun
 from hydraspec.parallel.faults import Fault, Kind, LostRankError
+from hydraspec.parallel.job import Program, RankJob
 from hydraspec.parallel.launch import run_ranks
 
-JOB, RESULT = "job.json", "result.json"
 MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)
 WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
 
@@ -44,7 +46,7 @@ def needs_ranks(config: RunConfig) -> bool:
 
 
 def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
-    """Run a resolved job as ranks of this host, and return its summary.
+    """Run a resolved job as ranks of this host, or with those of torchrun; returns its summary.
 
     Args:
         logs: whether ranks configure their log as hydra.job_logging says.
@@ -57,29 +59,29 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     """
     config = job.config
     folder, started = job.folder.absolute(), time.time()
-    with tempfile.TemporaryDirectory(prefix="hydraspec-") as name:
-        shared = Path(name)
-        text = RankJob.text_of(job, quiet=quiet, logs=logs)
-        (shared / JOB).write_text(text, encoding="utf-8")
-        ended = run_ranks(
-            [*WORKER, name],
-            config.parallelism.num_ranks,
-            shared=shared,
-            logs=folder / RANKS,
-            timeout_s=config.parallelism.timeout_s,
-            environment=_environment(config),
-        )
-        _remove_empty(folder / RANKS)
-        result = _read(shared / RESULT)
+    told = rank_job(job, quiet=quiet, logs=logs)
+    if torchrun.num_ranks():
+        return torchrun.run(told, PROGRAM)
+    ended = run_ranks(
+        WORKER,
+        config.parallelism.num_ranks,
+        job=told.to_text(),
+        logs=folder / RANKS,
+        timeout_s=config.parallelism.timeout_s,
+        environment=_environment(config),
+        meanwhile=lambda: factory.check_split(config),
+    )
+    _remove_empty(folder / RANKS)
+    result = None if ended.result is None else json.loads(ended.result)
     fault = ended.fault
     if fault is not None and fault.kind is not Kind.mistake and result is None:
-        save_for_first(job, fault, started, quiet=quiet)
+        save_for_first(told, fault, started)
     if ended.interrupted:
         raise KeyboardInterrupt
     if result is not None and "cannot_write" in result:  # its message says more than the fault
         raise CannotWriteError(*result["cannot_write"])
     if fault is not None and fault.kind is not Kind.mistake:
-        raise LostRankError(what_happened(fault, folder, started))
+        raise what_happened(told, fault, started)
     if result is None:
         assert fault is not None, "the first rank ends with a result or a fault"
         raise _mistake(fault.exit_code, fault.why)
@@ -109,7 +111,7 @@ def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) ->
     return known.get(name, by_status.get(exit_code, UserError))(text, **fields)
 
 
-def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: bool) -> None:
+def save_for_first(job: RankJob, fault: Fault, started: float) -> None:
     """Save what the first rank had finished, if it had begun: it is gone, whichever rank failed
     first. See what_happened."""
     folder = job.folder.absolute()
@@ -123,12 +125,13 @@ def save_for_first(job: Job | RankJob, fault: Fault, started: float, *, quiet: b
         overrides=job.overrides,
         error=LostRankError(str(fault)),
         since_s=started,
-        quiet=quiet,
+        quiet=job.quiet,
     )
 
 
-def what_happened(fault: Fault, folder: Path, started: float) -> str:
-    """The message of a run that lost a rank; `started`: time.time() before it."""
+def what_happened(job: RankJob, fault: Fault, started: float) -> LostRankError:
+    """The error of a run that lost a rank; `started`: time.time() before it."""
+    folder = job.folder.absolute()
     lines = [f"{fault}\n  so the run has ended"]
     summary, kept = (written_since(folder / name, started) for name in (SUMMARY, UNSAVED))
     if summary and read_result(folder).get("num_requests") == 0:
@@ -142,15 +145,7 @@ def what_happened(fault: Fault, folder: Path, started: float) -> str:
     log = folder / RANKS / f"rank{fault.rank}.log"
     look = f"look into {log}, " if log.is_file() else ""
     lines.append(f"  to do: {look}mend what it names, and start the run again")
-    return "\n".join(lines)
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    return content
+    return LostRankError("\n".join(lines))
 
 
 def _remove_empty(logs: Path) -> None:
@@ -160,3 +155,13 @@ def _remove_empty(logs: Path) -> None:
             log.unlink()
     with suppress(OSError):
         logs.rmdir()
+
+
+PROGRAM = Program(
+    run=run_here,
+    logged=logged,
+    quietly=errors_alone_logged,
+    save=save_for_first,
+    lost=what_happened,
+    tell=tell,
+)

@@ -10,16 +10,18 @@ from dataclasses import replace
 
 from omegaconf import OmegaConf
 
-from hydraspec.cli import launchers, rank_environment, report, sweep, torchrun
+from hydraspec.cli import launchers, report, sweep
 from hydraspec.cli.complain import complain, errors_told
 from hydraspec.cli.compose import Job, Plan, plan
 from hydraspec.cli.flags import only_shows, read_flags, show
 from hydraspec.cli.folders import SWEEP_DIR, claimed, folder_message, is_of, results
 from hydraspec.cli.hydra_keys import BASIC, LAUNCHER, launcher_of
 from hydraspec.cli.jobs import bind_threads, claimed_folder, hydra_settings, run_job
+from hydraspec.cli.ranks import PROGRAM
 from hydraspec.config.messages import refusal
 from hydraspec.errors import UserError
 from hydraspec.lab.outcome import DIVERGED, OK, Outcome, exit_status, last_line, outcome
+from hydraspec.parallel import torchrun
 from hydraspec.signals import interrupts_stay_interrupts
 
 log = logging.getLogger(__name__)
@@ -27,9 +29,9 @@ log = logging.getLogger(__name__)
 
 def run(argv: Sequence[str]) -> int:
     """Run what was typed, or as a rank of torchrun take part in it; returns the exit status."""
-    rank_environment.check()
+    torchrun.check_environment()
     if torchrun.is_follower():
-        return torchrun.follow()
+        return torchrun.follow(PROGRAM)
     with torchrun.leading():
         with errors_told() as ending:
             args = read_flags(argv)
@@ -104,7 +106,7 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
     Returns:
         How they ended, and the jobs whose results are to be taken over from a finished one.
     """
-    if rank_environment.num_ranks() > 1:
+    if torchrun.num_ranks() > 1:
         raise refusal(
             LAUNCHER,
             launcher_of(planned.composed),

@@ -6,16 +6,11 @@ killed or stands still records that for it. Imports no torch: the parent of the 
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Protocol
 
 from hydraspec.errors import UserError
 
@@ -51,55 +46,6 @@ class Fault:
         where = f"in step {self.step}" if self.step else "before its first step"
         why = f": {self.why}" if self.why else ""
         return f"rank {self.rank} of {self.num_ranks} {self.what} {where}{why}"
-
-
-class Records(Protocol):
-    """The faults of a run, which every rank and their parent can read and add to."""
-
-    def add(self, fault: Fault) -> None:
-        """Keep the fault, unless the same rank has one already."""
-        ...
-
-    def all(self) -> list[Fault]:
-        """Every fault so far."""
-        ...
-
-
-class FileRecords:
-    """Records in a folder of this host."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def add(self, fault: Fault) -> None:
-        """See Records. Where the folder has gone with the parent, no reader is left."""
-        with suppress(FileNotFoundError):
-            self._add(fault)
-
-    def _add(self, fault: Fault) -> None:
-        own = self._folder / f"fault-{fault.rank}-{os.getpid()}-{time.monotonic_ns()}"
-        own.write_text(to_json(fault), encoding="utf-8")
-        try:
-            os.link(own, self._folder / f"fault-{fault.rank}.json")  # whole, and never replaced
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
-
-    def all(self) -> list[Fault]:
-        """See Records."""
-        return [from_json(p.read_bytes()) for p in self._folder.glob("fault-*.json")]
-
-
-def to_json(fault: Fault) -> str:
-    """The fault as text."""
-    return json.dumps(asdict(fault) | {"kind": fault.kind.value})
-
-
-def from_json(text: str | bytes) -> Fault:
-    """Reads what `to_json` wrote."""
-    plain = json.loads(text)
-    return Fault(**plain | {"kind": Kind(plain["kind"])})
 
 
 def culprit(faults: Sequence[Fault]) -> Fault | None:

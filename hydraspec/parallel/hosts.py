@@ -39,8 +39,8 @@ class Process:
         return state in ("", "Z", "X") or started != self.started
 
     def is_stopped(self) -> bool:
-        """Returns whether it was stopped by a signal."""
-        return self._is_here() and is_stopped(self.pid)
+        """Returns whether it was stopped by a signal, as SIGSTOP."""
+        return self._is_here() and _stat(self.pid)[0] == "T"
 
     def kill(self) -> None:
         """Send SIGKILL, if it is a process of this host."""
@@ -55,11 +55,6 @@ class Process:
 def this_process() -> Process:
     """The one that calls."""
     return Process(_host(), os.getpid(), _stat(os.getpid())[1] or "-")
-
-
-def is_stopped(pid: int) -> bool:
-    """Returns whether a process of this host was stopped by a signal, as SIGSTOP."""
-    return _stat(pid)[0] == "T"
 
 
 @cache

@@ -1,28 +1,32 @@
 """The parent of the ranks of one host: starts a process a rank, watches them, and ends them all.
 
-Imports no torch. Ranks run in sessions of their own, so that what is typed at a terminal reaches
-the parent alone, which passes interrupts on to the first rank: that one saves what is finished.
+It holds the ranks' store, for which it imports torch while they do. Ranks run in sessions of their
+own, so that what is typed at a terminal reaches the parent alone, which passes interrupts on to the
+first rank: that one saves what is finished.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hydraspec.parallel.faults import Fault, FileRecords, culprit, of_exit
-from hydraspec.parallel.hosts import is_stopped
-from hydraspec.parallel.progress import ROW, Judge, read
+from hydraspec.parallel.board import Board
+from hydraspec.parallel.faults import Fault, culprit, of_exit
+from hydraspec.parallel.progress import Judge
 from hydraspec.signals import interrupts_held_back
 
-SIGNS, PORT = "signs", "port"  # files in the folder that ranks and parent share
+PREFIX, JOB, RESULT = "hydraspec", "job", "result"  # keys of the store; jobs are counted
+HOST, INTERFACE = "127.0.0.1", "lo"
 LOOK_EVERY_S = 0.1
+JUDGE_EVERY_S = 0.25
 TO_SAVE_S = 8.0  # for the first rank, after a fault
 TO_END_S = 5.0  # for the first rank after SIGTERM; for the others after a fault
 TO_LEAVE_S = 1.0  # for the others after a fault or an interrupt, if the first rank is gone
@@ -36,28 +40,32 @@ class Ended:
 
     fault: Fault | None  # the first one
     interrupted: bool  # this process was
+    result: str | None = None  # what the first rank answered
 
 
 def run_ranks(
     command: Sequence[str],
     num_ranks: int,
     *,
-    shared: Path,
+    job: str,
     logs: Path,
     timeout_s: float,
     environment: Mapping[str, str],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run `command` once a rank, and return when no process is left.
 
     Args:
-        shared: an empty folder for what ranks and parent tell each other.
+        job: what is announced to them.
         logs: the folder of rank1.log and so on, the output of all ranks but the first.
         timeout_s: how long a rank may stand still in a step.
+        meanwhile: called before the job is announced; what it raises ends the ranks.
 
     Raises:
+        what `meanwhile` raises.
         OSError: a process or a log cannot be made.
     """
-    return _Ranks(command, num_ranks, shared, logs, timeout_s, environment).run()
+    return _Ranks(command, num_ranks, logs, timeout_s, environment).run(job, meanwhile)
 
 
 class _Ranks:
@@ -65,29 +73,31 @@ class _Ranks:
         self,
         command: Sequence[str],
         num_ranks: int,
-        shared: Path,
         logs: Path,
         timeout_s: float,
         environment: Mapping[str, str],
     ) -> None:
         self._command, self._num_ranks = command, num_ranks
-        self._shared, self._logs, self._environment = shared, logs, environment
-        self._records = FileRecords(shared)
+        self._logs, self._environment = logs, environment
         self._judge = Judge(num_ranks, timeout_s, is_stopped=self._is_stopped)
+        self._judge_at = 0.0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed_at = 0.0  # time.monotonic() of the first fault
         self._first_ended_at = 0.0
         self._interrupted = False
 
-    def run(self) -> Ended:
+    def run(self, job: str, meanwhile: Callable[[], None]) -> Ended:
         """See run_ranks."""
-        (self._shared / SIGNS).write_bytes(bytes(ROW.size * self._num_ranks))
         with ExitStack() as opened:
-            file = opened.enter_context((self._shared / SIGNS).open("rb"))
-            self._signs = opened.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            listener = opened.enter_context(socket.create_server((HOST, 0)))
             opened.callback(self._kill)
             with interrupts_held_back():  # all of them started, or none
-                self._start()
+                self._start(listener.getsockname()[1])
+                store = _store(listener)
+                self._board = Board(store, self._num_ranks)
+                meanwhile()
+                store.set(f"{JOB}/0", job)
+                store.set(f"{JOB}/1", "")  # there is no further one
             while any(process.poll() is None for process in self._processes):
                 try:
                     with interrupts_held_back():
@@ -97,9 +107,11 @@ class _Ranks:
                     self._interrupted = True
                     self._send(0, signal.SIGINT)
             self._look()
-        return Ended(fault=culprit(self._records.all()), interrupted=self._interrupted)
+            result = store.get(RESULT).decode() if store.check([RESULT]) else None
+            fault = culprit(self._board.faults())
+        return Ended(fault=fault, interrupted=self._interrupted, result=result)
 
-    def _start(self) -> None:
+    def _start(self, port: int) -> None:
         for rank in range(self._num_ranks):
             with ExitStack() as opened:
                 output = None
@@ -112,18 +124,21 @@ class _Ranks:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**self._environment, **self._names(rank)},
+                    env={**self._environment, **self._names(rank, port)},
                     start_new_session=True,
                 )
             self._processes.append(process)
 
-    def _names(self, rank: int) -> dict[str, str]:
-        """Environment variables as torchrun sets them. The first rank's store chooses the port."""
+    def _names(self, rank: int, port: int) -> dict[str, str]:
+        """Environment variables as torchrun sets them."""
         size = str(self._num_ranks)
         return {
             **{"RANK": str(rank), "WORLD_SIZE": size},
             **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size},
-            **{"MASTER_ADDR": "127.0.0.1", PARENT: str(os.getpid())},
+            **{"MASTER_ADDR": HOST, "MASTER_PORT": str(port)},
+            **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+            "GLOO_SOCKET_IFNAME": self._environment.get("GLOO_SOCKET_IFNAME", INTERFACE),
+            PARENT: str(os.getpid()),
         }
 
     def _look(self) -> None:
@@ -135,24 +150,27 @@ class _Ranks:
             if code is None:
                 alive.append(rank)
             elif code and not (self._failed_at or self._first_ended_at):  # else it was ended
-                steps = read(self._signs, rank).steps
-                self._records.add(of_exit(rank, self._num_ranks, steps, code))
+                signs = self._board.signs()
+                steps = signs[rank][0].steps if rank in signs else 0
+                self._board.add(of_exit(rank, self._num_ranks, steps, code))
         if 0 not in alive:
             self._first_ended_at = self._first_ended_at or now
-        if not (self._failed_at or self._first_ended_at):
+        if now >= self._judge_at and not (self._failed_at or self._first_ended_at):
+            self._judge_at = now + JUDGE_EVERY_S
             self._find_hung(alive)
-        if not self._failed_at and self._records.all():
+        if not self._failed_at and self._board.faults():
             self._failed_at = now
         self._end(alive, now)
 
     def _find_hung(self, alive: Sequence[int]) -> None:
-        hung = self._judge.look({rank: read(self._signs, rank) for rank in alive})
+        found = self._board.signs()
+        hung = self._judge.look({rank: found[rank][0] for rank in alive if rank in found})
         if hung is not None:
-            self._records.add(hung)
+            self._board.add(hung)
             self._send(hung.rank, signal.SIGKILL)  # its peers notice that, and no other signal
 
     def _is_stopped(self, rank: int) -> bool:
-        return is_stopped(self._processes[rank].pid)
+        return self._board.signs()[rank][1].is_stopped()
 
     def _end(self, alive: Sequence[int], now: float) -> None:
         """The first rank gets time to save; the others have nothing to."""
@@ -183,3 +201,14 @@ class _Ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _store(listener: socket.socket) -> Any:
+    """The store of the ranks, which this process holds; ranks may connect before it is there."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    port = listener.getsockname()[1]
+    held = TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return PrefixStore(f"{PREFIX}/0", held)

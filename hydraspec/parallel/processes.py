@@ -7,15 +7,13 @@ rank a process is; our own launcher sets them, and torchrun does.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from hydraspec.parallel.control import Control
 from hydraspec.parallel.group import SOLO, ProcessGroup, TensorGroup, leave_out_multicast
@@ -26,36 +24,6 @@ from hydraspec.parallel.watch import Watch
 
 TO_START = timedelta(minutes=5)  # for the slowest rank's imports
 TO_LOAD = timedelta(minutes=30)  # between two ranks that enter a collective; `Watch` is quicker
-PORT = "port"  # file with the port of the first rank's store
-LOOPBACK = "lo"
-
-
-def local_store(shared: Path, rank: int, num_ranks: int) -> TCPStore:
-    """The store of ranks on one host; the first rank holds it, at a port that was free.
-
-    Raises:
-        TimeoutError: the first rank did not say its port.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    file = shared / PORT
-    if rank == 0:
-        store = TCPStore(
-            *("127.0.0.1", 0, num_ranks), is_master=True, timeout=TO_START, wait_for_workers=False
-        )
-        port = str(store.port)
-        part = file.with_suffix(".part")
-        part.write_text(port, encoding="utf-8")
-        part.rename(file)
-    else:
-        until = time.monotonic() + TO_START.total_seconds()
-        while not file.is_file():
-            if time.monotonic() > until:
-                raise TimeoutError(f"rank 0 did not start within {TO_START}")
-            time.sleep(0.02)
-        port = file.read_text(encoding="utf-8")
-        store = TCPStore("127.0.0.1", int(port), num_ranks, timeout=TO_START)
-    os.environ["MASTER_PORT"] = port
-    return store
 
 
 @contextmanager

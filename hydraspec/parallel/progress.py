@@ -1,21 +1,17 @@
 """How far each rank is: a few numbers a rank, and from them which one stands still.
 
-Imports no torch: the parent of the ranks reads this. Only changes are looked at, never clocks, so
-that ranks of several hosts can be judged by one.
+Only changes are looked at, never clocks, so that ranks of several hosts can be judged by one.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from mmap import mmap
 
 from hydraspec.parallel.faults import Fault, Kind
 
-ROW = struct.Struct("<4Q")
 STOPPED_S = 10.0  # without a sign of life; the thread that gives it needs the processor rarely
 TO_IMPORT_S = 60.0  # as much before the first step: a library that is loaded stops all threads
 OWN_PAUSE_S = 2.0  # a judge that slept for so long was stopped itself
@@ -23,7 +19,7 @@ OWN_PAUSE_S = 2.0  # a judge that slept for so long was stopped itself
 
 @dataclass(slots=True, frozen=True)
 class Signs:
-    """A rank's row."""
+    """The numbers of one rank."""
 
     ticks: int = 0  # of a thread that does nothing else
     moves: int = 0  # of the main thread: steps, and what they exchange with other ranks
@@ -38,23 +34,24 @@ class State:
 
 
 class Progress:
-    """A rank's own row, which it writes."""
+    """A rank's own signs, posted once a tick and as each step begins."""
 
-    def __init__(self, row: memoryview | bytearray) -> None:
-        self._row = row
+    def __init__(self, post: Callable[[Signs], None] = lambda signs: None) -> None:
+        self._post = post
         self._ticks = self._moves = self.num_steps = 0
         self._state = State.idle
 
     def tick(self) -> None:
-        """The process runs."""
+        """Post that the process runs."""
         self._ticks += 1
-        self._write()
+        self._post(self.signs())
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step, in which the rank has to move on."""
         self.num_steps += 1
         self._move(State.busy)
+        self._post(self.signs())
         try:
             yield
         finally:
@@ -73,19 +70,10 @@ class Progress:
     def _move(self, state: int) -> None:
         self._moves += 1
         self._state = state
-        self._write()
-
-    def _write(self) -> None:
-        ROW.pack_into(self._row, 0, self._ticks, self._moves, self.num_steps, self._state)
 
     def signs(self) -> Signs:
-        """The row as it is."""
-        return read(self._row)
-
-
-def read(row: memoryview | bytearray | mmap, place: int = 0) -> Signs:
-    """The row of the rank at `place`."""
-    return Signs(*ROW.unpack_from(row, place * ROW.size))
+        """The signs as of now."""
+        return Signs(self._ticks, self._moves, self.num_steps, self._state)
 
 
 @dataclass(slots=True)

@@ -1,233 +1,304 @@
-"""Ranks that torchrun started, on one host or several: what they tell each other through its store.
-
-No parent of ours watches them: a thread of each rank publishes its signs of life, and the first two
-ranks judge those of all.
+"""This process as a rank. Of those that torchrun started the first one runs the command line, and
+the others take part in its jobs; `follow` is also what the others of our own parent do.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from hydraspec import factory
+from hydraspec.config import RunConfig
+from hydraspec.config.benches import is_bench
+from hydraspec.config.engines import NATIVE
+from hydraspec.config.messages import refusal
+from hydraspec.errors import ConfigurationError, UserError
+from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit
+from hydraspec.parallel.job import Program, RankJob
+from hydraspec.parallel.launch import PARENT
+from hydraspec.parallel.watch import LOOK_EVERY_S
+from hydraspec.signals import ignore_interrupts, interrupts_end_process, leave
 
-from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit, from_json, to_json
-from hydraspec.parallel.hosts import Process, this_process
-from hydraspec.parallel.layout import Layout
-from hydraspec.parallel.processes import TO_START, joined
-from hydraspec.parallel.progress import Judge, Progress, Signs, read
-from hydraspec.parallel.ranks import Ranks
-from hydraspec.parallel.watch import Watch
+if TYPE_CHECKING:
+    from hydraspec.parallel.fleet import Fleet
+    from hydraspec.parallel.ranks import Ranks
 
-NUM_JUDGES = 2  # one may be the rank that stands still
-PUBLISH_EVERY_S = 1.0
-POLL_S = 0.05
-SILENCE = "it was stopped (SIGSTOP), got no processor, or was killed"
-JOB, FAULTS, SIGNS = "job", "faults", "signs"
+TO_SAVE_S = 10.0  # for the first rank, once this one has failed
+SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
+REMEDY = (
+    "start ranks by torchrun, which sets it, or unset RANK and WORLD_SIZE for a run of one command"
+)
+MAX_PORT = 65535
 
 
-class Fleet:
-    """A rank's view of all ranks, for as many jobs as the first rank has."""
+def num_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """How many ranks torchrun started; 0 where this process is none of them: a run of one process,
+    or a rank that hydraspec itself started.
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        """Wait until every rank is there.
+    Raises:
+        ConfigurationError: WORLD_SIZE is no whole number from 1.
+    """
+    if PARENT in environment or not {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return 0
+    return _number(environment, "WORLD_SIZE", 1, None)
 
-        Raises:
-            LostRankError: they are not, or the address cannot be reached.
-        """
-        store = _found_store(rank, num_ranks)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Any = PrefixStore(f"hydraspec/{attempt}", store)  # stubs lack its methods
-        self.records = _StoreRecords(_another(self._store))
-        self._number = 0  # of the next job
-        self._signs = _Signs(_another(self._store), rank, num_ranks, self.records)
-        self.watch = Watch(
-            *(rank, num_ranks),
-            records=self.records,
-            progress=self._signs.own,
-            each_look=self._signs.publish,
-            before_exit=self.kill_hung,
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse values that name no rank, or no place where ranks meet.
+
+    Raises:
+        ConfigurationError: for the first such variable.
+    """
+    size = num_ranks(environment)
+    if size:
+        _number(environment, "RANK", 0, size - 1)
+    if size < 2:
+        return
+    if "LOCAL_RANK" in environment:
+        _number(environment, "LOCAL_RANK", 0, size - 1)
+    if not environment.get("MASTER_ADDR"):
+        raise _refusal(environment, "MASTER_ADDR", "names no host", "the address of rank 0's host")
+    _number(environment, "MASTER_PORT", 1, MAX_PORT)
+
+
+def is_follower() -> bool:
+    """Returns whether this is not the first one."""
+    return num_ranks() > 1 and int(os.environ["RANK"]) > 0
+
+
+def check_size(jobs: Sequence[RunConfig]) -> None:
+    """Refuse jobs that are not for as many ranks as there are.
+
+    Raises:
+        ConfigurationError: for the first such job.
+    """
+    started = num_ranks()
+    for config in jobs:
+        axes = config.parallelism
+        if started and config.engine.name != NATIVE and started > 1:
+            raise refusal(
+                "engine.name",
+                config.engine.name,
+                f"is one process, and torchrun started {started} (WORLD_SIZE)",
+                allowed=NATIVE,
+                remedy="start it without torchrun",
+            )
+        if started and config.engine.name == NATIVE and axes.num_ranks != started:
+            raise refusal(
+                *axes.largest_axis,
+                f"makes {axes.num_ranks} ranks, and torchrun started {started} (WORLD_SIZE)",
+                allowed=f"parallelism.tensor x parallelism.pipeline x parallelism.data = {started}",
+                remedy=f"choose so, start {axes.num_ranks} ranks (--nnodes x --nproc-per-node), or "
+                "leave torchrun out: ranks of one host are then started here",
+            )
+        if started > 1 and is_bench(config) and config.bench.isolate:
+            raise refusal(
+                "bench.isolate",
+                True,
+                "starts processes of its own, and torchrun has started the ranks",
+                allowed="false",
+                remedy="add bench.isolate=false, with one engine and one method",
+            )
+
+
+def refuse_calls() -> None:
+    """Refuse `hydraspec.run` in ranks: which of them should get the summary?"""
+    if num_ranks() > 1:
+        raise ConfigurationError(
+            f"hydraspec.run: was called by each of {num_ranks()} ranks of torchrun\n"
+            "  allowed: a call from one process, which starts its ranks\n"
+            "  to do: start the script without torchrun, or run torchrun -m hydraspec"
         )
-        self._watching = self.watch.watching()
-        self._watching.__enter__()
-
-    def announce(self, job: str) -> None:
-        """The first rank: have the others take part in a job, which is not empty."""
-        self._store.set(f"{JOB}/{self._number}", job)
-
-    def end(self) -> None:
-        """The first rank: there is no further job."""
-        self.close()  # first, as ranks that have ended are lost ones until then
-        with suppress(dist.DistError):  # the store has gone with torchrun
-            self.announce("")
-
-    def close(self) -> None:
-        """End the thread that publishes: Python aborts if it ends while that is in the store."""
-        self._watching.__exit__(None, None, None)
-
-    def next_job(self) -> str:
-        """The other ranks: the job that the first one announces; empty: there is no further one.
-
-        Raises:
-            LostRankError: a rank has failed.
-        """
-        key = f"{JOB}/{self._number}"
-        while not self._store.check([key]):
-            self.watch.check()
-            time.sleep(POLL_S)
-        found: bytes = self._store.get(key)
-        return found.decode()
-
-    @contextmanager
-    def joined(self, layout: Layout, timeout_s: float, *, on_cuda: bool) -> Iterator[Ranks]:
-        """The groups of the job announced last, for a while."""
-        self._signs.judge.timeout_s = self.watch.timeout_s = timeout_s
-        store = PrefixStore(str(self._number), self._store)
-        self._number += 1
-        with joined(layout, self.watch.rank, store, self.watch, on_cuda=on_cuda) as ranks:
-            yield ranks
-
-    def fault(self) -> Fault | None:
-        """The first failure, also if no rank has recorded it yet."""
-        self._signs.record_gone()
-        return culprit(self.records.all())
-
-    def leave(self, limit_s: float) -> None:
-        """Another rank: after a fault, let the first one save before this one's exit ends it, as
-        torchrun ends all ranks once one has."""
-        until = time.monotonic() + limit_s
-        key = f"{JOB}/{self._number}"
-        with suppress(dist.DistError):  # the store has gone with the first rank
-            while time.monotonic() < until and not self._store.check([key]):
-                if self.loss_of_first() is not None:
-                    break
-                time.sleep(POLL_S)
-        self.kill_hung()
-
-    def loss_of_first(self) -> Fault | None:
-        """The fate of the first rank, if it can neither save nor say anything more."""
-        with suppress(dist.DistError):
-            fault = culprit(self.records.all())
-            if fault is not None and fault.rank == 0 and fault.kind in (Kind.ended, Kind.hung):
-                return fault
-        return None
-
-    def kill_hung(self) -> None:
-        """Send SIGKILL to a rank of this host that stands still: torchrun's would come 30 s later,
-        and a rank that was stopped ends by no other signal."""
-        with suppress(dist.DistError):
-            fault = culprit(self.records.all())
-            if fault is not None and fault.kind is Kind.hung and fault.rank != self.watch.rank:
-                self._signs.process(fault.rank).kill()
 
 
-def _found_store(rank: int, num_ranks: int) -> Any:
-    """The store at MASTER_ADDR, which torchrun or the first rank holds."""
+@contextmanager
+def leading() -> Iterator[None]:
+    """The first rank's command: at its end the others end too."""
     try:
-        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TO_START))
-    except (dist.DistError, OSError) as error:
-        place = " ".join(f"{key}={os.environ[key]}" for key in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = str(error).partition("\n")[0]
+        yield
+    except Exception:
+        if not _has_failed():
+            raise
+        traceback.print_exc()
+        end(1)
+    finally:
+        if num_ranks() > 1:
+            with suppress(LostRankError):  # they did not meet
+                met().end()
+
+
+def end(status: int) -> int:
+    """The first rank's exit status. Where a rank is lost this process ends here, with that status:
+    taking groups down could wait for the lost one."""
+    if _has_failed():
+        ignore_interrupts()
+        met().end()
+        met().kill_hung()
+        leave(status)
+    return status
+
+
+def _has_failed() -> bool:
+    try:
+        return num_ranks() > 1 and met().watch.failed
+    except LostRankError:
+        return False  # there is nothing to take down
+
+
+def run(job: RankJob, program: Program) -> dict[str, Any]:
+    """The first rank: run a resolved job with the others, and return its summary.
+
+    Raises:
+        LostRankError: another rank failed, was killed or stood still.
+        what the job raises.
+    """
+    fleet, started = met(), time.time()
+    if fleet.watch.failed:
         raise LostRankError(
-            f"rank {rank} of {num_ranks} did not meet the others at {place} within "
-            f"{TO_START.total_seconds():g} s: {reason}\n"
-            "  allowed: the address and a free port of rank 0's host, the same for every rank\n"
-            f"  to do: start all {num_ranks} ranks at about the same time, best by torchrun"
-        ) from None
-    return store
-
-
-def _another(store: Any) -> Any:
-    """A further connection to a store, for another thread."""
-    return store.clone()
-
-
-class _StoreRecords:
-    """Faults in the store; see faults.Records."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._added: set[int] = set()
-
-    def add(self, fault: Fault) -> None:
-        """See Records."""
-        if fault.rank not in self._added:
-            self._added.add(fault.rank)
-            self._store.append(FAULTS, to_json(fault) + "\n")
-
-    def all(self) -> list[Fault]:
-        """See Records: of each rank the first."""
-        if not self._store.check([FAULTS]):
-            return []
-        found: dict[int, Fault] = {}
-        for line in self._store.get(FAULTS).splitlines():
-            fault = from_json(line)
-            found.setdefault(fault.rank, fault)
-        return list(found.values())
-
-
-class _Signs:
-    """Signs of life of all ranks, in the store: the row of each, and which process it is."""
-
-    def __init__(self, store: Any, rank: int, num_ranks: int, records: _StoreRecords) -> None:
-        self._row, self._process = bytearray(32), this_process()
-        self.own = Progress(self._row)
-        self.judge = Judge(
-            num_ranks,
-            timeout_s=15.0,
-            silence=SILENCE,
-            is_stopped=lambda other: self.process(other).is_stopped(),
+            "the ranks ended with an earlier job\n"
+            "  to do: start the sweep again in its folder: finished jobs are not run twice"
         )
-        self._store, self._rank, self._records = store, rank, records
-        self._keys = [f"{SIGNS}/{other}" for other in range(num_ranks)]
-        self._next = 0.0
-
-    def publish(self) -> None:
-        """Tell this rank's, and judge all."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + PUBLISH_EVERY_S
-        self._store.set(self._keys[self._rank], f"{bytes(self._row).hex()} {self._process}")
-        if self._rank < NUM_JUDGES:
-            found = self.record_gone()
-            fault = self.judge.look({rank: signs for rank, (signs, _) in found.items()})
-            if fault is not None and fault.rank != self._rank:
-                self._records.add(fault)
-
-    def record_gone(self) -> dict[int, tuple[Signs, Process]]:
-        """Record ranks whose processes have ended, of this host; returns what all say."""
-        found = self._all()
-        for rank, (signs, process) in found.items():
-            if process.is_gone():
-                self._records.add(
-                    Fault(
-                        rank=rank,
-                        num_ranks=len(self._keys),
-                        kind=Kind.ended,
-                        step=signs.steps,
-                        what="was killed or has exited",
-                        why="torchrun's report says which",
-                        time=time.time(),
-                    )
-                )
-        return found
-
-    def process(self, rank: int) -> Process:
-        """The record of a rank that has given signs of life."""
-        return _parsed(self._store.get(self._keys[rank]))[1]
-
-    def _all(self) -> dict[int, tuple[Signs, Process]]:
-        there = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
-        values = self._store.multi_get([self._keys[rank] for rank in there])
-        return {rank: _parsed(value) for rank, value in zip(there, values, strict=True)}
+    factory.check_split(job.config)
+    fleet.announce(job.to_text())
+    ended: BaseException
+    try:
+        with joined(fleet, job):
+            return program.run(job)
+    except KeyboardInterrupt as error:
+        ended = error
+    except Exception as error:
+        fleet.watch.record(error)
+        ended = error
+    # Not in their handlers: an error whose context is an interrupt is taken for one.
+    fault = fleet.fault()
+    if fault is None or fault.rank == 0 or fault.kind is Kind.mistake:
+        raise ended
+    ignore_interrupts()  # torchrun's, which answers the failure of another rank with one
+    raise program.lost(job, fault, started)
 
 
-def _parsed(value: bytes) -> tuple[Signs, Process]:
-    row, _, process = value.decode().partition(" ")
-    return read(bytearray.fromhex(row)), Process.of_text(process)
+def follow(program: Program) -> int:
+    """Another rank's command: its exit status is 0 unless it fails itself."""
+    with interrupts_end_process():  # until the ranks meet, none of them has anything to save
+        try:
+            fleet = met()
+        except LostRankError as error:
+            program.tell(error)
+            return error.exit_code
+        ignore_interrupts()  # the first rank ends the others once it has saved
+    job, started = None, 0.0
+    try:
+        while text := fleet.next_job():
+            job, started = RankJob.of_text(text), time.time()
+            log = program.logged(job) if fleet.parent else program.quietly()
+            with log, joined(fleet, job):
+                factory.follow_first_rank(job.config)
+            job = None  # and the first rank has saved it
+    except BaseException as error:
+        fleet.watch.record(error)
+        if not (fleet.watch.lost or isinstance(error, UserError)):
+            traceback.print_exc()
+        if fleet.parent:
+            leave(1)
+        fleet.leave(TO_SAVE_S)
+        if fleet.watch.rank == SPEAKS_FOR_FIRST:
+            _speak_for_first(fleet, program, job, started)
+        leave(1)  # taking groups and devices down could wait for a rank that is lost
+    fleet.close()
+    return 0
+
+
+def _speak_for_first(fleet: Fleet, program: Program, job: RankJob | None, started: float) -> None:
+    """Where the first rank is lost, whichever failed first: save what it had finished of the job,
+    if its folder is one of this host, and say what happened."""
+    faults: list[Fault] = []
+    with suppress(RuntimeError):  # torch's, where the store has gone with torchrun
+        faults = fleet.board.faults()
+    fault, ends = culprit(faults), (Kind.ended, Kind.hung)
+    if fault is None or not any(one.rank == 0 and one.kind in ends for one in faults):
+        return
+    fleet.close()  # its thread ends a process that does not leave at once
+    if job is None:
+        program.tell(f"{fault}\n  so the run has ended")
+        return
+    program.save(job, fault, started)
+    program.tell(program.lost(job, fault, started))
+
+
+def joined(fleet: Fleet, job: RankJob) -> AbstractContextManager[Ranks]:
+    """The groups of a job that was announced, for a while."""
+    on_cuda = factory.device_type(job.config) == "cuda"
+    return fleet.joined(job.layout, job.config.parallelism.timeout_s, on_cuda=on_cuda)
+
+
+def met() -> Fleet:
+    """This rank's end of all ranks.
+
+    Raises:
+        LostRankError: they did not meet.
+    """
+    found = _meet()
+    if isinstance(found, LostRankError):
+        raise found
+    return found
+
+
+@contextmanager
+def _ending_with_parent() -> Iterator[None]:
+    """End this process for a while if its parent, where it is one of ours, ends."""
+    parent, ends = int(os.environ.get(PARENT, "0")), threading.Event()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            if ends.wait(LOOK_EVERY_S):
+                return
+        os._exit(1)
+
+    if parent:
+        threading.Thread(target=look, daemon=True, name="parent").start()
+    try:
+        yield
+    finally:
+        ends.set()
+
+
+@cache
+def _meet() -> Fleet | LostRankError:
+    """Wait for the others, once only."""
+    from hydraspec.parallel.fleet import Fleet
+
+    try:
+        # torch returns neither to handle interrupts nor where the parent is gone with the store
+        with interrupts_end_process(), _ending_with_parent():
+            return Fleet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    except LostRankError as error:
+        return error
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    allowed = f"a whole number, {least} or more" if most is None else f"{least} to {most}"
+    try:
+        number = int(environment.get(name, ""))
+    except ValueError:
+        raise _refusal(environment, name, "is no whole number", allowed) from None
+    if number < least or (most is not None and number > most):
+        raise _refusal(environment, name, "is out of range", allowed)
+    return number
+
+
+def _refusal(
+    environment: Mapping[str, str], name: str, problem: str, allowed: str
+) -> ConfigurationError:
+    if name not in environment:
+        rank, size = environment["RANK"], environment["WORLD_SIZE"]
+        problem = f"is not set, and RANK={rank} and WORLD_SIZE={size} are"
+        return ConfigurationError(
+            f"{name} {problem}\n  allowed: {allowed}\n  to do: {REMEDY}", key=name
+        )
+    return refusal(name, environment[name], problem, allowed=allowed, remedy=REMEDY)

@@ -12,19 +12,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
 from hydraspec.errors import UserError
-from hydraspec.parallel.faults import (
-    Fault,
-    Kind,
-    LostRankError,
-    Records,
-    culprit,
-)
+from hydraspec.parallel.board import Board
+from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.parallel.progress import Progress
 
 LOOK_EVERY_S = 0.25
@@ -65,7 +60,7 @@ class Watch:
         rank: int = 0,
         num_ranks: int = 1,
         *,
-        records: Records | None = None,
+        board: Board | None = None,
         progress: Progress | None = None,
         timeout_s: float = 15.0,
         each_look: Callable[[], None] = lambda: None,
@@ -77,8 +72,8 @@ class Watch:
         self.timeout_s = timeout_s
         self.look_at_device: Callable[[], None] = lambda: None  # raises where it lost another one
         self.rank, self.num_ranks = rank, num_ranks
-        self.progress = progress or Progress(bytearray(32))
-        self._records, self._each_look, self._before_exit = records, each_look, before_exit
+        self.progress = progress or Progress()
+        self._board, self._each_look, self._before_exit = board, each_look, before_exit
         self._lost: Fault | None = None
         self._recorded = False
         self._ends = threading.Event()
@@ -168,16 +163,25 @@ class Watch:
         except (KeyboardInterrupt, UserError):
             raise
         except Exception as error:
-            if self._records is None:
+            if self._board is None:
                 raise
             raise LostRankError(str(self._first_fault(error))) from error
+
+    def named(self, error: BaseException) -> BaseException:
+        """The error; for a lost connection to the store the failure of the rank that is lost."""
+        if type(error).__name__ not in CONNECTION_ERRORS or self._board is None:
+            return error
+        assert isinstance(error, Exception)
+        return LostRankError(str(self._first_fault(error)))
 
     def _first_fault(self, error: Exception) -> Fault:
         """The fault of another rank, what the thread has lost, or, where neither comes, this rank's
         own, recorded as a symptom: it must not be taken for the first that failed."""
         until = time.monotonic() + NAMING_S
         while time.monotonic() < until:
-            fault = self._fault_of_another()
+            fault = None
+            with suppress(RuntimeError):  # torch's, where the store is gone
+                fault = self._fault_of_another()
             if fault is not None and fault.kind is not Kind.symptom:
                 return fault
             if self._lost is not None and self._lost.rank == self.rank:
@@ -217,11 +221,12 @@ class Watch:
 
     def _add(self, fault: Fault) -> None:
         self._recorded = True
-        if self._records is not None:
-            self._records.add(fault)
+        if self._board is not None:
+            with suppress(RuntimeError):  # torch's, where the store is gone
+                self._board.add(fault)
 
     def _fault_of_another(self) -> Fault | None:
-        faults = [] if self._records is None else self._records.all()
+        faults = [] if self._board is None else self._board.faults()
         return culprit([fault for fault in faults if fault.rank != self.rank])
 
     def _look(self) -> None:

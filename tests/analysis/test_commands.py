@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import FakeEngine
 
+from hydraspec import doctor, predict
 from hydraspec.analysis.doctor import run as examination
 from hydraspec.analysis.predict import prediction
 from hydraspec.analysis.predict.measure import Answers
 from hydraspec.analysis.predict.model import assumed_acceptance
 from hydraspec.analysis.predict.prediction import Prediction, Wanted
-from hydraspec.cli import doctor, predict
 from hydraspec.cli.compose import plan
+from hydraspec.cli.predict import concurrencies_of
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Request, SamplingParams
@@ -139,7 +140,7 @@ def test_the_concurrency_is_the_runs_where_it_is_typed(
     typed: tuple[str, ...], found: list[int]
 ) -> None:
     (job,) = plan(["target=tiny_gemma4", *typed]).jobs
-    assert predict.concurrencies_of(job) == found
+    assert concurrencies_of(job) == found
 
 
 def test_the_doctor_warns_of_random_prompts(

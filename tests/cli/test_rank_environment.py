@@ -12,9 +12,10 @@ from datetime import timedelta
 
 import pytest
 
-from hydraspec.cli import rank_environment, torchrun
 from hydraspec.cli.main import main
-from hydraspec.parallel import torchrun as fleets
+from hydraspec.cli.ranks import PROGRAM
+from hydraspec.parallel import fleet as fleets
+from hydraspec.parallel import torchrun
 from hydraspec.parallel.launch import PARENT
 
 GOOD = {
@@ -57,10 +58,10 @@ def test_an_environment_of_no_rank_is_one_message(
 
 
 def test_other_environments_pass() -> None:
-    rank_environment.check({"RANK": "a job's name"})  # of another tool
-    rank_environment.check({"RANK": "0", "WORLD_SIZE": "1"})
-    rank_environment.check({"RANK": "0", "WORLD_SIZE": "x", PARENT: "1"})
-    rank_environment.check(GOOD)
+    torchrun.check_environment({"RANK": "a job's name"})  # of another tool
+    torchrun.check_environment({"RANK": "0", "WORLD_SIZE": "1"})
+    torchrun.check_environment({"RANK": "0", "WORLD_SIZE": "x", PARENT: "1"})
+    torchrun.check_environment(GOOD)
 
 
 def free_port() -> str:
@@ -78,7 +79,7 @@ def test_a_rank_that_meets_no_other_is_one_message(
     monkeypatch.setattr(fleets, "TO_START", timedelta(seconds=1))
     torchrun._meet.cache_clear()
     try:
-        assert torchrun.follow() == 1
+        assert torchrun.follow(PROGRAM) == 1
     finally:
         torchrun._meet.cache_clear()
     printed = capsys.readouterr().err

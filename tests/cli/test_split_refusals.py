@@ -1,14 +1,10 @@
-"""Splits that a target cannot have: refused before a rank is started, as the ranks refuse them."""
+"""Splits that a target cannot have: refused before a rank loads, as the ranks refuse them."""
 
 from __future__ import annotations
 
-import copy
 import json
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +12,18 @@ import pytest
 from commands import Command
 
 import hydraspec
-from hydraspec import factory, splits
+from hydraspec import factory
 from hydraspec.cli import main as cli
 from hydraspec.cli import ranks, report
 from hydraspec.cli.compose import plan
 from hydraspec.config import RunConfig
+from hydraspec.engine import splits
 from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.models.checkpoint import reader
-from hydraspec.shipped import SHAPES, ZOO
+from hydraspec.parallel.launch import Ended
+from hydraspec.shipped import ZOO
 
-CONF = Path(__file__).parents[2] / "conf"
 QUICK = ["tracker=none", "engine.device=cpu", "workload.limit=2", "sampling.max_tokens=4"]
-TARGETS = sorted(path.stem for path in (CONF / "target").glob("*.yaml") if path.stem != "custom")
-CHOICES = sorted(path.stem for path in (CONF / "parallelism").glob("*.yaml"))
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64, 128)
-RANKS_STARTED = "ranks were started"
 
 TENSOR = ["method=none", "parallelism.tensor=3"]
 STAGES = ["method=none", "parallelism.pipeline=100"]
@@ -42,8 +35,9 @@ WHOLE = ["method=none", "parallelism.data=2", "parallelism.pipeline_layers=[6]"]
 
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_ranks(*_: object, **__: object) -> None:
-        raise AssertionError(RANKS_STARTED)
+    def run_ranks(*_: object, meanwhile: Callable[[], None], **__: object) -> None:
+        meanwhile()
+        raise AssertionError("the ranks go on")
 
     monkeypatch.setattr(ranks, "run_ranks", run_ranks)
 
@@ -77,9 +71,7 @@ def config_json(source: Path, folder: Path, **changed: object) -> Path:
         pytest.param(WHOLE, r"\[6\] is no split of the target's 16 layers", id="one stage"),
     ],
 )
-def test_a_split_is_refused_before_ranks_are_started(
-    tmp_path: Path, typed: list[str], said: str
-) -> None:
+def test_a_split_is_refused_while_ranks_start(tmp_path: Path, typed: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         call(tmp_path, *typed)
 
@@ -118,15 +110,15 @@ def test_the_message_is_that_of_the_ranks(
         with pytest.raises(UserError) as refused:
             call(folder, *typed)
         told.append((type(refused.value), refused.value.exit_code, str(refused.value)))
-        monkeypatch.setattr(splits, "check", lambda config: None)
+        monkeypatch.setattr(factory, "check_split", lambda config: None)
     assert told[0] == told[1]
 
 
 def test_a_device_that_is_refused_as_well_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_few(config: RunConfig) -> str:
+    def too_few(config: RunConfig) -> None:
         raise ConfigurationError("needs 100 CUDA devices")
 
-    monkeypatch.setattr(factory, "device_type", too_few)
+    monkeypatch.setattr(splits, "pick_device", too_few)
     with pytest.raises(ConfigurationError, match="needs 100 CUDA devices"):
         splits.check(config_of(*STAGES))
 
@@ -144,50 +136,6 @@ def test_hub_ids_and_targets_of_plugins_are_left_to_the_ranks(
     splits.check(config_of(*typed, f"target.checkpoint={folder}"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_sizes_pass_no_split_that_the_models_refuse(target: str) -> None:
-    """Catches a family that divides something of which `splits` does not know, or shares more."""
-    config = config_of(f"target={target}", "target.weights=random")
-    folder = splits._folder(config.target.checkpoint)
-    assert folder is not None
-    methods = ("none", "gemma4_mtp") if "gemma4" in target else ("none",)
-    layers = splits._sizes(folder)["num_hidden_layers"]
-    axes = [{axis: size} for axis in ("tensor", "pipeline") for size in SIZES]
-    axes += [
-        {"pipeline": 2, "pipeline_layers": [first, layers - first + more]}
-        for first in (1, *range(2, layers, 3), layers - 1)
-        for more in (0, 1)
-    ]
-    fitting = 0
-    for axis, method in product(axes, methods):
-        tried = copy.deepcopy(config)
-        tried.method.name = method
-        tried.parallelism = replace(tried.parallelism, **axis)
-        if splits._plainly_fits(tried, folder, None):
-            splits._check_target(tried)
-            fitting += 1
-    assert 0 < fitting < len(axes) * len(methods)
-
-
-def test_ranks_that_fit_plainly_import_no_torch_here() -> None:
-    """Catches a run that waits for torch twice: in this process, and then in its ranks."""
-    code = (
-        "import sys; from hydraspec import splits; from hydraspec.cli import jobs;"
-        "from hydraspec.cli.compose import plan;"
-        "[splits.check(job.config) for typed in sys.argv[1:]"
-        " for job in plan(typed.split(), multirun=True).jobs];"
-        "print('torch' in sys.modules)"
-    )
-    most = "parallelism=tp4,pp4"
-    typed = [f"target={target} target.weights=random method=none {most}" for target in TARGETS]
-    typed.append(f"parallelism={','.join(CHOICES)}")
-    typed.append("parallelism.pipeline=2 parallelism.pipeline_layers=[7,9]")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *typed], capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == ("False\n", "")
-
-
 def command(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     monkeypatch.setattr(sys, "argv", ["hydraspec", *argv])
     return cli.main()
@@ -196,20 +144,21 @@ def command(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
 def test_other_jobs_of_a_sweep_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[Sequence[str]] = []
+    started: list[int] = []
 
-    def run(job: Any, **_: object) -> dict[str, Any]:
-        started.append(job.overrides)
-        summary = {"status": "ok"}
-        (job.folder / "summary.json").write_text(json.dumps(summary))
-        return summary
+    def run_ranks(
+        command: object, num_ranks: int, *, meanwhile: Callable[[], None], **_: object
+    ) -> Ended:
+        meanwhile()
+        started.append(num_ranks)
+        return Ended(fault=None, interrupted=False, result='{"summary": {"status": "ok"}}')
 
-    monkeypatch.setattr(ranks, "run", run)
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
     monkeypatch.setattr(report, "compare", lambda folder: None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it: restored afterwards
     sweep = ["-m", *QUICK, "method=none", "parallelism.tensor=3,2,6"]
     assert command(monkeypatch, *sweep, f"hydra.sweep.dir={tmp_path}") == 2
-    assert [typed[-1] for typed in started] == ["parallelism.tensor=2"]
+    assert started == [2]
     errors = capfd.readouterr().err
     assert errors.count("parallelism.tensor=3 does not divide") == 1
     assert errors.count("parallelism.tensor=6 does not divide") == 1
@@ -224,10 +173,3 @@ def test_torchrun_tells_it_once(tmp_path: Path) -> None:
     assert "exitcode: 2" in errors
     assert "exitcode: 1" not in errors
     assert not under_way.processes()
-
-
-def test_every_shape_has_a_target() -> None:
-    """So that the targets above are all that ship."""
-    drafters = ("-assistant", "-eagle", "-eagle3", "-peagle")
-    shapes = {path.name for path in SHAPES.iterdir() if not path.name.endswith(drafters)}
-    assert shapes - set(TARGETS) == {"deepseek_v3_6_layers"}

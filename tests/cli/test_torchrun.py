@@ -11,10 +11,14 @@ import pytest
 from commands import Command
 
 import hydraspec
-from hydraspec.cli import torchrun
-from hydraspec.cli.compose import Job, plan
+from hydraspec import factory
+from hydraspec.cli.compose import plan
+from hydraspec.cli.rank_job import rank_job
+from hydraspec.cli.ranks import PROGRAM
 from hydraspec.errors import ConfigurationError
+from hydraspec.parallel import torchrun
 from hydraspec.parallel.faults import LostRankError, of_exit
+from hydraspec.parallel.job import RankJob
 from hydraspec.parallel.launch import PARENT
 from hydraspec.signals import interrupts_stay_interrupts
 
@@ -68,9 +72,9 @@ def test_ranks_do_not_call_run(monkeypatch: pytest.MonkeyPatch) -> None:
         hydraspec.run(["parallelism=tp2"])
 
 
-def planned(folder: Path) -> Job:
+def planned(folder: Path) -> RankJob:
     (job,) = plan(["parallelism=tp2", f"hydra.run.dir={folder}"]).jobs
-    return job
+    return rank_job(job, quiet=True, logs=False)
 
 
 def test_a_lost_rank_is_named_despite_an_interrupt(
@@ -80,18 +84,19 @@ def test_a_lost_rank_is_named_despite_an_interrupt(
     fleet = MagicMock()
     fleet.watch.failed = False
     fleet.fault.return_value = of_exit(1, 2, 40, -9)
-    monkeypatch.setattr(torchrun, "_fleet", lambda: fleet)
+    monkeypatch.setattr(torchrun, "met", lambda: fleet)
+    monkeypatch.setattr(factory, "check_split", lambda config: None)
     monkeypatch.setattr(torchrun, "ignore_interrupts", lambda: None)
     for lost in (KeyboardInterrupt(), LostRankError("rank 1")):
         lost.__context__ = KeyboardInterrupt()
         fleet.joined.side_effect = lost
         told = pytest.raises(LostRankError, match="rank 1 of 2 was killed")
         with told, interrupts_stay_interrupts():
-            torchrun.run(planned(tmp_path), quiet=True, logs=False)
+            torchrun.run(planned(tmp_path), PROGRAM)
     fleet.fault.return_value = None
     fleet.joined.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        torchrun.run(planned(tmp_path), quiet=True, logs=False)
+        torchrun.run(planned(tmp_path), PROGRAM)
 
 
 class Left(Exception):

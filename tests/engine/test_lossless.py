@@ -122,13 +122,13 @@ def test_random_assistant_is_lossless(tmp_path: Path, flavour: str, dtype: torch
 
 def keep_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device forgets that drafts were rejected: positions drift."""
-    true_commit = runner.commit
+    true_commit = runner.commit_tokens
 
     def commit(state: RequestState, batch: Batch, verdict: Verdict) -> None:
         verdict.num_rejected = torch.zeros_like(verdict.num_rejected)
         true_commit(state, batch, verdict)
 
-    monkeypatch.setattr(runner, "commit", commit)
+    monkeypatch.setattr(runner, "commit_tokens", commit)
 
 
 def slide_too_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hydraspec.parallel import hosts
-from hydraspec.parallel.hosts import Process, is_stopped, this_process
+from hydraspec.parallel.hosts import Process, this_process
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc here")
 
@@ -25,10 +25,10 @@ def test_a_process_is_stopped_and_then_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         named = Process.of_text(str(other(process.pid)))
         assert not named.is_gone()
-        assert not is_stopped(process.pid)
+        assert not named.is_stopped()
         process.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 10
-        while not is_stopped(process.pid):
+        while not named.is_stopped():
             assert time.monotonic() < until
             time.sleep(0.01)
         assert not named.is_gone()
@@ -57,6 +57,6 @@ def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path
         own = Process.of_text(str(this_process()))
         own.kill()
         assert not own.is_gone()
-        assert not is_stopped(own.pid)
+        assert not own.is_stopped()
     finally:
         hosts._host.cache_clear()

@@ -23,8 +23,8 @@ from hydraspec.parallel.faults import Kind
 from hydraspec.parallel.launch import Ended, run_ranks
 
 slow = partial(pytest.param, marks=pytest.mark.slow)  # like another fault, for the parent
-TIMEOUT_S = 1.5  # of a step that takes 0.02 s
-ENDS_WITHIN_S = 8.0
+TIMEOUT_S = 3.0  # of a step that takes 0.02 s
+ENDS_WITHIN_S = 12.0  # once the ranks have started
 
 
 def run(folder: Path, told: str, num_ranks: int = 2) -> Ended:
@@ -33,11 +33,16 @@ def run(folder: Path, told: str, num_ranks: int = 2) -> Ended:
     return run_ranks(
         [sys.executable, faulty_rank.__file__, str(shared), told],
         num_ranks,
-        shared=shared,
+        job="a job",
         logs=folder / "ranks",
         timeout_s=TIMEOUT_S,
         environment=os.environ,
     )
+
+
+def since_start(folder: Path) -> float:
+    """Seconds since the first rank had its connection to the others."""
+    return time.time() - (folder / "shared" / "started").stat().st_mtime
 
 
 def none_is_left(folder: Path) -> bool:
@@ -65,8 +70,8 @@ def test_ranks_that_end_well(tmp_path: Path) -> None:
         ),
         ("kill", Kind.ended, "was killed by SIGKILL in step 7: the system does that where memory"),
         slow("exit", Kind.ended, "ended with exit status 7 in step 7"),
-        ("stop", Kind.hung, "gave no sign of life for 1 s in step 7: it was stopped (SIGSTOP)"),
-        ("spin", Kind.hung, "made no progress for 1.5 s in step 7: where steps take so long raise"),
+        ("stop", Kind.hung, "gave no sign of life for 2 s in step 7: it was stopped (SIGSTOP)"),
+        ("spin", Kind.hung, "made no progress for 3 s in step 7: where steps take so long raise"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -75,9 +80,8 @@ def test_the_rank_that_failed_is_named(
 ) -> None:
     """Catches a survivor's lost connection being named, a wait without end, and a rank that is left
     with its device's memory."""
-    started = time.monotonic()
     found = run(tmp_path, f"{rank}:7:{fault}").fault
-    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert since_start(tmp_path) < ENDS_WITHIN_S
     assert found is not None
     assert (found.kind, found.rank, found.step) == (kind, rank, 7)
     assert str(found).startswith(f"rank {rank} of 2 {said}")
@@ -97,7 +101,7 @@ def test_a_rank_that_imports_for_long_is_no_stopped_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("stop", "gave no sign of life for 1 s before its first step: it was stopped (SIGSTOP)"),
+        ("stop", "gave no sign of life for 2 s before its first step: it was stopped (SIGSTOP)"),
         ("kill", "was killed by SIGKILL before its first step"),
         ("raise", "failed before its first step: ValueError: the seventh head is missing"),
     ],
@@ -105,9 +109,8 @@ def test_a_rank_that_imports_for_long_is_no_stopped_one(tmp_path: Path) -> None:
 def test_a_rank_that_fails_before_its_first_step_is_found_as_soon(
     tmp_path: Path, fault: str, said: str
 ) -> None:
-    started = time.monotonic()
     found = run(tmp_path, f"1:0:{fault}").fault
-    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert since_start(tmp_path) < ENDS_WITHIN_S
     assert str(found).startswith(f"rank 1 of 2 {said}")
     assert none_is_left(tmp_path)
 
@@ -144,10 +147,9 @@ def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
 
 def test_an_interrupt_does_not_wait_for_a_rank_that_waits_for_the_first(tmp_path: Path) -> None:
     """Catches Ctrl-C while ranks start, after which they waited a minute for rank 0's port."""
-    started = time.monotonic()
     with interrupted_at(tmp_path / "shared" / "at-0-1"):
         ended = run(tmp_path, "1:0:late")
-    assert time.monotonic() - started < ENDS_WITHIN_S
+    assert since_start(tmp_path) < ENDS_WITHIN_S
     assert ended == Ended(fault=None, interrupted=True)
     assert saved(tmp_path) == "interrupted"
     assert none_is_left(tmp_path)

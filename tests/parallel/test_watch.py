@@ -4,75 +4,99 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.parallel import watch as watching
-from hydraspec.parallel.faults import FileRecords, Kind, LostRankError, culprit, of_exit
+from hydraspec.parallel.board import Board
+from hydraspec.parallel.faults import Kind, LostRankError, culprit, of_exit
 from hydraspec.parallel.group import LostPeerError
-from hydraspec.parallel.progress import Judge, Progress, Signs, State
+from hydraspec.parallel.progress import Judge, Signs, State
 from hydraspec.parallel.watch import Watch
 
 
-def watch_of(folder: Path, rank: int = 0) -> Watch:
-    return Watch(rank, 2, records=FileRecords(folder), progress=Progress(bytearray(32)))
+@pytest.fixture
+def board() -> Board:
+    return Board(dist.HashStore(), 2)
 
 
-def test_the_first_failure_of_a_rank_is_kept(tmp_path: Path) -> None:
-    watch, records = watch_of(tmp_path, 1), FileRecords(tmp_path)
+def test_the_first_failure_of_a_rank_is_kept(board: Board) -> None:
+    watch = Watch(1, 2, board=board)
     with pytest.raises(ZeroDivisionError), watch.step():
         raise ZeroDivisionError("in a head")
     watch.record(RuntimeError("a later one"))
-    (fault,) = records.all()
+    (fault,) = board.faults()
     assert (fault.kind, fault.step) == (Kind.error, 1)
     assert str(fault) == "rank 1 of 2 failed in step 1: ZeroDivisionError: in a head"
 
 
-def test_lost_contact_is_no_culprit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_contact_is_no_culprit(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a survivor being named because it noticed first."""
     monkeypatch.setattr(watching, "NAMING_S", 0.1)
-    records, watch = FileRecords(tmp_path), watch_of(tmp_path)
+    watch = Watch(0, 2, board=board)
     with pytest.raises(LostRankError, match="rank 0 of 2 lost contact"), watch.naming_the_lost():
         raise RuntimeError("Connection reset by peer")
-    records.add(of_exit(1, 2, 5, -9))
-    first = culprit(records.all())
+    board.add(of_exit(1, 2, 5, -9))
+    first = culprit(board.faults())
     assert first is not None
     assert str(first).startswith("rank 1 of 2 was killed by SIGKILL in step 5")
     with pytest.raises(LostRankError, match="rank 1 of 2 was killed"), watch.naming_the_lost():
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_lost_parent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_parent_is_named(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches the lost connection to a rank that ended for the same reason being named."""
     monkeypatch.setattr(watching, "LOOK_EVERY_S", 0.05)
 
     def look() -> None:
         raise ProcessLookupError("the process that started the ranks is gone")
 
-    watch = Watch(0, 2, records=FileRecords(tmp_path), each_look=look)
+    watch = Watch(0, 2, board=board, each_look=look)
     told = pytest.raises(LostRankError, match="the process that started the ranks is gone")
     with watch.watching(), told, watch.naming_the_lost():
         raise RuntimeError("Connection closed by peer")
 
 
-def test_a_fault_after_the_folder_is_gone_is_no_error(tmp_path: Path) -> None:
-    watch_of(tmp_path / "removed").record(ValueError("the last one"))
+class LostStore:
+    """A store whose process is gone."""
+
+    def append(self, key: str, value: str, /) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    set = append
+
+    def get(self, key: str, /) -> bytes:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def check(self, keys: list[str], /) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
 
 
-def test_a_mistake_keeps_its_exit_status(tmp_path: Path) -> None:
-    watch = watch_of(tmp_path)
+def test_a_lost_store_is_no_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a broken pipe being told where the parent of the ranks was killed."""
+    monkeypatch.setattr(watching, "NAMING_S", 0.1)
+    watch = Watch(0, 2, board=Board(LostStore(), 2))
+    watch.record(ValueError("the last one"))
+    named = watch.named(dist.DistNetworkError("Broken pipe"))
+    assert isinstance(named, LostRankError)
+    assert str(named).startswith("rank 0 of 2 lost contact")
+    assert watch.named(mistake := ValueError()) is mistake
+
+
+def test_a_mistake_keeps_its_exit_status(board: Board) -> None:
+    watch = Watch(0, 2, board=board)
     watch.record(ConfigurationError("parallelism.tensor=3 does not divide"))
-    (fault,) = FileRecords(tmp_path).all()
+    (fault,) = board.faults()
     assert (fault.kind, fault.exit_code) == (Kind.mistake, 2)
     assert fault.why == "parallelism.tensor=3 does not divide"
 
 
-def test_a_device_that_waited_in_vain_names_the_other_rank(tmp_path: Path) -> None:
+def test_a_device_that_waited_in_vain_names_the_other_rank(board: Board) -> None:
     """Catches the rank whose device noticed being ended, and not the one that stands still."""
-    watch_of(tmp_path).record(LostPeerError(1, 10.0))
-    (fault,) = FileRecords(tmp_path).all()
+    Watch(0, 2, board=board).record(LostPeerError(1, 10.0))
+    (fault,) = board.faults()
     assert (fault.kind, fault.rank) == (Kind.hung, 1)
 
 
@@ -96,12 +120,12 @@ class Unfinished:
 
 @pytest.mark.parametrize("wait", ["device", "collective"])
 def test_waits_end_when_a_rank_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str
+    board: Board, monkeypatch: pytest.MonkeyPatch, wait: str
 ) -> None:
     monkeypatch.setattr(watching, "LOOK_EVERY_S", 0.05)
-    watch = watch_of(tmp_path)
+    watch = Watch(0, 2, board=board)
     with watch.watching():
-        FileRecords(tmp_path).add(of_exit(1, 2, 3, 7))
+        board.add(of_exit(1, 2, 3, 7))
         waits = {
             "device": lambda: watch.wait_for_device(BusyEvent()),
             "collective": lambda: watch.finish(Unfinished()),

@@ -1,13 +1,12 @@
 """A rank without an engine: steps that exchange a file each, and one that fails as it is told to.
 
-`python faulty_rank.py SHARED RANK:STEP:FAULT`; torch is not imported, so that it starts at once.
+`python faulty_rank.py SHARED RANK:STEP:FAULT`, where SHARED is a folder.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import signal
 import sys
@@ -16,10 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from hydraspec.errors import CannotWriteError, ConfigurationError
-from hydraspec.parallel.faults import FileRecords
-from hydraspec.parallel.launch import SIGNS
-from hydraspec.parallel.progress import ROW, Progress
-from hydraspec.parallel.watch import STILL_WAITING, Watch
+from hydraspec.parallel.watch import STILL_WAITING
 
 NUM_STEPS, STEP_S = 20, 0.02
 
@@ -93,20 +89,20 @@ def main() -> None:
     own = shared / f"own-{rank}"
     own.write_text(str(os.getpid()))
     own.rename(shared / f"pid-{rank}")
-    file = (shared / SIGNS).open("r+b")
-    row = memoryview(mmap.mmap(file.fileno(), 0))[ROW.size * rank : ROW.size * (rank + 1)]
-    watch = Watch(rank, num_ranks, records=FileRecords(shared), progress=Progress(row))
-    saved = shared / f"saved-{rank}"
+    from hydraspec.parallel.fleet import Fleet
+
+    fleet = Fleet(rank, num_ranks)
+    watch, saved = fleet.watch, shared / f"saved-{rank}"
+    (shared / "started").touch()
     try:
-        with watch.watching():
-            if who == str(rank) and int(when) == 0:
-                start(fault)
-            for step in range(1, NUM_STEPS + 1):
-                with watch.step():
-                    if who in (str(rank), "*") and step == int(when):
-                        misbehave(fault)
-                    watch.finish(Exchange(shared, rank, num_ranks, step))
-                    time.sleep(STEP_S)
+        if who == str(rank) and int(when) == 0:
+            start(fault)
+        for step in range(1, NUM_STEPS + 1):
+            with watch.step():
+                if who in (str(rank), "*") and step == int(when):
+                    misbehave(fault)
+                watch.finish(Exchange(shared, rank, num_ranks, step))
+                time.sleep(STEP_S)
     except KeyboardInterrupt:
         saved.write_text("interrupted")
     except Exception as error:
@@ -118,6 +114,8 @@ def main() -> None:
         os._exit(1)
     else:
         saved.write_text("done")
+    fleet.close()
+    os._exit(0)  # at once: the parent waits 2 s for a sign of life
 
 
 if __name__ == "__main__":

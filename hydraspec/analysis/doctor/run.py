@@ -24,9 +24,9 @@ from hydraspec.config.own_drafter import check_own_drafter
 from hydraspec.config.schema import RunConfig
 from hydraspec.lab import environment
 from hydraspec.lab.folder import RunFolder
+from hydraspec.metrics.counters import StepSums
 from hydraspec.metrics.draft_figures import ChainPlaces, draft_share, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
-from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.run_files import DOCTOR
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
@@ -202,11 +202,11 @@ def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
     few_requests = [replace(r, arrival_s=None) for r in requests[:TIMED_REQUESTS]]
     phases: Mapping[str, float | None] | None = patient.engine.profile_phases(few_requests)
     if phases is None:
-        meter = Meter(few_requests, num_speculative_tokens=patient.k)
+        sums = StepSums()
         for event in patient.engine.run(few_requests, concurrency=1):
             if isinstance(event, StepRecord) and not any(r.is_prefill for r in event.requests):
-                meter.add_step(event)
-        phases = meter.time_breakdown_ms()
+                sums.add(event)
+        phases = sums.time_breakdown_ms()
     return draft_share(phases)
 
 

@@ -66,20 +66,27 @@ class Together:
         try:
             yield
         except BaseException as error:
-            own = error
+            own = self._watch.named(error)
             if not isinstance(error, (UserError, *STOPPED)):
                 self._watch.record(error)  # the others need not wait for a rank that left a step
         self.is_over = True  # if the next lines raise
-        with interrupts_held_back():
-            outcomes = self._outcomes(peers.engine, own)
+        # The watch's own error names the rank that failed first, and its step.
+        knows_why = isinstance(own, LostRankError) and not isinstance(own, RankError)
+        try:
+            with interrupts_held_back():
+                outcomes = self._outcomes(peers.engine, own)
+        except (Exception, KeyboardInterrupt):  # the store is gone, or torchrun ends all ranks
+            if own is not None and knows_why:
+                raise own from None
+            raise
         failed = [outcome for outcome in outcomes if outcome is not None and outcome["error"]]
         self.is_over = bool(failed) if builds else self._differ(outcomes)
         if not failed:
             peers.facts = _merged(outcomes)
             if own is not None:
                 raise own
-        elif isinstance(own, LostRankError) and not isinstance(own, RankError):
-            raise own  # of the watch: it names the rank that failed first, and its step
+        elif own is not None and knows_why:
+            raise own
         elif self.control.rank == 0 or self.is_over:
             first = min(failed, key=lambda outcome: outcome["error"]["at"])
             raise _error_of(first, self.control.rank, own) from own
