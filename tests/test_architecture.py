@@ -115,7 +115,7 @@ OWNERS = {
         *(f"hydraspec/{room}/*" for room in ("metrics", "lab", "bench", "study", "zoo")),
         "hydraspec/graphs/progress.py",
     ],
-    "yaml": ["hydraspec/lab/*", "hydraspec/study/*"],
+    "yaml": ["hydraspec/analysis/doctor/expected.py", "hydraspec/lab/*", "hydraspec/study/*"],
     "datasets": ["hydraspec/workloads/*"],
     "scipy": ["hydraspec/metrics/statistics.py"],
     "jinja2": ["hydraspec/study/html.py"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 CARD = "README.md"  # a model card; its front matter may hold measured results (`model-index`)
 METRIC = "acceptance_length"

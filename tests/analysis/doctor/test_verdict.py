@@ -135,7 +135,9 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("fault", DAMAGED)
+@pytest.mark.parametrize(
+    "fault", ["zero", *(pytest.param(n, marks=pytest.mark.slow) for n in DAMAGED if n != "zero")]
+)
 def test_damaged_weights_are_found_where_they_are(fault: str, pair: Bed) -> None:
     name, damage, module = DAMAGED[fault]
     for judgement in planted(name, damage)(pair):
