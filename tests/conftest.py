@@ -15,6 +15,7 @@ if devices := os.environ.get("TEST_DEVICES"):
 
 import gc
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,10 @@ import torch
 # import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts a suite in the background has it ignore interrupts, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import device_record
 from hypothesis import HealthCheck, settings

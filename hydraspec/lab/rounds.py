@@ -99,29 +99,26 @@ class Measurement:
                     break
 
     def run(self) -> None:
-        """Decode the workload in NUM_ROUNDS parts, each with every side in turn."""
+        """Decode the workload in NUM_ROUNDS parts, each with every side in turn; a part that an
+        interrupt cuts short is timed too."""
         with _model_kept_from_garbage_collection():
             for number, share in enumerate(_parts(self.requests), start=1):
                 part = self._arrivals.offered(share, number)
                 for side, measured in self.sides.items():
                     for sink in self._sinks:
                         sink.on_round(side, number, NUM_ROUNDS)
+                    steps = measured.meter.steps
                     built_before = measured.engine.num_built()
                     measured.meter.begin_run()
-                    self._decode(side, part)
+                    began_s = time.perf_counter() - steps.rounds_s
+                    try:
+                        with closing_run(measured.engine, part, self._concurrency) as events:
+                            for event in events:
+                                steps.rounds_s = time.perf_counter() - began_s
+                                self.record(side, event)
+                    finally:
+                        steps.rounds_s = time.perf_counter() - began_s
                     measured.built += measured.engine.num_built() - built_before
-
-    def _decode(self, side: Side, requests: Sequence[Request]) -> None:
-        """Run some of the requests, and time that, also where an interrupt cuts it short."""
-        measured = self.sides[side]
-        began_s = time.perf_counter() - measured.meter.steps.rounds_s
-        try:
-            with closing_run(measured.engine, requests, self._concurrency) as events:
-                for event in events:
-                    measured.meter.steps.rounds_s = time.perf_counter() - began_s
-                    self.record(side, event)
-        finally:
-            measured.meter.steps.rounds_s = time.perf_counter() - began_s
 
     def profile(self) -> None:
         """Measure where steps spend their time, and phases where steps have none: a few decode

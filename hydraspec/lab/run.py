@@ -74,7 +74,11 @@ def run(
             arrivals=_arrivals(config),
         )
         try:
-            lossless = _measure(loaded, measurement, folder, recorder)
+            measurement.warm_up()
+            if (costs := measurement.method.engine.info.costs) is not None:
+                folder.write_costs(costs.as_json())
+            measurement.run()
+            lossless = _look_at_outputs(loaded, measurement, recorder)
         except KeyboardInterrupt:
             recorder.save(measurement, "interrupted", _judge_if_possible(loaded, measurement))
             raise
@@ -91,15 +95,9 @@ def run(
         return recorder.save(measurement, "ok" if is_any_finished else "failed", lossless)
 
 
-def _measure(
-    loaded: Loaded, measurement: Measurement, folder: RunFolder, recorder: Recorder
-) -> Lossless:
-    """Decode the workload, then look at outputs, drafts and samples; returns the verdict."""
+def _look_at_outputs(loaded: Loaded, measurement: Measurement, recorder: Recorder) -> Lossless:
+    """Profile steps, then look at outputs, drafts and samples; returns the verdict."""
     config, warnings = loaded.config, loaded.workload.warnings
-    measurement.warm_up()
-    if (costs := measurement.method.engine.info.costs) is not None:
-        folder.write_costs(costs.as_json())
-    measurement.run()
     measurement.profile()
     warnings += positions.record(config, measurement, recorder.add_scores, loaded.decode)
     distribution, found = sampled.check(config, measurement)

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hydraspec.cli import devices, hydra_keys, launchers, main
+from hydraspec.cli import devices, hydra_keys, launchers
 from hydraspec.cli.compose import Plan, plan
 from hydraspec.cli.devices import own_devices, visible_devices
 from hydraspec.cli.launched import Ended, num_devices
+from hydraspec.cli.run import _run_by_launcher
 from hydraspec.config import to_dict
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.outcome import Outcome
@@ -167,7 +168,7 @@ def test_a_job_that_equals_another_ends_as_that_one(
         return {n: Ended(outcome=e, said=f"{n}!" if e.status else None) for n, e in ends.items()}
 
     monkeypatch.setattr(launchers, "launch", launch)
-    outcomes, here = main._run_by_launcher(planned)
+    outcomes, here = _run_by_launcher(planned)
     ends = {end.job: end.status for end in outcomes}
     assert ends == {"0": status, "2": 0, "3": 0} | ({"1": status} if status else {})
     assert [job.number for job in here] == ([] if status else [1])

@@ -182,7 +182,7 @@ def test_consolidated_names() -> None:
 def test_saving_what_was_loaded_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     recipe = DRAFTERS[name]
     draft_files.save_head(_head(name), recipe, _target(recipe.target), tmp_path)
-    for file in (CHECKPOINTS / name).iterdir():
+    for file in (f for f in (CHECKPOINTS / name).iterdir() if f.name != "README.md"):  # its card
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
 
