@@ -33,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import device_record
 from hypothesis import HealthCheck, settings
 
+from hydraspec.signals import INTERRUPTS
+
 # The same examples on every run and machine; how long one takes says nothing on a shared one.
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -51,6 +53,15 @@ def _logging_as_it_was() -> Iterator[None]:
         root.removeHandler(handler)
         handler.close()
     root.level, ours.level = levels
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """Commands run in this process ignore interrupts once they end; later tests send some."""
+    before = {number: signal.getsignal(number) for number in INTERRUPTS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,7 @@ def test_interrupts_wait_for_imports(
     source = f"import signal\nsignal.raise_signal({number})\nfor _ in range(9): finished = _"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    signal.signal(number, signal.SIG_DFL)  # nohup ignores one of them
     with terminations_as_interrupts():
         finished, began = importlib.import_module(name).finished, time.monotonic()
         with pytest.raises(KeyboardInterrupt):
