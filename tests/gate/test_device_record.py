@@ -71,6 +71,21 @@ def test_a_change_to_covered_sources_is_said(tree: Path):
     assert "changed after it" in str(warning(file, tree))
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_old"),
+    [
+        pytest.param('"""Another sentence."""\n\nx = 1  # and why\n', False, id="prose"),
+        pytest.param('x = 1\n"""A string that is no docstring."""\n', True, id="a-string"),
+        pytest.param('x = "# 1"\n', True, id="a-string-that-looks-like-a-comment"),
+        pytest.param("if x:\n    x = 1\n", True, id="an-indent"),
+    ],
+)
+def test_prose_makes_no_record_old(changed: str, is_old: bool, tree: Path):
+    file = recorded(tree)
+    (tree / "hydraspec" / "engine" / "a.py").write_text(changed)
+    assert (warning(file, tree) is not None) == is_old
+
+
 def test_no_record_and_a_failed_part_are_said(tree: Path):
     assert "no record" in str(warning(tree / "none.json", tree))
     (tree / "cut.json").write_text("{")

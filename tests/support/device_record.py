@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,11 +49,31 @@ def _covered(root: Path) -> Iterator[Path]:
             yield path
 
 
+def code_of(source: str) -> str:
+    """Python source without comments, docstrings, blank lines and trailing spaces: positions only
+    are asked of the parser, so that every version of Python gives the same text."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            rows = range(text.lineno - 1, text.end_lineno or text.lineno)
+            lines[rows.start : rows.stop] = [""] * len(rows)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 def sources_hash(root: Path = ROOT) -> str:
-    """SHA-256 over the covered files' paths and contents, in the paths' order."""
+    """SHA-256 over the covered files' paths and contents, of Python their code, in the paths'
+    order."""
     digest = hashlib.sha256()
     for path in covered_files(root):
         content = path.read_bytes()
+        if path.suffix == ".py":
+            content = code_of(content.decode()).encode()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
