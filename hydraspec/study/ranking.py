@@ -12,6 +12,7 @@ from statistics import fmean
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import AcceptanceLength, Baseline, Interval, Length, Summary
+from hydraspec.study.job_costs import JobCosts, job_costs
 from hydraspec.study.jobs import Job, baseline_keys, by_key
 from hydraspec.study.pairs import (
     ALL,
@@ -144,13 +145,15 @@ def _known(length: Length | AcceptanceLength) -> Interval | None:
     return None if mean is None else {"mean": mean, "ci95": length["ci95"]}
 
 
-def from_requests(job: Job, by: RankedBy = "speedup") -> JobFigures:
+def from_requests(job: Job, by: RankedBy = "speedup", costs: JobCosts | None = None) -> JobFigures:
     """The figures over the requests of all runs of a job, which have a baseline each."""
     pairs = paired(job, job)
     scopes = pairs.scopes()
 
     def by_scope(measure: Measure) -> ByScope:
-        return {scope: as_interval(own_figure(job, pairs, measure, scope)) for scope in scopes}
+        return {
+            scope: as_interval(own_figure(job, pairs, measure, scope, costs)) for scope in scopes
+        }
 
     num_tokens, milliseconds = pairs.job[:, BASELINE].sum(axis=0)
     return JobFigures(
@@ -230,13 +233,16 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
         reference: what the others are compared with; the best job without one. Against the best,
             which the figures chose, as many tests count as there are pairs of jobs.
     """
-    made = [from_requests(job, by) for job in jobs]
+    costs = job_costs(jobs)
+    made = [from_requests(job, by, costs) for job in jobs]
     made.sort(key=lambda each: -_mean(each.own(by)))
     best = made[0]
     against = next((each for each in made if each.job is reference), best)
     num_pairs = len(made) * (len(made) - 1) // 2 if reference is None else None
     found = {
-        each.job.name: figures(each.job, against.job, with_tokens_per_second=by != "speedup")
+        each.job.name: figures(
+            each.job, against.job, with_tokens_per_second=by != "speedup", costs=costs
+        )
         for each in made
         if each is not against
     }
