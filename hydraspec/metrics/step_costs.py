@@ -284,16 +284,42 @@ class _Fit:
 def _fitted(
     runs: Sequence[_Timed], num_names: int, drift: float, lasting_s: float, level: float
 ) -> _Fit:
-    """Generalised least squares with noise of these proportions; runs are independent."""
-    information = np.zeros((num_names, num_names))
-    projected, total = np.zeros(num_names), 0.0
-    log_determinant, variances = 0.0, []
-    unit = float(np.mean(np.concatenate([run.num_steps for run in runs])))
+    """Generalised least squares with noise of these proportions; each run has as much of it as its
+    own blocks show, and runs are independent."""
+    noises, roots = [], []
     for run in runs:
         apart = np.abs(run.at_s[:, None] - run.at_s[None, :])
-        noise = np.diag(unit / run.num_steps) + drift * np.exp(-apart / lasting_s)
-        variances.append(noise)
-        root = np.linalg.cholesky(noise + drift * level)
+        noise = np.diag(run.num_steps.mean() / run.num_steps)
+        noise += drift * np.exp(-apart / lasting_s)
+        own = _least_squares([run], [np.linalg.cholesky(noise)], num_names)
+        noises.append(noise * own.variance)
+        roots.append(np.linalg.cholesky(noises[-1] + drift * level * own.variance))
+    found = _least_squares(runs, roots, num_names)
+    return _Fit(
+        likelihood=-(found.log_determinant + found.freedom * log(found.variance)) / 2,
+        costs=found.costs,
+        covariance=found.variance * found.inverse,
+        drift_errors=[
+            sqrt(found.variance * _plain_variance(run, noise))
+            for run, noise in zip(runs, noises, strict=True)
+        ],
+    )
+
+
+@dataclass(slots=True)
+class _LeastSquares:
+    costs: Array
+    inverse: Array
+    variance: float
+    freedom: int
+    log_determinant: float
+
+
+def _least_squares(runs: Sequence[_Timed], roots: Sequence[Array], num_names: int) -> _LeastSquares:
+    """Costs of the names that runs have, with noise whose covariance has these roots."""
+    information = np.zeros((num_names, num_names))
+    projected, total, log_determinant = np.zeros(num_names), 0.0, 0.0
+    for run, root in zip(runs, roots, strict=True):
         names = np.eye(num_names)[run.names]
         white = np.linalg.solve(root, np.column_stack([names, run.logs]))
         design, logs = white[:, :-1], white[:, -1]
@@ -301,20 +327,14 @@ def _fitted(
         projected += design.T @ logs
         total += float(logs @ logs)
         log_determinant += 2 * float(np.log(np.diag(root)).sum())
-    inverse = np.linalg.inv(information)
+    seen = np.flatnonzero(np.diag(information))
+    inverse = np.zeros_like(information)
+    inverse[np.ix_(seen, seen)] = np.linalg.inv(information[np.ix_(seen, seen)])
     costs = inverse @ projected
-    freedom = sum(len(run.logs) for run in runs) - num_names
+    freedom = sum(len(run.logs) for run in runs) - len(seen)
     variance = max(total - float(projected @ costs), TINY) / freedom
-    log_determinant += float(np.linalg.slogdet(information)[1])
-    return _Fit(
-        likelihood=-(log_determinant + freedom * log(variance)) / 2,
-        costs=costs,
-        covariance=variance * inverse,
-        drift_errors=[
-            sqrt(variance * _plain_variance(run, noise))
-            for run, noise in zip(runs, variances, strict=True)
-        ],
-    )
+    log_determinant += float(np.linalg.slogdet(information[np.ix_(seen, seen)])[1])
+    return _LeastSquares(costs, inverse, variance, freedom, log_determinant)
 
 
 def _plain_variance(run: _Timed, noise: Array) -> float:

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from statistics import fmean
 
 from hydraspec.metrics.assessment import as_interval
+from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import AcceptanceLength, Baseline, Interval, Length, Summary
 from hydraspec.study.job_costs import JobCosts, job_costs
@@ -56,6 +57,7 @@ class JobFigures:
         rank: from 1; None of a job without a rank.
         versus, slowest: against the reference, and the requests that lost most; empty for the
             reference.
+        gain: the speedup over all requests, with what more requests would tell.
         told_from_best: whether it differs from the best job beyond noise, in the ranking's measure.
     """
 
@@ -69,6 +71,7 @@ class JobFigures:
     versus: Sequence[Figure] = ()
     slowest: Sequence[RequestFigures] = ()
     told_from_best: bool = False
+    gain: PairedRatio | None = None
 
     @property
     def mark(self) -> str:
@@ -155,6 +158,7 @@ def from_requests(job: Job, by: RankedBy = "speedup", costs: JobCosts | None = N
             scope: as_interval(own_figure(job, pairs, measure, scope, costs)) for scope in scopes
         }
 
+    gain = own_figure(job, pairs, "speedup", ALL, costs)
     num_tokens, milliseconds = pairs.job[:, BASELINE].sum(axis=0)
     return JobFigures(
         job=job,
@@ -162,6 +166,7 @@ def from_requests(job: Job, by: RankedBy = "speedup", costs: JobCosts | None = N
         lengths=by_scope("acceptance_length"),
         throughputs=by_scope(by) if by == "tokens_per_second" else {},
         accuracy=accuracy(pairs.job),
+        gain=gain,
         baseline_tokens_per_second=ratio(PER_SECOND * num_tokens, milliseconds),
     )
 
