@@ -26,7 +26,7 @@ LEAST_STEPS = 8  # of a size, for its mean to say something
 LEAST_BLOCKS = 4  # of a side of a run
 # Drift: its variance over that of a block's own noise, and how long it lasts in seconds. Levels of
 # whole runs: their variance over that of drift, where there are several runs.
-DRIFTS = (0.0, 0.25, 1.0, 4.0, 16.0)
+DRIFTS = (0.0, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
 LASTING_S = (0.5, 2.0, 8.0, 32.0)
 LEVELS = (0.0, 1.0, 10.0)
 NUM_ERRORS = 3.0  # standard errors that drift may move a measured ratio by
@@ -150,7 +150,8 @@ class CostRatio:
     Attributes:
         drift: what its logarithm has beyond that of the measured times.
         log_error: the standard error of its logarithm.
-        holds: whether drift is as large as the model of it allows: else the measured times count.
+        holds: whether drift is as the model of it allows, in size and from one half of a run to the
+            other: else the measured times count.
     """
 
     drift: float
@@ -166,13 +167,14 @@ class StepCosts:
         places: of each name in `covariance`.
         covariance: of the logarithms of costs.
         drifts: by run and name, how much slower the machine was than over all runs (logarithm).
-        drift_errors: by run, the standard error that the difference of its two drifts has.
+        checks: by run, the standard error that the difference of its two drifts has, and how many
+            standard errors the difference of costs changed from its first half to its second.
     """
 
     places: Mapping[str, int]
     covariance: Array
     drifts: Sequence[Mapping[str, float]]
-    drift_errors: Sequence[float]
+    checks: Sequence[tuple[float, float]]
 
     def error(self, one: str, other: str) -> float:
         """Standard error of the logarithm of cost / cost."""
@@ -184,9 +186,10 @@ class StepCosts:
         """The cost of `other` / the cost of `one`, which some of the runs measured."""
         drift = float(np.mean([self.drifts[run][one] - self.drifts[run][other] for run in runs]))
         error = self.error(one, other)
-        allowed = sqrt(sum(self.drift_errors[run] ** 2 for run in runs)) / len(runs)
-        most = NUM_ERRORS * max(allowed, error) + GRANTED
-        return CostRatio(drift=drift, log_error=error, holds=abs(drift) <= most)
+        allowed = sqrt(sum(self.checks[run][0] ** 2 for run in runs)) / len(runs)
+        holds = abs(drift) <= NUM_ERRORS * max(allowed, error) + GRANTED
+        holds &= all(self.checks[run][1] <= NUM_ERRORS for run in runs)
+        return CostRatio(drift=drift, log_error=error, holds=holds)
 
 
 @dataclass(slots=True)
@@ -245,7 +248,7 @@ def fit(runs: Sequence[Mapping[str, Iterable[Block]]]) -> StepCosts | None:
         {name: _mean(found, places[name]) - float(costs[places[name]]) for name in run}
         for run, found in zip(kept, timed, strict=True)
     ]
-    return StepCosts(places, covariance, drifts, best.drift_errors)
+    return StepCosts(places, covariance, drifts, best.checks)
 
 
 def _timed(
@@ -278,7 +281,7 @@ class _Fit:
     likelihood: float
     costs: Array
     covariance: Array
-    drift_errors: list[float]
+    checks: list[tuple[float, float]]
 
 
 def _fitted(
@@ -299,9 +302,8 @@ def _fitted(
         likelihood=-(found.log_determinant + found.freedom * log(found.variance)) / 2,
         costs=found.costs,
         covariance=found.variance * found.inverse,
-        drift_errors=[
-            sqrt(found.variance * _plain_variance(run, noise))
-            for run, noise in zip(runs, noises, strict=True)
+        checks=[
+            _checks(run, found.variance * noise) for run, noise in zip(runs, noises, strict=True)
         ],
     )
 
@@ -337,10 +339,14 @@ def _least_squares(runs: Sequence[_Timed], roots: Sequence[Array], num_names: in
     return _LeastSquares(costs, inverse, variance, freedom, log_determinant)
 
 
-def _plain_variance(run: _Timed, noise: Array) -> float:
-    """Of the difference between the mean logarithms of a run's two names."""
-    share = np.zeros(len(run.logs))
+def _checks(run: _Timed, noise: Array) -> tuple[float, float]:
+    """Of the difference between a run's two names, as its blocks have it: the standard error; and
+    its change from the first half of either's blocks to the second, in standard errors."""
+    whole, change = np.zeros(len(run.logs)), np.zeros(len(run.logs))
     for sign, place in zip((1, -1), dict.fromkeys(run.names.tolist()), strict=False):
-        of = run.names == place
-        share[of] = sign * run.ms[of] / run.ms[of].sum()
-    return float(share @ noise @ share)
+        of = np.flatnonzero(run.names == place)
+        whole[of] = sign * run.ms[of] / run.ms[of].sum()
+        for half, part in zip((1, -1), np.array_split(of, 2), strict=True):
+            change[part] = half * sign * run.ms[part] / run.ms[part].sum()
+    moved = abs(float(change @ run.logs)) / sqrt(float(change @ noise @ change))
+    return sqrt(float(whole @ noise @ whole)), moved
