@@ -56,7 +56,7 @@ def build(
     costs = None if baseline is None else cost_ratio(meter, baseline.meter)
     gained = speedup(pairs, at_once=at_once, costs=costs)
     by_category = assessment.speedups_by_category(pairs, at_once=at_once, costs=costs)
-    is_modelled = costs is not None and costs.holds
+    source = "step costs" if costs and costs.holds else "timings: drift"
     wanted = config.workload.goodput
     limits = Limits(ttft_ms=wanted.ttft_ms, inter_token_ms=wanted.inter_token_ms)
     summary = {
@@ -76,7 +76,7 @@ def build(
         else {**_speed(baseline, requests, limits), **_counts(baseline.meter)},
         "speedup": assessment.as_interval(gained),
         "speedup_measured": measured_speedup(pairs),
-        "speedup_from": None if not pairs else "step costs" if is_modelled else "timings",
+        "speedup_from": (source if costs else "timings: few steps") if pairs else None,
         "assessment": None
         if baseline is None
         else assessment.assess(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import log, sqrt
 from typing import NotRequired, TypedDict, cast
@@ -31,6 +31,7 @@ LASTING_S = (0.5, 2.0, 8.0, 32.0)
 LEVELS = (0.0, 1.0, 10.0)
 NUM_ERRORS = 3.0  # standard errors that drift may move a measured ratio by
 GRANTED = 0.02  # of the ratio, beyond them
+UNEVEN = 2.0  # errors that halves of a run differ by, beyond which their difference is the error
 TINY = 1e-20  # steps that all take the same time have no error
 Array = NDArray[np.float64]
 Size = tuple[int, int]  # of a decode step: its requests, and their rows
@@ -150,13 +151,26 @@ class CostRatio:
     Attributes:
         drift: what its logarithm has beyond that of the measured times.
         log_error: the standard error of its logarithm.
-        holds: whether drift is as the model of it allows, in size and from one half of a run to the
-            other: else the measured times count.
+        holds: whether drift is as large as the model of it allows: else the measured times count.
     """
 
     drift: float
     log_error: float
     holds: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How far a run is as the model has it.
+
+    Attributes:
+        plain: the standard error of the ratio of its two costs as measured, drift included.
+        halves: half the difference between the logarithms of that ratio in the first and the second
+            half of the run, drift taken out: a standard error that no model is needed for.
+    """
+
+    plain: float
+    halves: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +181,13 @@ class StepCosts:
         places: of each name in `covariance`.
         covariance: of the logarithms of costs.
         drifts: by run and name, how much slower the machine was than over all runs (logarithm).
-        checks: by run, the standard error that the difference of its two drifts has, and how many
-            standard errors the difference of costs changed from its first half to its second.
+        checks: by run.
     """
 
     places: Mapping[str, int]
     covariance: Array
     drifts: Sequence[Mapping[str, float]]
-    checks: Sequence[tuple[float, float]]
+    checks: Sequence[Check]
 
     def error(self, one: str, other: str) -> float:
         """Standard error of the logarithm of cost / cost."""
@@ -186,10 +199,14 @@ class StepCosts:
         """The cost of `other` / the cost of `one`, which some of the runs measured."""
         drift = float(np.mean([self.drifts[run][one] - self.drifts[run][other] for run in runs]))
         error = self.error(one, other)
-        allowed = sqrt(sum(self.checks[run][0] ** 2 for run in runs)) / len(runs)
-        holds = abs(drift) <= NUM_ERRORS * max(allowed, error) + GRANTED
-        holds &= all(self.checks[run][1] <= NUM_ERRORS for run in runs)
-        return CostRatio(drift=drift, log_error=error, holds=holds)
+        checks = [self.checks[run] for run in runs]
+        plain = sqrt(sum(each.plain**2 for each in checks)) / len(checks)
+        halves = sqrt(sum(each.halves**2 for each in checks)) / len(checks)
+        return CostRatio(
+            drift=drift,
+            log_error=halves if halves > UNEVEN * error else error,
+            holds=abs(drift) <= NUM_ERRORS * max(plain, error) + GRANTED,
+        )
 
 
 @dataclass(slots=True)
@@ -281,7 +298,7 @@ class _Fit:
     likelihood: float
     costs: Array
     covariance: Array
-    checks: list[tuple[float, float]]
+    checks: list[Check]
 
 
 def _fitted(
@@ -303,7 +320,7 @@ def _fitted(
         costs=found.costs,
         covariance=found.variance * found.inverse,
         checks=[
-            _checks(run, found.variance * noise) for run, noise in zip(runs, noises, strict=True)
+            _check(run, found.variance * noise) for run, noise in zip(runs, noises, strict=True)
         ],
     )
 
@@ -339,14 +356,19 @@ def _least_squares(runs: Sequence[_Timed], roots: Sequence[Array], num_names: in
     return _LeastSquares(costs, inverse, variance, freedom, log_determinant)
 
 
-def _checks(run: _Timed, noise: Array) -> tuple[float, float]:
-    """Of the difference between a run's two names, as its blocks have it: the standard error; and
-    its change from the first half of either's blocks to the second, in standard errors."""
-    whole, change = np.zeros(len(run.logs)), np.zeros(len(run.logs))
-    for sign, place in zip((1, -1), dict.fromkeys(run.names.tolist()), strict=False):
+def _check(run: _Timed, noise: Array) -> Check:
+    """See `Check`; `noise` is the covariance of the run's blocks."""
+    whole = np.zeros(len(run.logs))
+    halves = np.zeros(len(run.logs), np.int64)
+    names = list(dict.fromkeys(run.names.tolist()))
+    for number, place in enumerate(names):
         of = np.flatnonzero(run.names == place)
-        whole[of] = sign * run.ms[of] / run.ms[of].sum()
-        for half, part in zip((1, -1), np.array_split(of, 2), strict=True):
-            change[part] = half * sign * run.ms[part] / run.ms[part].sum()
-    moved = abs(float(change @ run.logs)) / sqrt(float(change @ noise @ change))
-    return sqrt(float(whole @ noise @ whole)), moved
+        whole[of] = (1 - 2 * number) * run.ms[of] / run.ms[of].sum()
+        for half, part in enumerate(np.array_split(of, 2)):
+            halves[part] = 2 * number + half
+    plain = sqrt(float(whole @ noise @ whole))
+    if len(names) != 2:
+        return Check(plain, 0.0)
+    root = np.linalg.cholesky(noise)
+    costs = _least_squares([replace(run, names=halves)], [root], 4).costs
+    return Check(plain, abs(float(costs @ (1, -1, -1, 1))) / 2)

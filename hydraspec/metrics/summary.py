@@ -369,7 +369,7 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     baseline: Baseline | None
     speedup: Interval | None
     speedup_measured: NotRequired[float | None]  # runs of earlier versions lack these two
-    speedup_from: NotRequired[Literal["step costs", "timings"] | None]
+    speedup_from: NotRequired[Literal["step costs", "timings: few steps", "timings: drift"] | None]
     assessment: Assessment | None
     prediction: Prediction | None
     by_category: dict[str, CategoryFigures]

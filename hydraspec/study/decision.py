@@ -189,7 +189,7 @@ def decide(group: Group) -> Decision | None:
     if not drafting or group.by != "speedup":
         return None
     best = max(drafting, key=lambda each: each.speedup)
-    smallest = smallest_effect(best)
+    smallest = smallest_effect(best) if group.smallest_effect is None else group.smallest_effect
     low, high = (best.speedups[ALL] or {"ci95": None})["ci95"] or (0.0, float("inf"))
     worth = True if low > 1 else False if high < 1 else None
     others = [each for each in drafting if each is not best]

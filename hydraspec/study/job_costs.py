@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot, sqrt
 
 from hydraspec.metrics.step_costs import CostRatio, StepCosts, fit
 from hydraspec.study.jobs import Job, baseline_keys
@@ -36,10 +37,14 @@ class JobCosts:
             return own
         theirs = self.ratio(reference)
         if self.baselines[reference.name] != baseline:
-            error = (own.log_error**2 + theirs.log_error**2) ** 0.5
+            error = hypot(own.log_error, theirs.log_error)
         else:
             names = [baseline if one.is_plain else one.name for one in (job, reference)]
-            error = self.costs.error(*names)
+            beyond = [  # of runs whose halves differ, which the fit does not know
+                ratio.log_error**2 - self.costs.error(name, baseline) ** 2
+                for ratio, name in zip((own, theirs), names, strict=True)
+            ]
+            error = sqrt(self.costs.error(*names) ** 2 + sum(beyond))
         return CostRatio(drift=own.drift - theirs.drift, log_error=error)
 
 

@@ -183,6 +183,7 @@ class Group:
         by: what ranks them: speedups, each over the job's own baseline, or tokens per second as
             measured, where baselines are of other devices, engines or settings.
         reference: None where the jobs are not ranked: there is one, or `unranked` says why.
+        smallest_effect: share of the speed that matters; None: as the runs have it.
         family, load, setup: "", or what tells it from other groups: target, sampling and prompts;
             requests at once; split, device, engine and settings that its baseline depends on.
     """
@@ -191,6 +192,7 @@ class Group:
     by: RankedBy = "speedup"
     reference: JobFigures | None = None
     unranked: str = ""
+    smallest_effect: float | None = None
     family: str = ""
     load: str = ""
     setup: str = ""

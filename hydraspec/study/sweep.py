@@ -22,7 +22,7 @@ from hydraspec.metrics.summary import Interval, Summary
 from hydraspec.study import html, words
 from hydraspec.study.answers import verdict
 from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
-from hydraspec.study.compare import section, show, write_tables
+from hydraspec.study.compare import section, show, tell, write_tables
 from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.decision import decide
 from hydraspec.study.groups import families_of, unfinished
@@ -123,8 +123,8 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(found)))
     write_whole(page, html.study_page(_as_study(found, sweep_dir), sweep_dir))
     write_tables(sweep_dir, found.groups)
-    for one in _answers(found):
-        console.print(printable(one.sentence), markup=False, soft_wrap=True, highlight=False)
+    for group in found.groups:
+        tell(group, console)
     print_block(console, _table(found))
     for group in found.groups:
         show(group, title=_title(group), console=console)

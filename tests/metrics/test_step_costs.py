@@ -157,7 +157,7 @@ def test_the_interval_of_an_idle_machine_is_narrow_and_drift_is_taken_out() -> N
         block.sizes = {size: (count, 2 * ms) for size, (count, ms) in block.sizes.items()}
     slowed = cost_ratio(method, baseline)
     assert slowed is not None
-    assert not slowed.holds, "one round of one side alone was slow: nobody knows why"
+    assert slowed.log_error > 0.2, "one round of one side alone was slow: nobody knows why"
 
 
 def test_a_common_baseline_is_pooled_and_a_run_of_much_noise_spoils_no_other() -> None:
