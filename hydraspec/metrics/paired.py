@@ -154,7 +154,7 @@ def costed_ratio(
     The costs' error is drawn too.
     """
     members: dict[str | None, list[int]] = {}
-    for place in np.flatnonzero(columns.any(axis=0)):
+    for place in np.flatnonzero(columns.any(axis=0)).tolist():
         members.setdefault(strata[place], []).append(place)
     chosen = list(members.values())
     if min(map(len, chosen), default=0) < 2:

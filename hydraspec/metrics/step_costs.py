@@ -283,8 +283,8 @@ def _timed(
                 count = sum(count for count, _ in known.values())
                 middle = (block.start_s + block.end_s) / 2
                 rows.append((log(ms / expected), places[name], middle, count, ms))
-    logs, names, at_s, num_steps, ms = np.array(rows, float).reshape(-1, 5).T
-    return _Timed(logs, names.astype(np.int64), at_s, num_steps, ms)
+    logs, names, at_s, num_steps, taken_ms = np.array(rows, float).reshape(-1, 5).T
+    return _Timed(logs, names.astype(np.int64), at_s, num_steps, taken_ms)
 
 
 def _mean(found: _Timed, place: int) -> float:
@@ -306,14 +306,15 @@ def _fitted(
 ) -> _Fit:
     """Generalised least squares with noise of these proportions; each run has as much of it as its
     own blocks show, and runs are independent."""
-    noises, roots = [], []
+    noises: list[Array] = []
+    roots: list[Array] = []
     for run in runs:
         apart = np.abs(run.at_s[:, None] - run.at_s[None, :])
         noise = np.diag(run.num_steps.mean() / run.num_steps)
         noise += drift * np.exp(-apart / lasting_s)
-        own = _least_squares([run], [np.linalg.cholesky(noise)], num_names)
+        own = _least_squares([run], [_root(noise)], num_names)
         noises.append(noise * own.variance)
-        roots.append(np.linalg.cholesky(noises[-1] + drift * level * own.variance))
+        roots.append(_root(noises[-1] + drift * level * own.variance))
     found = _least_squares(runs, roots, num_names)
     return _Fit(
         likelihood=-(found.log_determinant + found.freedom * log(found.variance)) / 2,
@@ -323,6 +324,11 @@ def _fitted(
             _check(run, found.variance * noise) for run, noise in zip(runs, noises, strict=True)
         ],
     )
+
+
+def _root(covariance: Array) -> Array:
+    root: Array = np.linalg.cholesky(covariance)
+    return root
 
 
 @dataclass(slots=True)
@@ -369,6 +375,5 @@ def _check(run: _Timed, noise: Array) -> Check:
     plain = sqrt(float(whole @ noise @ whole))
     if len(names) != 2:
         return Check(plain, 0.0)
-    root = np.linalg.cholesky(noise)
-    costs = _least_squares([replace(run, names=halves)], [root], 4).costs
+    costs = _least_squares([replace(run, names=halves)], [_root(noise)], 4).costs
     return Check(plain, abs(float(costs @ (1, -1, -1, 1))) / 2)

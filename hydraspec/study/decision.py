@@ -66,7 +66,7 @@ class Decision:
         maybe: others that may be, since their interval reaches so far.
         slower: jobs with drafts that are surely slower than none.
         num_more: prompts that could change the answer; None where none would.
-        edge: the end of the K tried that the best stands at; None where it does not.
+        edge: that the best has the largest or the smallest K; None where it has neither.
         predicted: the best K beyond that end, if it is worth trying.
     """
 
@@ -77,7 +77,7 @@ class Decision:
     maybe: Sequence[JobFigures]
     slower: Sequence[JobFigures]
     num_more: int | None
-    edge: int | None
+    edge: str | None
     predicted: Predicted | None
 
     @property
@@ -85,12 +85,16 @@ class Decision:
         """Good, bad or neither."""
         return {True: "good", False: "bad", None: ""}[self.is_worth_it]  # type: ignore[return-value]
 
+    @property
+    def _share(self) -> str:
+        return f"{100 * self.smallest:g} %"
+
     def sentences(self) -> Iterator[str]:
         """The answer, why, what lies beyond, and the next command."""
         best, speed = self.best, self.best.speedups[ALL]
         assert speed is not None
         figures = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])}"
-        within = f"within {percent(self.smallest).replace('.0', '')}"
+        within = f"within {self._share}"
         if self.is_worth_it:
             yield (
                 f"Use {name(best, ' with ')}: {figures}. As good {within}: {_names(self.as_good)}. "
@@ -127,10 +131,9 @@ class Decision:
     def _beyond(self) -> str | None:
         if self.edge is None:
             return None
-        side = "largest" if self.predicted is None or self.predicted.num_drafts > self.edge else ""
-        end = f"K={self.edge} is the {side or 'smallest'} that was tried"
+        end = f"{self.edge} that was tried"
         if self.predicted is None:
-            return f"{end}; no K beyond is predicted to gain {percent(self.smallest)} more."
+            return f"{end}; no K beyond is predicted to gain {self._share} more."
         return (
             f"{end}: {self.predicted.speedup:.2f}x is predicted for K={self.predicted.num_drafts}."
         )
@@ -146,10 +149,10 @@ class Decision:
         elif self.num_more:
             rivals = [best, *self.maybe]
             methods = dict.fromkeys(["none", *(each.job.summary["method"] for each in rivals)])
-            values = dict.fromkeys(str(drafts_of(each.job.summary)) for each in rivals)
+            tried = dict.fromkeys(str(drafts_of(each.job.summary)) for each in rivals)
             shared = [one for one in shared if not one.startswith("workload.limit=")]
             limit = f"workload.limit={best.job.summary['num_requests'] + self.num_more}"
-            words = ["-m", f"method={','.join(methods)}", f"{K}={','.join(values)}", *shared, limit]
+            words = ["-m", f"method={','.join(methods)}", f"{K}={','.join(tried)}", *shared, limit]
         elif self.is_worth_it:
             shared = [one for one in shared if not one.startswith("workload.limit=")]
             words = [f"method={method}", f"{K}={drafts}", *shared]
@@ -164,7 +167,9 @@ class Decision:
             "num_speculative_tokens": 0,
             "speedup": {"mean": 1.0, "ci95": None},
         }
-        beyond = self.predicted
+        predicted = None
+        if (beyond := self.predicted) is not None:
+            predicted = {"num_speculative_tokens": beyond.num_drafts, "speedup": beyond.speedup}
         return {
             **(none if self.is_worth_it is False else _choice(self.best)),
             "as_good": [_choice(each) for each in self.as_good],
@@ -172,8 +177,7 @@ class Decision:
             "slower": [_choice(each) for each in self.slower],
             "smallest_effect": self.smallest,
             "num_more_needed": self.num_more,
-            "predicted": beyond
-            and {"num_speculative_tokens": beyond.num_drafts, "speedup": beyond.speedup},
+            "predicted": predicted,
             "sentence": " ".join(list(self.sentences())[:-1]),
             "next": self.next_command(),
         }
@@ -243,9 +247,9 @@ def _reaches(found: PairedRatio, least: float) -> bool:
 
 def beyond_the_edge(
     best: JobFigures, jobs: Sequence[JobFigures], smallest: float
-) -> tuple[int | None, Predicted | None]:
-    """The end of the K tried at which the best job stands, and the K beyond it with the highest
-    predicted speedup, where it gains the smallest effect.
+) -> tuple[str | None, Predicted | None]:
+    """Whether the best job has the largest or the smallest K tried ("K=5 is the largest"), and the
+    K beyond it with the highest predicted speedup, where it gains the smallest effect.
 
     A step's cost grows with K as it did between the K tried; a draft after the last one is accepted
     as often as that one was after the one before.
@@ -261,9 +265,9 @@ def beyond_the_edge(
     if not isinstance(k, int) or k not in family or len(family) < 2:
         return None, None
     if k == max(family):
-        beyond = range(k + 1, 2 * k + 3)
+        edge, beyond = f"K={k} is the largest", range(k + 1, 2 * k + 3)
     elif k == min(family) > 1:
-        beyond = range(1, k)
+        edge, beyond = f"K={k} is the smallest", range(1, k)
     else:
         return None, None
     costs = {at: _length(each) / each.speedup for at, each in family.items()}
@@ -277,7 +281,7 @@ def beyond_the_edge(
         for at in beyond
     ]
     top = max(found, key=lambda one: one.speedup)
-    return k, top if top.speedup > (1 + smallest) * best.speedup else None
+    return edge, top if top.speedup > (1 + smallest) * best.speedup else None
 
 
 def _length(each: JobFigures) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot, sqrt
 
-from hydraspec.metrics.step_costs import CostRatio, StepCosts, fit
+from hydraspec.metrics.step_costs import Block, CostRatio, StepCosts, fit
 from hydraspec.study.jobs import Job, baseline_keys
 
 NONE = CostRatio(drift=0.0, log_error=0.0)  # a job without drafts is its own baseline
@@ -54,7 +54,8 @@ def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
     named = dict(
         zip([job.name for job in jobs], baseline_keys([job.runs[0] for job in jobs]), strict=True)
     )
-    found, runs = [], {}
+    found: list[dict[str, Sequence[Block]]] = []
+    runs: dict[str, range] = {}
     for job in jobs:
         baseline = f"without drafts: {named[job.name]}"
         first = len(found)

@@ -30,6 +30,7 @@ from hydraspec.metrics.summary import Summary
 
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
 POOLED = ("seed", "tracker", "metrics", "warnings")
+SIDES = ("method", "baseline")  # of step_costs.json
 Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
 
 
@@ -194,14 +195,18 @@ def _read_blocks(folder: Path) -> dict[str, list[Block]]:
         return {}
     found = read_object(folder / STEP_COSTS)
     wrong = "it is no JSON" if found is None else mismatch(found, StepCostsFile, "")
-    if found is None or wrong or found["schema_version"] != 1:
-        problem = f"{STEP_COSTS} cannot be read: {wrong or 'its schema_version is not 1'}"
+    if found is not None and not wrong:
+        steps = [of for side in SIDES for block in found.get(side, ()) for of in block["steps"]]
+        if not all(len(of) == 4 and all(0 < each < 1e15 for each in of) for of in steps):
+            wrong = "steps are not four numbers above 0"
+        elif found["schema_version"] != 1:
+            wrong = "its schema_version is not 1"
+    if found is None or wrong:
+        problem = f"{STEP_COSTS} cannot be read: {wrong}"
         remedy = "remove that file, whose figures are then left out"
         raise refuse(folder, problem, allowed="folders of finished runs", remedy=remedy)
     return {
-        side: [Block.of_record(block) for block in found[side]]
-        for side in ("method", "baseline")
-        if side in found
+        side: [Block.of_record(block) for block in found[side]] for side in SIDES if side in found
     }
 
 
