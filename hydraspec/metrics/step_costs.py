@@ -327,8 +327,7 @@ def _fitted(
 
 
 def _root(covariance: Array) -> Array:
-    root: Array = np.linalg.cholesky(covariance)
-    return root
+    return np.asarray(np.linalg.cholesky(covariance), np.float64)
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ def show(group: Group, *, title: str = "Comparison", console: Console | None = N
     for block in blocks:
         if block:
             print_block(console, block)
-    sentences = words.verdicts(group, brief=len(group.jobs) > 2)
+    sentences = words.verdicts(group) if len(group.jobs) == 2 else ()  # else the answer says it
     for line in (*sentences, *group_blocks.notes(group)):
         console.print(escape(printable(line)), soft_wrap=True)
 
