@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hydraspec.cli.folders import writing
+from hydraspec.cli.folders import between, writing
 from hydraspec.errors import ConfigurationError
 
 DESCRIPTION = """\
@@ -54,10 +54,17 @@ def main(argv: Sequence[str]) -> None:
         metavar="FOLDER",
         help="write compare.json, compare.csv, compare.md and compare.html there",
     )
+    parser.add_argument(
+        "--smallest-effect",
+        type=between(float, 0, 0.5),
+        metavar="SHARE",
+        help="of the speed: jobs that differ by less are as good (default: as the runs have it)",
+    )
     given = parser.parse_args(argv)
     from hydraspec.study import compare as runs
 
-    group = runs.compared(given.folders)
+    group = runs.compared(given.folders, smallest_effect=given.smallest_effect)
+    runs.tell(group)
     runs.show(group)
     if given.write is not None:
         with writing(given.write):

@@ -1,7 +1,9 @@
-"""Folders of runs and sweeps: naming, creation, and locks that admit one process at a time."""
+"""Folders of runs and sweeps: naming, creation, and locks that admit one process at a time; and
+arguments that are numbers."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import fcntl
 import json
@@ -10,7 +12,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -166,3 +168,16 @@ def folder_message(error: OSError, folder: object = "the run folder") -> str:
 def _reason(error: OSError) -> str:
     number = error.errno or 0
     return REASONS.get(number, os.strerror(number) if number else str(error))
+
+
+def between(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
+    """Reads an argument's number, which has limits."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise argparse.ArgumentTypeError(f"{text}: allowed are {numbers} from {least} to {most}")
+
+    return read

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hydraspec.cli.folders import writing
+from hydraspec.cli.folders import between, writing
 from hydraspec.errors import printable
 from hydraspec.study import baseline, gate
 from hydraspec.study.runs import read_environment
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="store the runs in FILE as baseline")
     parser.add_argument(
         "--looks",
-        type=_between(int, 1, 10_000),
+        type=between(int, 1, 10_000),
         default=gate.LOOKS,
         metavar="N",
         help="comparisons with this baseline among which one false alarm may come with a "
@@ -44,33 +43,20 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--acceptance-margin",
-        type=_between(float, 0, 0.9),
+        type=between(float, 0, 0.9),
         default=gate.ACCEPTANCE_MARGIN,
         metavar="RATE",
         help="loss of an acceptance rate that is granted, 0 to 0.9 (default: %(default)s)",
     )
     parser.add_argument(
         "--speed-margin",
-        type=_between(float, 0, 0.9),
+        type=between(float, 0, 0.9),
         default=gate.SPEED_MARGIN,
         metavar="SHARE",
         help="loss of speedup that is granted, 0 to 0.9 (default: %(default)s)",
     )
     given = parser.parse_args(argv)
     return _write(given.file, given.folders) if given.write else _compare(given)
-
-
-def _between(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
-    """Reads an argument's number, which has limits."""
-
-    def read(text: str) -> float:
-        with suppress(ValueError):
-            if least <= (value := kind(text)) <= most:
-                return value
-        numbers = "whole numbers" if kind is int else "numbers"
-        raise argparse.ArgumentTypeError(f"{text}: allowed are {numbers} from {least} to {most}")
-
-    return read
 
 
 def _write(file: Path, folders: Sequence[Path]) -> int:

@@ -42,6 +42,11 @@ METRICS_RULES = (
     at_least(DISTRIBUTION, 50, "50 or more samples of each prompt, or null"),
     at_least("metrics.distribution_prompts", 1),
     Rule(
+        "metrics.smallest_effect",
+        lambda share, c: 0 <= share <= 0.5,
+        "a share of the speed from 0 to 0.5, such as 0.03",
+    ),
+    Rule(
         "baseline",
         lambda baseline, c: baseline,
         "true",

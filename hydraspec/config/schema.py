@@ -274,6 +274,7 @@ class MetricsConfig:
     distribution: int | None = None  # samples of each prompt and side, to compare distributions
     distribution_prompts: int = 4  # so many
     prediction: str | None = None  # a predict.json, or a folder of them, to compare with
+    smallest_effect: float = 0.03  # share of the speed; a sweep's answer takes less for as good
 
 
 @dataclass(slots=True, kw_only=True)

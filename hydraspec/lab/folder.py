@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from hydraspec.metrics.files import (
     Json,
     cannot_write,
+    json_line,
     plain,
     pretty_json,
     write_json_lines,
@@ -31,6 +32,7 @@ from hydraspec.metrics.run_files import (
     OVERRIDES,
     REPORT,
     REQUESTS,
+    STEP_COSTS,
     SUMMARY,
     TRACKER,
     UNSAVED,
@@ -93,6 +95,10 @@ class RunFolder:
     def write_costs(self, costs: Json) -> None:
         """costs.json."""
         write_whole(self.path / COSTS, pretty_json(costs))
+
+    def write_step_costs(self, costs: Json) -> None:
+        """step_costs.json."""
+        write_whole(self.path / STEP_COSTS, json_line(costs))
 
     def write_unsaved(self, beginning: Json) -> None:
         """.unsaved.json; see lab.lost."""

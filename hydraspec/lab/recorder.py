@@ -18,6 +18,7 @@ from hydraspec.lab.run_warnings import warnings_of
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import POSITIONS, REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile
+from hydraspec.metrics.step_costs import step_costs_file
 from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
 from hydraspec.metrics.trace import PositionsFile, TraceFile
 from hydraspec.metrics.tracker import WandbSink
@@ -105,6 +106,8 @@ class Recorder:
                 for file in (*self._files, *self._scored):
                     file.close()
                 self._folder.write_requests(rows)
+                blocks = {side.value: of.meter.blocks for side, of in measurement.sides.items()}
+                self._folder.write_step_costs(step_costs_file(blocks))
                 self._write(result, rows)
                 self._folder.remove_unsaved()
             if tracker is not None:

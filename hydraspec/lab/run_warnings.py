@@ -197,6 +197,12 @@ def figure_warnings(
             f"{_idle_words(summary, ', and ')}; {_why_hardly(config, is_random_text)}"
         )
     speedup = summary["speedup"]
+    if summary.get("speedup_from") == "timings: drift":
+        found.append(
+            "the machine changed while this run was measured in a way that does not cancel between "
+            "method and baseline: the speedup is that of the timings alone; to try: a machine that "
+            "does nothing else"
+        )
     if speedup and speedup["mean"] < 1:
         is_certain = speedup["ci95"] is not None and speedup["ci95"][1] < 1
         verb = "is" if is_certain else "may be"

@@ -16,7 +16,7 @@ from hydraspec.metrics import assessment
 from hydraspec.metrics.accuracy import accuracy
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
-from hydraspec.metrics.meter import Meter, finished_pairs, speedup
+from hydraspec.metrics.meter import Meter, cost_ratio, finished_pairs, measured_speedup, speedup
 from hydraspec.metrics.sinks import OF_BASELINE, request_row
 from hydraspec.metrics.summary import (
     ALL_STEPS,
@@ -53,8 +53,10 @@ def build(
     info, meter = method.engine.info, method.meter
     pairs = [] if baseline is None else finished_pairs(meter, baseline.meter)
     at_once = config.workload.concurrency or len(requests)
-    gained = speedup(pairs, at_once=at_once)
-    by_category = assessment.speedups_by_category(pairs, at_once=at_once)
+    costs = None if baseline is None else cost_ratio(meter, baseline.meter)
+    gained = speedup(pairs, at_once=at_once, costs=costs)
+    by_category = assessment.speedups_by_category(pairs, at_once=at_once, costs=costs)
+    source = "step costs" if costs and costs.holds else "timings: drift"
     wanted = config.workload.goodput
     limits = Limits(ttft_ms=wanted.ttft_ms, inter_token_ms=wanted.inter_token_ms)
     summary = {
@@ -73,6 +75,8 @@ def build(
         if baseline is None
         else {**_speed(baseline, requests, limits), **_counts(baseline.meter)},
         "speedup": assessment.as_interval(gained),
+        "speedup_measured": measured_speedup(pairs),
+        "speedup_from": (source if costs else "timings: few steps") if pairs else None,
         "assessment": None
         if baseline is None
         else assessment.assess(
@@ -82,7 +86,7 @@ def build(
             synthetic=config.method.verification is Verification.synthetic,
         ),
         "prediction": expected.beside(assessment.as_interval(gained)),
-        "by_category": assessment.by_category(meter, by_category),
+        "by_category": assessment.by_category(meter, by_category, pairs),
         "acceptance_by_output_place": assessment.by_output_place(meter),
         "teacher_forced": method.teacher_forced,
         "lossless": lossless,

@@ -10,13 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from hydraspec.metrics.counters import FIRST_PLACES
-from hydraspec.metrics.meter import Meter, Pair, acceptance_length, speedup
+from hydraspec.metrics.meter import (
+    Meter,
+    Pair,
+    acceptance_length,
+    measured_speedup,
+    speedup,
+)
 from hydraspec.metrics.paired import LEVEL, PairedRatio, holm
 from hydraspec.metrics.statistics import (
     MIN_REQUESTS,
     range_words,
     ratio_of_sums,
 )
+from hydraspec.metrics.step_costs import CostRatio
 from hydraspec.metrics.summary import Assessment, CategoryFigures, Interval, PlaceFigures
 
 Says = Literal["worth_it", "cannot_tell", "slower"]
@@ -27,13 +34,21 @@ WORDS: dict[Says, str] = {
 }
 
 
-def speedups_by_category(pairs: Sequence[Pair], *, at_once: int) -> dict[str, PairedRatio]:
-    """`meter.speedup` of the requests of each category, in order of first appearance."""
+def pairs_by_category(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+    """The pairs of each category, in order of first appearance; without requests of none."""
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         if pair[0].category is not None:
             groups.setdefault(pair[0].category, []).append(pair)
-    return {name: speedup(members, at_once=at_once) for name, members in groups.items()}
+    return groups
+
+
+def speedups_by_category(
+    pairs: Sequence[Pair], *, at_once: int, costs: CostRatio | None = None
+) -> dict[str, PairedRatio]:
+    """`meter.speedup` of the requests of each category, in order of first appearance."""
+    groups = pairs_by_category(pairs).items()
+    return {name: speedup(members, at_once=at_once, costs=costs) for name, members in groups}
 
 
 def as_interval(found: PairedRatio | None) -> Interval | None:
@@ -43,9 +58,12 @@ def as_interval(found: PairedRatio | None) -> Interval | None:
     )
 
 
-def by_category(method: Meter, speedups: Mapping[str, PairedRatio]) -> dict[str, CategoryFigures]:
+def by_category(
+    method: Meter, speedups: Mapping[str, PairedRatio], pairs: Sequence[Pair] = ()
+) -> dict[str, CategoryFigures]:
     """Acceptance length (as `Meter.acceptance_length`) and speedup of the requests of each
     category, in order of first appearance."""
+    timed = pairs_by_category(pairs)
     found: dict[str, CategoryFigures] = {}
     for name, members in method.completed_by_category().items():
         length = acceptance_length(members)
@@ -53,6 +71,7 @@ def by_category(method: Meter, speedups: Mapping[str, PairedRatio]) -> dict[str,
             "num_requests": len(members),
             "acceptance_length": {"mean": length.mean, "ci95": length.ci95},
             "speedup": as_interval(speedups.get(name)),
+            "speedup_measured": measured_speedup(timed.get(name, [])),
         }
     return found
 

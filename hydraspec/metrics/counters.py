@@ -42,8 +42,9 @@ class RequestCounters:
     # [steps with drafts, accepted draft tokens] by `place_bin` of the step's first output token.
     drafts_by_place: dict[int, list[int]] = field(default_factory=dict)
     num_emitted: int = 0  # output tokens so far
-    decode_tokens: int = 0  # tokens emitted by steps that were not prefill, after stop and limit
-    decode_ms: float = 0.0  # this request's share of those steps' wall time
+    decode_steps: int = 0  # that were not prefill
+    decode_tokens: int = 0  # tokens emitted by these, after stop and limit
+    decode_ms: float = 0.0  # this request's share of their wall time
     num_computed_tokens: int = 0  # the most that had KV after any of its steps
     num_recomputed_tokens: int = 0  # of those, computed once more after it was preempted
     # Of its completion.
@@ -64,6 +65,7 @@ class RequestCounters:
         place = place_bin(self.num_emitted)
         self.num_emitted += len(step.output_token_ids)
         if not step.is_prefill:
+            self.decode_steps += 1
             for sums in (self, totals):
                 sums.decode_tokens += len(step.output_token_ids)
                 sums.decode_ms += ms_per_row * step.num_rows

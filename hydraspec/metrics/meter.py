@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hydraspec.metrics.counters import RequestCounters, RunningTotals, StepSums
-from hydraspec.metrics.paired import PairedRatio, balanced, paired_ratio
+from hydraspec.metrics.paired import SPEEDUP, PairedRatio, balanced, costed_ratio, paired_ratio
 from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
+from hydraspec.metrics.step_costs import CostRatio, StepBlocks, fit
 from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
 
 
@@ -41,15 +42,18 @@ class Meter:
         }
         self.totals = RunningTotals()
         self.steps = StepSums()
+        self.blocks = StepBlocks()
 
     def begin_run(self) -> None:
         """The engine begins a run, with an empty prefix cache."""
+        self.blocks.begin_run()
         if self.prefix_hits is not None:
             self.prefix_hits.begin_run()
 
     def add_step(self, record: StepRecord) -> None:
         """Count a step. Its wall time goes to the requests in it in proportion to their rows."""
         total_ms = self.steps.add(record)
+        self.blocks.add(record, total_ms)
         num_rows = sum(step.num_rows for step in record.requests)
         ms_per_row = total_ms / num_rows if num_rows else 0.0
         for step in record.requests:
@@ -232,13 +236,37 @@ def finished_pairs(method: Meter, baseline: Meter) -> list[Pair]:
     return [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
 
 
-def speedup(pairs: Sequence[Pair], *, at_once: int) -> PairedRatio:
-    """Ratio of the two `output_tokens_per_second`, over `finished_pairs` or some of them.
+def cost_ratio(method: Meter, baseline: Meter) -> CostRatio | None:
+    """The cost of the baseline's steps over the method's; None where there were too few of a
+    size."""
+    found = fit([{"method": method.blocks.blocks, "baseline": baseline.blocks.blocks}])
+    return None if found is None else found.ratio("method", "baseline")
 
-    Interval: paired bootstrap; each resample draws blocks of requests, `at_once` of which shared
-    steps, and takes both throughputs from the same draw (`paired_ratio`).
+
+def measured_speedup(pairs: Sequence[Pair]) -> float | None:
+    """Ratio of the two `output_tokens_per_second`, over `finished_pairs` or some of them."""
+    return ratio(
+        sum(m.decode_tokens for m, _ in pairs) * sum(b.decode_ms for _, b in pairs),
+        sum(m.decode_ms for m, _ in pairs) * sum(b.decode_tokens for _, b in pairs),
+    )
+
+
+def speedup(pairs: Sequence[Pair], *, at_once: int, costs: CostRatio | None = None) -> PairedRatio:
+    """`measured_speedup` without the machine's drift between both sides, which step costs show.
+
+    Interval: tokens per step by paired bootstrap over requests, in their categories; steps by the
+    error of their costs. Without costs, or where drift is not as modelled, of the timings: each
+    resample draws blocks of requests, `at_once` of which shared steps (`paired_ratio`).
     """
     order = [pairs[i] for i in balanced([m.category for m, _ in pairs])]
-    figures = [(m.decode_tokens, m.decode_ms, b.decode_tokens, b.decode_ms) for m, b in order]
-    columns = np.array(figures, float).reshape(-1, 4).T
-    return paired_ratio(columns, (1, -1, -1, 1), at_once=at_once)
+    measure = "decode_ms" if costs is None or not costs.holds else "decode_steps"
+    columns = np.array(
+        [[getattr(c, key) for c in pair for key in ("decode_tokens", measure)] for pair in order],
+        float,
+    )
+    columns = columns.reshape(-1, 4).T
+    if costs is None or not costs.holds:
+        return paired_ratio(columns, SPEEDUP, at_once=at_once)
+    strata = [m.category for m, _ in order]
+    measured = measured_speedup(pairs)
+    return costed_ratio(columns, SPEEDUP, measured=measured, costs=costs, strata=strata)

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import ceil, exp, log, sqrt
+from math import ceil, exp, hypot, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydraspec.metrics.statistics import MIN_REQUESTS, SEED, student_quantile, student_tail
+from hydraspec.metrics.step_costs import CostRatio
 
 LEVEL = 0.05  # false alarms that are accepted, over a family of comparisons
 POWER = 0.8  # of the number of requests that is said to be needed
@@ -26,6 +27,7 @@ MIN_BLOCKS = 4  # where requests that share steps would leave fewer
 MOST_BLOCKS = 200  # of single requests; more are put together
 TURNOVERS = 2  # of the requests that run at once, in a block
 LARGEST = 50.0  # logarithm of a bound: of few blocks it may have no end
+SPEEDUP = (1, -1, -1, 1)  # signs of tokens and times of both sides
 NUM_ROUNDS = 2  # parts of a run that were measured apart: those of the lab
 Array = NDArray[np.float64]
 
@@ -129,31 +131,81 @@ def paired_ratio(
     block.
     """
     columns = columns[:, columns.any(axis=0)]
+    least = 0.0
+    if at_once is not None and columns.size:
+        least = _error_of_rounds(columns, np.asarray(signs, float), num_rounds)
+    turnover = 1 if at_once is None else TURNOVERS * at_once
+    parts = [in_blocks(columns, at_once)] if columns.size else []
+    return _ratio(columns, parts, signs, least=least, turnover=turnover)
+
+
+def costed_ratio(
+    columns: Array,
+    signs: Sequence[int],
+    *,
+    measured: float | None,
+    costs: CostRatio,
+    strata: Sequence[str | None],
+) -> PairedRatio:
+    """The `measured` ratio without the drift that `costs` found, with the errors of both its parts.
+
+    Columns as for `paired_ratio`, of counts and of times that no noise is in: requests are drawn
+    one by one, as many of each of `strata` [R] as there are, since a workload's mix is no accident.
+    The costs' error is drawn too.
+    """
+    members: dict[str | None, list[int]] = {}
+    for place in np.flatnonzero(columns.any(axis=0)).tolist():
+        members.setdefault(strata[place], []).append(place)
+    chosen = list(members.values())
+    if min(map(len, chosen), default=0) < 2:
+        chosen = [[place for of in chosen for place in of]]
+    parts = [in_blocks(columns[:, of], None) for of in chosen]
+    columns = columns[:, columns.any(axis=0)]
+    found = log(measured) + costs.drift if measured else None
+    return _ratio(columns, parts, signs, found=found, own_error=costs.log_error)
+
+
+def _ratio(
+    columns: Array,
+    parts: Sequence[Array],
+    signs: Sequence[int],
+    *,
+    found: float | None = None,
+    least: float = 0.0,
+    own_error: float = 0.0,
+    turnover: int = 1,
+) -> PairedRatio:
+    """The ratio of columns [C, R] from its blocks [C, G] in independent parts.
+
+    Args:
+        found: its logarithm, if it is not that of the columns' sums.
+        least: that the standard error over requests is at least.
+        own_error: a standard error that does not come from requests.
+        turnover: requests of a block.
+    """
     num_requests, totals = columns.shape[1], columns.sum(axis=1)
     if num_requests == 0 or not (totals > 0).all():
         return PairedRatio(ratio=None, ci95=None, p=None, log_error=None, num_requests=num_requests)
     powers = np.asarray(signs, float)
-    found = float(powers @ np.log(totals))
+    of_sums = float(powers @ np.log(totals))
+    found = of_sums if found is None else found
     if num_requests < MIN_REQUESTS:
         return PairedRatio(
             ratio=exp(found), ci95=None, p=None, log_error=None, num_requests=num_requests
         )
-    blocks = in_blocks(columns, at_once)
-    shares = powers @ (blocks / totals[:, None])  # each block's part in the logarithm; sums to 0
-    num_blocks = len(shares)
-    error = float(np.sqrt((shares**2).sum() * num_blocks / (num_blocks - 1)))
-    if at_once is not None:
-        error = max(error, _error_of_rounds(columns, powers, num_rounds))
+    # Each block's share in the logarithm; all of them sum to 0.
+    shares = [powers @ (blocks / totals[:, None]) for blocks in parts]
+    num_blocks = sum(map(len, shares))
+    error = hypot(max(sqrt(sum(map(_variance, shares))), least), own_error)
     if error < 1e-9:  # the same in every request
         p = 1.0 if abs(found) < 1e-9 else 1 / (NUM_RESAMPLES + 1)
         same = (exp(found), exp(found))
         return PairedRatio(
             ratio=exp(found), ci95=same, p=p, log_error=0.0, num_requests=num_requests
         )
-    turnover = 1 if at_once is None else TURNOVERS * at_once
     resampled = None
     if num_blocks >= NUM_BLOCKS:
-        resampled = np.sort(np.abs(_studentised(blocks, shares, powers, found)))
+        resampled = np.sort(np.abs(_studentised(parts, shares, powers, of_sums, own_error)))
     critical = _critical(resampled, num_blocks, num_requests / turnover)
     reach = min(critical.at(LEVEL) * error, LARGEST)
     return PairedRatio(
@@ -164,6 +216,11 @@ def paired_ratio(
         num_requests=num_requests,
         critical=critical,
     )
+
+
+def _variance(shares: Array) -> float:
+    """Of the sum of independent shares."""
+    return float(((shares - shares.mean()) ** 2).sum() * len(shares) / (len(shares) - 1))
 
 
 def two_sided(t: float, resampled: Array | None, num_blocks: int) -> float:
@@ -223,23 +280,29 @@ def _error_of_rounds(columns: Array, powers: Array, num_rounds: int) -> float:
     return float(np.std(np.log(sums) @ powers, ddof=1) / sqrt(num_rounds))
 
 
-@lru_cache(maxsize=8)
-def _weights(num_blocks: int) -> Array:
+@lru_cache(maxsize=32)
+def _weights(num_blocks: int, part: int) -> Array:
     """Counts of each block in NUM_RESAMPLES draws with replacement: [NUM_RESAMPLES, G]."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng([SEED, part] if part else SEED)
     draws = rng.integers(0, num_blocks, (NUM_RESAMPLES, num_blocks))
     flat = draws + num_blocks * np.arange(NUM_RESAMPLES)[:, None]
     counts = np.bincount(flat.ravel(), minlength=NUM_RESAMPLES * num_blocks)
     return counts.reshape(NUM_RESAMPLES, num_blocks).astype(float)
 
 
-def _studentised(blocks: Array, shares: Array, powers: Array, found: float) -> Array:
+def _studentised(
+    parts: Sequence[Array], shares: Sequence[Array], powers: Array, found: float, own_error: float
+) -> Array:
     """(logarithm - found) / its standard error in each resample that has one."""
-    weights, num_blocks = _weights(len(shares)), len(shares)
+    sums, variances = np.zeros((NUM_RESAMPLES, len(powers))), np.full(NUM_RESAMPLES, own_error**2)
+    for part, (blocks, of) in enumerate(zip(parts, shares, strict=True)):
+        weights, num_blocks = _weights(len(of), part), len(of)
+        sums += weights @ blocks.T
+        spread = weights @ of**2 - (weights @ of) ** 2 / num_blocks
+        variances += spread * num_blocks / (num_blocks - 1)
+    noise = own_error * np.random.default_rng(SEED).standard_normal(NUM_RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(weights @ blocks.T) @ powers
-        variances = weights @ shares**2 - (weights @ shares) ** 2 / num_blocks
-        t: Array = (logs - found) / np.sqrt(variances * num_blocks / (num_blocks - 1))
+        t: Array = (np.log(sums) @ powers - found + noise) / np.sqrt(variances)
     return t[np.isfinite(t)]
 
 

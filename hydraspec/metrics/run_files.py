@@ -18,6 +18,7 @@ TRACE = "trace.jsonl"
 POSITIONS = "positions.jsonl"
 REPLAY = "replay.json"
 COSTS = "costs.json"
+STEP_COSTS = "step_costs.json"
 ENVIRONMENT = "env.json"
 REPORT = "report.html"
 CONFIG = "config.yaml"
@@ -39,7 +40,7 @@ RANKS = "ranks"  # logs of ranks other than the first, where they said something
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 # Files that a new run in the same folder replaces; the last two mark the folder as used.
 OF_A_RUN = (
-    *(COSTS, PREDICTION, PREDICTION_REPORT),
+    *(COSTS, STEP_COSTS, PREDICTION, PREDICTION_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
     UNSAVED,
     *(BENCH, ENVIRONMENT),

@@ -16,7 +16,7 @@ from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.summary import Summary
 from hydraspec.types import Completion, Request, StepRecord
 
-OF_BASELINE = ("finish_reason", "decode_tokens", "decode_ms", "correct")
+OF_BASELINE = ("finish_reason", "decode_tokens", "decode_ms", "decode_steps", "correct")
 
 
 class Side(Enum):
@@ -95,6 +95,7 @@ def request_row(
         "num_cached_tokens": completion.num_cached_tokens,
         "decode_tokens": counters.decode_tokens,
         "decode_ms": counters.decode_ms,
+        "decode_steps": counters.decode_steps,
         "queue_ms": completion.queue_ms,
         "inter_token_ms": percentiles(completion.inter_token_ms),
         "correct": correct,

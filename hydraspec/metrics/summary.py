@@ -42,6 +42,7 @@ class CategoryFigures(TypedDict):
     num_requests: int
     acceptance_length: Length
     speedup: Interval | None
+    speedup_measured: NotRequired[float | None]  # runs of earlier versions lack it
 
 
 class PlaceFigures(TypedDict):
@@ -367,6 +368,8 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     peak_kv_usage: float
     baseline: Baseline | None
     speedup: Interval | None
+    speedup_measured: NotRequired[float | None]  # runs of earlier versions lack these two
+    speedup_from: NotRequired[Literal["step costs", "timings: few steps", "timings: drift"] | None]
     assessment: Assessment | None
     prediction: Prediction | None
     by_category: dict[str, CategoryFigures]

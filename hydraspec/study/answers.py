@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydraspec.metrics.assessment import WORDS
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
 from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.blocks import Kind, Verdict
+from hydraspec.study.decision import decide
 from hydraspec.study.families import fastest_figures
 from hydraspec.study.groups import Runs
 from hydraspec.study.pairs import ALL
-from hydraspec.study.ranking import Group, JobFigures
-from hydraspec.study.texts import ci_words, load_words, some_of
+from hydraspec.study.ranking import Group
+from hydraspec.study.texts import load_words, some_of
 
 # A key of summaries → what the question calls it.
 ASKED = {
@@ -80,12 +80,11 @@ def verdict(group: Group) -> Verdict:
         )
     if not sound:
         return Verdict(kind="bad", about=about, sentence=f"No job is usable.{lost}")
-    best = max(sound, key=lambda one: one.speedup)
-    if not best.speedup:
+    decision = decide(group)
+    if decision is None:
         sentence = f"The speedup is not known: no job has a baseline.{lost}"
         return Verdict(kind="", about=about, sentence=sentence)
-    kind, worth = _worth(best)
-    return Verdict(kind=kind, about=about, sentence=f"{worth}{_rivals(best, group)}{lost}")
+    return Verdict(kind=decision.kind, about=about, sentence=" ".join(decision.sentences()) + lost)
 
 
 def answers(runs: Runs) -> dict[str, object]:
@@ -101,37 +100,6 @@ def answers(runs: Runs) -> dict[str, object]:
     for family in runs.families:
         found |= fastest_figures(family)
     return found
-
-
-def _worth(best: JobFigures) -> tuple[Kind, str]:
-    """Kind and sentence of the best job, from its speedup over decoding without drafts."""
-    speed = best.speedups[ALL]
-    assert speed is not None
-    words = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])} the speed without drafts"
-    low, high = speed["ci95"] or (0.0, float("inf"))
-    if low > 1:
-        return "good", f"{best.job.title} is {WORDS['worth_it']}: {words}."
-    if high < 1:
-        return (
-            "bad",
-            f"No job is worth it: the fastest, {best.job.title}, is {WORDS['slower']}: {words}.",
-        )
-    return "", f"It cannot be told whether a job is worth it: {best.job.title} has {words}."
-
-
-def _rivals(best: JobFigures, group: Group) -> str:
-    """The jobs that cannot be told from the best one."""
-    if group.reference is None or group.jobs[0] is not best:
-        return ""
-    others = [one for one in group.jobs[1:] if not one.job.is_plain]
-    equal = [one.job.title for one in others if one.mark]
-    if not equal:
-        return " It is faster than all other jobs." if others else ""
-    return f" Cannot be told from it: {_listed(some_of(equal), '; ')}."
-
-
-def _names(names: Sequence[str]) -> str:
-    return _listed(some_of(names), "; ")
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:

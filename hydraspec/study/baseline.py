@@ -141,7 +141,7 @@ def _kept(row: Json) -> Json:
     kept = {key: row[key] for key in _keys(Request) if key != "prompt"}
     prompt = digest(key_of(row)[1])
     if baseline is not None:
-        kept["baseline"] = {key: baseline[key] for key in _keys(BaselineRow)}
+        kept["baseline"] = {key: baseline[key] for key in _keys(BaselineRow) if key in baseline}
     return {**kept, "prompt": prompt, "prompt_token_ids": _as_prompt(prompt)}
 
 

@@ -17,15 +17,17 @@ from hydraspec.metrics.run_files import (
     COMPARISON_REPORT,
 )
 from hydraspec.study import group_blocks, html, words
+from hydraspec.study.answers import verdict
 from hydraspec.study.blocks import Section, Study, Table
 from hydraspec.study.console import WIDE, print_block, table_console
+from hydraspec.study.decision import decide
 from hydraspec.study.jobs import check_alike, pool
 from hydraspec.study.ranking import Group, fitting_measure, rank
 from hydraspec.study.runs import read_runs
 
 
-def compared(folders: Sequence[Path]) -> Group:
-    """The ranking of the runs in these folders.
+def compared(folders: Sequence[Path], *, smallest_effect: float | None = None) -> Group:
+    """The ranking of the runs in these folders; `smallest_effect` is Group's.
 
     Raises:
         ConfigurationError: they cannot be compared; the message names the difference.
@@ -33,7 +35,18 @@ def compared(folders: Sequence[Path]) -> Group:
     jobs = pool(read_runs(folders), apart=True)
     check_alike(jobs)
     reference = jobs[0] if len(jobs) == 2 else None
-    return rank(jobs, reference=reference, by=fitting_measure(jobs))
+    group = rank(jobs, reference=reference, by=fitting_measure(jobs))
+    group.smallest_effect = smallest_effect
+    return group
+
+
+def tell(group: Group, console: Console | None = None) -> None:
+    """Print the answer, if there is one, after what tells the group from others."""
+    console = console or table_console(WIDE)
+    made = decide(group)
+    lines = [group.title, *made.sentences()] if made else []
+    for line in filter(None, lines):
+        console.print(printable(line), markup=False, soft_wrap=True, highlight=False)
 
 
 def show(group: Group, *, title: str = "Comparison", console: Console | None = None) -> None:
@@ -46,7 +59,7 @@ def show(group: Group, *, title: str = "Comparison", console: Console | None = N
     for block in blocks:
         if block:
             print_block(console, block)
-    sentences = words.verdicts(group, brief=len(group.jobs) > 2)
+    sentences = words.verdicts(group) if len(group.jobs) == 2 else ()  # else the answer says it
     for line in (*sentences, *group_blocks.notes(group)):
         console.print(escape(printable(line)), soft_wrap=True)
 
@@ -74,7 +87,11 @@ def write(group: Group, folder: Path, *, say: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / COMPARISON, pretty_json(words.as_json(group)))
     write_tables(folder, [group])
-    made = Study(question="Comparison", sections=[section(group, "Jobs")])
+    made = Study(
+        question="Comparison",
+        verdicts=[verdict(group)] if decide(group) else [],
+        sections=[section(group, "Jobs")],
+    )
     where = folder / COMPARISON_REPORT
     write_whole(where, html.study_page(made, folder))
     if say:

@@ -15,6 +15,7 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
 from hydraspec.metrics.summary import Summary
+from hydraspec.study.job_costs import job_costs
 from hydraspec.study.jobs import (
     Job,
     baseline_keys,
@@ -161,7 +162,9 @@ def _group(runs: Sequence[Run], is_strict: bool) -> Group:
         why = f"Not ranked: {', '.join(bare)} ran without a baseline"
         return Group(jobs=alone, unranked=why if len(jobs) > 1 else "")
     if len(jobs) < 2:
-        return Group(jobs=alone if len(runs) == 1 else [from_requests(jobs[0])])
+        return Group(
+            jobs=alone if len(runs) == 1 else [from_requests(jobs[0], costs=job_costs(jobs))]
+        )
     try:
         check_alike(jobs)
     except ConfigurationError as error:

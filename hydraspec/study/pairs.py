@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from typing import Literal
 
 import numpy as np
@@ -12,13 +13,17 @@ from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import (
     LEVEL,
     NUM_ROUNDS,
+    SPEEDUP,
     Array,
     PairedRatio,
     balanced,
+    costed_ratio,
     holm,
     paired_ratio,
 )
 from hydraspec.metrics.statistics import sign_test
+from hydraspec.metrics.step_costs import CostRatio
+from hydraspec.study.job_costs import JobCosts
 from hydraspec.study.jobs import Job
 from hydraspec.study.runs import Key, Run, key_of
 
@@ -29,10 +34,11 @@ ALL = ""  # the scope of a figure over all requests; other scopes are categories
 METHOD, BASELINE = slice(0, 2), slice(2, 4)  # columns of `Pairs`: tokens and ms
 ACCEPTANCE = slice(4, 6)  # tokens of verifications (accepted and the one after), verifications
 CORRECT = 6  # 1, 0 or NaN
+STEPS = slice(7, 9)  # decode steps of the job and of its baseline; NaN in earlier versions
 # Columns of each measure, and the signs with which they make its figure.
 COLUMNS: dict[Measure, tuple[slice, tuple[int, ...]]] = {
     "tokens_per_second": (METHOD, (1, -1)),
-    "speedup": (slice(METHOD.start, BASELINE.stop), (1, -1, -1, 1)),
+    "speedup": (slice(METHOD.start, BASELINE.stop), SPEEDUP),
     "acceptance_length": (ACCEPTANCE, (1, -1)),
 }
 PER_SECOND = 1000.0  # tokens per millisecond → per second
@@ -40,7 +46,7 @@ PER_SECOND = 1000.0  # tokens per millisecond → per second
 
 @dataclass(slots=True, kw_only=True)
 class Pairs:
-    """The requests that two jobs finished, paired: values [R, 7] of each.
+    """The requests that two jobs finished, paired: values [R, 9] of each.
 
     Repeats on both sides follow each other in slots, a repeat of each side in every slot, so that
     what differs between repeats is seen; further repeats of one side are added up in its slots.
@@ -112,7 +118,7 @@ def paired(job: Job, reference: Job) -> Pairs:
         ]
         for found in (mine, theirs)
     ]
-    a, b = (np.array(side).reshape(-1, CORRECT + 1) for side in sides)
+    a, b = (np.array(side).reshape(-1, STEPS.stop) for side in sides)
     return Pairs(
         keys=[key for _, key in places],
         categories=[mine[key][0][0] for _, key in places],
@@ -149,6 +155,7 @@ def _values(run: Run, row: Json) -> Array | None:
             *(row["decode_tokens"], row["decode_ms"]),
             *(baseline["decode_tokens"], baseline["decode_ms"]),
             *(row["num_drafts"] + accepted, row["num_drafts"], correct),
+            *(side.get("decode_steps", float("nan")) for side in (row, baseline)),
         ]
     )
 
@@ -159,10 +166,14 @@ def accuracy(rows: Array) -> float | None:
     return float(scored.mean()) if scored.size else None
 
 
-def own_figure(job: Job, pairs: Pairs, measure: Measure, scope: str) -> PairedRatio:
+def own_figure(
+    job: Job, pairs: Pairs, measure: Measure, scope: str, costs: JobCosts | None = None
+) -> PairedRatio:
     """A measure of one job with its interval, not accuracy; `pairs` are the job's with itself."""
     part, signs = COLUMNS[measure]
     chosen = pairs.of(scope)
+    if measure == "speedup" and costs is not None:
+        return _costed(chosen, [chosen.job], costs.ratio(job))
     found = _ratio(chosen, chosen.job[:, part], signs, measure, _at_once(job))
     return _per_second(found) if measure == "tokens_per_second" else found
 
@@ -173,13 +184,20 @@ def _per_second(found: PairedRatio) -> PairedRatio:
     return replace(found, ratio=ratio, ci95=ci95)
 
 
-def figures(job: Job, reference: Job, *, with_tokens_per_second: bool = False) -> list[Figure]:
+def figures(
+    job: Job,
+    reference: Job,
+    *,
+    with_tokens_per_second: bool = False,
+    costs: JobCosts | None = None,
+) -> list[Figure]:
     """Every measure that both have, over all requests and by category; p-values are not corrected
     yet.
 
     Args:
         with_tokens_per_second: also the throughputs as measured, which a machine that changes
             between two jobs changes too.
+        costs: of the steps of both; None: speedups are those of the timings.
     """
     pairs, at_once = paired(job, reference), _at_once(job, reference)
     found = []
@@ -191,14 +209,20 @@ def figures(job: Job, reference: Job, *, with_tokens_per_second: bool = False) -
             unit = PER_SECOND if measure == "tokens_per_second" else 1.0
             a, b = chosen.job[:, part], chosen.reference[:, part]
             powers = (*signs, *(-sign for sign in signs))
-            both = np.concatenate([a, b], axis=1)
+            units = [unit, unit]
+            if measure == "speedup" and costs is not None:
+                ratio = _costed(chosen, [chosen.job, chosen.reference], costs.ratio(job, reference))
+                units = [exp(costs.ratio(one).drift) for one in (job, reference)]
+            else:
+                both = np.concatenate([a, b], axis=1)
+                ratio = _ratio(chosen, both, powers, measure, at_once)
             found.append(
                 Figure(
                     measure=measure,
                     scope=scope,
-                    ratio=_ratio(chosen, both, powers, measure, at_once),
-                    job=_rate(a, signs, unit),
-                    reference=_rate(b, signs, unit),
+                    ratio=ratio,
+                    job=_rate(a, signs, units[0]),
+                    reference=_rate(b, signs, units[1]),
                 )
             )
         found.append(_accuracy_figure(scope, chosen.job, chosen.reference))
@@ -222,6 +246,24 @@ def _ratio(
     repeated = paired_ratio(values.T, signs, at_once=at_once, num_rounds=rounds)
     is_wider = (repeated.log_error or 0.0) > (found.log_error or 0.0)
     return replace(repeated, num_requests=found.num_requests) if is_wider else found
+
+
+def _costed(pairs: Pairs, sides: Sequence[Array], costs: CostRatio) -> PairedRatio:
+    """The speedup of the first of `sides` over 1, or over that of the second: tokens per step by
+    prompt, repeats of each added up, and the ratio of step costs."""
+    signs = (*SPEEDUP, *(-sign for sign in SPEEDUP))[: 4 * len(sides)]
+    category = dict(zip(pairs.keys, pairs.categories, strict=True))
+    places = {key: i for i, key in enumerate(category)}
+    timed, counted = np.zeros(len(signs)), np.zeros((len(places), len(signs)))
+    rows = [places[key] for key in pairs.keys]
+    for number, side in enumerate(sides):
+        own = slice(4 * number, 4 * number + 4)
+        timed[own] = side[:, : BASELINE.stop].sum(axis=0)
+        columns = np.stack([side[:, 0], side[:, STEPS.start], side[:, 2], side[:, -1]], axis=1)
+        np.add.at(counted[:, own], rows, columns)
+    measured = float(np.prod(timed ** np.array(signs, float))) if (timed > 0).all() else None
+    strata = list(category.values())
+    return costed_ratio(counted.T, signs, measured=measured, costs=costs, strata=strata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from itertools import zip_longest
 from statistics import fmean
 
 from hydraspec.metrics.assessment import as_interval
+from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import AcceptanceLength, Baseline, Interval, Length, Summary
+from hydraspec.study.job_costs import JobCosts, job_costs
 from hydraspec.study.jobs import Job, baseline_keys, by_key
 from hydraspec.study.pairs import (
     ALL,
@@ -55,6 +57,7 @@ class JobFigures:
         rank: from 1; None of a job without a rank.
         versus, slowest: against the reference, and the requests that lost most; empty for the
             reference.
+        gain: the speedup over all requests, with what more requests would tell.
         told_from_best: whether it differs from the best job beyond noise, in the ranking's measure.
     """
 
@@ -68,6 +71,7 @@ class JobFigures:
     versus: Sequence[Figure] = ()
     slowest: Sequence[RequestFigures] = ()
     told_from_best: bool = False
+    gain: PairedRatio | None = None
 
     @property
     def mark(self) -> str:
@@ -144,14 +148,17 @@ def _known(length: Length | AcceptanceLength) -> Interval | None:
     return None if mean is None else {"mean": mean, "ci95": length["ci95"]}
 
 
-def from_requests(job: Job, by: RankedBy = "speedup") -> JobFigures:
+def from_requests(job: Job, by: RankedBy = "speedup", costs: JobCosts | None = None) -> JobFigures:
     """The figures over the requests of all runs of a job, which have a baseline each."""
     pairs = paired(job, job)
     scopes = pairs.scopes()
 
     def by_scope(measure: Measure) -> ByScope:
-        return {scope: as_interval(own_figure(job, pairs, measure, scope)) for scope in scopes}
+        return {
+            scope: as_interval(own_figure(job, pairs, measure, scope, costs)) for scope in scopes
+        }
 
+    gain = own_figure(job, pairs, "speedup", ALL, costs)
     num_tokens, milliseconds = pairs.job[:, BASELINE].sum(axis=0)
     return JobFigures(
         job=job,
@@ -159,6 +166,7 @@ def from_requests(job: Job, by: RankedBy = "speedup") -> JobFigures:
         lengths=by_scope("acceptance_length"),
         throughputs=by_scope(by) if by == "tokens_per_second" else {},
         accuracy=accuracy(pairs.job),
+        gain=gain,
         baseline_tokens_per_second=ratio(PER_SECOND * num_tokens, milliseconds),
     )
 
@@ -175,6 +183,7 @@ class Group:
         by: what ranks them: speedups, each over the job's own baseline, or tokens per second as
             measured, where baselines are of other devices, engines or settings.
         reference: None where the jobs are not ranked: there is one, or `unranked` says why.
+        smallest_effect: share of the speed that matters; None: as the runs have it.
         family, load, setup: "", or what tells it from other groups: target, sampling and prompts;
             requests at once; split, device, engine and settings that its baseline depends on.
     """
@@ -183,6 +192,7 @@ class Group:
     by: RankedBy = "speedup"
     reference: JobFigures | None = None
     unranked: str = ""
+    smallest_effect: float | None = None
     family: str = ""
     load: str = ""
     setup: str = ""
@@ -230,13 +240,16 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
         reference: what the others are compared with; the best job without one. Against the best,
             which the figures chose, as many tests count as there are pairs of jobs.
     """
-    made = [from_requests(job, by) for job in jobs]
+    costs = job_costs(jobs)
+    made = [from_requests(job, by, costs) for job in jobs]
     made.sort(key=lambda each: -_mean(each.own(by)))
     best = made[0]
     against = next((each for each in made if each.job is reference), best)
     num_pairs = len(made) * (len(made) - 1) // 2 if reference is None else None
     found = {
-        each.job.name: figures(each.job, against.job, with_tokens_per_second=by != "speedup")
+        each.job.name: figures(
+            each.job, against.job, with_tokens_per_second=by != "speedup", costs=costs
+        )
         for each in made
         if each is not against
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import yaml  # type: ignore[import-untyped]
 
@@ -18,15 +18,19 @@ from hydraspec.metrics.run_files import (
     CONFIG,
     ENVIRONMENT,
     REQUESTS,
+    STEP_COSTS,
     SUMMARY,
     job_number,
+    read_object,
     read_summary,
 )
 from hydraspec.metrics.splits import split_words
+from hydraspec.metrics.step_costs import Block, StepCostsFile
 from hydraspec.metrics.summary import Summary
 
 # Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
 POOLED = ("seed", "tracker", "metrics", "warnings")
+SIDES = ("method", "baseline")  # of step_costs.json
 Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
 
 
@@ -36,6 +40,7 @@ class BaselineRow(TypedDict):
     finish_reason: str
     decode_tokens: int
     decode_ms: float
+    decode_steps: NotRequired[int]  # rows of earlier versions lack it
 
 
 class Row(TypedDict):
@@ -49,19 +54,27 @@ class Row(TypedDict):
     accepted_per_position: list[int]
     decode_tokens: int
     decode_ms: float
+    decode_steps: NotRequired[int]  # rows of earlier versions lack it
     correct: bool | None
     baseline: BaselineRow | None
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A run's folder, read. `rows` are the lines of its requests.jsonl, in order."""
+    """A run's folder, read.
+
+    Attributes:
+        rows: the lines of its requests.jsonl, in order.
+        settings: config.yaml with dotted keys.
+        blocks: decode steps of each side, as step_costs.json has them; empty in earlier versions.
+    """
 
     folder: Path
     summary: Summary
     rows: Sequence[Json]
-    settings: Mapping[str, object]  # config.yaml with dotted keys
+    settings: Mapping[str, object]
     commit: object = None
+    blocks: Mapping[str, Sequence[Block]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -166,8 +179,35 @@ def read_run(folder: Path) -> Run:
         if (wrong := mismatch(row, Row, "")) is not None:
             problem = f"{REQUESTS}, line {number}: {wrong}: damaged, or of an older hydraspec"
             raise refuse(folder, problem, allowed=allowed, remedy="run it again")
-    commit = read_environment(folder).get("git")
-    return Run(folder=folder, summary=summary, rows=rows, settings=settings, commit=commit)
+    return Run(
+        folder=folder,
+        summary=summary,
+        rows=rows,
+        settings=settings,
+        commit=read_environment(folder).get("git"),
+        blocks=_read_blocks(folder),
+    )
+
+
+def _read_blocks(folder: Path) -> dict[str, list[Block]]:
+    """The content of step_costs.json; empty where there is none."""
+    if not (folder / STEP_COSTS).is_file():
+        return {}
+    found = read_object(folder / STEP_COSTS)
+    wrong = "it is no JSON" if found is None else mismatch(found, StepCostsFile, "")
+    if found is not None and not wrong:
+        steps = [of for side in SIDES for block in found.get(side, ()) for of in block["steps"]]
+        if not all(len(of) == 4 and all(0 < each < 1e15 for each in of) for of in steps):
+            wrong = "steps are not four numbers above 0"
+        elif found["schema_version"] != 1:
+            wrong = "its schema_version is not 1"
+    if found is None or wrong:
+        problem = f"{STEP_COSTS} cannot be read: {wrong}"
+        remedy = "remove that file, whose figures are then left out"
+        raise refuse(folder, problem, allowed="folders of finished runs", remedy=remedy)
+    return {
+        side: [Block.of_record(block) for block in found[side]] for side in SIDES if side in found
+    }
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

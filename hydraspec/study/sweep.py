@@ -18,13 +18,16 @@ from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.lossless import distribution_says
 from hydraspec.metrics.run_files import COMPARISON, COMPARISON_REPORT, job_number, read_summary
 from hydraspec.metrics.splits import split_words
-from hydraspec.metrics.summary import Summary
+from hydraspec.metrics.summary import Interval, Summary
 from hydraspec.study import html, words
-from hydraspec.study.blocks import Block, Line, Section, Study, Table
-from hydraspec.study.compare import section, show, write_tables
+from hydraspec.study.answers import verdict
+from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
+from hydraspec.study.compare import section, show, tell, write_tables
 from hydraspec.study.console import WIDE, print_block, table_console
+from hydraspec.study.decision import decide
 from hydraspec.study.groups import families_of, unfinished
 from hydraspec.study.jobs import differing_keys
+from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
 from hydraspec.study.runs import Run, read_run
 from hydraspec.study.settings import typed_settings
@@ -67,6 +70,12 @@ class Row:
     summary: Summary
     settings: dict[str, object]  # the settings of ALWAYS, and those typed for this job
     figures: JobFigures | None = None
+
+    @property
+    def speedup(self) -> Interval | None:
+        """As the ranking has it, from the step costs of all jobs; of its own run without one."""
+        own = self.summary["speedup"]
+        return self.figures.speedups[ALL] if self.figures and self.rank and own else own
 
     @property
     def rank(self) -> int | None:
@@ -114,6 +123,8 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(found)))
     write_whole(page, html.study_page(_as_study(found, sweep_dir), sweep_dir))
     write_tables(sweep_dir, found.groups)
+    for group in found.groups:
+        tell(group, console)
     print_block(console, _table(found))
     for group in found.groups:
         show(group, title=_title(group), console=console)
@@ -186,7 +197,7 @@ def _table(found: Comparison) -> Block:
             cells=[
                 f"{row.mark} {row.folder.name}".strip(),
                 *(_shown(column, row.settings.get(column)) for column in found.columns),
-                *_figure_cells(row.summary),
+                *_figure_cells(row),
                 *(_latency_cells(row.summary) if arrivals else ()),
             ],
             link=row.folder,
@@ -198,13 +209,14 @@ def _table(found: Comparison) -> Block:
     return Block(title="Comparison", table=table)
 
 
-def _figure_cells(summary: Summary) -> Iterator[str]:
-    verdict, status, accuracy = _verdict(summary), summary["status"], summary["accuracy"]
+def _figure_cells(row: Row) -> Iterator[str]:
+    summary = row.summary
+    greedy, status, accuracy = _verdict(summary), summary["status"], summary["accuracy"]
     yield plus_minus(summary["acceptance_length"])
     yield number(summary["output_tokens_per_second"], 0)
     yield number(summary["time_per_output_token_ms"])
-    yield plus_minus(summary["speedup"])
-    yield verdict if status == "ok" else f"{verdict} ({status})"
+    yield plus_minus(row.speedup)
+    yield greedy if status == "ok" else f"{greedy} ({status})"
     yield number(accuracy["exact_match"], 3) if accuracy else "-"
 
 
@@ -242,6 +254,15 @@ def _notes(found: Comparison) -> list[str]:
     return notes
 
 
+def _answers(found: Comparison) -> list[Verdict]:
+    """The answer for each ranking."""
+    return [verdict(group) for group in found.groups]
+
+
+def _records(found: Comparison) -> list[Json]:
+    return [made.record() for group in found.groups if (made := decide(group))]
+
+
 def _title(group: Group) -> str:
     return f"Jobs by paired speedup{f', {group.title}' if group.title else ''}"
 
@@ -250,6 +271,7 @@ def _as_json(found: Comparison) -> Json:
     return {
         "schema_version": 1,
         "columns": found.columns,
+        "answer": answers[0] if len(answers := _records(found)) == 1 else None,
         "rows": [_as_record(row, found.columns) for row in found.rows],
         "unfinished_jobs": found.unfinished,
         "rankings": [{"settings": group.title, **words.as_json(group)} for group in found.groups],
@@ -266,6 +288,7 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
         "told_from_best": row.figures is not None and row.figures.told_from_best,
         **{column: row.settings.get(column) for column in columns},
         **{name: figures.get(name) for name in MEASURES},
+        "speedup": row.speedup,
     }
 
 
@@ -279,6 +302,7 @@ def _as_study(found: Comparison, folder: Path) -> Study:
         question=f"Comparison of {len(found.rows)} runs of {folder.name}",
         facts=", ".join(shared),
         notes=_notes(found),
+        verdicts=_answers(found),
         sections=[
             Section(title="", blocks=[_table(found)]),
             *(section(group, _title(group)) for group in found.groups),

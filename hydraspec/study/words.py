@@ -13,6 +13,7 @@ from hydraspec.metrics.files import Json
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.statistics import range_words
 from hydraspec.study.blocks import Line, Table
+from hydraspec.study.decision import decide
 from hydraspec.study.jobs import Job
 from hydraspec.study.pairs import ALL, Figure
 from hydraspec.study.ranking import Group, JobFigures
@@ -119,6 +120,7 @@ def as_json(group: Group) -> Json:
         "ranked_by": group.by,
         "reference": group.reference.job.name,
         "jobs": [_job_json(each, group) for each in group.jobs],
+        "answer": decision.record() if (decision := decide(group)) else None,
         "verdicts": list(verdicts(group)),
         "drift": drift_words(group),
     }

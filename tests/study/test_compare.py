@@ -144,6 +144,10 @@ REFUSED = {
         lambda runs: [runs / "bad", _cut(runs / "good" / "requests.jsonl")],
         "cannot be read",
     ),
+    "damaged step costs": (
+        lambda runs: [runs / "bad", _cut(runs / "good" / "step_costs.json")],
+        "step_costs.json cannot be read",
+    ),
     "of an older version": (
         lambda runs: [runs / "bad", _older(runs / "good")],
         "decode_ms is missing: damaged, or of an older hydraspec",

@@ -86,6 +86,7 @@ def _decode(
     engine: Engine, requests: Sequence[Request], meter: Meter, concurrency: int
 ) -> list[Completion]:
     completions = []
+    meter.begin_run()
     with closing_run(engine, requests, concurrency) as events:
         for event in events:
             if isinstance(event, StepRecord):

@@ -28,7 +28,7 @@ from hydraspec.engine.costs import StepTimes
 from hydraspec.errors import WorkloadError
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.meter import finished_pairs, speedup
+from hydraspec.metrics.meter import cost_ratio, finished_pairs, speedup
 from hydraspec.metrics.paired import balanced
 from hydraspec.types import Request
 from hydraspec.workloads import generated
@@ -172,7 +172,8 @@ class Prediction:
                 f"{where} at concurrency {concurrency}: kernels were compiled or graphs captured "
                 "while it was measured; run it again"
             )
-        gained = speedup(finished_pairs(fast, slow), at_once=concurrency)
+        costs = cost_ratio(fast, slow)
+        gained = speedup(finished_pairs(fast, slow), at_once=concurrency, costs=costs)
         if gained.ratio is None:
             raise WorkloadError(NOTHING_DECODED)
         self.say(f"{where}, {concurrency} at once: {gained.ratio:.2f}x")
