@@ -86,11 +86,15 @@ def read_record(folder: Path) -> Record:
         raise refuse(folder, problem, allowed=ALLOWED, remedy=REMEDY)
     run = read_run(folder)
     _check(run, folder)
-    source: Literal["positions", "trace"]
-    source = "positions" if (folder / POSITIONS).is_file() else "trace"
-    file = folder / (POSITIONS if source == "positions" else TRACE)
-    if not file.is_file():
+    files = [folder / name for name in (POSITIONS, TRACE) if (folder / name).is_file()]
+    if not files:
         raise refuse(folder, f"holds no {POSITIONS} or {TRACE}", allowed=ALLOWED, remedy=REMEDY)
+    # A drafter that cannot be fed whole texts leaves the first empty.
+    file = next((each for each in files if each.stat().st_size), files[0])
+    if file.stat().st_size == 0 and any(len(row["output_token_ids"]) > 1 for row in run.rows):
+        problem = f"holds no drafts in {file.name}; its summary.json says why under warnings"
+        raise refuse(folder, problem, allowed=ALLOWED, remedy=REMEDY)
+    source: Literal["positions", "trace"] = "positions" if file.name == POSITIONS else "trace"
     if source == "trace" and drafts_of(run.summary) == PER_STEP:
         raise refuse(
             folder,
