@@ -281,7 +281,7 @@ def _why_slower(summary: Summary, *, hardly: bool) -> str:
 
 
 def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
-    """With --config-dir, the target, the method and its checkpoint if it is not the target's own, and
+    """With --config-dir, the target, the method, its checkpoint if it is not the target's own, and
     what was typed of prompts, conventions and the device.
 
     Args:
