@@ -331,6 +331,7 @@ def test_what_cannot_be_gated_is_one_message(
         ([run / "requests.jsonl", run], "is no JSON"),
         ([stored, make("cut", status="interrupted")], "its status is interrupted"),
         ([stored, make("alone", baseline=None)], "has no baseline"),
+        ([stored, make("number", method=5)], "number: summary.json: method is 5: damaged"),
         ([stored, make("older", old_rows)], "an older hydraspec"),
         ([stored, make("prompts", other_prompts)], "other prompts: request 'code-0'"),
         ([stored, make("k5", num_speculative_tokens=5)], "has no job tiny_fake, gemma4_mtp, K=5"),
