@@ -10,7 +10,6 @@ from typing import Any
 
 from hydraspec.engine.base import Engine
 from hydraspec.errors import ConfigurationError
-from hydraspec.types import Completion, Request, StepRecord
 
 
 class OwnEngine:
@@ -24,9 +23,7 @@ class OwnEngine:
             raise AttributeError(name)
         return getattr(self._open(name), name)
 
-    def run(
-        self, requests: Sequence[Request], *, concurrency: int | None
-    ) -> Iterator[StepRecord | Completion]:
+    def run(self, requests: Sequence[Any], *, concurrency: int | None) -> Iterator[Any]:
         """See Engine.run.
 
         Raises:

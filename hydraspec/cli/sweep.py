@@ -24,7 +24,6 @@ from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
-from hydraspec.metrics.files import pretty_json, write_whole
 from hydraspec.metrics.run_files import (
     OVERRIDES,
     RESULTS,
@@ -45,7 +44,8 @@ def record_skipped(sweep_dir: Path, jobs: Sequence[Skipped]) -> None:
         folder = sweep_dir / str(job.number)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(job.overrides, folder / OVERRIDES)
-        write_whole(folder / SKIPPED, pretty_json({"reason": reason}))
+        text = json.dumps({"reason": reason}, ensure_ascii=False)
+        (folder / SKIPPED).write_text(text + "\n", encoding="utf-8")
 
 
 def check_folder(sweep_dir: Path, jobs: Mapping[int | None, RunConfig]) -> None:
