@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 folder,
                 "holds a benchmark, whose parts stand side by side in it already",
                 allowed=allowed,
-                remedy=f"python -m hydraspec.report {folder}",
+                remedy=f"python -m hydraspec.report {shlex.quote(str(folder))}",
             )
         if not inside:
             raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)

@@ -118,6 +118,7 @@ REFUSED = {
     "a file": (lambda runs: [runs / "good" / "env.json"], "env.json: is no folder"),
     "an empty folder": (lambda runs: [_made(runs / "empty")], "empty: holds no summary.json"),
     "a benchmark": (lambda runs: [_benchmark(runs / "b")], "b: holds a benchmark, whose parts"),
+    "a benchmark's command": (lambda runs: [_benchmark(runs / "a b")], "/a b'\n"),
     "one run": (lambda runs: [runs / "good"], "is one run"),
     "the same run twice": (lambda runs: [runs / "good", runs / "good"], "is one run"),
     "without a baseline": (
