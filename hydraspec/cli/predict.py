@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hydraspec.cli import sweep
 from hydraspec.cli.arguments import Parser
 from hydraspec.cli.compose import Job, plan
 from hydraspec.cli.flags import read_keys
@@ -106,6 +107,7 @@ def predict(
         check_job(job.config, wanted[-1])
     found: list[dict[str, Any]] = []
     with claimed_folder(planned):
+        sweep.record_skipped(planned.folder, planned.skipped)
         for job, each in zip(jobs, wanted, strict=True):
             with ready(job) as folder:
                 try:
