@@ -296,7 +296,9 @@ def _of_part(line: int, *parts: Json) -> list[str]:
 
 
 def notes_of(result: Json) -> Iterator[tuple[str, str]]:
-    """Name and text of each note: versions, device and memory of a part, or why it is missing."""
+    """Name and text of each note: warnings, and versions, device and memory of a part, or why it is
+    missing."""
+    yield from (("warning", text) for text in result.get("warnings", ()))
     for part in result["parts"]:
         name = f"{part['engine']}, {part['method']}"
         if part["status"] != "ok":

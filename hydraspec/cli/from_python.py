@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hydraspec import factory
 from hydraspec.cli.complain import complain
@@ -47,7 +47,9 @@ def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None
         )
     bind_threads(job.config)
     resolve(job.config)
-    return factory.build_engine(job.config)
+    from hydraspec.cli.own_engine import OwnEngine  # imports torch
+
+    return cast("Engine", OwnEngine(factory.build_engine(job.config)))
 
 
 def planned_call(name: str, overrides: Sequence[str], config_dir: str | None = None) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
-from hydraspec.metrics.files import Json
+from hydraspec.metrics.files import Json, read_json_lines
 from hydraspec.metrics.run_files import (
     BENCH,
     CONFIG,
@@ -143,7 +144,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 folder,
                 "holds a benchmark, whose parts stand side by side in it already",
                 allowed=allowed,
-                remedy=f"python -m hydraspec.report {folder}",
+                remedy=f"python -m hydraspec.report {shlex.quote(str(folder))}",
             )
         if not inside:
             raise refuse(folder, f"holds no {SUMMARY}", allowed=allowed, remedy=remedy)
@@ -168,8 +169,7 @@ def read_run(folder: Path) -> Run:
         problem = f"{SUMMARY} cannot be read, or is no run's"
         raise refuse(folder, problem, allowed=allowed, remedy="leave it out, or run it again")
     try:
-        lines = (folder / REQUESTS).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = read_json_lines(folder / REQUESTS)
         tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {}
         settings = dotted(tree if isinstance(tree, dict) else {})
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -208,6 +208,12 @@ def _read_blocks(folder: Path) -> dict[str, list[Block]]:
     return {
         side: [Block.of_record(block) for block in found[side]] for side in SIDES if side in found
     }
+
+
+def ran_without_graphs(summary: Summary) -> bool:
+    """Returns whether target and draft ran eagerly; false for summaries that do not say."""
+    ran: object = summary.get("cudagraph")
+    return isinstance(ran, dict) and ran.get("target") == ran.get("draft") == "none"
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

@@ -187,6 +187,7 @@ def test_acceptance_on_random_tokens_is_warned_of(
     said = [text for text in result["warnings"] if "prompts of random tokens" in text]
     assert len(said) == count
     assert [text for text in caplog.messages if "prompts of random tokens" in text] == said
+    assert [("warning", text) for text in result["warnings"]] == list(bench_study.notes_of(result))
 
 
 def test_a_benchmark_of_which_every_part_is_refused_exits_as_a_refused_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hydraspec
+from hydraspec.engine.base import Engine
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Completion, Request, SamplingParams
 
@@ -33,6 +34,28 @@ def test_a_request_is_ended_between_two_events() -> None:
         assert len(ended[1].output_token_ids) == 24
     finally:
         engine.close()
+
+
+def test_a_mistaken_call_is_one_error() -> None:
+    """Catches AssertionError and AttributeError from within, and a number that is silently no
+    request's."""
+    engine = hydraspec.build_engine(["method=none", "engine.device=cpu"])
+    text = Request(index=0, id="a", prompt="4 + 5", sampling=SamplingParams(max_tokens=2))
+    with pytest.raises(ConfigurationError, match="run: request 'a' has no token ids"):
+        engine.run([text], concurrency=1)
+    with pytest.raises(ConfigurationError, match="cancel: 'x' is no number of a request"):
+        engine.cancel("x")  # type: ignore[arg-type]
+    assert isinstance(engine, Engine)
+    engine.tokenize([text])
+    plain = engine.baseline()
+    for each in (engine, plain):
+        assert isinstance(list(each.run([text], concurrency=1))[-1], Completion)
+    plain.close()
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.run([text], concurrency=1), lambda: engine.info):
+        with pytest.raises(ConfigurationError, match="the engine is closed"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,31 @@ def test_an_engine_without_scores_says_so(
     assert any("only our own draft heads" in w for w in run_config()["warnings"])
 
 
+class Lacking(FakeEngine):
+    """Has a drafter whose head lacks a method that the pass needs."""
+
+    def position_scores(self, requests: Any, completions: Any) -> Iterator[PositionScores]:
+        raise AttributeError("no read_from")
+        yield
+
+
+def test_a_head_that_lacks_something_is_a_warning_if_it_is_another_packages(
+    config: RunConfig,
+    use_engine: Callable[[FakeEngine], FakeEngine],
+    run_config: Callable[[], dict[str, Any]],
+) -> None:
+    """Catches a run that another package's drafter fails, and an error of ours that is hidden."""
+    config.metrics.all_positions = True
+    use_engine(Lacking())
+    with pytest.raises(AttributeError, match="no read_from"):
+        run_config()
+    config.method.name = "bigram"
+    use_engine(Lacking())
+    summary = run_config()
+    assert summary["status"] == "ok"
+    assert any("fed whole texts: AttributeError: no read_from" in w for w in summary["warnings"])
+
+
 @pytest.mark.parametrize(
     "typed",
     [

@@ -118,6 +118,7 @@ REFUSED = {
     "a file": (lambda runs: [runs / "good" / "env.json"], "env.json: is no folder"),
     "an empty folder": (lambda runs: [_made(runs / "empty")], "empty: holds no summary.json"),
     "a benchmark": (lambda runs: [_benchmark(runs / "b")], "b: holds a benchmark, whose parts"),
+    "a benchmark's command": (lambda runs: [_benchmark(runs / "a b")], "/a b'\n"),
     "one run": (lambda runs: [runs / "good"], "is one run"),
     "the same run twice": (lambda runs: [runs / "good", runs / "good"], "is one run"),
     "without a baseline": (
@@ -141,8 +142,12 @@ REFUSED = {
         "summary.json cannot be read",
     ),
     "cut requests": (
-        lambda runs: [runs / "bad", _cut(runs / "good" / "requests.jsonl")],
-        "cannot be read",
+        lambda runs: [runs / "bad", _cut(runs / "good" / "requests.jsonl", 2)],
+        "cannot be read: requests.jsonl, line 3, column ",
+    ),
+    "a number as method": (
+        lambda runs: [runs / "bad", edit(runs / "good", method=5)],
+        "good: summary.json: method is 5: damaged",
     ),
     "damaged step costs": (
         lambda runs: [runs / "bad", _cut(runs / "good" / "step_costs.json")],
@@ -170,8 +175,11 @@ def _older(run: Path) -> Path:
     return edit_rows(run, lambda row: row.pop("decode_ms"))
 
 
-def _cut(file: Path) -> Path:
-    file.write_text(file.read_text(encoding="utf-8")[:50], encoding="utf-8")
+def _cut(file: Path, num_lines: int = 0) -> Path:
+    """Keep 50 characters after so many lines."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    rest = "".join(lines[num_lines:])[:50]
+    file.write_text("".join(lines[:num_lines]) + rest, encoding="utf-8")
     return file.parent
 
 
@@ -201,8 +209,8 @@ def test_help_and_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "request by request" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main([])
+    assert main([]) == 2
+    assert "arguments are required: FOLDER\n  allowed: " in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="a list of folders"):
         hydraspec.compare("outputs")
 

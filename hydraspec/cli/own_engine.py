@@ -1,0 +1,72 @@
+"""An engine for Python code of users, whose calls are checked: one message for each mistake.
+
+Runs of the command line use the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydraspec.engine.base import Engine
+from hydraspec.errors import ConfigurationError
+
+
+class OwnEngine:
+    """Passes every call to an engine until it is closed; the methods are those of `Engine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._open(name), name)
+
+    def run(self, requests: Sequence[Any], *, concurrency: int | None) -> Iterator[Any]:
+        """See Engine.run.
+
+        Raises:
+            ConfigurationError: the engine is closed, or a request has no token ids.
+        """
+        engine = self._open("run")
+        for request in requests:
+            if request.prompt_token_ids is None:
+                raise _mistake(
+                    "run", f"request {request.id!r} has no token ids", "call engine.tokenize first"
+                )
+        return engine.run(requests, concurrency=concurrency)
+
+    def cancel(self, index: int) -> None:
+        """See Engine.cancel.
+
+        Raises:
+            ConfigurationError: also for what is no number of a request.
+        """
+        engine = self._open("cancel")
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise _mistake("cancel", f"{index!r} is no number of a request", "give Request.index")
+        engine.cancel(index)
+
+    def baseline(self) -> OwnEngine:
+        """See Engine.baseline."""
+        return OwnEngine(self._open("baseline").baseline())
+
+    def close(self) -> None:
+        """Close the engine; once more has no effect."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _open(self, call: str) -> Engine:
+        if self._engine is None:
+            raise _mistake(call, "the engine is closed", "call hydraspec.build_engine for another")
+        return self._engine
+
+
+Engine.register(OwnEngine)
+
+
+def _mistake(call: str, problem: str, remedy: str) -> ConfigurationError:
+    allowed = "an engine that is open, tokenized requests, and the indices of requests"
+    return ConfigurationError(f"engine.{call}: {problem}\n  allowed: {allowed}\n  to do: {remedy}")
