@@ -5,18 +5,10 @@ from __future__ import annotations
 import math
 
 from hydraspec.config.benches import is_bench
-from hydraspec.config.rules import Rule
+from hydraspec.config.rules import Rule, goodput_limits
 from hydraspec.config.schema import RunConfig
 
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # one in 11 days; far past what an engine can take
-
-
-def _limit(name: str) -> Rule:
-    return Rule(
-        f"workload.goodput.{name}",
-        lambda limit, c: limit is None or 0 < limit < math.inf,
-        "milliseconds above 0, or null for no limit",
-    )
 
 
 ARRIVALS = (
@@ -32,8 +24,7 @@ ARRIVALS = (
         lambda shape, c: 0 < shape < math.inf,
         "above 0: 1 is Poisson, below 1 in bursts, above 1 more evenly",
     ),
-    _limit("ttft_ms"),
-    _limit("inter_token_ms"),
+    *goodput_limits("workload"),
 )
 
 

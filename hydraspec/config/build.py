@@ -12,23 +12,29 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.checks import check, check_names
-from hydraspec.config.choices import choices_of
+from hydraspec.config.choices import choices_of, has_key, is_ours, keys_in, no_key
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
 from hydraspec.config.options import NoOptions, check_options, options_of
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
 from hydraspec.errors import ConfigurationError, UserError
 
 MISSING = "???"
 OPTIONS = "options"  # of a method; left out where it has none
 NAME = "name"  # of the choice, a key of every group
 HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
+WITH_OWN_KEYS = {  # groups whose choices differ in their keys
+    "engine": EngineConfig(name=""),
+    "workload": WorkloadConfig(name=""),
+    "bench": BenchConfig(name=""),
+}
 MEANINGS = {  # descriptions of keys for which "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
@@ -53,9 +59,24 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         ) from error
     config: RunConfig = _build(RunConfig, values, "")
     check_names(config)
+    for group, default in WITH_OWN_KEYS.items():
+        _check_own_keys(config, group, default)
     derive(config)
     check(config)
     return config
+
+
+def _check_own_keys(config: RunConfig, group: str, default: object) -> None:
+    """Refuse the first key of a group that its choice lacks, unless the key has its default."""
+    name = getattr(config, group).name
+    for key in schema_keys(type(default), group) if is_ours(group, name) else ():
+        value = attrgetter(key)(config)
+        if not has_key(name, key) and value != attrgetter(key.partition(".")[2])(default):
+            parent = key.rpartition(".")[0]
+            while not (known := keys_in(name, parent)) and parent != group:
+                parent = parent.rpartition(".")[0]
+            given = getattr(value, "value", value)  # of an Enum
+            raise no_key(key, given, f"{group}={name}", parent, set(known) - {NAME})
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

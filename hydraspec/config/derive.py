@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from hydraspec.config.benches import UNCACHED
-from hydraspec.config.choices import packaged_value, shipped_shapes
-from hydraspec.config.engines import VLLM, takes
+from hydraspec.config.choices import has_key, packaged_value, shipped_shapes
+from hydraspec.config.engines import VLLM
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     AUTO,
@@ -48,7 +48,7 @@ def derive(config: RunConfig) -> None:
         method.max_speculative_tokens = MOST_DRAFTS
     _draw_drafter(config)
     _drop_baseline(config)
-    if config.bench.name in UNCACHED and takes(config.engine.name, "prefix_caching"):
+    if config.bench.name in UNCACHED and has_key(config.engine.name, "engine.prefix_caching"):
         config.engine.prefix_caching = False
     _turn_off_tracker(config.tracker, config.warnings)
 

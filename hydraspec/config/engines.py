@@ -1,31 +1,25 @@
-"""Methods, options and keys that engines other than our own take; the native one takes everything
-but the keys of others."""
+"""Methods and options that engines other than our own take; the native one takes everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hydraspec.config.messages import listing, show
+from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule
 from hydraspec.config.schema import (
     AUTO,
     Device,
     DraftSampling,
     Dtype,
-    EngineConfig,
     ParallelismConfig,
     RunConfig,
     Verification,
-    VllmConfig,
 )
 
 TIMEOUT_S = ParallelismConfig(name="").timeout_s
 NATIVE, VLLM = "native", "vllm"
-VLLM_KEYS = tuple(f"vllm.{field.name}" for field in fields(VllmConfig))
 STAGES = (  # a warning
     "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
     "answers may be wrong; compare them with method=none"
@@ -48,21 +42,14 @@ class Offer:
     """The values that an engine takes; others are refused."""
 
     methods: tuple[str, ...]
-    keys: tuple[str, ...]  # of the engine's group
     verifications: tuple[Verification, ...] = (Verification.standard,)
     draft_samplings: tuple[DraftSampling, ...] = (DraftSampling.greedy,)
 
 
 OFFERS = {
-    "transformers": Offer(
-        methods=("gemma4_mtp", "none"), keys=("device", "max_num_seqs", "num_threads")
-    ),
+    "transformers": Offer(methods=("gemma4_mtp", "none")),
     VLLM: Offer(
         methods=("eagle", "eagle3", "gemma4_mtp", "mtp", "none", "peagle"),
-        keys=(
-            *("async_scheduling", "device", "kv_cache.memory_gib", "max_num_batched_tokens"),
-            *("max_num_seqs", "prefix_caching", *VLLM_KEYS),
-        ),
         verifications=tuple(Verification),
         draft_samplings=tuple(DraftSampling),
     ),
@@ -72,11 +59,6 @@ OFFERS = {
 def runs_over_ranks(config: RunConfig) -> bool:
     """Returns whether our engine runs as several ranks; vLLM starts processes of its own."""
     return config.engine.name == NATIVE and config.parallelism.num_ranks > 1
-
-
-def takes(engine: str, key: str) -> bool:
-    """Returns whether a key of the engine's group has a meaning with this engine."""
-    return engine not in OFFERS or key in OFFERS[engine].keys
 
 
 def _offered(key: str, values: Callable[[Offer], list[str]], remedy: str) -> Rule:
@@ -93,35 +75,6 @@ def _offered(key: str, values: Callable[[Offer], list[str]], remedy: str) -> Rul
         remedy,
         when=lambda c: c.engine.name in OFFERS,
     )
-
-
-def _settable(key: str) -> Iterator[Rule]:
-    """A key of the engine that some engines lack keeps its default there."""
-    default = attrgetter(key)(EngineConfig(name=""))
-
-    def is_default(value: object, c: RunConfig) -> bool:
-        return bool(value == default)
-
-    def lacks_it(c: RunConfig) -> bool:
-        return not takes(c.engine.name, key)
-
-    yield Rule(
-        f"engine.{key}",
-        is_default,
-        lambda value, c: f"keys of engine={c.engine.name}: {listing(OFFERS[c.engine.name].keys)}",
-        "has no meaning with engine={c.engine.name}",
-        "leave the key out, or choose engine=native",
-        when=lacks_it,
-    )
-    if key.startswith("vllm."):
-        yield Rule(
-            f"engine.{key}",
-            is_default,
-            f"{show(default)}: it is a key of engine=vllm",
-            "has no meaning with engine={c.engine.name}",
-            "leave the key out, or choose engine=vllm",
-            when=lambda c: c.engine.name not in OFFERS,
-        )
 
 
 def _unavailable(key: str, is_taken: Callable[[Any], object], allowed: str) -> Rule:
@@ -145,15 +98,6 @@ OFFERED = (
         "method.draft_sampling",
         lambda offer: [choice.value for choice in offer.draft_samplings],
         "leave the key out, or choose engine=native",
-    ),
-    *chain.from_iterable(
-        _settable(key)
-        for key in (
-            *("async_scheduling", "max_num_batched_tokens", "num_threads"),
-            *("kv_cache.block_size", "kv_cache.block_sizes"),
-            *("kv_cache.memory_fraction", "kv_cache.memory_gib", "prefix_caching"),
-            *VLLM_KEYS,
-        )
     ),
     Rule(
         "parallelism.pipeline",
