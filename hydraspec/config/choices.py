@@ -53,11 +53,6 @@ def search(places: Sequence[str]) -> None:
     packaged.cache_clear()
 
 
-def search_path() -> list[str]:
-    """The places of the last `search`."""
-    return list(_places)
-
-
 @cache
 def choices_of(group: str) -> tuple[str, ...]:
     """Names that `group=<name>` takes, sorted; empty for a group that does not exist."""
