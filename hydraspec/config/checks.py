@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator
 
-from hydraspec.config.arrivals import without_arrivals
 from hydraspec.config.benches import BENCH, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
@@ -27,7 +26,12 @@ from hydraspec.config.schema import (
     Verification,
     Weights,
 )
-from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, is_random
+from hydraspec.config.workloads import (
+    WORKLOAD_RULES,
+    check_random_room,
+    is_random,
+    without_arrivals,
+)
 from hydraspec.shipped import SHAPE_PREFIX
 
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine

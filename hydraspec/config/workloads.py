@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hydraspec.config.arrivals import ARRIVALS
+import math
+
 from hydraspec.config.benches import is_bench
 from hydraspec.config.choices import added_workload, packaged
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
-from hydraspec.config.rules import Rule, at_least
+from hydraspec.config.rules import Rule, at_least, goodput_limits
 from hydraspec.config.schema import RunConfig, WorkloadConfig
 
 LENGTHS = {  # keys that bound the tokens of a request of random token ids
@@ -35,6 +36,7 @@ SOURCES = {  # where the file of a published workload is had, and its name
     "sharegpt": "ShareGPT_V3_unfiltered_cleaned_split.json in the data set "
     "anon8231489123/ShareGPT_Vicuna_unfiltered, or conversations of your own in that format",
 }
+MIN_RATE, MAX_RATE = 1e-6, 1e6  # one in 11 days; far past what an engine can take
 WITHOUT_PATH = ("turn_tokens", "output_tokens")  # keys of workload=multi_turn
 
 
@@ -89,7 +91,19 @@ def _is_named(path: object, c: RunConfig) -> object:
 WORKLOAD_RULES = (
     at_least("workload.limit", 1, "1 or more, or null for all"),
     at_least("workload.concurrency", 1, "1 or more, or null for all at once"),
-    *ARRIVALS,
+    Rule(
+        "workload.request_rate",
+        lambda rate, c: rate is None or MIN_RATE <= rate <= MAX_RATE,
+        f"requests per second above 0 ({MIN_RATE:f} to {MAX_RATE:.0f}), or null to offer all at "
+        "once",
+        remedy="leave the key out for a closed load",
+    ),
+    Rule(
+        "workload.burstiness",
+        lambda shape, c: 0 < shape < math.inf,
+        "above 0: 1 is Poisson, below 1 in bursts, above 1 more evenly",
+    ),
+    *goodput_limits("workload"),
     *(
         at_least(f"workload.{key}", 1)
         for key in (
@@ -128,3 +142,18 @@ WORKLOAD_RULES = (
         "leave one of the two out",
     ),
 )
+
+
+def without_arrivals(config: RunConfig) -> list[str]:
+    """Warnings of keys that change nothing: a burstiness without a rate, a rate in a benchmark."""
+    load, notes = config.workload, []
+    if load.request_rate is None and load.burstiness != 1:
+        notes.append(
+            f"workload.burstiness={load.burstiness} has no effect without workload.request_rate"
+        )
+    if load.request_rate is not None and is_bench(config):
+        notes.append(
+            f"workload.request_rate={load.request_rate} has no effect with "
+            f"bench={config.bench.name}, which has a load of its own"
+        )
+    return notes
