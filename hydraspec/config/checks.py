@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from hydraspec.config.benches import BENCH, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
-from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
-from hydraspec.config.kv_cache import KV_CACHE_RULES
+from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.metrics import METRICS_RULES, without_drafts
 from hydraspec.config.ranges import SAMPLING_RANGES
