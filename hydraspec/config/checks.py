@@ -189,14 +189,14 @@ K_PER_STEP = (
         "a number, with engine={c.engine.name} and bench={c.bench.name}",
         "is for runs (bench=none) of engine=native",
         "write a number, or choose engine=native and bench=none",
-        when=lambda c: _is_per_step(c),
+        when=_is_per_step,
     ),
     Rule(
         "method.max_speculative_tokens",
         lambda most, c: 1 <= most <= MAX_SPECULATIVE_TOKENS,
         f"1 to {MAX_SPECULATIVE_TOKENS}",
         remedy="most drafters pay off at 2 to 6",
-        when=lambda c: _is_per_step(c),
+        when=_is_per_step,
     ),
     *(
         Rule(
