@@ -35,6 +35,15 @@ WITH_OWN_KEYS = {  # groups whose choices differ in their keys
     "workload": WorkloadConfig(name=""),
     "bench": BenchConfig(name=""),
 }
+WORDS = {  # types in messages
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a group of keys",
+    type(None): "empty",
+}
 MEANINGS = {  # descriptions of keys for which "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
@@ -253,7 +262,7 @@ def _convert(kind: Any, value: object, key: str) -> Any:
     raise refusal(
         key,
         value,
-        f"is {_name_of(value)}",
+        f"is {WORDS.get(type(value), type(value).__name__)}",
         allowed=_describe(declared),
         remedy=_type_remedy(kind, value, key),
     )
@@ -287,21 +296,7 @@ def _describe(kind: Any) -> str:
         return f"a list, each entry {_describe(typing.get_args(kind)[0])}"
     if typing.get_origin(kind) is dict:
         return f"a mapping, each value {_describe(typing.get_args(kind)[1])}"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return names.get(kind, "a group of keys")
-
-
-def _name_of(value: object) -> str:
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a group of keys",
-        type(None): "empty",
-    }
-    return names.get(type(value), type(value).__name__)
+    return WORDS.get(kind, "a group of keys")
 
 
 def _plain(value: object) -> Any:

@@ -92,22 +92,16 @@ def _name_target(target: TargetConfig) -> None:
 
 def folder_name(checkpoint: str) -> str:
     """The last part of a folder, a hub id, a zoo name or a shape's."""
-    return (
-        checkpoint.removeprefix(ZOO_PREFIX)
-        .removeprefix(SHAPE_PREFIX)
-        .rstrip("/")
-        .rsplit("/", 1)[-1]
-    )
+    path = checkpoint.removeprefix(ZOO_PREFIX).removeprefix(SHAPE_PREFIX)
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _take_shapes(config: RunConfig, known: bool) -> None:
     """With random weights, replace the hub id of the target's YAML by the shape that ships with the
     package, so that nothing is downloaded; name the drafters' shapes that ship with it."""
     target = config.target
-    shape, given = (
-        target.checkpoint.removeprefix(SHAPE_PREFIX),
-        target.checkpoint.startswith(SHAPE_PREFIX),
-    )
+    given = target.checkpoint.startswith(SHAPE_PREFIX)
+    shape = target.checkpoint.removeprefix(SHAPE_PREFIX)
     if known and not given and target.weights is Weights.random and target.name in shipped_shapes():
         shape, given = target.name, True
         config.warnings.append(
