@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.checks import check, check_names
-from hydraspec.config.choices import choices_of, has_key, is_ours, keys_in, no_key
+from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
 from hydraspec.config.options import NoOptions, check_options, options_of
@@ -78,7 +78,7 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
 def _check_own_keys(config: RunConfig, group: str, default: object) -> None:
     """Refuse the first key of a group that its choice lacks, unless the key has its default."""
     name = getattr(config, group).name
-    for key in schema_keys(type(default), group) if is_ours(group, name) else ():
+    for key in schema_keys(type(default), group):
         value = attrgetter(key)(config)
         if not has_key(name, key) and value != attrgetter(key.partition(".")[2])(default):
             parent = key.rpartition(".")[0]

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 
-from hydraspec.config.benches import BENCH, is_rising
+from hydraspec.config.benches import BENCH, BENCHES, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal
@@ -179,6 +179,7 @@ def _rows(c: RunConfig) -> int:
 
 NAMES = (
     *(_named("method", AUTO), _named("engine"), _named("cudagraph")),
+    Rule("bench.name", lambda name, c: name in BENCHES, listing(BENCHES), "is unknown"),
     *(_not_empty("target.checkpoint"), _not_empty("method.checkpoint")),
 )
 

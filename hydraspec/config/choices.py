@@ -99,23 +99,25 @@ def choices_with(key: str) -> list[str]:
 
 
 def has_key(choice: str, key: str) -> bool:
-    """Returns whether the YAML of a choice has a dotted key, which begins with its group."""
+    """Returns whether a choice has a dotted key, which begins with its group."""
     parent, _, name = key.rpartition(".")
     return not parent or name in keys_in(choice, parent)
 
 
 def keys_in(choice: str, parent: str) -> list[str]:
-    """The keys that the YAML of a choice has in a dotted key, which begins with its group."""
+    """The keys that a choice has in a dotted key, which begins with its group."""
     group, *parts = parent.split(".")
-    values: Any = packaged(group, choice)
+    values: Any = spelt(group, choice)
     for part in parts:
         values = values.get(part) if isinstance(values, dict) else None
     return list(values) if isinstance(values, dict) else []
 
 
-def is_ours(group: str, choice: str) -> bool:
-    """Returns whether a choice ships with the package, so that its YAML spells out its keys."""
-    return _own_root().joinpath(group, f"{choice}.yaml").is_file()
+def spelt(group: str, choice: str) -> dict[Any, Any]:
+    """The keys that a choice's YAML spells out. Workloads of others are read as lines, and have the
+    keys of workload=jsonl too."""
+    is_ours = group != "workload" or _own_root().joinpath(group, f"{choice}.yaml").is_file()
+    return ({} if is_ours else packaged(group, "jsonl")) | packaged(group, choice)
 
 
 def no_key(

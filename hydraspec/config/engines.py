@@ -30,7 +30,7 @@ OVER_STAGES = {  # methods that vLLM 0.26 refuses over pipeline stages, in its w
     "eagle3": _NO_AUX_STATES,
     "peagle": _NO_AUX_STATES,  # which it runs as an eagle3
 }
-TAKEN = {  # the values that engines other than our own take of a key; others are refused
+TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that other engines than our own take
     "transformers": {
         "method.name": ("gemma4_mtp", "none"),
         "method.verification": ("standard",),

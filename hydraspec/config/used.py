@@ -7,7 +7,7 @@ from typing import Any
 
 from hydraspec.config.benches import is_bench
 from hydraspec.config.build import to_dict
-from hydraspec.config.choices import is_ours, packaged
+from hydraspec.config.choices import spelt
 from hydraspec.config.schema import RunConfig
 from hydraspec.config.workloads import WITHOUT_PATH
 
@@ -27,8 +27,7 @@ def used(config: RunConfig) -> dict[str, Any]:
     if config.sampling.temperature == 0:
         plain["sampling"] = _without(plain["sampling"], ONLY_SAMPLED)
     for group in ("engine", "workload"):
-        if is_ours(group, name := plain[group]["name"]):
-            plain[group] = _own_keys(plain[group], packaged(group, name))
+        plain[group] = _own_keys(plain[group], spelt(group, plain[group]["name"]))
     unread = set(WITHOUT_PATH if config.workload.path is not None else ())
     if config.workload.request_rate is None:
         unread.add("burstiness")
@@ -39,7 +38,7 @@ def used(config: RunConfig) -> dict[str, Any]:
 
 
 def _own_keys(group: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """The keys that the YAML of a choice has."""
+    """The keys that a choice has."""
     return {
         key: _own_keys(value, chosen[key]) if chosen[key] and isinstance(value, dict) else value
         for key, value in group.items()
