@@ -155,6 +155,9 @@ def test_a_workload_of_another_package_yields_checked_lines(tmp_path: Path, func
     with on_path(tmp_path):
         where = f"hydra.searchpath=['file://{tmp_path}/conf']"
         config = plan([where, "workload=counting", "seed=7"]).jobs[0].config
+        plan([where, "workload=counting", "+workload.request_rate=2"])  # any workload's
+        with pytest.raises(ConfigurationError, match="choose workload=multi_turn, or leave"):
+            plan([where, "workload=counting", "+workload.num_turns=2"])
         assert workloads.depends_on_seed(config)
         if function == "lines":
             read = workloads.read(config)

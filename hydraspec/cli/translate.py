@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.build import NAME, keys_of, typed_keys
-from hydraspec.config.choices import choices_of, choices_with
-from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.choices import choices_of, no_key
+from hydraspec.config.messages import listing, nearest
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
@@ -52,16 +52,8 @@ def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> Configu
     group = key.partition(".")[0]
     hidden = {NAME, *_keys_of_choices(group)}
     known = [str(name) for name in node if name not in hidden]
-    where = parent or "the configuration"
-    if choices_of(group):
-        where = f"{group}={node._get_root()[group][NAME]}"
-    meant = nearest(key.removeprefix(f"{parent}."), known)
-    remedy = f"did you mean {parent}.{meant}?" if meant else "leave it out"
-    others = choices_with(key)
-    if others and where not in others:
-        remedy = f"choose {' or '.join(others)}, or leave it out"
-    allowed = f"keys of {parent} are {listing(known)}" if known else f"{where} has no keys"
-    return refusal(key, value, f"is no key of {where}", allowed=allowed, remedy=remedy)
+    choice = f"{group}={node._get_root()[group][NAME]}" if choices_of(group) else parent
+    return no_key(key, value, choice or "the configuration", parent, known)
 
 
 def _keys_of_choices(group: str) -> set[str]:

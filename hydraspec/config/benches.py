@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-from hydraspec.config.choices import choices_of
+from hydraspec.config.choices import choices_of, has_key
 from hydraspec.config.messages import listing
-from hydraspec.config.rules import Rule, at_least
+from hydraspec.config.rules import Rule, at_least, goodput_limits
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
-PLAIN, DECODE, LOAD, SERVE, TURNS = "none", "decode", "load", "serve", "turns"
-BENCHES = (DECODE, LOAD, SERVE, TURNS)
+BENCHES = PLAIN, DECODE, LOAD, SERVE, TURNS = "none", "decode", "load", "serve", "turns"
 # Of random prompts, which share nothing: engines would find what an earlier repeat has left.
 UNCACHED = {DECODE, LOAD, SERVE}
 MOST_RATE = 1e6  # requests per second, far past what an engine can take
@@ -42,22 +40,22 @@ def _known(given: Sequence[str], known: Iterable[str]) -> bool:
     return bool(given) and len(set(given)) == len(given) and set(given) <= set(known)
 
 
-def _is(*names: str) -> Callable[[RunConfig], bool]:
-    """Returns whether a configuration chooses one of these benchmarks."""
-    return lambda config: config.bench.name in names
-
-
 def _at_least_the_median(key: str) -> Rule:
     return Rule(
         f"bench.max_{key}",
         lambda most, c: most >= getattr(c.bench, key),
         f"bench.{key}={{c.bench.{key}}} or more",
-        when=_is(LOAD, SERVE),
     )
 
 
 def _of_a_bench(rule: Rule) -> Rule:
-    return replace(rule, when=lambda config: is_bench(config) and rule.when(config))
+    """The rule for benchmarks that have its key."""
+
+    def applies(c: RunConfig) -> bool:
+        has_it = has_key(c.bench.name, rule.key) or not rule.key.startswith("bench.")
+        return is_bench(c) and has_it and rule.when(c)
+
+    return replace(rule, when=applies)
 
 
 def _longest(c: RunConfig) -> tuple[str, int]:
@@ -102,12 +100,6 @@ def _is_one_part(c: RunConfig) -> bool:
 
 _RULES = (
     Rule(
-        "bench.name",
-        lambda name, c: name in BENCHES,
-        listing((PLAIN, *BENCHES)),
-        "is unknown",
-    ),
-    Rule(
         "bench.engines",
         lambda engines, c: _known(engines, choices_of("engine")),
         lambda engines, c: f"a list, each once, of {listing(choices_of('engine'))}",
@@ -125,47 +117,33 @@ _RULES = (
         lambda batches, c: is_rising(batches),
         "rising whole numbers from 1 on, e.g. [1, 8, 32]",
         "is no list of batch sizes",
-        when=_is(DECODE),
     ),
-    replace(at_least("bench.prompt_tokens", 1), when=_is(DECODE, LOAD, SERVE)),
-    replace(at_least("bench.output_tokens", 2), when=_is(DECODE)),
-    at_least("bench.output_tokens", 1),
-    replace(at_least("bench.repeats", 1), when=_is(DECODE, LOAD, TURNS)),
-    at_least("bench.timeout_s", 1),
-    replace(at_least("bench.num_requests", 1), when=_is(LOAD, SERVE)),
+    replace(at_least("bench.output_tokens", 2), when=lambda c: c.bench.name == DECODE),
     *(
-        replace(at_least(f"bench.{key}", 1), when=_is(TURNS))
-        for key in ("num_conversations", "num_turns", "turn_tokens")
+        at_least(f"bench.{key}", 1)
+        for key in (
+            *("prompt_tokens", "output_tokens", "repeats", "timeout_s", "num_requests"),
+            *("num_conversations", "num_turns", "turn_tokens"),
+        )
     ),
     Rule(
         "bench.cold_turns",
         lambda turns, c: turns is None or (is_rising(turns) and turns[-1] <= c.bench.num_turns),
         "rising whole numbers from 1 to {c.bench.num_turns} (bench.num_turns), or null for all",
         "is no list of turns",
-        when=_is(TURNS),
     ),
     Rule(
         "bench.rates",
         lambda rates, c: bool(rates) and rates[0] > 0 and sorted(set(rates)) == rates,
         "rising numbers above 0, e.g. [0.25, 0.5, 0.75, 0.9]",
         "is no list of shares of bench.peak_rate",
-        when=_is(SERVE),
     ),
     Rule(
         "bench.peak_rate",
         lambda rate, c: rate is None or 1 / MOST_RATE <= rate <= MOST_RATE,
         "requests per second above 0, or null to measure it",
-        when=_is(SERVE),
     ),
-    *(
-        Rule(
-            f"bench.goodput.{name}",
-            lambda limit, c: limit is None or 0 < limit < math.inf,
-            "milliseconds above 0, or null for no limit",
-            when=_is(SERVE),
-        )
-        for name in ("ttft_ms", "inter_token_ms")
-    ),
+    *goodput_limits("bench"),
     _at_least_the_median("prompt_tokens"),
     _at_least_the_median("output_tokens"),
     Rule(
@@ -174,7 +152,6 @@ _RULES = (
         "up to {c.engine.max_num_seqs}",
         "holds more requests than engine.max_num_seqs={c.engine.max_num_seqs}",
         lambda batches, c: f"add engine.max_num_seqs={max(batches)}",
-        when=_is(DECODE),
     ),
     Rule(
         "target.max_model_len",

@@ -12,23 +12,38 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.checks import check, check_names
-from hydraspec.config.choices import choices_of
+from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
 from hydraspec.config.options import NoOptions, check_options, options_of
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
 from hydraspec.errors import ConfigurationError, UserError
 
 MISSING = "???"
 OPTIONS = "options"  # of a method; left out where it has none
 NAME = "name"  # of the choice, a key of every group
 HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
+WITH_OWN_KEYS = {  # groups whose choices differ in their keys
+    "engine": EngineConfig(name=""),
+    "workload": WorkloadConfig(name=""),
+    "bench": BenchConfig(name=""),
+}
+WORDS = {  # types in messages
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a group of keys",
+    type(None): "empty",
+}
 MEANINGS = {  # descriptions of keys for which "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
@@ -53,9 +68,24 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         ) from error
     config: RunConfig = _build(RunConfig, values, "")
     check_names(config)
+    for group, default in WITH_OWN_KEYS.items():
+        _check_own_keys(config, group, default)
     derive(config)
     check(config)
     return config
+
+
+def _check_own_keys(config: RunConfig, group: str, default: object) -> None:
+    """Refuse the first key of a group that its choice lacks, unless the key has its default."""
+    name = getattr(config, group).name
+    for key in schema_keys(type(default), group):
+        value = attrgetter(key)(config)
+        if not has_key(name, key) and value != attrgetter(key.partition(".")[2])(default):
+            parent = key.rpartition(".")[0]
+            while not (known := keys_in(name, parent)) and parent != group:
+                parent = parent.rpartition(".")[0]
+            given = getattr(value, "value", value)  # of an Enum
+            raise no_key(key, given, f"{group}={name}", parent, set(known) - {NAME})
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -232,7 +262,7 @@ def _convert(kind: Any, value: object, key: str) -> Any:
     raise refusal(
         key,
         value,
-        f"is {_name_of(value)}",
+        f"is {WORDS.get(type(value), type(value).__name__)}",
         allowed=_describe(declared),
         remedy=_type_remedy(kind, value, key),
     )
@@ -266,21 +296,7 @@ def _describe(kind: Any) -> str:
         return f"a list, each entry {_describe(typing.get_args(kind)[0])}"
     if typing.get_origin(kind) is dict:
         return f"a mapping, each value {_describe(typing.get_args(kind)[1])}"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return names.get(kind, "a group of keys")
-
-
-def _name_of(value: object) -> str:
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a group of keys",
-        type(None): "empty",
-    }
-    return names.get(type(value), type(value).__name__)
+    return WORDS.get(kind, "a group of keys")
 
 
 def _plain(value: object) -> Any:

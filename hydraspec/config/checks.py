@@ -9,11 +9,9 @@ import math
 import os
 from collections.abc import Iterator
 
-from hydraspec.config.arrivals import without_arrivals
-from hydraspec.config.benches import BENCH, is_rising
+from hydraspec.config.benches import BENCH, BENCHES, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
-from hydraspec.config.engines import NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
-from hydraspec.config.kv_cache import KV_CACHE_RULES
+from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.metrics import METRICS_RULES, without_drafts
 from hydraspec.config.ranges import SAMPLING_RANGES
@@ -27,7 +25,12 @@ from hydraspec.config.schema import (
     Verification,
     Weights,
 )
-from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, is_random
+from hydraspec.config.workloads import (
+    WORKLOAD_RULES,
+    check_random_room,
+    is_random,
+    without_arrivals,
+)
 from hydraspec.shipped import SHAPE_PREFIX
 
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
@@ -176,6 +179,7 @@ def _rows(c: RunConfig) -> int:
 
 NAMES = (
     *(_named("method", AUTO), _named("engine"), _named("cudagraph")),
+    Rule("bench.name", lambda name, c: name in BENCHES, listing(BENCHES), "is unknown"),
     *(_not_empty("target.checkpoint"), _not_empty("method.checkpoint")),
 )
 
@@ -186,14 +190,14 @@ K_PER_STEP = (
         "a number, with engine={c.engine.name} and bench={c.bench.name}",
         "is for runs (bench=none) of engine=native",
         "write a number, or choose engine=native and bench=none",
-        when=lambda c: _is_per_step(c),
+        when=_is_per_step,
     ),
     Rule(
         "method.max_speculative_tokens",
         lambda most, c: 1 <= most <= MAX_SPECULATIVE_TOKENS,
         f"1 to {MAX_SPECULATIVE_TOKENS}",
         remedy="most drafters pay off at 2 to 6",
-        when=lambda c: _is_per_step(c),
+        when=_is_per_step,
     ),
     *(
         Rule(

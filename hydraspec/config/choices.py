@@ -5,7 +5,7 @@ It ships with the package; --config-dir or hydra.searchpath add further places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -17,7 +17,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hydraspec import plugins
-from hydraspec.config.messages import refusal
+from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.errors import ConfigurationError
 from hydraspec.shipped import SHAPES
 
 SEARCH_PATH = "hydra.searchpath"  # Hydra's key; --config-dir is its short form
@@ -50,11 +51,6 @@ def search(places: Sequence[str]) -> None:
     _places = tuple(roots)
     choices_of.cache_clear()
     packaged.cache_clear()
-
-
-def search_path() -> list[str]:
-    """The places of the last `search`."""
-    return list(_places)
 
 
 @cache
@@ -98,16 +94,43 @@ def packaged_drafters(target: str) -> dict[str, str]:
 
 def choices_with(key: str) -> list[str]:
     """The choices of a dotted key's group that have the key, as they are typed."""
-    group, *parts = key.split(".")
-    return [f"{group}={name}" for name in choices_of(group) if _has(packaged(group, name), parts)]
+    group = key.partition(".")[0]
+    return [f"{group}={name}" for name in choices_of(group) if has_key(name, key)]
 
 
-def _has(values: Any, parts: list[str]) -> bool:
+def has_key(choice: str, key: str) -> bool:
+    """Returns whether a choice has a dotted key, which begins with its group."""
+    parent, _, name = key.rpartition(".")
+    return not parent or name in keys_in(choice, parent)
+
+
+def keys_in(choice: str, parent: str) -> list[str]:
+    """The keys that a choice has in a dotted key, which begins with its group."""
+    group, *parts = parent.split(".")
+    values: Any = spelt(group, choice)
     for part in parts:
-        if not isinstance(values, dict) or part not in values:
-            return False
-        values = values[part]
-    return True
+        values = values.get(part) if isinstance(values, dict) else None
+    return list(values) if isinstance(values, dict) else []
+
+
+def spelt(group: str, choice: str) -> dict[Any, Any]:
+    """The keys that a choice's YAML spells out. Workloads of others are read as lines, and have the
+    keys of workload=jsonl too."""
+    is_ours = group != "workload" or _own_root().joinpath(group, f"{choice}.yaml").is_file()
+    return ({} if is_ours else packaged(group, "jsonl")) | packaged(group, choice)
+
+
+def no_key(
+    key: str, value: object, choice: str, parent: str, known: Collection[str]
+) -> ConfigurationError:
+    """The error of a key that a choice lacks; `known` are those that it has in `parent`."""
+    meant = nearest(key.removeprefix(f"{parent}."), known)
+    remedy = f"did you mean {parent}.{meant}?" if meant else "leave it out"
+    others = choices_with(key)
+    if others and choice not in others:
+        remedy = f"choose {' or '.join(others)}, or leave it out"
+    allowed = f"keys of {parent} are {listing(known)}" if known else f"{choice} has no keys"
+    return refusal(key, value, f"is no key of {choice}", allowed=allowed, remedy=remedy)
 
 
 @cache

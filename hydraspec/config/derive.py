@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from hydraspec.config.benches import UNCACHED
-from hydraspec.config.choices import packaged_value, shipped_shapes
-from hydraspec.config.engines import VLLM, takes
+from hydraspec.config.choices import has_key, packaged_value, shipped_shapes
+from hydraspec.config.engines import VLLM
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     AUTO,
@@ -48,7 +48,7 @@ def derive(config: RunConfig) -> None:
         method.max_speculative_tokens = MOST_DRAFTS
     _draw_drafter(config)
     _drop_baseline(config)
-    if config.bench.name in UNCACHED and takes(config.engine.name, "prefix_caching"):
+    if config.bench.name in UNCACHED and has_key(config.engine.name, "engine.prefix_caching"):
         config.engine.prefix_caching = False
     _turn_off_tracker(config.tracker, config.warnings)
 
@@ -93,22 +93,16 @@ def _name_target(target: TargetConfig) -> None:
 
 def folder_name(checkpoint: str) -> str:
     """The last part of a folder, a hub id, a zoo name or a shape's."""
-    return (
-        checkpoint.removeprefix(ZOO_PREFIX)
-        .removeprefix(SHAPE_PREFIX)
-        .rstrip("/")
-        .rsplit("/", 1)[-1]
-    )
+    path = checkpoint.removeprefix(ZOO_PREFIX).removeprefix(SHAPE_PREFIX)
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _take_shapes(config: RunConfig, known: bool) -> None:
     """With random weights, replace the hub id of the target's YAML by the shape that ships with the
     package, so that nothing is downloaded; name the drafters' shapes that ship with it."""
     target = config.target
-    shape, given = (
-        target.checkpoint.removeprefix(SHAPE_PREFIX),
-        target.checkpoint.startswith(SHAPE_PREFIX),
-    )
+    given = target.checkpoint.startswith(SHAPE_PREFIX)
+    shape = target.checkpoint.removeprefix(SHAPE_PREFIX)
     if known and not given and target.weights is Weights.random and target.name in shipped_shapes():
         shape, given = target.name, True
         config.warnings.append(

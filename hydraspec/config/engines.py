@@ -1,35 +1,24 @@
-"""Methods, options and keys that engines other than our own take; the native one takes everything
-but the keys of others."""
+"""Methods and options that engines other than our own take, the native one takes everything; rules
+of vLLM and of our own cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from itertools import chain
-from operator import attrgetter
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from hydraspec.config.messages import listing, show
+from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule
-from hydraspec.config.schema import (
-    AUTO,
-    Device,
-    DraftSampling,
-    Dtype,
-    EngineConfig,
-    ParallelismConfig,
-    RunConfig,
-    Verification,
-    VllmConfig,
-)
+from hydraspec.config.schema import AUTO, Device, Dtype, ParallelismConfig, RunConfig
 
 TIMEOUT_S = ParallelismConfig(name="").timeout_s
 NATIVE, VLLM = "native", "vllm"
-VLLM_KEYS = tuple(f"vllm.{field.name}" for field in fields(VllmConfig))
 STAGES = (  # a warning
     "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
     "answers may be wrong; compare them with method=none"
 )
+MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
 _NO_STAGES = (
     "Pipeline parallelism is not supported for this model. Supported models implement the "
     "`SupportsPP` interface."
@@ -41,31 +30,13 @@ OVER_STAGES = {  # methods that vLLM 0.26 refuses over pipeline stages, in its w
     "eagle3": _NO_AUX_STATES,
     "peagle": _NO_AUX_STATES,  # which it runs as an eagle3
 }
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Offer:
-    """The values that an engine takes; others are refused."""
-
-    methods: tuple[str, ...]
-    keys: tuple[str, ...]  # of the engine's group
-    verifications: tuple[Verification, ...] = (Verification.standard,)
-    draft_samplings: tuple[DraftSampling, ...] = (DraftSampling.greedy,)
-
-
-OFFERS = {
-    "transformers": Offer(
-        methods=("gemma4_mtp", "none"), keys=("device", "max_num_seqs", "num_threads")
-    ),
-    VLLM: Offer(
-        methods=("eagle", "eagle3", "gemma4_mtp", "mtp", "none", "peagle"),
-        keys=(
-            *("async_scheduling", "device", "kv_cache.memory_gib", "max_num_batched_tokens"),
-            *("max_num_seqs", "prefix_caching", *VLLM_KEYS),
-        ),
-        verifications=tuple(Verification),
-        draft_samplings=tuple(DraftSampling),
-    ),
+TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that other engines than our own take
+    "transformers": {
+        "method.name": ("gemma4_mtp", "none"),
+        "method.verification": ("standard",),
+        "method.draft_sampling": ("greedy",),
+    },
+    VLLM: {"method.name": ("eagle", "eagle3", "gemma4_mtp", "mtp", "none", "peagle")},
 }
 
 
@@ -74,54 +45,16 @@ def runs_over_ranks(config: RunConfig) -> bool:
     return config.engine.name == NATIVE and config.parallelism.num_ranks > 1
 
 
-def takes(engine: str, key: str) -> bool:
-    """Returns whether a key of the engine's group has a meaning with this engine."""
-    return engine not in OFFERS or key in OFFERS[engine].keys
-
-
-def _offered(key: str, values: Callable[[Offer], list[str]], remedy: str) -> Rule:
-    """A rule of what the engine offers, where it does not take everything."""
-
-    def allowed(c: RunConfig) -> list[str]:
-        return values(OFFERS[c.engine.name])
-
+def _taken(engine: str, key: str, values: tuple[str, ...]) -> Rule:
+    """A rule of the values that an engine takes; what `auto` stands for is checked later."""
     return Rule(
         key,
-        lambda given, c: getattr(given, "value", given) in (*allowed(c), AUTO),
-        lambda given, c: listing(allowed(c)),
-        "is not available with engine={c.engine.name}",
-        remedy,
-        when=lambda c: c.engine.name in OFFERS,
+        lambda given, c: getattr(given, "value", given) in (*values, AUTO),
+        listing(values),
+        f"is not available with engine={engine}",
+        "choose one of these, or engine=native",
+        when=lambda c: c.engine.name == engine,
     )
-
-
-def _settable(key: str) -> Iterator[Rule]:
-    """A key of the engine that some engines lack keeps its default there."""
-    default = attrgetter(key)(EngineConfig(name=""))
-
-    def is_default(value: object, c: RunConfig) -> bool:
-        return bool(value == default)
-
-    def lacks_it(c: RunConfig) -> bool:
-        return not takes(c.engine.name, key)
-
-    yield Rule(
-        f"engine.{key}",
-        is_default,
-        lambda value, c: f"keys of engine={c.engine.name}: {listing(OFFERS[c.engine.name].keys)}",
-        "has no meaning with engine={c.engine.name}",
-        "leave the key out, or choose engine=native",
-        when=lacks_it,
-    )
-    if key.startswith("vllm."):
-        yield Rule(
-            f"engine.{key}",
-            is_default,
-            f"{show(default)}: it is a key of engine=vllm",
-            "has no meaning with engine={c.engine.name}",
-            "leave the key out, or choose engine=vllm",
-            when=lambda c: c.engine.name not in OFFERS,
-        )
 
 
 def _unavailable(key: str, is_taken: Callable[[Any], object], allowed: str) -> Rule:
@@ -130,31 +63,12 @@ def _unavailable(key: str, is_taken: Callable[[Any], object], allowed: str) -> R
     return Rule(key, lambda value, c: is_taken(value), allowed, problem, remedy)
 
 
+def _is_block_size(size: int) -> bool:
+    return 1 <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
+
+
 OFFERED = (
-    _offered(
-        "method.name",
-        lambda offer: list(offer.methods),
-        "choose one of these, or engine=native",
-    ),
-    _offered(
-        "method.verification",
-        lambda offer: [choice.value for choice in offer.verifications],
-        "leave the key out, or choose engine=native",
-    ),
-    _offered(
-        "method.draft_sampling",
-        lambda offer: [choice.value for choice in offer.draft_samplings],
-        "leave the key out, or choose engine=native",
-    ),
-    *chain.from_iterable(
-        _settable(key)
-        for key in (
-            *("async_scheduling", "max_num_batched_tokens", "num_threads"),
-            *("kv_cache.block_size", "kv_cache.block_sizes"),
-            *("kv_cache.memory_fraction", "kv_cache.memory_gib", "prefix_caching"),
-            *VLLM_KEYS,
-        )
-    ),
+    *(_taken(engine, *taken) for engine, keys in TAKEN.items() for taken in keys.items()),
     Rule(
         "parallelism.pipeline",
         lambda stages, c: stages == 1 or c.method.name not in OVER_STAGES,
@@ -256,4 +170,38 @@ _RULES = (
         "leave the key out, or choose method=none or engine=native",
     ),
 )
+_CACHE = (
+    Rule(
+        "engine.kv_cache.block_size",
+        lambda size, c: _is_block_size(size),
+        f"1, 2, 4, … {MAX_BLOCK_SIZE}",
+        "is no power of two in range",
+        "16 suits most runs",
+    ),
+    Rule(  # whether target and drafter have such groups is checked when they are read
+        "engine.kv_cache.block_sizes",
+        lambda sizes, c: all(map(_is_block_size, sizes.values())),
+        f"a mapping of KV groups to 1, 2, 4, … {MAX_BLOCK_SIZE}",
+        "holds what is no power of two in range",
+        "16 suits most runs: leave the key out",
+    ),
+    Rule(
+        "engine.kv_cache.memory_gib",
+        lambda size, c: size is None or 0 < size < math.inf,
+        "above 0, or null",
+    ),
+    Rule(
+        "engine.kv_cache.memory_fraction",
+        lambda share, c: share is None or 0 < share < 1,
+        "above 0 and below 1, or null",
+    ),
+    Rule(
+        "engine.kv_cache.memory_fraction",
+        lambda share, c: share is None or c.engine.kv_cache.memory_gib is None,
+        "null with engine.kv_cache.memory_gib={c.engine.kv_cache.memory_gib:g}",
+        "is given beside engine.kv_cache.memory_gib",
+        "leave one of the two out",
+    ),
+)
+KV_CACHE_RULES = tuple(replace(rule, when=lambda c: c.engine.name == NATIVE) for rule in _CACHE)
 VLLM_RULES = tuple(replace(rule, when=lambda c: c.engine.name == VLLM) for rule in _RULES)

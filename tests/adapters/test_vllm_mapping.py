@@ -251,7 +251,7 @@ def test_what_it_cannot_do_is_refused(overrides: list[str], key: str, allowed: s
 
 
 def test_its_keys_and_sizes_are_refused_elsewhere() -> None:
-    with pytest.raises(ConfigurationError, match="key of engine=vllm"):
+    with pytest.raises(ConfigurationError, match="choose engine=vllm, or leave it out"):
         plan(["+engine.vllm.record_steps=false"])
 
 

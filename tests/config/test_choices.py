@@ -14,7 +14,7 @@ from hydraspec.config.build import schema_keys
 from hydraspec.config.checks import ALIASES
 from hydraspec.config.choices import choices_of, packaged
 from hydraspec.config.schema import AUTO, RunConfig
-from hydraspec.config.workloads import KEYS, OF_TEXTS, SIZES, SOURCES, TEXT_KEYS
+from hydraspec.config.workloads import SOURCES
 from hydraspec.speculators import registry
 
 GROUPS = (
@@ -34,6 +34,20 @@ OF_LOAD = ("num_requests", "max_prompt_tokens", "max_output_tokens")
 GOODPUT = ("goodput.ttft_ms", "goodput.inter_token_ms")
 OF_SERVE = ("rates", "peak_rate", *GOODPUT)
 OF_TURNS = ("num_conversations", "num_turns", "turn_tokens", "cold_turns")
+OF_WORKLOADS = {  # keys that not every workload has
+    "random": ("num_requests", "prompt_tokens", "output_tokens"),
+    "shared_prefix": (
+        *("num_prefixes", "requests_per_prefix"),
+        *("prefix_tokens", "suffix_tokens", "output_tokens"),
+    ),
+    "multi_turn": ("num_conversations", "num_turns", "turn_tokens", "output_tokens"),
+    "jsonl": ("thinking",),
+    "gsm8k": ("thinking", "chat", "num_shots", "shots_path"),
+    "humaneval": ("thinking", "chat"),
+    "mt_bench": ("thinking",),
+    "spec_bench": ("thinking",),
+    "sharegpt": ("thinking", "max_turns"),
+}
 NEEDED = {  # what a choice asks its user for
     "target=custom": ["target.checkpoint=/models/some"],
     "workload=jsonl": ["workload.path=prompts.jsonl"],
@@ -115,16 +129,12 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
     """A key that only the dataclass knows could not be set without `+`."""
     # Of drafters without weights (docs/adding_a_speculator.md), and of releases in fp8.
     others = {"method.needs_checkpoint", "target.quantised"}
-    sizes = {f"workload.{key}" for key in (*KEYS, *TEXT_KEYS)}
+    sizes = {f"workload.{key}" for keys in OF_WORKLOADS.values() for key in keys}
     of_choices = {
         "workload=tiny": sizes,
         **{
             f"workload={name}": {"workload.path", *(sizes - {f"workload.{key}" for key in keys})}
-            for name, keys in SIZES.items()
-        },
-        **{
-            f"workload={name}": {"workload.path", *(sizes - {f"workload.{key}" for key in keys})}
-            for name, keys in OF_TEXTS.items()
+            for name, keys in OF_WORKLOADS.items()
         },
         "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
         "bench=decode": {f"bench.{key}" for key in (*OF_LOAD, *OF_SERVE, *OF_TURNS)},
