@@ -6,20 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from records import request
 from tiny_targets import gemma4_config, run_config, write_folder
 
 from hydraspec.adapters.transformers.engine import TransformersEngine
 from hydraspec.config.schema import Dtype
 from hydraspec.engine.base import Engine
-from hydraspec.types import Request, SamplingParams, Span, WorkloadError
+from hydraspec.types import Span, WorkloadError
 
-REQUEST = Request(
-    index=0,
-    id="r0",
-    sampling=SamplingParams(),
-    prompt_token_ids=[3, 4],
-    spans=(Span(kind="image", start=0, length=2, digest="aa", may_be_cut=False),),
-)
+IMAGE = Span(kind="image", start=0, length=2, digest="aa", may_be_cut=False)
+REQUEST = request(id="r0", prompt_token_ids=[3, 4], spans=(IMAGE,))
 
 
 def test_vllm_refuses_a_span_of_a_prompt(start: Callable[..., Engine]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_engine import target_token
 from fake_vllm import FakeRequest
+from records import request as asked
 
 from hydraspec.adapters.vllm.engine import VllmEngine
 from hydraspec.adapters.vllm.steps import Part, StepStats, share_out
@@ -25,7 +26,6 @@ from hydraspec.types import (
     ConfigurationError,
     PrefixCaching,
     Request,
-    SamplingParams,
     StepRecord,
 )
 
@@ -41,14 +41,10 @@ def planned(*overrides: str) -> RunConfig:
 
 def requests_of(count: int = 5, **sampling: Any) -> list[Request]:
     settings = {"max_tokens": 20, "ignore_eos": True, **sampling}
+    prompts = [[3 + i, 7, 11 + 2 * i][: 2 + i % 2] for i in range(count)]
     return [
-        Request(
-            index=i,
-            id=f"r{i}",
-            sampling=SamplingParams(seed=i, **settings),
-            prompt_token_ids=[3 + i, 7, 11 + 2 * i][: 2 + i % 2],
-        )
-        for i in range(count)
+        asked(i, id=f"r{i}", seed=i, prompt_token_ids=prompt, **settings)
+        for i, prompt in enumerate(prompts)
     ]
 
 

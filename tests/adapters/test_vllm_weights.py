@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_targets import load
 from torch import Tensor, nn
 
 from hydraspec.adapters.vllm.engine import VllmEngine
 from hydraspec.adapters.vllm.weights import DUMMY_WEIGHTS, fill, order_tokens, random_weights
 from hydraspec.config.schema import Weights
 from hydraspec.models.place import Place
-from hydraspec.models.registry import load_target
 from hydraspec.models.weights import EMPTY, randomise
 from hydraspec.shipped import ZOO
 
@@ -28,14 +28,7 @@ def stored_as_on_a_device(self: Place, *shape: int, dtype: torch.dtype | None = 
 def native_weights(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """What the native engine draws where matrices are stored as on a GPU, where vLLM runs."""
     monkeypatch.setattr(Place, "matrix", stored_as_on_a_device)
-    model = load_target(
-        f"zoo:{name}",
-        weights=EMPTY,
-        dtype=torch.float32,
-        device=CPU,
-        seed=seed,
-        max_model_len=None,
-    )
+    model = load(f"zoo:{name}", weights=EMPTY, seed=seed)
     tensors: dict[str, Tensor] = model.tensors()  # type: ignore[attr-defined]
     randomise(tensors, seed)
     return tensors

@@ -7,18 +7,18 @@ float64: no tie turns.
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from graph_runs import (
+    GRAPH_MODES,
     PAIRS,
     attention_as_on_devices,
     cache_gib,
     count_launches,
     graph_config,
+    lengths_at_random,
     make_graph_engine,
     run_requests,
     zoo_requests,
@@ -46,18 +46,11 @@ def per_step(method: str, mode: str = "none", **fields: object) -> RunConfig:
     return config
 
 
-def at_random(seed: int = 0) -> Iterator[int]:
-    """Lengths with long rests at 0, jumps and steady runs."""
-    draw = random.Random(seed)
-    while True:
-        yield from [draw.choice([0, 0, 1, 2, 3, MOST])] * draw.choice([1, 1, 2, 5])
-
-
 def adaptive(config: RunConfig, backend: GraphBackend | None = None) -> NativeEngine:
     engine = make_graph_engine(config, backend)
     lengths = engine.parts.scheduler.draft_lengths
     assert lengths is not None
-    lengths.follow(at_random())
+    lengths.follow(lengths_at_random(MOST))
     return engine
 
 
@@ -136,7 +129,6 @@ def test_a_step_ahead_and_under_pressure(method: str, is_short: bool) -> None:
     assert bool(run.num_preempted) == is_short
 
 
-MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 QUICK_MODE = "gemma4_mtp", "full_and_piecewise"
 
 
@@ -145,7 +137,7 @@ QUICK_MODE = "gemma4_mtp", "full_and_piecewise"
     [
         pytest.param(m, mode, marks=[] if (m, mode) == QUICK_MODE else [pytest.mark.slow])
         for m in METHODS
-        for mode in MODES
+        for mode in GRAPH_MODES
     ],
 )
 def test_graphs_of_every_length(method: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,13 @@ from functools import cache
 import numpy as np
 import pytest
 from graph_runs import PAIRS, graph_config, make_graph_engine
+from records import request
 
 from hydraspec.config.schema import Dtype, PerStep
 from hydraspec.engine.native import NativeEngine
 from hydraspec.metrics.meter import Meter, finished_pairs
 from hydraspec.metrics.paired import PairedRatio, paired_ratio
-from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+from hydraspec.types import Completion, Request, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,7 @@ NUM_REQUESTS = {1: 16, 4: 32, 16: 64}  # by requests at once; prompts of all kin
 
 def requests() -> list[Request]:
     return [
-        Request(
-            index=index,
-            id=str(index),
-            messages=line["messages"],
-            sampling=SamplingParams(max_tokens=line.get("max_tokens", 128)),
-        )
+        request(index, messages=line["messages"], max_tokens=line.get("max_tokens", 128))
         for index, line in enumerate(read_workload())
     ]
 

@@ -3,15 +3,14 @@ any order of lengths; costs are measured over them."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 from graph_runs import (
+    GRAPH_MODES,
     Run,
     count_launches,
     graph_config,
+    lengths_at_random,
     make_graph_engine,
     run_requests,
     zoo_requests,
@@ -19,13 +18,11 @@ from graph_runs import (
 from recorded_graphs import CalledAgain
 
 from hydraspec.config.schema import Device, Dtype, PerStep, RunConfig
-from hydraspec.engine.native import NativeEngine
 from hydraspec.graphs import GraphBackend
 
 pytestmark = pytest.mark.gpu
 
 MOST = 4
-GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
 
 def gpu_config(method: str, mode: str) -> RunConfig:
@@ -43,18 +40,6 @@ def gpu_config(method: str, mode: str) -> RunConfig:
     )
 
 
-def at_random() -> Iterator[int]:
-    draw = random.Random(0)
-    while True:
-        yield from [draw.choice([0, 0, 1, 2, 3, MOST])] * draw.choice([1, 2, 5])
-
-
-def follow(engine: NativeEngine, script: Iterator[int] | None) -> None:
-    lengths = engine.parts.scheduler.draft_lengths
-    assert lengths is not None
-    lengths.follow(script)
-
-
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 @pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3", "peagle", "mtp"])
 def test_graphs_of_every_length_replay_what_eager_steps_compute(method: str, mode: str) -> None:
@@ -62,7 +47,9 @@ def test_graphs_of_every_length_replay_what_eager_steps_compute(method: str, mod
     backends: list[GraphBackend | None] = [CalledAgain(), None]
     for backend in backends:
         engine = make_graph_engine(gpu_config(method, mode), backend)
-        follow(engine, at_random())
+        lengths = engine.parts.scheduler.draft_lengths
+        assert lengths is not None
+        lengths.follow(lengths_at_random(MOST))
         with pytest.MonkeyPatch.context() as patch:
             counts = count_launches(engine, patch)
             runs.append(run_requests(engine, zoo_requests(20), concurrency=16))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import make_info
+from records import request
 
 from hydraspec.engine import bounded as bounding
 from hydraspec.engine.bounded import OutOfBoundsError, bounded
@@ -23,7 +24,6 @@ from hydraspec.engine.prompts import tokenize
 from hydraspec.errors import CheckpointError, WorkloadError
 from hydraspec.models.checkpoint.reader import ZOO
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
-from hydraspec.types import Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bounds need a safe fork")
 
@@ -49,12 +49,10 @@ def folder(tmp_path: Path) -> Path:
 
 def encode(folder: Path, *roles: str, prompt: str | None = None) -> list[int]:
     messages = [{"role": role, "content": f"said by {role}"} for role in roles]
-    request = Request(
-        index=0, id="r", sampling=SamplingParams(), prompt=prompt, messages=messages or None
-    )
-    tokenize([request], load_tokenizer(folder), make_info(vocab_size=768), "zoo:tiny_qwen3")
-    assert request.prompt_token_ids is not None
-    return request.prompt_token_ids
+    asked = request(id="r", prompt=prompt, messages=messages or None)
+    tokenize([asked], load_tokenizer(folder), make_info(vocab_size=768), "zoo:tiny_qwen3")
+    assert asked.prompt_token_ids is not None
+    return asked.prompt_token_ids
 
 
 @pytest.mark.parametrize(

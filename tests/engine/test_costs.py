@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import records
+from records import part
 
 from hydraspec.engine.costs import CostTable, StepTimes, from_json, read
 from hydraspec.errors import ConfigurationError
-from hydraspec.types import RequestStep, StepRecord
 
 TABLE = CostTable(
     batches=(1, 4, 16),
@@ -42,22 +43,9 @@ def test_outside_the_range_it_is_the_nearest_edge(batch, num_drafts, step_ms):
 
 
 def step(widths, ms, *, drafting=None, prefill=False, draft_length=None):
-    requests = [
-        RequestStep(
-            index=i,
-            num_rows=1 + width,
-            is_prefill=prefill,
-            num_computed_tokens=5,
-            draft_token_ids=[7] * width,
-            num_accepted=0,
-            output_token_ids=[7],
-        )
-        for i, width in enumerate(widths)
-    ]
+    parts = [part(i, n, emitted=1, prefill_rows=prefill * (1 + n)) for i, n in enumerate(widths)]
     phases = {} if drafting is None else {"propose": drafting}
-    return StepRecord(
-        step=0, phase_ms=phases, total_ms=ms, requests=requests, draft_length=draft_length
-    )
+    return records.step(*parts, ms=ms, phase_ms=phases, draft_length=draft_length)
 
 
 def test_only_steps_in_which_all_requests_verify_all_drafts_are_timed():

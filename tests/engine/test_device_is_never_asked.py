@@ -14,12 +14,11 @@ import torch
 from deepseek_oracle import deepseek_config
 from mtp_folders import qwen_config
 from scenarios import make_engine
-from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
+from tiny_targets import assistant_config, gemma4_config, load, run_config, write_folder
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from hydraspec.config.schema import DraftSampling, RunConfig, Verification
 from hydraspec.engine.schedule.sequence import Sequence
-from hydraspec.models import load_target
 from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Request, SamplingParams
 
@@ -95,14 +94,7 @@ def four_fake_steps(
     settings: RunConfig, dtype: torch.dtype, temperature: float
 ) -> list[list[tuple[int, int]]]:
     """(rows, drafts) of each request in four steps: a long and a short prompt, then decoding."""
-    target = load_target(
-        settings.target.checkpoint,
-        weights="random",
-        dtype=dtype,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
+    target = load(settings.target.checkpoint, dtype, weights="random")
     speculator = build_speculator(settings)
     speculator.load(target)
     engine = make_engine(settings, target, speculator)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from records import part
 from tiny_targets import run_config
 
 from hydraspec.config.schema import PerStep
@@ -45,17 +46,7 @@ class Traffic:
             offered, accepted = min(length, self.proposed), 0
             while accepted < offered and self.draw.random() < rates[accepted]:
                 accepted += 1
-            steps.append(
-                RequestStep(
-                    index=index,
-                    num_rows=length + 1,
-                    is_prefill=False,
-                    num_computed_tokens=0,
-                    draft_token_ids=[1] * offered,
-                    num_accepted=accepted,
-                    output_token_ids=[1] * (accepted + 1),
-                )
-            )
+            steps.append(part(index, offered, accepted))
         self.num_steps, self.proposed = self.num_steps + 1, length
         return steps
 

@@ -11,8 +11,8 @@ import thread_ranks
 import thread_stages
 from fuzz_stages import RANDOM_PAIRS, Pair, stage
 from interpreted import launched_kernels, run_as_on_devices
-from side_by_side import run_alone
-from staged import assert_same_everywhere, assert_same_run, config_of, run_over
+from side_by_side import assert_same_run, run_alone
+from staged import assert_same_everywhere, config_of, run_over
 from step_ahead import Watch
 
 from hydraspec.config.schema import Dtype, RunConfig

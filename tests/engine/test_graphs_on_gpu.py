@@ -8,17 +8,17 @@ at every step. Whatever differs is the capture's doing.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from graph_runs import (
+    GRAPH_MODES,
     SHARING,
     Run,
     count_launches,
     graph_config,
     make_graph_engine,
+    no_waiting,
     run_requests,
     zoo_requests,
 )
@@ -39,7 +39,6 @@ from hydraspec.graphs import GraphBackend
 
 pytestmark = pytest.mark.gpu
 
-GRAPH_MODES = ["piecewise", "full", "full_decode_only", "full_and_piecewise"]
 BATCHES = [64, 33, 16, 5, 2, 1]  # each smaller than the one before: what was a request is padding
 FEW_BATCHES = [33, 5, 2]
 SIZES = (1, 2, 8, 16, 40, 64)
@@ -117,17 +116,6 @@ def test_float32_tokens_are_those_of_the_cpu(method: str) -> None:
     found = run_requests(make_graph_engine(gpu, None), zoo_requests(12))
     assert found.tokens == wanted.tokens
     assert found.num_accepted == wanted.num_accepted
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever synchronises raises; waiting for an event does not count."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("mode", ["none", *GRAPH_MODES])

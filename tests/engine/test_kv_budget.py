@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caches import kv_cache, kv_group
 from graph_runs import assert_same, cache_gib, graph_config, run_requests, zoo_requests
 from many_ranks import over_ranks
+from records import request
 
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig
@@ -23,24 +25,15 @@ from hydraspec.engine.cache.kv_budget import (
     longest_request,
     plan_num_blocks,
 )
-from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.native import NativeEngine
 from hydraspec.errors import ConfigurationError
 from hydraspec.parallel.layout import Layout
 from hydraspec.parallel.ranks import current
-from hydraspec.types import Completion, GroupShape, KVGroupSpec, Request, SamplingParams
+from hydraspec.types import Completion
 
 F32 = torch.float32
-FULL = KVGroupSpec(
-    name="full",
-    layers=(1,),
-    shape=GroupShape(num_heads=1, num_kv_heads=1, head_dim=8, block_size=4, window=None),
-)
-SLIDING = KVGroupSpec(
-    name="sliding",
-    layers=(0, 2),
-    shape=GroupShape(num_heads=2, num_kv_heads=2, head_dim=4, block_size=2, window=13),
-)
+FULL = kv_group("full", (1,), 4, head_dim=8)
+SLIDING = kv_group("sliding", (0, 2), 2, 13, heads=2, head_dim=4)
 SPECS = [FULL, SLIDING]
 SIZE = CacheSize(
     max_num_seqs=16, max_model_len=64, max_num_batched_tokens=8, num_speculative_tokens=3
@@ -69,16 +62,7 @@ def test_below_one_request_the_length_shrinks_and_not_the_window() -> None:
     blocks = plan_num_blocks(SPECS, SIZE, F32, int(0.9 * one))
     longest = longest_request(SPECS, blocks, SIZE)
     assert 48 <= longest < SIZE.max_model_len
-    kv = KVCache(
-        SPECS,
-        blocks,
-        num_layers=3,
-        num_slots=1,
-        max_tokens=SIZE.max_tokens,
-        dtype=F32,
-        device=torch.device("cpu"),
-    )
-    assert kv.can_ever_hold(longest)
+    assert kv_cache(SPECS, blocks, 1, SIZE.max_tokens).can_ever_hold(longest)
     assert blocks[1] == SIZE.blocks_wanted(SLIDING, 1)
 
 
@@ -171,12 +155,12 @@ def test_a_cache_below_one_full_request_warns_and_longer_requests_fail_alone() -
         5: (4, 4, 4),
     }
     requests = [
-        Request(
-            index=index,
-            id=str(index),
-            sampling=SamplingParams(max_tokens=most, ignore_eos=True),
+        request(
+            index,
             prompt_token_ids=[5 + (i + index) % 40 for i in range(length)],
             after=after,
+            max_tokens=most,
+            ignore_eos=True,
         )
         for index, (length, most, after) in sizes.items()
     ]

@@ -5,33 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from caches import kv_cache, kv_group
 
 from hydraspec.engine.cache.kv_budget import row_bytes
 from hydraspec.engine.cache.kv_cache import KVCache
-from hydraspec.types import GroupShape, KVGroupSpec
 
-FULL = KVGroupSpec(
-    name="full",
-    layers=(1,),
-    shape=GroupShape(num_heads=1, num_kv_heads=1, head_dim=8, block_size=4, window=None),
-)
-SLIDING = KVGroupSpec(
-    name="sliding",
-    layers=(0, 2),
-    shape=GroupShape(num_heads=2, num_kv_heads=2, head_dim=4, block_size=2, window=5),
-)
+FULL = kv_group("full", (1,), 4, head_dim=8)
+SLIDING = kv_group("sliding", (0, 2), 2, 5, heads=2, head_dim=4)
 
 
 def make_cache(num_blocks: tuple[int, int] = (9, 9), num_slots: int = 3) -> KVCache:
-    return KVCache(
-        [FULL, SLIDING],
-        num_blocks,
-        num_layers=4,
-        num_slots=num_slots,
-        max_tokens=32,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    return kv_cache([FULL, SLIDING], num_blocks, num_slots, 32, num_layers=4)
 
 
 def test_only_owning_layers_have_a_cache() -> None:
@@ -92,22 +76,8 @@ def test_freed_blocks_serve_others_and_come_back_once() -> None:
 
 def test_a_latent_row_is_counted_and_allocated_by_its_shape() -> None:
     """A compressed cache holds one vector a token, not keys and values."""
-    latent = KVGroupSpec(
-        name="latent",
-        layers=(0, 1),
-        shape=GroupShape(
-            num_heads=1, num_kv_heads=1, head_dim=24, block_size=4, window=None, latent_dim=16
-        ),
-    )
+    latent = kv_group("latent", (0, 1), 4, head_dim=24, latent_dim=16)
     assert row_bytes(latent, torch.float32) == 2 * 24 * 4
-    cache = KVCache(
-        [latent],
-        [5],
-        num_layers=2,
-        num_slots=1,
-        max_tokens=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    cache = kv_cache([latent], [5], 1, 16)
     assert cache.caches[1] is not None
     assert cache.caches[1].shape == (20, 1, 24)

@@ -19,10 +19,12 @@ from graph_runs import (
     count_launches,
     graph_config,
     make_graph_engine,
+    no_waiting,
     run_requests,
     zoo_requests,
 )
 from recorded_graphs import CalledAgain
+from records import request
 from tiny_targets import run_config
 
 from hydraspec.config.schema import Device, Dtype, RunConfig, Weights
@@ -30,7 +32,7 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run import step_graphs
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.graphs import GraphBackend, modes
-from hydraspec.types import Request, SamplingParams
+from hydraspec.types import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -43,11 +45,11 @@ def long_requests(count: int, *, longest: int = 900, vocab: int = 200) -> list[R
     rng = random.Random(3)
     lengths = [min(longest, max(5, int(rng.lognormvariate(5.0, 1.0)))) for _ in range(count)]
     return [
-        Request(
-            index=index,
-            id=str(index),
+        request(
+            index,
             prompt_token_ids=[rng.randrange(5, vocab) for _ in range(length)],
-            sampling=SamplingParams(max_tokens=4 + (index * 7) % 24, ignore_eos=True),
+            max_tokens=4 + (index * 7) % 24,
+            ignore_eos=True,
         )
         for index, length in enumerate(lengths)
     ]
@@ -144,12 +146,8 @@ def test_large_graphs_never_wait_for_the_device() -> None:
     engine = make_graph_engine(config_of("gemma4_mtp", "full"), None)
     requests = long_requests(24)
     warm = run_requests(engine, requests, concurrency=None)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run = run_requests(engine, requests, concurrency=None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert run.outputs == warm.outputs, "two runs of the same requests differ"
 
 

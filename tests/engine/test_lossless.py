@@ -26,7 +26,7 @@ from scenarios import (
     seeded,
     uncached_continuation,
 )
-from tiny_targets import assistant_config, gemma4_config, write_folder
+from tiny_targets import assistant_config, gemma4_config, load, write_folder
 from torch import Tensor
 
 from hydraspec.engine import native as engine
@@ -34,7 +34,6 @@ from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run import runner
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Sequence
-from hydraspec.models import load_target
 from hydraspec.sampling import verifier
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.types import Batch, RequestState, SamplingParams, Verdict
@@ -50,14 +49,7 @@ def make_world(tmp_path: Path, flavour: str, dtype: torch.dtype, num_prompts: in
     # Untied: with a tied head a random target mostly repeats its last token, whatever it reads.
     config = gemma4_config(**FLAVOURS[flavour], tie_word_embeddings=False)
     folder = write_folder(tmp_path / flavour, config)
-    target = load_target(
-        str(folder),
-        weights="random",
-        dtype=dtype,
-        device=torch.device("cpu"),
-        seed=7,
-        max_model_len=None,
-    )
+    target = load(folder, dtype, weights="random", seed=7)
     world = World(folder=str(folder), target=target)
     rng = seeded(11)
     # Lengths around the window and around multiples of block sizes, and one-token prompts.

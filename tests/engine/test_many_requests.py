@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from graph_runs import PAIRS, graph_config, make_graph_engine
+from records import request
 
 from hydraspec.config.schema import Dtype
 from hydraspec.engine.cache.kv_budget import bytes_of
 from hydraspec.engine.native import NativeEngine
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.types import Completion, Request
 
 log = logging.getLogger(__name__)
 BLOCK, K, SHARE = 8, 3, 0.05
@@ -28,10 +29,10 @@ def requests(count: int, *, prompt: int, output: int) -> list[Request]:
     """With prompts of up to `prompt` random tokens and as many as `output` after them."""
     rng = random.Random(0)
     return [
-        Request(
-            index=index,
-            id=str(index),
-            sampling=SamplingParams(max_tokens=rng.randint(output // 4, output), ignore_eos=True),
+        request(
+            index,
+            max_tokens=rng.randint(output // 4, output),
+            ignore_eos=True,
             prompt_token_ids=[rng.randrange(3, 400) for _ in range(rng.randint(4, prompt))],
         )
         for index in range(count)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from graph_runs import (
     SHARING,
-    Run,
+    assert_same,
     attention_as_on_devices,
     cache_gib,
     graph_config,
@@ -25,7 +25,7 @@ from graph_runs import (
 )
 from recorded_graphs import CalledAgain, RecordedOps
 from scenarios import make_engine
-from tiny_targets import gemma4_config, run_config, write_folder
+from tiny_targets import gemma4_config, load, run_config, write_folder
 
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.engine.native import NativeEngine
@@ -33,7 +33,6 @@ from hydraspec.engine.run import device_runner, inputs
 from hydraspec.engine.run.runner import Runner
 from hydraspec.engine.schedule.sequence import Sequence
 from hydraspec.graphs import GraphBackend
-from hydraspec.models import load_target
 from hydraspec.models.decoder import Decoder
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.speculators.registry import build_speculator
@@ -54,7 +53,7 @@ MODES = {
 }
 # Of every family a target whose last layer writes KV, and what drafts for it.
 OTHERS = [
-    ("tiny_gemma4", "gemma4_mtp", "graphs in pieces"),
+    ("tiny_gemma4", "gemma4_mtp", "eager on a device"),
     ("tiny_gemma4_moe", "none", "cpu"),
     ("tiny_qwen3", "eagle3", "graphs"),
     ("tiny_mistral", "none", "cpu"),
@@ -183,11 +182,6 @@ def test_the_last_layer_writes_all_rows_and_runs_those_that_are_read(
     assert any(0 < read < rows for rows, read, _ in counts)
 
 
-def assert_same(run: Run, wanted: Run) -> None:
-    assert run.outputs == wanted.outputs
-    assert run.drafts == wanted.drafts
-
-
 @pytest.mark.parametrize("kind", ENGINES)
 def test_logits_are_those_of_all_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "cpu":
@@ -249,16 +243,7 @@ def test_drafters_that_read_every_row_get_every_row() -> None:
             f"zoo:{target_name}", method=method, drafter=drafter, weights=Weights.checkpoint
         )
         speculator = build_speculator(config)
-        speculator.load(
-            load_target(
-                config.target.checkpoint,
-                weights="checkpoint",
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                seed=0,
-                max_model_len=None,
-            )
-        )
+        speculator.load(load(config.target.checkpoint))
         found[target_name, method] = speculator.reads_all_hidden_states
     assert found == wanted
     assert not NoSpeculator(run_config("x")).reads_all_hidden_states
@@ -274,14 +259,7 @@ def test_a_drafter_that_reads_every_row_is_not_given_fewer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = config_of("none", "none", 40)
-    target = load_target(
-        config.target.checkpoint,
-        weights="checkpoint",
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=0,
-        max_model_len=None,
-    )
+    target = load(config.target.checkpoint, torch.float64)
     engine = make_engine(config, target, ReadsEverything(config))
     counts = count_rows(engine, monkeypatch)
     engine.next_token_logits(list(range(5, 60)))

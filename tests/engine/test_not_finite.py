@@ -13,6 +13,7 @@ import pytest
 import torch
 from graph_runs import graph_config, make_graph_engine
 from recorded_graphs import RecordedOps
+from records import request
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from hydraspec.cli import main as cli
 from hydraspec.config.schema import Device, DraftSampling, Dtype, Verification
 from hydraspec.engine.native import NativeEngine
 from hydraspec.models.gemma4.model import Gemma4Target
-from hydraspec.types import Completion, NotFiniteError, Request, SamplingParams, StepRecord
+from hydraspec.types import Completion, NotFiniteError, Request, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload
 
 ZOO = Path(cli.__file__).parents[1] / "zoo" / "checkpoints"
@@ -35,11 +36,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def requests(**sampling: Any) -> list[Request]:
     return [
-        Request(
-            index=i,
-            id=f"r{i}",
-            messages=messages,
-            sampling=SamplingParams(max_tokens=12, ignore_eos=True, seed=i, **sampling),
+        request(
+            i, id=f"r{i}", messages=messages, max_tokens=12, ignore_eos=True, seed=i, **sampling
         )
         for i, messages in enumerate(PROMPTS)
     ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
 from graph_runs import attention_as_on_devices, cache_gib
 from recorded_graphs import RecordedOps
-from side_by_side import run_alone
-from staged import assert_same_everywhere, assert_same_run, config_of, mixed_requests, run_over
+from side_by_side import assert_same_run, run_alone
+from staged import assert_same_everywhere, config_of, mixed_requests, run_over
 from step_ahead import Watch, outputs
 from thread_ranks import as_ranks
 from torch import Tensor
@@ -39,8 +40,16 @@ QUICK = (
 )
 
 
-def compare(layout: Layout, config: RunConfig, requests: list[Request]) -> Watch:
-    alone = run_alone(NativeEngine(copy.deepcopy(config)), requests)
+@cache
+def run_of_one(pair: Pair) -> Watch:
+    """What one process gives for the pair's usual configuration and requests."""
+    return run_alone(NativeEngine(config_of(pair)), mixed_requests(pair))
+
+
+def compare(
+    layout: Layout, config: RunConfig, requests: list[Request], alone: Watch | None = None
+) -> Watch:
+    alone = alone or run_alone(NativeEngine(copy.deepcopy(config)), requests)
     found = assert_same_everywhere(run_over(layout, config, requests))
     assert_same_run(found, alone)
     return found
@@ -52,7 +61,7 @@ def name(pair: Pair) -> str:
 
 @pytest.mark.parametrize("pair", QUICK, ids=name)
 def test_two_stages_decode_as_one_process(pair: Pair) -> None:
-    found = compare(PP2, config_of(pair), mixed_requests(pair))
+    found = compare(PP2, config_of(pair), mixed_requests(pair), run_of_one(pair))
     parts = [part for record in found.records for part in record.requests]
     if pair.method != "none":
         drafted = [part for part in parts if part.draft_token_ids]
@@ -79,7 +88,8 @@ def test_four_stages_decode_as_one_process(pair: Pair) -> None:
 
 
 def test_tensor_parallel_ranks_in_each_of_two_stages() -> None:
-    compare(TP2_PP2, config_of(E_WITH_ASSISTANT), mixed_requests(E_WITH_ASSISTANT))
+    pair = E_WITH_ASSISTANT
+    compare(TP2_PP2, config_of(pair), mixed_requests(pair), run_of_one(pair))
 
 
 @pytest.mark.slow
@@ -144,10 +154,16 @@ def test_every_stage_refuses_the_drafter_that_the_last_one_refuses() -> None:
     assert first == last
 
 
+@cache
+def run_in_large_steps() -> Watch:
+    """Two stages whose steps could hold every prompt."""
+    pair = QUICK[0]
+    return compare(PP2, config_of(pair, max_num_batched_tokens=256), mixed_requests(pair))
+
+
 def test_requests_are_spread_over_the_steps_in_flight() -> None:
     """Seven requests, of which four run: two in each of the two steps in flight."""
-    pair = QUICK[0]
-    found = compare(PP2, config_of(pair, max_num_batched_tokens=256), mixed_requests(pair))
+    found = run_in_large_steps()
     sizes = Counter(len(record.requests) for record in found.records)
     assert max(sizes) == 2
     assert sizes[2] > sizes[1]
@@ -162,16 +178,14 @@ def test_prompts_are_read_in_chunks_enough_for_all_stages(
     """Steps that could hold every prompt are cut, so that both stages work; the answers stay."""
     pair = QUICK[0]
     config = config_of(pair, max_num_batched_tokens=256)
-    requests = mixed_requests(pair)
 
-    def num_rows() -> list[int]:
-        found = compare(PP2, config, requests)
+    def num_rows(found: Watch) -> list[int]:
         chunks = [sum(p.num_rows for p in r.requests if p.is_prefill) for r in found.records]
         return [rows for rows in chunks if rows]
 
-    whole = num_rows()
+    whole = num_rows(run_in_large_steps())
     monkeypatch.setattr(prompt_rows, "LEAST_CHUNK", 8)
-    cut = num_rows()
+    cut = num_rows(compare(PP2, config, mixed_requests(pair)))
     assert sum(cut) == sum(whole)
     assert len(cut) >= 8 > len(whole)
     assert max(cut) < max(whole)
@@ -203,7 +217,8 @@ def test_steps_are_launched_before_the_results_that_they_follow(
         return found
 
     monkeypatch.setattr(NativeEngine, "_flight", flight)
-    found = compare(PP2, ahead(QUICK[2]), mixed_requests(QUICK[2]))
+    pair = QUICK[2]
+    found = compare(PP2, ahead(pair), mixed_requests(pair), run_of_one(pair))
     assert max(most) == 3, "one more than stages"
     assert max(len(record.requests) for record in found.records) == 2  # of 4 over two steps
 
@@ -230,13 +245,13 @@ def test_groups_with_other_block_sizes() -> None:
 def test_a_full_cache_preempts_alike_on_every_stage(make: Callable[[Pair], RunConfig]) -> None:
     pair = QUICK[1]
     requests = mixed_requests(pair)
-    ample = run_alone(NativeEngine(config_of(pair)), requests)
     config = make(pair)
     config.engine.kv_cache.memory_gib = cache_gib(config) * 0.2
     found = assert_same_everywhere(run_over(PP2, config, requests))
     assert sum(record.num_preempted for record in found.records) > 0
     greedy = [r.index for r in requests if r.sampling.temperature == 0.0]
-    assert {i: outputs(found)[i] for i in greedy} == {i: outputs(ample)[i] for i in greedy}
+    ample = outputs(run_of_one(pair))
+    assert {i: outputs(found)[i] for i in greedy} == {i: ample[i] for i in greedy}
 
 
 def test_a_baseline_and_logits_of_a_pipeline() -> None:
@@ -274,8 +289,7 @@ def test_a_closed_run_leaves_nothing_in_flight() -> None:
         assert not engine._in_flight
         return run_alone(engine, requests)
 
-    alone = run_alone(NativeEngine(config_of(pair)), requests)
-    assert_same_run(assert_same_everywhere(as_ranks(PP2, work)), alone)
+    assert_same_run(assert_same_everywhere(as_ranks(PP2, work)), run_of_one(pair))
 
 
 def test_a_stage_holds_the_cache_of_its_layers() -> None:

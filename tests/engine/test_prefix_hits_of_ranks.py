@@ -10,8 +10,8 @@ from fuzz_prefixes import draw_families
 from fuzz_stages import ZOO_PAIRS, Pair, stage
 from many_ranks import outputs as outputs_of
 from many_ranks import over_ranks
-from side_by_side import run_alone
-from staged import assert_same_everywhere, assert_same_run, config_of, run_over
+from side_by_side import assert_same_run, run_alone
+from staged import assert_same_everywhere, config_of, run_over
 from step_ahead import Watch
 
 from hydraspec.config.schema import Dtype, RunConfig

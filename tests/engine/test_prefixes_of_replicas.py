@@ -7,9 +7,11 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from records import request
+
 from hydraspec.parallel.engines.prefixes import NUM_TOKENS, by_prefix
 from hydraspec.parallel.engines.replicas import Share, SharedQueue
-from hydraspec.types import Request, SamplingParams
+from hydraspec.types import Request
 
 
 def requests_of(*prefixes: str, common: int = 0) -> list[Request]:
@@ -19,10 +21,7 @@ def requests_of(*prefixes: str, common: int = 0) -> list[Request]:
     for index, letter in enumerate(prefixes):
         seen[letter] += 1
         prompt = [7] * common + [ord(letter)] * NUM_TOKENS + [1000 + index]
-        id_ = f"{letter}{seen[letter]}"
-        found.append(
-            Request(index=index, id=id_, sampling=SamplingParams(), prompt_token_ids=prompt)
-        )
+        found.append(request(index, id=f"{letter}{seen[letter]}", prompt_token_ids=prompt))
     return found
 
 

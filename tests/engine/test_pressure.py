@@ -7,13 +7,12 @@ import random
 from collections import deque
 
 import pytest
-import torch
+from caches import kv_cache, kv_group
 from graph_runs import cache_gib, graph_config, make_graph_engine, run_requests, zoo_requests
 
-from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
-from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
+from hydraspec.types import Request, SamplingParams
 
 K, SLOTS, BUDGET, MAX_LEN = 3, 6, 32, 64
 
@@ -22,26 +21,9 @@ def make_scheduler(
     *, full: int, sliding: int, micro_batches: int = 1, lookahead: int = 0, block: int = 4
 ) -> Scheduler:
     """Groups with so many blocks of `block` and of 2 rows."""
-    specs = [
-        KVGroupSpec(
-            name=name,
-            layers=(layer,),
-            shape=GroupShape(
-                num_heads=1, num_kv_heads=1, head_dim=2, block_size=size, window=window
-            ),
-        )
-        for layer, (name, size, window) in enumerate([("full", block, None), ("sliding", 2, 7)])
-    ]
-    kv = KVCache(
-        specs,
-        [full + 1, sliding + 1],
-        num_layers=2,
-        num_slots=SLOTS,
-        max_tokens=MAX_LEN + K + lookahead + 1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        prefix_root=b"root",
-    )
+    specs = [kv_group("full", (0,), block), kv_group("sliding", (1,), 2, 7)]
+    max_tokens = MAX_LEN + K + lookahead + 1
+    kv = kv_cache(specs, [full + 1, sliding + 1], SLOTS, max_tokens, prefix_root=b"root")
     return Scheduler(
         kv,
         max_num_seqs=SLOTS,

@@ -7,13 +7,13 @@ from collections import deque
 
 import pytest
 import torch
+from caches import kv_cache, kv_group
 
-from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.prompt_rows import LEAST_CHUNK, LEAST_PROMPT_ROWS, PromptRows
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.graphs import mixed_row_sizes
-from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
+from hydraspec.types import Request, SamplingParams
 
 GRAPHS = tuple(mixed_row_sizes([1, 32], 1, 32, 8192, max_large_rows=2048))
 
@@ -90,18 +90,8 @@ def test_every_prompt_is_read_and_no_step_is_larger_than_a_graph() -> None:
 
 
 def scheduler_of(num_micro_batches: int, max_num_batched_tokens: int) -> Scheduler:
-    shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=1, block_size=64, window=None)
-    kv = KVCache(
-        [KVGroupSpec(name="full", layers=(0,), shape=shape)],
-        [1 + 64 * 260],
-        num_layers=1,
-        num_slots=64,
-        max_tokens=16640,
-        dtype=torch.float16,
-        device=torch.device("cpu"),
-    )
     return Scheduler(
-        kv,
+        kv_cache([kv_group("full", (0,), 64)], [1 + 64 * 260], 64, 16640, dtype=torch.float16),
         max_num_seqs=64,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=16600,

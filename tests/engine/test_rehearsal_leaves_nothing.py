@@ -14,6 +14,7 @@ import pytest
 from fuzz_stages import PAIRS, RANDOM_PAIRS, Pair, Stage, stage
 from graph_runs import attention_as_on_devices
 from recorded_graphs import RecordedOps
+from records import request
 from rehearsed import Snapshot, rehearse_on_cpu, rehearse_where_it_decodes
 from side_by_side import assert_same_run, has_graphs, run_alone
 from tiny_targets import run_config
@@ -23,7 +24,7 @@ from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run import loading
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.speculators.none import NoSpeculator
-from hydraspec.types import Request, SamplingParams
+from hydraspec.types import Request
 
 QUICK = {"random sharing", "random experts", "random peagle on gemma4"}
 QUICK |= {"random mimo", "random deepseek"}
@@ -69,13 +70,13 @@ def requests_for(found: Stage, count: int = 3) -> list[Request]:
     """Greedy, and one that is sampled."""
     prompts = [prompt for prompt in found.prompts if 1 < len(prompt) < 60]
     return [
-        Request(
-            index=index,
-            id=str(index),
+        request(
+            index,
             prompt_token_ids=list(prompts[index]),
-            sampling=SamplingParams(
-                max_tokens=6 + index, ignore_eos=True, seed=index, temperature=0.9 * (index == 1)
-            ),
+            max_tokens=6 + index,
+            ignore_eos=True,
+            seed=index,
+            temperature=0.9 * (index == 1),
         )
         for index in range(count)
     ]

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from caches import kv_cache, kv_group
 
-from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
-from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
+from hydraspec.types import Request, SamplingParams
 
 
 def make_scheduler(
     *, num_blocks: int = 65, max_num_seqs: int = 4, budget: int = 16, max_len: int = 64, k: int = 3
 ) -> Scheduler:
-    shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=2, block_size=4, window=None)
-    spec = KVGroupSpec(name="full", layers=(0,), shape=shape)
-    kv = KVCache(
-        [spec],
-        [num_blocks],
-        num_layers=1,
-        num_slots=max_num_seqs,
-        max_tokens=max_len + k + 1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
     return Scheduler(
-        kv,
+        kv_cache([kv_group("full", (0,), 4)], [num_blocks], max_num_seqs, max_len + k + 1),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_len,
@@ -100,20 +88,9 @@ def test_prompts_that_cannot_be_served_fail_alone() -> None:
 
 def test_lookahead_counts_when_a_window_has_to_fit() -> None:
     """Otherwise a request would wait for ever for a cache that can never take its first row."""
-    shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=2, block_size=4, window=4)
-    spec = KVGroupSpec(name="sliding", layers=(0,), shape=shape)
     for num_blocks, fits in ((3, False), (5, True)):
-        kv = KVCache(
-            [spec],
-            [num_blocks],
-            num_layers=1,
-            num_slots=1,
-            max_tokens=80,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
         scheduler = Scheduler(
-            kv,
+            kv_cache([kv_group("sliding", (0,), 4, 4)], [num_blocks], 1, 80),
             max_num_seqs=1,
             max_num_batched_tokens=32,
             max_model_len=64,

@@ -12,10 +12,11 @@ from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
 from prefix_model import Model
 from prefix_prompts import DRAFT, FULL, PROMPT, SLIDING, served, starts
 from prefix_setting import Setting
+from records import request
 
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.schedule.sequence import Scheduled
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.types import Completion, Request
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
@@ -125,13 +126,13 @@ def requests_of(pair: Pair, kind: str, *, temperature: float = 0.0) -> list[Requ
     texts = [text[:length], text[-length:]] if kind == "two" else [text[:length]]
     prompts = [[*texts[i % len(texts)], 9, *text[i : 3 * i], 8 + i] for i in range(5)]
     return [
-        Request(
-            index=i,
-            id=str(i),
+        request(
+            i,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                max_tokens=6 + i, ignore_eos=True, temperature=temperature, seed=40 + i
-            ),
+            max_tokens=6 + i,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=40 + i,
         )
         for i, prompt in enumerate(prompts)
     ]

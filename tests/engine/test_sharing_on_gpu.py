@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 from graph_runs import PAIRS, graph_config, zoo_requests
+from records import request
 
 from hydraspec import factory
 from hydraspec.config.schema import Device, Dtype
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.types import Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -35,12 +36,7 @@ def answers(method: str, mode: str, *, caches: bool) -> list[Completion]:
     words = [token for text in texts for token in text.prompt_token_ids or ()]
     prompts = [words[:COMMON] + words[200 + 9 * i : 203 + 14 * i] for i in range(NUM_REQUESTS)]
     requests = [
-        Request(
-            index=i,
-            id=str(i),
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=24, ignore_eos=True),
-        )
+        request(i, prompt_token_ids=prompt, max_tokens=24, ignore_eos=True)
         for i, prompt in enumerate(prompts)
     ]
     found = [e for e in engine.run(requests, concurrency=None) if isinstance(e, Completion)]

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+import records
+from caches import kv_cache, kv_group
 from fake_engine import make_info
 from scenarios import draw_scenario, seeded
 from step_ahead import both_ways, make_world, outputs, stable_oracle
 
-from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.schedule.prompt_rows import PromptRows, cut_span
@@ -23,11 +23,8 @@ from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.parallel.engines.prefixes import by_prefix
 from hydraspec.types import (
-    GroupShape,
-    KVGroupSpec,
     Prompt,
     Request,
-    SamplingParams,
     Span,
     StepPlan,
     WorkloadError,
@@ -39,10 +36,8 @@ IMAGE = Span(kind="image", start=20, length=20, digest="aa", may_be_cut=False)
 
 
 def request_of(ids: list[int], *spans: Span, index: int = 0, max_tokens: int = 3) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(
-        index=index, id=f"r{index}", sampling=sampling, prompt_token_ids=ids, spans=spans
-    )
+    fields = {"id": f"r{index}", "prompt_token_ids": ids, "spans": spans}
+    return records.request(index, max_tokens=max_tokens, ignore_eos=True, **fields)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +138,10 @@ class Host:
         self.flights = deque[list[Scheduled]]()
         self.most_in_flight = 0  # steps
         self.rng = random.Random(budget)
-        specs = []
-        for i, size in enumerate((None,) if window is None else (None, window)):
-            shape = GroupShape(num_heads=1, num_kv_heads=1, head_dim=1, block_size=8, window=size)
-            specs.append(KVGroupSpec(name=str(i), layers=(i,), shape=shape))
-        kv = KVCache(
-            specs,
-            [num_blocks] * len(specs),
-            num_layers=len(specs),
-            num_slots=4,
-            max_tokens=320,
-            dtype=torch.float16,
-            device=torch.device("cpu"),
-            prefix_root=b"root",
-        )
+        windows = (None,) if window is None else (None, window)
+        specs = [kv_group(str(i), (i,), 8, size) for i, size in enumerate(windows)]
         self.scheduler = Scheduler(
-            kv,
+            kv_cache(specs, [num_blocks] * len(specs), 4, 320, prefix_root=b"root"),
             max_num_seqs=4,
             max_num_batched_tokens=budget,
             max_model_len=300,

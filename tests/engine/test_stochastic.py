@@ -19,11 +19,10 @@ import pytest
 import torch
 from scenarios import make_engine
 from scipy.stats import chi2
-from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
+from tiny_targets import assistant_config, gemma4_config, load, run_config, write_folder
 
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
 from hydraspec.engine.run import state
-from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.gemma4 import Gemma4Speculator
 from hydraspec.speculators.none import NoSpeculator
@@ -51,14 +50,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     tmp_path = tmp_path_factory.mktemp("stochastic")
     folder = write_folder(tmp_path / "target", config)
     drafter = write_folder(tmp_path / "assistant", assistant_config(config))
-    target = load_target(
-        str(folder),
-        weights="random",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=7,
-        max_model_len=None,
-    )
+    target = load(folder, weights="random", seed=7)
     return World(target, folder, drafter, exact_distribution(target, folder))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 from fuzz_cases import Case, Choices
 from fuzz_ranks import Happened, check_case_on_ranks, run_case_on_ranks
 from fuzz_stages import PAIRS, ZOO_PAIRS, Pair, stage
@@ -23,7 +24,6 @@ from hydraspec.models import draft_place
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.parallel.layout import Layout
 from hydraspec.parallel.ranks import Ranks
-from hydraspec.types import Request, SamplingParams
 
 SAMPLED = {"temperature": 1.1, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
 MIXED_TYPES = (Dtype.float64, Dtype.float64, Dtype.float32)
@@ -130,11 +130,8 @@ def test_a_vocabulary_that_ranks_do_not_divide(tmp_path: Path) -> None:
     )
     prompts = [[64, 3, 64, 9], [5], [*range(2, 40)], [33, 32, 31]]
     requests = [
-        Request(
-            index=i,
-            id=str(i),
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9 * (i % 2)),
+        records.request(
+            i, prompt_token_ids=prompt, max_tokens=8, ignore_eos=True, temperature=0.9 * (i % 2)
         )
         for i, prompt in enumerate(prompts)
     ]

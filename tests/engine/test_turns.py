@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import records
 from fake_engine import make_info
 from many_ranks import over_ranks
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
@@ -25,7 +26,6 @@ from hydraspec.types import (
     Completion,
     Prompt,
     Request,
-    SamplingParams,
     Span,
     StepRecord,
     WorkloadError,
@@ -52,15 +52,16 @@ def conversations(*lengths: int, max_tokens: int = 5, **sampling: Any) -> list[R
         for turn in range(1, length + 1):
             index = len(requests)
             requests.append(
-                Request(
-                    index=index,
-                    id=f"c{number}/{turn}",
-                    sampling=SamplingParams(
-                        max_tokens=max_tokens + index % 3, seed=index, ignore_eos=True, **sampling
-                    ),
+                records.request(
+                    index,
                     prompt_token_ids=[rng.randrange(6, 60) for _ in range(NEW_TOKENS)],
+                    id=f"c{number}/{turn}",
                     after=index - 1 if turn > 1 else None,
                     turn=turn,
+                    max_tokens=max_tokens + index % 3,
+                    seed=index,
+                    ignore_eos=True,
+                    **sampling,
                 )
             )
     return requests
@@ -296,14 +297,7 @@ def test_turns_of_text_are_what_the_template_writes_after_the_answer(tokenizer: 
     gives the same tokens again; the stop token that the template writes too is there once."""
     texts, answers = ["Sort these words: b a", "And d c", "Now e"], ["a b", "c d", "e"]
     requests = [
-        Request(
-            index=i,
-            id=f"c/{i + 1}",
-            sampling=SamplingParams(),
-            messages=chat(text),
-            after=i - 1 if i else None,
-            turn=i + 1,
-        )
+        records.request(i, messages=chat(text), after=i - 1 if i else None, turn=i + 1)
         for i, text in enumerate(texts)
     ]
     tokenize(requests, tokenizer, make_info(vocab_size=768), "zoo:tiny_gemma4")

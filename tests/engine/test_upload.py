@@ -8,16 +8,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from caches import kv_cache, kv_group
 
-from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run.results import RESULT_RING, ResultRing
 from hydraspec.engine.run.upload import MAX_CHANGES, PlanUpload, UploadShape, _Stage
 from hydraspec.engine.schedule.plans import split_plan
 from hydraspec.graphs import Descriptor
 from hydraspec.types import (
     BlockTable,
-    GroupShape,
-    KVGroupSpec,
     RowSegment,
     SamplingFlags,
     StepPlan,
@@ -169,23 +167,8 @@ def test_tables_on_the_device_follow_the_cache() -> None:
     """Requests grow, slide, end and take over slots and places in the batch, in any order: what
     the device has after a plan is what the cache said when the plan was made."""
     rng = np.random.default_rng(0)
-    specs = [
-        KVGroupSpec(
-            name=name,
-            layers=(g,),
-            shape=GroupShape(num_heads=1, num_kv_heads=1, head_dim=1, block_size=2, window=window),
-        )
-        for g, (name, window) in enumerate((("full", None), ("sliding", 5)))
-    ]
-    kv = KVCache(
-        specs,
-        (200, 200),
-        num_layers=2,
-        num_slots=4,
-        max_tokens=40,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    specs = [kv_group("full", (0,), 2), kv_group("sliding", (1,), 2, 5)]
+    kv = kv_cache(specs, (200, 200), 4, 40)
     upload = PlanUpload(
         UploadShape(
             max_num_seqs=4, max_num_rows=8, num_speculative_tokens=0, table_widths=kv.table_widths

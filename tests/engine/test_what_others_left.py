@@ -13,10 +13,11 @@ from graph_runs import (
     run_requests,
 )
 from recorded_graphs import CalledAgain
+from records import request
 
 from hydraspec.config.schema import DraftSampling
 from hydraspec.engine.native import NativeEngine
-from hydraspec.types import Request, SamplingParams, StepRecord
+from hydraspec.types import Request, StepRecord
 
 DRAFTERS = [name for name in PAIRS if name != "none"]
 BLOCK = 4
@@ -24,12 +25,8 @@ BLOCK = 4
 
 def request_of(index: int, length: int, **sampling: object) -> Request:
     draw = torch.Generator().manual_seed(index)
-    return Request(
-        index=index,
-        id=str(index),
-        prompt_token_ids=torch.randint(6, 200, (length,), generator=draw).tolist(),
-        sampling=SamplingParams(seed=index, ignore_eos=True, **sampling),  # type: ignore[arg-type]
-    )
+    prompt = torch.randint(6, 200, (length,), generator=draw).tolist()
+    return request(index, prompt_token_ids=prompt, seed=index, ignore_eos=True, **sampling)
 
 
 def spoil(engine: NativeEngine) -> None:

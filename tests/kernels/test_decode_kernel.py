@@ -6,11 +6,15 @@ In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the siz
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from attention_layers import Case, Inputs, assert_half_close, build, poisoned_memory
+from attention_layers import CASES as ATTENTION_CASES
+from attention_layers import DECODES, Case, Inputs, assert_half_close, build, poisoned_memory
+from attention_layers import MODELS as ATTENTION_MODELS
+from grids import in_turn, slow_unless
 from hydraspec_kernels.attention import GroupShape, attend_projection, counters, tiling
 from hydraspec_kernels.attention import decode_kernel as kernel
 from hydraspec_kernels.attention.plan import DevicePlan
@@ -55,33 +59,11 @@ def check(inputs: Inputs) -> None:
 
 
 CASES = {
-    "decode, one request": Case((1,), (9,)),
-    "decode, first token of a request": Case((1, 1), (1, 17)),
-    "decode on a block border": Case((1, 1, 1), (4, 8, 5)),
-    "decode, every split has keys": Case((1,), (300,)),
+    **{name: Case(**vars(requests)) for name, requests in ATTENTION_CASES.items()},
     "decode, new key alone in the last split": Case((1,), (65,)),
-    "verify rows": Case((4, 4), (12, 70)),
     "verify rows over a border of splits": Case((4,), (34,)),
-    "rows differ": Case((1, 9, 2, 5), (40, 9, 70, 33)),
-    "queries of a request fill several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1),
     "several tiles, the new rows alone": Case((16,), (16,), heads=8, kv_heads=1),
-    "window larger than the sequence": Case((1, 1), (3, 5), window=16),
-    "window as long as the sequence": Case((2,), (8,), window=8),
-    "window shorter, decode": Case((1, 1), (70, 9), window=37),
-    "window shorter, verify rows over a block border": Case((4, 4), (66, 6), window=21),
-    "window shorter than the rows": Case((9,), (12,), window=3),
     "window shorter than the rows, several tiles": Case((16,), (40,), window=3, heads=8),
-    "window of one": Case((3,), (10,), window=1),
-    "one KV head": Case((1, 1, 3), (6, 11, 9), kv_heads=1),
-    "a KV head per query head": Case((3, 3), (6, 11), kv_heads=4),
-    "group of three": Case((2, 7), (8, 51), heads=6, kv_heads=2),
-    "blocks of one": Case((2, 2), (6, 11), block_size=1),
-    "blocks larger than a tile": Case((2, 2), (70, 11), block_size=64),
-    "head size that is no power of two": Case((2, 2), (6, 11), head_dim=24),
-    "scaled scores, part of wider rows": Case((1, 3), (6, 40), scale=3.0, strided=True),
-    "padding requests": Case((2, 2, 2), (7, 0, 0)),
-    "rows after the last request": Case((3, 2), (7, 20), tail=13),
-    "rows after the last and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
     "shared cache": Case((2, 3), (40, 9), writes=False),
     "shared cache, a row each": Case((1, 1), (40, 1), writes=False, starts=False),
     "values are keys": Case((2, 3), (40, 9), k_eq_v=True),
@@ -91,18 +73,20 @@ CASES = {
 }
 
 
-@pytest.fixture(
-    params=[
-        "few splits",
-        "many, second kernel",
-        "none, transposed",
-        pytest.param("many", marks=pytest.mark.slow),
-        pytest.param("none", marks=pytest.mark.slow),
-    ]
+WAYS = ("few splits", "many, second kernel", "none, transposed")
+# In all of these ways; the interpreter takes half a second for each, and a device runs every case.
+SPLIT = (
+    "verify rows over a border of splits",
+    "rows differ",
+    "window shorter than the rows, several tiles",
+    "rows after the last and padding requests",
 )
+
+
+@pytest.fixture
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     how = request.param
-    full = 8 if how == "few splits" else 64 if how.startswith("many") else 1
+    full = 8 if how == "few splits" else 32 if how.startswith("many") else 1
     monkeypatch.setattr(tiling, "FULL_DEVICE", full)
     monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
     monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: 1e3 if how == "none, transposed" else 1e-3})
@@ -120,7 +104,11 @@ def test_a_long_sequence_takes_more_splits_than_16() -> None:
     check(inputs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    in_turn(CASES, WAYS, SPLIT) + slow_unless(lambda *_: False, product(CASES, ("many", "none"))),
+    indirect=["programs"],
+)
 @pytest.mark.usefixtures("programs")
 def test_cache_and_result_equal_those_of_the_two_kernels(name: str) -> None:
     check(build(CASES[name]))
@@ -227,19 +215,17 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
 
 # ------------------------------------------------------------------------------------- compiled
 
+CHANGED: dict[str, dict[str, Any]] = {
+    "64 wide": {"head_norms": False},
+    "128 wide": {"value_norm": False},
+    "31B full": {"k_eq_v": True},
+}
 MODELS = {
-    "64 wide": Case((), (), heads=8, kv_heads=8, head_dim=64, scale=0.125, head_norms=False),
-    "80 wide": Case((), (), heads=12, kv_heads=4, head_dim=80, scale=0.1),
-    "128 wide": Case((), (), heads=32, kv_heads=8, head_dim=128, scale=0.1, value_norm=False),
-    "E4B sliding": Case((), (), heads=8, kv_heads=2, head_dim=256, window=512),
-    "E4B full": Case((), (), heads=8, kv_heads=2, head_dim=512),
-    "E4B shared": Case((), (), heads=8, kv_heads=2, head_dim=256, window=512, writes=False),
-    "31B sliding": Case((), (), heads=32, kv_heads=16, head_dim=256, window=1024),
-    "31B full": Case((), (), heads=32, kv_heads=4, head_dim=512, k_eq_v=True),
+    **{n: Case((), (), **CHANGED.get(n, {}), **sizes) for n, sizes in ATTENTION_MODELS.items()},
+    "E4B shared": Case((), (), **ATTENTION_MODELS["E4B sliding"], writes=False),
 }
 ROWS = {
-    "decode": ((1, 1, 1, 1, 1), (640, 1, 17, 5000, 1500)),
-    "verify": ((4,) * 33, tuple(37 * b + 4 for b in range(33))),
+    **DECODES,
     "rows differ": ((8, 1, 8, 3), (1030, 1, 8, 0)),
 }
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
+from attention_layers import CASES as ATTENTION_CASES
+from attention_layers import DECODES, Queries, Requests, assert_half_close, poisoned_memory, queries
+from attention_layers import MODELS as ATTENTION_MODELS
+from grids import in_turn
 from hydraspec_kernels.attention import (
     GroupShape,
     TiledPlan,
@@ -73,46 +76,28 @@ def check(inputs: Inputs) -> None:
 
 
 CASES = {
-    "decode, one request": Case((1,), (9,)),
-    "decode, first token of a request": Case((1, 1), (1, 17)),
-    "decode on a block border": Case((1, 1, 1), (4, 8, 5)),
-    "decode, every split has keys": Case((1,), (150,)),
-    "verify rows": Case((4, 4), (12, 70)),
+    **{name: Case(**vars(requests)) for name, requests in ATTENTION_CASES.items()},
     "prefill of everything": Case((7,), (7,)),
-    "rows differ": Case((1, 9, 2, 5), (40, 9, 70, 33)),
-    "queries of a request fill several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1),
-    "window larger than the sequence": Case((1, 1), (3, 5), window=16),
-    "window as long as the sequence": Case((2,), (8,), window=8),
-    "window shorter, decode": Case((1, 1), (70, 9), window=37),
-    "window shorter, verify rows over a block border": Case((4, 4), (66, 6), window=21),
-    "window shorter than the rows": Case((9,), (12,), window=3),
-    "window of one": Case((3,), (10,), window=1),
-    "one KV head": Case((1, 1, 3), (6, 11, 9), kv_heads=1),
-    "a KV head per query head": Case((3, 3), (6, 11), kv_heads=4),
     "group of eight": Case((2, 3), (6, 51), heads=8, kv_heads=1),
-    "group of three": Case((2, 7), (6, 51), heads=6, kv_heads=2),
-    "blocks of one": Case((2, 2), (6, 11), block_size=1),
-    "blocks larger than a tile": Case((2, 2), (70, 11), block_size=64),
-    "head size that is no power of two": Case((2, 2), (6, 11), head_dim=24),
-    "scaled scores, part of wider rows": Case((1, 3), (6, 40), scale=3.0, strided=True),
-    "padding requests": Case((2, 2, 2), (7, 0, 0)),
-    "rows after the last request": Case((3, 2), (7, 20), tail=13),
-    "rows after the last and padding requests": Case((3, 1, 1), (7, 0, 0), tail=2),
     "latent": Case((1, 3), (5, 40), heads=3, kv_heads=1, head_dim=10, latent_dim=6, scale=0.7),
     "latent, several tiles": Case((7,), (40,), heads=5, kv_heads=1, head_dim=20, latent_dim=16),
 }
 
 
-@pytest.fixture(params=["split", "looked up"])
+REGIMES = ("split", "looked up")
+BOTH = ("verify rows", "rows differ", "window shorter than the rows", "rows after the last request")
+
+
+@pytest.fixture(params=REGIMES)
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to find a request for every case; few splits, because the interpreter is slow."""
+    """Both ways to find a request; few splits, because the interpreter is slow."""
     if request.param == "looked up":
         monkeypatch.setattr(tiling, "MOST_SPLIT_ROWS", 0)
     monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
     return request.param
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "regime"), in_turn(CASES, REGIMES, BOTH), indirect=["regime"])
 def test_matches_the_definition(name: str, regime: str) -> None:
     check(build(CASES[name]))
 
@@ -252,20 +237,13 @@ def test_a_request_does_not_see_its_neighbours(regime: str) -> None:
 # ------------------------------------------------------------------------------------- compiled
 
 MODELS = {
-    "64 wide": Case((), (), heads=8, kv_heads=8, head_dim=64, scale=0.125),
-    "80 wide": Case((), (), heads=12, kv_heads=4, head_dim=80, scale=0.1),
+    **{name: Case((), (), **sizes) for name, sizes in ATTENTION_MODELS.items()},
     "96 wide": Case((), (), heads=8, kv_heads=2, head_dim=96, scale=0.1),
-    "128 wide": Case((), (), heads=32, kv_heads=8, head_dim=128, scale=0.1),
     "192 wide": Case((), (), heads=4, kv_heads=2, head_dim=192, scale=0.1),
-    "E4B sliding": Case((), (), heads=8, kv_heads=2, head_dim=256, window=512),
-    "E4B full": Case((), (), heads=8, kv_heads=2, head_dim=512),
-    "31B sliding": Case((), (), heads=32, kv_heads=16, head_dim=256, window=1024),
-    "31B full": Case((), (), heads=32, kv_heads=4, head_dim=512),
     "latent": Case((), (), heads=128, kv_heads=1, head_dim=576, latent_dim=512, scale=0.05),
 }
 ROWS = {
-    "decode": ((1, 1, 1, 1, 1), (640, 1, 17, 5000, 1500)),
-    "verify": ((4,) * 33, tuple(37 * b + 4 for b in range(33))),
+    **DECODES,
     "eight rows": ((8, 8, 8), (1030, 8, 0)),
     "mixed": ((1, 4, 300, 17, 129), (700, 5, 300, 2000, 1300)),
 }

@@ -24,10 +24,12 @@ from eagle_folders import (
 )
 from eagle_oracle import PlainEagle
 from eagle_rows import PagedRows, load, target_step
+from grids import slow_unless
 
 from hydraspec.models.eagle.head import EagleHead
 
 NUM_CONFIGS = 24
+SEEDS = slow_unless(lambda seed: seed < NUM_CONFIGS // 2, ((seed,) for seed in range(NUM_CONFIGS)))
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64 both, sums in another order
 
 
@@ -69,7 +71,7 @@ def inference():
         yield
 
 
-@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_eagle3_chain(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng([31, seed])
     target = FakeTarget(rng, hidden_size=16, vocab_size=40)
@@ -84,7 +86,7 @@ def test_eagle3_chain(tmp_path: Path, seed: int) -> None:
     check_chain(rng, plain, head, target)
 
 
-@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("is_mistral", [True, False], ids=["mistral", "llama"])
 def test_eagle1_chain(tmp_path: Path, seed: int, is_mistral: bool) -> None:
     rng = np.random.default_rng([32, seed, is_mistral])
@@ -104,7 +106,7 @@ def test_eagle1_chain(tmp_path: Path, seed: int, is_mistral: bool) -> None:
     check_chain(rng, plain, head, target)
 
 
-@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_peagle_masks(tmp_path: Path, seed: int) -> None:
     """The newest row and K - 1 mask rows behind a cached prefix, in one pass."""
     rng = np.random.default_rng([33, seed])

@@ -197,8 +197,11 @@ def plan_of(batch: Pass, samples: list[bool], num_drafts: list[int]) -> StepPlan
     )
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["cpu functions", "references"])
-@pytest.mark.parametrize("reads_after", [False, True], ids=["aux before", "aux after"])
+@pytest.mark.parametrize(
+    ("side", "reads_after"),
+    [(0, False), (1, True)],
+    ids=["cpu functions, aux before", "references, aux after"],
+)
 @pytest.mark.parametrize("name", [name for name in TARGETS if not name.endswith(("1", "2"))])
 def test_rows_whose_states_are_not_needed_are_left_out(
     name: str, reads_after: bool, side: int, tmp_path: Path

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from deepseek_oracle import deepseek_config, make_deepseek
 from gemma4_oracle import HeadAsTarget, PagedRun, load
+from grids import slow_unless
 from mtp_folders import KINDS, qwen_config, random_config, write_mtp
 from mtp_oracle import PlainMTP
 from safetensors.torch import load_file, save_file
@@ -24,7 +26,7 @@ from hydraspec.models.mtp.loading import load_mtp
 # Share of the logit range. All is float64; the rotary frequencies are float32 on both sides, summed
 # in another order where YaRN blends them.
 TOLERANCE = 1e-4
-NUM_SHAPES = 24
+NUM_SHAPES, NUM_QUICK = 24, 12
 
 
 @dataclasses.dataclass
@@ -106,8 +108,10 @@ def worst(setting: Setting, seed: int) -> float:
     return apart
 
 
-@pytest.mark.parametrize("seed", range(NUM_SHAPES))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    slow_unless(lambda _, seed: seed < NUM_QUICK, product(KINDS, range(NUM_SHAPES))),
+)
 def test_chains_of_random_shapes(kind: str, seed: int, tmp_path: Path) -> None:
     """One to three layers taking turns, K from one to six, several requests in one batch."""
     draw = random.Random(seed)

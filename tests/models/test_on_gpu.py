@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from gemma4_oracle import HeadAsTarget, PagedRun, Pass
+from graph_runs import no_waiting
+from tiny_targets import load as load_checkpoint
 from torch import Tensor
 
-from hydraspec.models import load_target
 from hydraspec.models.eagle.loading import load_eagle
 from hydraspec.models.gemma4.assistant import load_assistant
 from hydraspec.models.mtp.loading import load_mtp
@@ -58,14 +58,7 @@ def eagle(name: str, method: str, target: Any) -> Any:
 
 
 def load(name: str, dtype: torch.dtype, device: str) -> Any:
-    return load_target(
-        f"zoo:{name}",
-        weights="checkpoint",
-        dtype=dtype,
-        device=torch.device(device),
-        seed=0,
-        max_model_len=None,
-    )
+    return load_checkpoint(f"zoo:{name}", dtype, device=torch.device(device))
 
 
 class Run(PagedRun):
@@ -84,17 +77,6 @@ class Run(PagedRun):
 
         made = super().batch(tokens)
         return Pass(**{f.name: moved(getattr(made, f.name)) for f in dataclasses.fields(made)})
-
-
-@contextmanager
-def asking_is_an_error() -> Iterator[None]:
-    """Within a pass nothing may wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -127,7 +109,7 @@ def test_targets(name: str, dtype: torch.dtype, tolerance: float) -> None:
         found = []
         for run in runs:
             batch = run.batch(chunk)
-            with asking_is_an_error():
+            with no_waiting():
                 hidden, aux = run.target.forward(batch, run.caches, ids)
                 found.append([hidden, *aux, run.target.compute_logits(hidden)])
         for expected, ours in zip(*found, strict=True):
@@ -196,7 +178,7 @@ def test_draft_heads(name: str) -> None:
         for step, chunk in enumerate(CHUNKS[1:]):
             batch = run.batch(chunk)
             hidden = torch.randn(batch.input_ids.shape[0], width, generator=draw).to(device)
-            with asking_is_an_error():
+            with no_waiting():
                 states, feedback = head.forward(batch, hidden, caches, step=step)
                 outs += [states, feedback, head.compute_logits(states)]
         found.append(outs)
@@ -219,7 +201,7 @@ def test_assistants(name: str) -> None:
         hidden = hidden[batch.query_start_loc[1:] - 1]
         lens, tables = batch.seq_lens, batch.block_tables
         outs, tokens = [], torch.tensor([11, 22, 33], device=device)
-        with asking_is_an_error():
+        with no_waiting():
             context = assistant.begin(lens - 1, lens, tables, 40, run.caches)
             for _ in range(3):
                 d, hidden = assistant.step(context, tokens, hidden)
@@ -235,14 +217,8 @@ def test_random_weights_of_a_public_shape_take_seconds() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()  # starts CUDA, whose time is not ours
     start = time.perf_counter()
-    target = load_target(
-        "shape:gemma4_e4b",
-        weights="random",
-        dtype=torch.bfloat16,
-        device=torch.device(DEVICE),
-        seed=0,
-        max_model_len=None,
-    )
+    device = torch.device(DEVICE)
+    target = load_checkpoint("shape:gemma4_e4b", torch.bfloat16, weights="random", device=device)
     torch.cuda.synchronize()
     assert time.perf_counter() - start < 5.0
     peak = torch.cuda.max_memory_allocated() - before

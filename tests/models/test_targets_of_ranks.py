@@ -154,15 +154,21 @@ def kv_heads_of(rank: int, size: int, cache: Tensor, ours: Tensor) -> Tensor:
     return cache[..., first : first + ours.shape[-2], :]
 
 
-def assert_ranks_compute_the_same(folder: Path, weights: str, size: int, whole: Any) -> None:
-    """States, logits and KV; every rank has the same bits of what is whole on all of them."""
+def ranks_with_parts(folder: Path, weights: str, size: int, whole: Any) -> list[Any]:
+    """The ranks' targets, whose weights are parts of one process's."""
     targets = as_ranks(Layout(tensor=size), lambda ranks: load(folder, weights, ranks.group))
-    wanted, caches = run(whole)
     for name, tensor in whole.tensors().items():
         for target in targets:
             weight = target.tensors()[name]
             mine = weight.read(tensor.__getitem__) if isinstance(weight, Part) else tensor
             assert mine.equal(held(weight)), name
+    return targets
+
+
+def assert_ranks_compute_the_same(folder: Path, size: int, whole: Any) -> None:
+    """States, logits and KV; every rank has the same bits of what is whole on all of them."""
+    targets = ranks_with_parts(folder, "checkpoint", size, whole)
+    wanted, caches = run(whole)
     results = as_ranks(Layout(tensor=size), lambda ranks: run(targets[ranks.rank]))
     for rank, (found, own) in enumerate(results):
         for ours, theirs, first in zip(found, wanted, results[0][0], strict=True):
@@ -200,7 +206,7 @@ def test_ranks_compute_what_one_process_computes(name: str, size: int, tmp_path:
     mixed, norms before the sum over ranks, rows of tables off by a rank.
     """
     whole = stirred(tmp_path, CASES[name].config)
-    assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
+    assert_ranks_compute_the_same(tmp_path, size, whole)
 
 
 STAGED = {
@@ -251,7 +257,7 @@ def test_ranks_compute_random_shapes(family: str, seed: int, tmp_path: Path) -> 
     whole = stirred(tmp_path, RANDOM[family](seed), packed=bool(seed % 2))
     for size in (2, 3, 4):
         if whole.config.divided.obstacle(size) is None:
-            assert_ranks_compute_the_same(tmp_path, "checkpoint", size, whole)
+            assert_ranks_compute_the_same(tmp_path, size, whole)
 
 
 @pytest.mark.parametrize("name", ["deepseek", "gemma4 moe"])
@@ -259,13 +265,13 @@ def test_experts_may_be_stored_one_by_one(name: str, tmp_path: Path) -> None:
     """Each rank reads its columns of every expert's matrices."""
     whole = stirred(tmp_path, CASES[name].config, packed=False)
     assert any(".experts.0.gate_proj" in name for name in open_checkpoint(str(tmp_path)).entries())
-    assert_ranks_compute_the_same(tmp_path, "checkpoint", 2, whole)
+    assert_ranks_compute_the_same(tmp_path, 2, whole)
 
 
 @pytest.mark.parametrize(("name", "size"), EACH)
 def test_random_weights_are_those_of_one_process(name: str, size: int, tmp_path: Path) -> None:
     write_folder(tmp_path, CASES[name].config)
-    assert_ranks_compute_the_same(tmp_path, "random", size, load(tmp_path, "random"))
+    ranks_with_parts(tmp_path, "random", size, load(tmp_path, "random"))
 
 
 def test_ranks_read_mistrals_own_format(tmp_path: Path) -> None:
@@ -284,7 +290,7 @@ def test_ranks_read_mistrals_own_format(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     save_file(tensors, tmp_path / "own" / "consolidated.safetensors")
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
-    assert_ranks_compute_the_same(tmp_path / "own", "checkpoint", 2, whole)
+    assert_ranks_compute_the_same(tmp_path / "own", 2, whole)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+from records import request
+
 from hydraspec.parallel.engines.wire import from_event, from_requests, to_event, to_requests
-from hydraspec.types import Completion, Request, SamplingParams, Span
+from hydraspec.types import Completion, Span
 
 SPANS = (
     Span(kind="image", start=1, length=2, digest="0af3", may_be_cut=False),
@@ -15,10 +17,10 @@ SPANS = (
 
 def test_requests_keep_their_spans() -> None:
     requests = [
-        Request(
-            index=index,
-            id=str(index),
-            sampling=SamplingParams(stop=("a",), stop_token_ids=(3,)),
+        request(
+            index,
+            stop=("a",),
+            stop_token_ids=(3,),
             prompt_token_ids=[5, 6, 7, 8],
             spans=spans,
             arrival_s=0.5,

@@ -94,6 +94,18 @@ def by_torch(step: Any, verification: str, num_drafts: int) -> Verdict:
     return verdict
 
 
+def assert_kernels_agree(
+    step: Any, verification: str, num_drafts: int, device: str, is_truncated: bool = False
+) -> Tensor:
+    """Kernels give the verdict of the reference; returns its num_sampled."""
+    wanted = by_torch(step, verification, num_drafts)
+    tokens, num_sampled, num_rejected = by_kernels(step, verification, device, is_truncated)
+    assert num_sampled.equal(wanted.num_sampled)
+    assert num_rejected.equal(wanted.num_rejected)
+    assert tokens.equal(wanted.tokens)
+    return num_sampled
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilistic"])
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
@@ -108,12 +120,7 @@ def test_verdicts_are_those_of_the_reference(
     lengths = []
     for seed in range(2):
         step = steps(make_step, num_drafts, 11, seed, drafts)
-        wanted = by_torch(step, verification, num_drafts)
-        tokens, num_sampled, num_rejected = by_kernels(step, verification, device)
-        assert num_sampled.equal(wanted.num_sampled)
-        assert num_rejected.equal(wanted.num_rejected)
-        assert tokens.equal(wanted.tokens)
-        lengths += num_sampled.tolist()
+        lengths += assert_kernels_agree(step, verification, num_drafts, device).tolist()
     assert len(set(lengths)) > min(num_drafts, 2)
 
 
@@ -221,12 +228,8 @@ def test_chunks_without_mass_may_be_skipped(
     if is_cut:
         least = step.logits.nan_to_num().topk(3).values[:, -1:]
         step.logits = step.logits.masked_fill(step.logits < least, -torch.inf)
-    wanted = by_torch(step, verification, 3)
     for is_truncated in (False, True):
-        tokens, num_sampled, num_rejected = by_kernels(step, verification, device, is_truncated)
-        assert num_sampled.equal(wanted.num_sampled)
-        assert num_rejected.equal(wanted.num_rejected)
-        assert tokens.equal(wanted.tokens)
+        assert_kernels_agree(step, verification, 3, device, is_truncated)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -242,11 +245,7 @@ def test_drafts_from_a_narrower_vocabulary(verification: str, make_step: Any, de
         narrow = step.state.draft_probs[..., :5]
         step.state.draft_probs = narrow / narrow.sum(-1, keepdim=True)
         step.state.draft_vocab_map = ids
-        wanted = by_torch(step, verification, 3)
-        tokens, num_sampled, num_rejected = by_kernels(step, verification, device)
-        assert num_sampled.equal(wanted.num_sampled)
-        assert num_rejected.equal(wanted.num_rejected)
-        assert tokens.equal(wanted.tokens)
+        assert_kernels_agree(step, verification, 3, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -268,10 +267,7 @@ def test_rows_of_several_chunks(
         seed=torch.arange(4),
         temperature=torch.tensor([0.3, 1.0, 2.0, 0.0]),
     )
-    wanted = by_torch(step, verification, 2)
-    tokens, num_sampled, _ = by_kernels(step, verification, device)
-    assert num_sampled.equal(wanted.num_sampled)
-    assert tokens.equal(wanted.tokens)
+    assert_kernels_agree(step, verification, 2, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

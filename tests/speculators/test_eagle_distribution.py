@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_worlds import EagleWorld, make_world
+from records import request
 from scenarios import make_engine
 from scipy import stats
 from tiny_targets import run_config
@@ -21,7 +22,7 @@ from tiny_targets import run_config
 from hydraspec.config.schema import DraftSampling, Verification, Weights
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.speculators.registry import build_speculator
-from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+from hydraspec.types import Completion, StepRecord
 
 ALPHA = 1e-4
 NUM_REQUESTS = 1600
@@ -64,13 +65,13 @@ def second_tokens(
         assert ids is not None
         engine.parts.runner.state.draft_vocab_map = ids.roll(1)
     requests = [
-        Request(
-            index=index,
-            id=str(index),
+        request(
+            index,
             prompt_token_ids=list(prompt),
-            sampling=SamplingParams(
-                temperature=TEMPERATURE, seed=index, max_tokens=2, ignore_eos=True
-            ),
+            temperature=TEMPERATURE,
+            seed=index,
+            max_tokens=2,
+            ignore_eos=True,
         )
         for index in range(NUM_REQUESTS)
     ]

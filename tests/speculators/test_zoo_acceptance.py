@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from records import request
 from tiny_targets import run_config
 from transformers import AutoTokenizer, Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from hydraspec.config.schema import Dtype, Weights
 from hydraspec.engine.native import NativeEngine
 from hydraspec.models.checkpoint.reader import resolve_folder
-from hydraspec.types import Request, SamplingParams, StepRecord
+from hydraspec.types import StepRecord
 from hydraspec.zoo.recipe.evaluate import (
     count_drafts,
     draft_all_rows,
@@ -90,12 +91,7 @@ def plain_loop(folder, drafter, prompts, limits, k):  # type: ignore[no-untyped-
 def run_native(config, prompts, limits):  # type: ignore[no-untyped-def]
     """Per prompt: (draft tokens, accepted) of every verify step of our engine."""
     requests = [
-        Request(
-            index=index,
-            id=str(index),
-            prompt_token_ids=list(prompt),
-            sampling=SamplingParams(max_tokens=limit),
-        )
+        request(index, prompt_token_ids=list(prompt), max_tokens=limit)
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     steps: dict[int, list[tuple[list[int], int]]] = {index: [] for index in range(len(prompts))}

@@ -70,6 +70,46 @@ class Requests:
         )
 
 
+CASES = {  # for every kernel of attention
+    "decode, one request": Requests((1,), (9,)),
+    "decode, first token of a request": Requests((1, 1), (1, 17)),
+    "decode on a block border": Requests((1, 1, 1), (4, 8, 5)),
+    "decode, every split has keys": Requests((1,), (300,)),
+    "verify rows": Requests((4, 4), (12, 70)),
+    "rows differ": Requests((1, 9, 2, 5), (40, 9, 70, 33)),
+    "queries of a request fill several tiles": Requests((9, 3), (21, 50), heads=8, kv_heads=1),
+    "window larger than the sequence": Requests((1, 1), (3, 5), window=16),
+    "window as long as the sequence": Requests((2,), (8,), window=8),
+    "window shorter, decode": Requests((1, 1), (70, 9), window=37),
+    "window shorter, verify rows over a block border": Requests((4, 4), (66, 6), window=21),
+    "window shorter than the rows": Requests((9,), (12,), window=3),
+    "window of one": Requests((3,), (10,), window=1),
+    "one KV head": Requests((1, 1, 3), (6, 11, 9), kv_heads=1),
+    "a KV head per query head": Requests((3, 3), (6, 11), kv_heads=4),
+    "group of three": Requests((2, 7), (8, 51), heads=6, kv_heads=2),
+    "blocks of one": Requests((2, 2), (6, 11), block_size=1),
+    "blocks larger than a tile": Requests((2, 2), (70, 11), block_size=64),
+    "head size that is no power of two": Requests((2, 2), (6, 11), head_dim=24),
+    "scaled scores, part of wider rows": Requests((1, 3), (6, 40), scale=3.0, strided=True),
+    "padding requests": Requests((2, 2, 2), (7, 0, 0)),
+    "rows after the last request": Requests((3, 2), (7, 20), tail=13),
+    "rows after the last and padding requests": Requests((3, 1, 1), (7, 0, 0), tail=2),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "64 wide": {"heads": 8, "kv_heads": 8, "head_dim": 64, "scale": 0.125},
+    "80 wide": {"heads": 12, "kv_heads": 4, "head_dim": 80, "scale": 0.1},
+    "128 wide": {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.1},
+    "E4B sliding": {"heads": 8, "kv_heads": 2, "head_dim": 256, "window": 512},
+    "E4B full": {"heads": 8, "kv_heads": 2, "head_dim": 512},
+    "31B sliding": {"heads": 32, "kv_heads": 16, "head_dim": 256, "window": 1024},
+    "31B full": {"heads": 32, "kv_heads": 4, "head_dim": 512},
+}
+DECODES = {
+    "decode": ((1, 1, 1, 1, 1), (640, 1, 17, 5000, 1500)),
+    "verify": ((4,) * 33, tuple(37 * b + 4 for b in range(33))),
+}
+
+
 def poisoned_cache(
     case: Requests, entry: tuple[int, ...], draw: torch.Generator, *, has_own_rows: bool = True
 ) -> tuple[Tensor, Tensor, list[Tensor]]:

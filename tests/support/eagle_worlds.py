@@ -22,15 +22,14 @@ from eagle_folders import (
 )
 from eagle_oracle import PlainEagle
 from hydraspec_kernels.step_inputs.reference import slot_mapping_reference
-from scenarios import KNOWN_TOKENS, World, random_prompt, seeded, uncached_continuation
-from tiny_targets import gemma4_config, write_folder
+from plain_loops import MAX_K, DraftedWorld
+from scenarios import KNOWN_TOKENS, random_prompt, seeded, uncached_continuation
+from tiny_targets import gemma4_config, load, write_folder
 from torch import Tensor
 
-from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.types import Rows, RowSegment
 
-MAX_K = 8
 RIDGE = 0.02
 
 LAYER: dict[str, Any] = {
@@ -54,13 +53,17 @@ SLIDING = {
 
 
 @dataclass
-class EagleWorld(World):
+class EagleWorld(DraftedWorld):
     """A world with its drafter's folder and definition."""
 
     plain: PlainEagle = field(default_factory=lambda: PlainEagle("eagle3", {}, {}))
-    drafter: str = ""
     states: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = field(default_factory=dict)
     drafts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        """The plain head's."""
+        return self.plain.method
 
     def target_states(self, text: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
         """Aux and final states of every token, from one fresh pass."""
@@ -69,7 +72,7 @@ class EagleWorld(World):
         return self.states[text]
 
     def expected_drafts(self, text: tuple[int, ...], length: int) -> list[int]:
-        """The MAX_K drafts of the definition behind the first `length` tokens of a text."""
+        """By the plain loop over states of a fresh pass."""
         key = text[:length]
         if key not in self.drafts:
             aux, final = self.target_states(text)
@@ -144,14 +147,7 @@ def make_target(folder: Path, name: str) -> TargetModel:
         ),
     }
     write_folder(folder, configs[name])
-    return load_target(
-        str(folder),
-        weights="random",
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=7,
-        max_model_len=None,
-    )
+    return load(folder, torch.float64, weights="random", seed=7)
 
 
 # name -> method, target, changes of the layer, flags, aux layers, width, tokens left out

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from fuzz_stages import Pair, Stage, stage
 from recorded_graphs import RecordedOps
+from records import request
 from side_by_side import Following, assert_same_run, has_graphs, interleave, run_alone
 from step_ahead import Watch
 from tiny_targets import run_config
 
 from hydraspec.config.schema import Device, DraftSampling, Dtype, RunConfig, Weights
 from hydraspec.engine.native import NativeEngine
-from hydraspec.types import Request, SamplingParams
+from hydraspec.types import Request
 
 LAUNCHES = ["eager", "graphs"]
 
@@ -69,16 +70,13 @@ class Company:
         """Three of unlike length; on a CPU one is sampled."""
         prompts = [p for p in stage(self.pair.stage, self.dtype).prompts if 1 < len(p) < 70]
         return [
-            Request(
-                index=index,
-                id=str(index),
+            request(
+                index,
                 prompt_token_ids=list(prompts[index]),
-                sampling=SamplingParams(
-                    max_tokens=7 + 3 * index,
-                    ignore_eos=True,
-                    seed=index,
-                    temperature=0.9 * (index == 1 and self.device == "cpu"),
-                ),
+                max_tokens=7 + 3 * index,
+                ignore_eos=True,
+                seed=index,
+                temperature=0.9 * (index == 1 and self.device == "cpu"),
             )
             for index in range(3)
         ]

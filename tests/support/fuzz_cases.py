@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from fuzz_stages import LONGEST_OUTPUT, PAIRS, ZOO_PAIRS, Pair, Stage, stage
+from graph_runs import GRAPH_MODES
 from tiny_targets import run_config
 
 from hydraspec.config.schema import DraftSampling, Dtype, RunConfig, Verification
 from hydraspec.types import Request, SamplingParams
-
-GRAPH_MODES = ("piecewise", "full", "full_decode_only", "full_and_piecewise")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import records
 import torch
-from fuzz_cases import GRAPH_MODES, Case
+from fuzz_cases import Case
 from fuzz_engines import build, check_steps, near_tie, one_by_one
 from fuzz_stages import LONGEST_OUTPUT, Pair, Stage, stage
-from graph_runs import attention_as_on_devices
+from graph_runs import GRAPH_MODES, attention_as_on_devices
 from late_device import LateDevice
 from side_by_side import Following
 from step_ahead import Watch, outputs
@@ -245,14 +246,7 @@ def draw_families(found: Stage, rng: np.random.Generator, block_size: int) -> li
         if rng.random() < 0.35:
             sampling.temperature = float(rng.choice([0.3, 0.8, 1.3]))
             sampling.top_k = int(rng.choice([0, 5, 40]))
-        requests.append(
-            Request(
-                index=index,
-                id=str(index),
-                sampling=sampling,
-                prompt_token_ids=tokens[:room],
-            )
-        )
+        requests.append(records.request(index, sampling=sampling, prompt_token_ids=tokens[:room]))
     return requests
 
 

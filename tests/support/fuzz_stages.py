@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from mtp_folders import agreeable
 from scenarios import LetterTokenizer, random_prompt
-from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
+from tiny_targets import assistant_config, gemma4_config, load, run_config, write_folder
 
 from hydraspec.config.schema import Dtype, RunConfig, Weights
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run.loading import assemble
 from hydraspec.graphs import GraphBackend
-from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import load_tokenizer
@@ -141,15 +140,8 @@ def of_rank(found: Stage, group: TensorGroup) -> Stage:
 def _load(
     checkpoint: str, weights: Weights, dtype: Dtype, device: str, group: TensorGroup = SOLO
 ) -> TargetModel:
-    return load_target(
-        checkpoint,
-        weights=weights.value,
-        dtype=getattr(torch, dtype.value),
-        device=torch.device(device),
-        seed=7,
-        max_model_len=None,
-        group=group,
-    )
+    given = {"weights": weights.value, "device": torch.device(device), "group": group}
+    return load(checkpoint, getattr(torch, dtype.value), seed=7, **given)
 
 
 def _zoo(name: str, dtype: Dtype, device: str) -> Stage:

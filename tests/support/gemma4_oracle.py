@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_targets import load
 from torch import Tensor, nn
 from transformers import (
     Gemma4AssistantConfig,
@@ -20,7 +21,7 @@ from transformers import (
     Gemma4TextConfig,
 )
 
-from hydraspec.models import TargetModel, load_target
+from hydraspec.models import TargetModel
 from hydraspec.types import RowSegment
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -180,17 +181,6 @@ def random_target(
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma4_text"} | config))
     return load(folder, dtype, weights="random")
-
-
-def load(checkpoint: Path | str, dtype: torch.dtype = torch.float32, **changes: Any) -> TargetModel:
-    """Our target from a folder or a name, on the CPU."""
-    given = {
-        "weights": "checkpoint",
-        "device": torch.device("cpu"),
-        "seed": 0,
-        "max_model_len": None,
-    }
-    return load_target(str(checkpoint), dtype=dtype, **(given | changes))
 
 
 def load_zoo(name: str) -> TargetModel:

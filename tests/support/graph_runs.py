@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from hydraspec_kernels.attention.plan import device_plan
+from records import request
 from tiny_targets import run_config
 
 from hydraspec import factory
@@ -17,9 +21,10 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run import loading
 from hydraspec.engine.run.device_runner import CapturedStep, DeviceRunner
 from hydraspec.graphs import GraphBackend
-from hydraspec.types import Completion, Request, SamplingParams, StepPlan, StepRecord
+from hydraspec.types import Completion, Request, StepPlan, StepRecord
 from hydraspec.zoo.recipe.evaluate import read_workload
 
+GRAPH_MODES = ("piecewise", "full", "full_decode_only", "full_and_piecewise")
 SHARING = ("tiny_gemma4_e", "tiny_gemma4_e-assistant")  # its last layers share KV
 # A method is its usual pair; "<method> on <family>" has groups of its own beside other kinds.
 PAIRS = {
@@ -108,11 +113,12 @@ def zoo_requests(count: int, *, longest: int = 30, **sampling: Any) -> list[Requ
     """Workload prompts; limits rise and fall, so that batches shrink and grow."""
     lines = read_workload()
     return [
-        Request(
-            index=index,
-            id=str(index),
+        request(
+            index,
             messages=lines[index]["messages"],
-            sampling=SamplingParams(max_tokens=5 + (index * 11) % longest, seed=index, **sampling),
+            max_tokens=5 + (index * 11) % longest,
+            seed=index,
+            **sampling,
         )
         for index in range(count)
     ]
@@ -141,6 +147,24 @@ def assert_same(run: Run, wanted: Run) -> None:
     """The requests of `run` got what they got in `wanted`, whoever ran beside them."""
     assert run.outputs == {index: wanted.outputs[index] for index in run.outputs}
     assert run.drafts == {index: wanted.drafts[index] for index in run.outputs}
+
+
+def lengths_at_random(most: int) -> Iterator[int]:
+    """Numbers of drafts: long rests at 0, jumps and steady runs."""
+    draw = random.Random(0)
+    while True:
+        yield from [draw.choice([0, 0, 1, 2, 3, most])] * draw.choice([1, 1, 2, 5])
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever synchronises with the device raises; waiting for an event does not count."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def attention_as_on_devices(patch: pytest.MonkeyPatch) -> None:

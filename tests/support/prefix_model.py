@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
+from caches import kv_cache, kv_group
 from prefix_setting import VOCAB_SIZE, Histories, Setting
 
 from hydraspec.engine.cache.kv_cache import KVCache
@@ -24,7 +24,7 @@ from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
-from hydraspec.types import GroupShape, KVGroupSpec, Request, SamplingParams
+from hydraspec.types import Request, SamplingParams
 
 GARBAGE = -1  # of drafts, and of rows that were rejected
 FEW_ROWS = 16  # of a request: a device may write and read them in one pass over all requests
@@ -96,27 +96,13 @@ class Model:
         self.setting = setting
         self.histories = Histories()
         specs = [
-            KVGroupSpec(
-                name=f"group{index}",
-                layers=(index,),
-                shape=GroupShape(
-                    num_heads=1, num_kv_heads=1, head_dim=1, block_size=size, window=window
-                ),
-                num_following_tokens=following,
-            )
+            kv_group(f"group{index}", (index,), size, window, num_following_tokens=following)
             for index, (size, window, following) in enumerate(setting.groups)
         ]
         lookahead = setting.num_lookahead
-        self.kv = WatchedCache(
-            specs,
-            setting.num_blocks,
-            num_layers=len(specs),
-            num_slots=setting.max_num_seqs,
-            max_tokens=setting.max_len + setting.num_drafts + lookahead + 1,
-            dtype=torch.float16,
-            device=torch.device("cpu"),
-            prefix_root=b"root",
-        )
+        max_tokens = setting.max_len + setting.num_drafts + lookahead + 1
+        slots, kept = setting.max_num_seqs, {"kind": WatchedCache, "prefix_root": b"root"}
+        self.kv = kv_cache(specs, setting.num_blocks, slots, max_tokens, **kept)
         self.kv.model = self
         self.groups: list[KVGroup] = self.kv._groups
         self.num_ahead = setting.num_stages - 1 + setting.runs_ahead

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hydraspec.types import Completion, Request, RequestStep, SamplingParams, StepRecord
 
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
-def request(index: int = 0, *, temperature: float = 0.0, **fields: Any) -> Request:
-    """A request with its index as its id."""
-    sampling = SamplingParams(temperature=temperature)
-    return Request(**{"index": index, "id": str(index), "sampling": sampling, **fields})
+
+def request(index: int = 0, **given: Any) -> Request:
+    """A request with its index as its id; `given` are fields of it and of its sampling."""
+    sampling = SamplingParams(**{name: given.pop(name) for name in SAMPLING & given.keys()})
+    return Request(**{"index": index, "id": str(index), "sampling": sampling, **given})
 
 
 def completion(index: int = 0, **fields: Any) -> Completion:

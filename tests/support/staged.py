@@ -95,9 +95,3 @@ def assert_same_everywhere(runs: Sequence[Watch]) -> Watch:
         assert [r.requests for r in other.records] == [r.requests for r in first.records]
         assert [r.kv_usage for r in other.records] == [r.kv_usage for r in first.records]
     return first
-
-
-def assert_same_run(found: Watch, alone: Watch) -> None:
-    """Tokens, drafts and accepted counts of every request are those of one process."""
-    assert outputs(found) == outputs(alone)
-    assert found.decodes == alone.decodes

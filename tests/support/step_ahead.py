@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from late_device import LateDevice, StableOracle
+from records import request
 from scenarios import (
     KNOWN_TOKENS,
     Scenario,
@@ -24,14 +25,13 @@ from scenarios import (
     seeded,
     uncached_continuation,
 )
-from tiny_targets import gemma4_config, write_folder
+from tiny_targets import gemma4_config, load, write_folder
 
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.schedule.sequence import Scheduled
-from hydraspec.models import load_target
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.base import BaseSpeculator
-from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+from hydraspec.types import Completion, Request, StepRecord
 
 FLAVOURS = {
     "dense": {},
@@ -47,14 +47,7 @@ FLAVOURS = {
 
 def make_world(folder: Path, flavour: str) -> World:
     config = gemma4_config(**FLAVOURS[flavour], tie_word_embeddings=False)
-    target = load_target(
-        str(write_folder(folder, config)),
-        weights="random",
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=7,
-        max_model_len=None,
-    )
+    target = load(write_folder(folder, config), torch.float64, weights="random", seed=7)
     world = World(folder=str(folder), target=target)
     rng = seeded(11)
     for length in (1, 4, 7, 9, 17, 33):
@@ -217,12 +210,7 @@ def compare_tight(
         continuation = dense.continuations[prompt]
         ends = [int(rng.integers(12, 25)) for _ in range(5)]
         scenario.requests = [
-            Request(
-                index=index,
-                id=str(index),
-                sampling=SamplingParams(max_tokens=end, ignore_eos=True),
-                prompt_token_ids=list(prompt),
-            )
+            request(index, prompt_token_ids=list(prompt), max_tokens=end, ignore_eos=True)
             for index, end in enumerate(ends)
         ]
         scenario.config.target.max_model_len = int(rng.integers(34, 50))  # sizes the cache too

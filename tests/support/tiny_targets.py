@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
+from hydraspec.models import TargetModel, load_target
 
 ROPE = {
     "full_attention": {
@@ -130,6 +132,17 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
     """Change the tensors of model.safetensors."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def load(checkpoint: Path | str, dtype: torch.dtype = torch.float32, **changes: Any) -> TargetModel:
+    """Our target from a folder or a name, on the CPU."""
+    given = {
+        "weights": "checkpoint",
+        "device": torch.device("cpu"),
+        "seed": 0,
+        "max_model_len": None,
+    }
+    return load_target(str(checkpoint), dtype=dtype, **(given | changes))
 
 
 def run_config(
