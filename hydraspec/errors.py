@@ -54,6 +54,10 @@ class ConfigurationError(UserError):
     exit_code = 2
 
 
+class NoDrafterError(ConfigurationError):
+    """A method needs a drafter, and the target names none for it: a sweep leaves that pair out."""
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be used (exit status 3)."""
 

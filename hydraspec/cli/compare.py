@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from hydraspec.cli.arguments import Parser
 from hydraspec.cli.folders import writing
 from hydraspec.errors import ConfigurationError
 
@@ -42,9 +42,7 @@ def compare(
 
 def main(argv: Sequence[str]) -> None:
     """Compare the runs that a command line names."""
-    parser = argparse.ArgumentParser(
-        prog="hydraspec compare", description=DESCRIPTION, epilog=STATUSES
-    )
+    parser = Parser("compare", description=DESCRIPTION, epilog=STATUSES)
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of a sweep"
     )

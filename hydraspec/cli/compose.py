@@ -26,7 +26,7 @@ from hydraspec.config.build import NAME, in_mapping
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.names import run_name
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import ConfigurationError, NoDrafterError
 
 CONFIG_MODULE = "hydraspec.conf"
 CONFIG_NAME = "config"
@@ -53,11 +53,21 @@ class Job:
     composed: DictConfig
 
 
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Skipped:
+    """A job of a sweep that is left out: its target names no drafter for its method."""
+
+    number: int
+    overrides: list[str]
+    error: NoDrafterError
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Plan:
     """The jobs of a command line: one, or those of a sweep.
 
     Attributes:
+        skipped: jobs of a sweep that cannot run, which keep their numbers.
         folder: the run's, or the sweep's.
         is_named: whether the folder's name was typed; by default it is the time of day, to the
             second.
@@ -65,6 +75,7 @@ class Plan:
     """
 
     jobs: list[Job]
+    skipped: list[Skipped]
     folder: Path
     is_named: bool
     is_sweep: bool
@@ -103,8 +114,14 @@ def plan(
         check_output_subdir(hydra.output_subdir)
         is_sweep = multirun or hydra.mode == RunMode.MULTIRUN
         check_launcher(composed, is_sweep=is_sweep)
+        skipped: list[Skipped] = []
         if is_sweep:
-            jobs, key, folder = list(_jobs_of_sweep(composed, typed)), SWEEP_DIR, hydra.sweep.dir
+            key, folder = SWEEP_DIR, hydra.sweep.dir
+            found = list(_jobs_of_sweep(composed, typed))
+            jobs = [job for job in found if isinstance(job, Job)]
+            skipped = [job for job in found if isinstance(job, Skipped)]
+            if not jobs:
+                raise skipped[0].error
         else:
             for override in typed:
                 _refuse_sweep(override)
@@ -113,6 +130,7 @@ def plan(
         named = {leaf for override in typed for leaf, _ in leaves(override)}
         return Plan(
             jobs=jobs,
+            skipped=skipped,
             folder=Path(folder),
             is_named=key in named,
             is_sweep=is_sweep,
@@ -120,7 +138,7 @@ def plan(
         )
 
 
-def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job]:
+def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job | Skipped]:
     """Every combination of the values typed or in hydra.sweeper.params. A key that occurs twice has
     its last values, as with Hydra's own sweeper."""
     params = sweep.hydra.sweeper.params or {}
@@ -133,7 +151,11 @@ def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job
         with open_dict(composed):
             composed.hydra.job.num = composed.hydra.job.id = number
         folder = Path(sweep.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
-        job = _job(composed, overrides, folder)
+        try:
+            job = _job(composed, overrides, folder)
+        except NoDrafterError as error:
+            yield Skipped(number=number, overrides=_recorded(overrides), error=error)
+            continue
         job.number = number
         if job.config.tracker.name == "wandb":
             differing = [
@@ -159,14 +181,18 @@ def _line(override: Override) -> str:
 def _job(composed: DictConfig, overrides: Sequence[Override], folder: Path) -> Job:
     _check_names(composed, overrides)
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    config, typed = to_run_config(ours), [o.input_line or "" for o in overrides if _is_recorded(o)]
+    config = to_run_config(ours)
     if ours.engine.get("prefix_caching"):
         config.warnings += uncached(config, {o.key_or_group for o in overrides})
-    return Job(config=config, overrides=typed, folder=folder, composed=composed)
+    return Job(config=config, overrides=_recorded(overrides), folder=folder, composed=composed)
 
 
-def _is_recorded(override: Override) -> bool:
-    return override.key_or_group == SEARCH_PATH or not override.is_hydra_override()
+def _recorded(overrides: Sequence[Override]) -> list[str]:
+    return [
+        override.input_line or ""
+        for override in overrides
+        if override.key_or_group == SEARCH_PATH or not override.is_hydra_override()
+    ]
 
 
 def _check_names(composed: DictConfig, overrides: Sequence[Override]) -> None:

@@ -21,8 +21,9 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.version import __version__
 
 
-def read_flags(argv: Sequence[str]) -> Namespace:
-    """Flags and overrides in the names of Hydra's parser.
+def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Namespace:
+    """Flags and overrides in the names of Hydra's parser; `own` are further flags of the command,
+    which have been read.
 
     Raises:
         ConfigurationError: for unknown flags and those that exclude each other.
@@ -30,7 +31,7 @@ def read_flags(argv: Sequence[str]) -> Namespace:
     """
     parser = _parser()
     args, unknown = parser.parse_known_intermixed_args(list(argv))
-    flags = [flag for action in parser._actions for flag in action.option_strings]
+    flags = [*own, *(flag for action in parser._actions for flag in action.option_strings)]
     for flag in unknown:
         meant = nearest(flag, flags)
         raise ConfigurationError(
@@ -44,13 +45,16 @@ def read_flags(argv: Sequence[str]) -> Namespace:
     return args
 
 
-def read_keys(argv: Sequence[str], problem: str, *, sweeps: bool = False) -> Namespace:
-    """Flags and overrides of a command that takes a run's keys, -m too where it `sweeps`.
+def read_keys(
+    argv: Sequence[str], problem: str, *, sweeps: bool = False, own: Sequence[str] = ()
+) -> Namespace:
+    """Flags and overrides of a command that takes a run's keys, -m too where it `sweeps`; `own` as
+    in `read_flags`.
 
     Raises:
         ConfigurationError: naming the problem, for another flag of a run.
     """
-    args = read_flags(argv)
+    args = read_flags(argv, own)
     if only_shows(args) or args.config_name != CONFIG_NAME or (args.multirun and not sweeps):
         raise ConfigurationError(
             f"{' '.join(argv)}: {problem}\n"

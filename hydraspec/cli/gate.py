@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hydraspec.cli.arguments import Parser
 from hydraspec.cli.folders import writing
 from hydraspec.errors import printable
 from hydraspec.study import baseline, gate
@@ -26,9 +27,7 @@ that cannot be used or compared; 1 the baseline cannot be written."""
 
 def main(argv: Sequence[str]) -> int:
     """Compare the runs that a command line names, or store them; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="hydraspec gate", description=DESCRIPTION, epilog=STATUSES
-    )
+    parser = Parser("gate", description=DESCRIPTION, epilog=STATUSES)
     parser.add_argument("file", type=Path, metavar="FILE", help="the baseline, JSON")
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of a sweep"

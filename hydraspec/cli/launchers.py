@@ -55,7 +55,8 @@ def divide(planned: Plan) -> Division:
     here: list[Job] = []
     twins: dict[int, int] = {}
     first: dict[str, int] = {}
-    for number, job in enumerate(planned.jobs):
+    for job in planned.jobs:
+        number = job.number or 0
         config = copy.deepcopy(job.config)
         try:
             resolve(config)

@@ -4,7 +4,6 @@ and for each legal one the tests that run it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hydraspec import factory
+from hydraspec.cli.arguments import Parser
 from hydraspec.cli.compose import plan
 from hydraspec.cli.folders import writing
 from hydraspec.config.checks import ALIASES, check
@@ -212,8 +212,8 @@ def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Print the tables, and write every cell as JSON where asked to."""
-    parser = argparse.ArgumentParser(
-        prog="hydraspec matrix",
+    parser = Parser(
+        "matrix",
         description="What combines with what, and which test runs it.",
         epilog=f"Axes: {', '.join(AXES)}. A target that is not named is one of the zoo's.",
     )

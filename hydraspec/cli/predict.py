@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hydraspec.cli.arguments import Parser
 from hydraspec.cli.compose import Job, plan
 from hydraspec.cli.flags import read_keys
 from hydraspec.cli.jobs import claimed_folder, ready
@@ -36,8 +37,9 @@ CONCURRENCY = "workload.concurrency"
 
 def main(argv: Sequence[str]) -> None:
     """Predict what a command line names."""
-    flags, rest = _parser().parse_known_args(argv)
-    args = read_keys(rest, "this is a prediction", sweeps=True)
+    parser = _parser()
+    flags, rest = parser.parse_known_args(argv)
+    args = read_keys(rest, "this is a prediction", sweeps=True, own=parser.flags)
     if flags.check and flags.acceptance is not None:
         raise ConfigurationError(
             "--check --acceptance: a run has the drafter's own acceptance\n"
@@ -125,13 +127,13 @@ def concurrencies_of(job: Job) -> list[int]:
     return [each for each in CONCURRENCIES if each <= slots]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
+        "predict",
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--drafts", metavar="K,…", help="K to predict (all up to the method's)")
     parser.add_argument(

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydraspec.cli.arguments import Parser
 from hydraspec.cli.folders import writing
 
 DESCRIPTION = """\
@@ -28,8 +29,8 @@ file cannot be written"""
 
 def main(argv: Sequence[str]) -> None:
     """Replay the run that a command line names."""
-    parser = argparse.ArgumentParser(
-        prog="hydraspec replay",
+    parser = Parser(
+        "replay",
         description=DESCRIPTION,
         epilog=RULES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

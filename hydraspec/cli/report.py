@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydraspec.cli.arguments import Parser
 from hydraspec.cli.complain import tell
 from hydraspec.cli.folders import writing
 from hydraspec.config.benches import is_bench
@@ -40,9 +40,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> None:
     """Make the report that a command line asks for."""
-    parser = argparse.ArgumentParser(
-        prog="hydraspec report", description=DESCRIPTION, epilog=STATUSES
-    )
+    parser = Parser("report", description=DESCRIPTION, epilog=STATUSES)
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, a sweep or a benchmark"
     )

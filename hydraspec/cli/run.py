@@ -52,7 +52,7 @@ def _checked_folder(planned: Plan) -> Iterator[None]:
         try:
             if planned.is_named and planned.is_sweep:
                 bind_threads(planned.jobs[0].config)
-                sweep.check_folder(planned.folder, [job.config for job in planned.jobs])
+                sweep.check_folder(planned.folder, {j.number: j.config for j in planned.jobs})
             yield
         except OSError as error:
             if not is_of(planned.folder, error):
@@ -67,6 +67,7 @@ def _run_jobs(planned: Plan) -> int:
     before = results(planned.folder)
     if planned.is_sweep:
         OmegaConf.save(planned.composed, planned.folder / "multirun.yaml")
+        sweep.record_skipped(planned.folder, planned.skipped)
     try:
         try:
             here = planned.jobs
@@ -120,9 +121,10 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
         if each.said is not None:
             complain(each.said, each.outcome.status)
     outcomes, here = [each.outcome for each in ended.values()], list(division.here)
+    jobs = {job.number: job for job in planned.jobs}
     for number, first in division.twins.items():
         if ended[first].outcome.status in (OK, DIVERGED):
-            here.append(planned.jobs[number])
+            here.append(jobs[number])
         else:
             outcomes.append(replace(ended[first].outcome, job=str(number)))
     return outcomes, here
@@ -134,7 +136,8 @@ def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
     if not planned.is_sweep:
         yield
         return
-    log.info("job %s of %d: %s", job.number, len(planned.jobs), " ".join(job.overrides))
+    total = len(planned.jobs) + len(planned.skipped)
+    log.info("job %s of %d: %s", job.number, total, " ".join(job.overrides))
     sweep.note_idle_seed(job.config, [other.config.seed for other in planned.jobs])
     with claimed(job.folder, SWEEP_DIR):
         yield

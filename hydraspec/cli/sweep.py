@@ -11,31 +11,51 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from hydraspec.cli.compose import Skipped
 from hydraspec.config import RunConfig, to_dict
 from hydraspec.config.benches import is_bench
 from hydraspec.config.messages import refusal
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.resolution import resolve
-from hydraspec.metrics.run_files import RESULTS, job_number, read_result, result_file
+from hydraspec.metrics.files import pretty_json, write_whole
+from hydraspec.metrics.run_files import (
+    OVERRIDES,
+    RESULTS,
+    SKIPPED,
+    job_number,
+    read_result,
+    result_file,
+)
 
 log = logging.getLogger(__name__)
 
 
-def check_folder(sweep_dir: Path, jobs: Sequence[RunConfig]) -> None:
+def record_skipped(sweep_dir: Path, jobs: Sequence[Skipped]) -> None:
+    """Say which jobs of a sweep are left out, and why, in the log and in their folders."""
+    for job in jobs:
+        reason = str(job.error).partition("\n")[0]
+        log.warning("job %d is skipped: %s", job.number, reason)
+        folder = sweep_dir / str(job.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(job.overrides, folder / OVERRIDES)
+        write_whole(folder / SKIPPED, pretty_json({"reason": reason}))
+
+
+def check_folder(sweep_dir: Path, jobs: Mapping[int | None, RunConfig]) -> None:
     """Refuse a folder that holds the jobs of another sweep, which would be overwritten.
 
     Raises:
         ConfigurationError: naming the first job that differs.
         CheckpointError: the drafter of a job that ran cannot be read any more.
     """
-    for number, config in enumerate(jobs):
+    for number, config in jobs.items():
         recorded = _recorded(sweep_dir / str(number))
         if recorded is not None and recorded not in (identity(config), _resolved(config)):
             raise refusal(

@@ -18,7 +18,7 @@ from hydraspec.config.schema import (
     TrackerMode,
     Weights,
 )
-from hydraspec.errors import ConfigurationError
+from hydraspec.errors import NoDrafterError
 from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 
 # Names of drafters' shapes that may ship with a target's: method -> suffix of the target's name.
@@ -61,14 +61,14 @@ def take_over(config: RunConfig, method: str, drafter: str, target: str, propose
         config.target.checkpoint, config.target.name = target, folder_name(target)
 
 
-def no_drafter(config: RunConfig) -> ConfigurationError:
+def no_drafter(config: RunConfig) -> NoDrafterError:
     """The error of a method without a drafter: none given, none named by the target."""
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
     choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
     if f"{config.target.name}-{BESIDE.get(config.method.name)}" in shipped_shapes():
         choose += ", or add target.weights=random, which draws a drafter of its shape too"
-    return refusal(
+    message = refusal(
         "method.checkpoint",
         None,
         f"leaves method={config.method.name} without a drafter: target {config.target.name} "
@@ -76,6 +76,7 @@ def no_drafter(config: RunConfig) -> ConfigurationError:
         allowed=f"a folder or a hub id ({named})",
         remedy=f"add method.checkpoint=<folder or hub id>, or {choose}",
     )
+    return NoDrafterError(str(message), key=message.key)
 
 
 def _is_own(target: TargetConfig) -> bool:

@@ -154,7 +154,11 @@ WORKLOAD_RULES = (
     Rule(
         "workload.path",
         _is_named,
-        "a file of JSON lines, or zoo:tiny",
+        lambda path, c: (
+            f"a file in the format of {c.workload.name}"
+            if c.workload.name in SOURCES
+            else "a file of JSON lines, or zoo:tiny"
+        ),
         "names no file",
         _where_it_is_had,
     ),

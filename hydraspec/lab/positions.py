@@ -14,6 +14,7 @@ from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.draft_figures import teacher_forced
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import load_tokenizer
+from hydraspec.speculators.registry import SPECULATORS
 from hydraspec.types import CheckpointError, PositionScores
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ def record(
     `decode` gives tokens their text. Returns warnings; that a trace has no ranks is none, as some
     engines cannot give them.
 
-    A device without memory for the pass costs the run nothing but these records.
+    A device without memory for the pass, or another package's drafter that cannot take part in it,
+    costs the run nothing but these records.
     """
     wanted = [name for name in ("trace", "all_positions") if getattr(config.metrics, name)]
     method = measurement.method
@@ -47,6 +49,11 @@ def record(
                 method.teacher_forced = teacher_forced(_each_added(found, add), decode)
         except torch.OutOfMemoryError:
             missing, is_warning = "the device's memory is full: lower its KV cache", True
+        except Exception as error:
+            if config.method.name in SPECULATORS:
+                raise
+            missing = f"its drafter cannot be fed whole texts: {type(error).__name__}: {error}"
+            is_warning = True
     if not missing:
         return []
     warning = f"metrics.{wanted[-1]}=true: drafts have no ranks or probabilities: {missing}"

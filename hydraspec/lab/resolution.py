@@ -6,7 +6,11 @@ Imports no torch by itself: the command line calls it before a run is certain.
 
 from __future__ import annotations
 
+import os
+
 from hydraspec import factory
+from hydraspec.config.checks import MAX_NUM_THREADS
+from hydraspec.config.engines import takes
 from hydraspec.config.schema import RunConfig
 from hydraspec.speculators.registry import check_speculator
 
@@ -15,4 +19,16 @@ def resolve(config: RunConfig) -> None:
     """Check the device and fill in, in place, what checkpoints decide; see `factory`."""
     check_speculator(config)
     factory.check_device(config)
+    _take_threads(config)
     factory.resolve_drafter(config)
+
+
+def _take_threads(config: RunConfig) -> None:
+    """Take the number of threads that OMP_NUM_THREADS asks for, where no key does: engines choose
+    one thread for a narrow target on a CPU."""
+    asked, engine = os.environ.get("OMP_NUM_THREADS", ""), config.engine
+    if engine.num_threads is not None or not takes(engine.name, "num_threads"):
+        return
+    is_several = asked.isdecimal() and 1 < int(asked) <= MAX_NUM_THREADS
+    if is_several and factory.device_type(config) == "cpu":
+        engine.num_threads = int(asked)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from hydraspec.config.choices import choices_of, packaged_drafters
+from hydraspec.config.choices import SEARCH_PATH, choices_of, packaged_drafters
 from hydraspec.config.schema import RunConfig, TargetConfig, Verification, Weights
 from hydraspec.config.workloads import is_random
 from hydraspec.engine.base import Built, EngineInfo
@@ -35,7 +35,8 @@ MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
 DOCTOR_COMMAND = "python -m hydraspec.doctor"
 # Typed keys of these groups are repeated, but for those that say how a run drafts or is loaded.
-DOCTORS_GROUPS = ("target", "method", "workload")
+DOCTORS_GROUPS = ("target", "method", "workload", "engine", "sampling", "seed")
+CONFIG_DIR = re.compile(rf"{SEARCH_PATH}=\['file://([^'\\]*)'\]")
 OF_RUNS = {
     *("method.max_speculative_tokens", "method.costs", "method.draft_sampling"),
     *("method.verification", "method.synthetic_acceptance_length"),
@@ -280,15 +281,16 @@ def _why_slower(summary: Summary, *, hardly: bool) -> str:
 
 
 def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
-    """With the target, the method and its checkpoint if it is not the target's own, and what was
-    typed of prompts and conventions.
+    """With --config-dir, the target, the method, its checkpoint if it is not the target's own, and
+    what was typed of prompts, conventions and the device.
 
     Args:
         config: of the run, resolved.
         typed: its overrides.
     """
     given = {line.lstrip("+").partition("=")[0]: line for line in typed}
-    keys = {**_target(config.target, given), "method": f"method={config.method.name}"}
+    keys = {key: CONFIG_DIR.sub(r"--config-dir=\1", given[key]) for key in {SEARCH_PATH} & {*given}}
+    keys |= {**_target(config.target, given), "method": f"method={config.method.name}"}
     drafter, named = config.method.checkpoint, packaged_drafters(config.target.name)
     own = (None, config.target.checkpoint, named.get(config.method.name))
     if "method.checkpoint" in given or drafter not in own:

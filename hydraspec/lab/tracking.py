@@ -42,7 +42,9 @@ def start(
 
 def _options(config: RunConfig, name: str) -> TrackerOptions:
     tracker = config.tracker
-    tags = (config.target.name, config.method.name, config.engine.name)
+    drafts = config.method.num_speculative_tokens
+    k = f"K={getattr(drafts, 'value', drafts)}"
+    tags = (config.target.name, config.method.name, k, config.engine.name, config.workload.name)
     return TrackerOptions(
         project=tracker.project,
         entity=tracker.entity,

@@ -78,6 +78,24 @@ def write_json_lines(path: Path, rows: Iterable[object]) -> None:
     write_whole(path, "".join(json_line(row) for row in rows))
 
 
+def read_json_lines(path: Path) -> list[Json]:
+    """The rows of a JSON-lines file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: naming the line that is no JSON, as where the file was cut short.
+    """
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                where = f"{path.name}, line {number}, column {error.colno}"
+                raise ValueError(f"{where}: {error.msg}") from None
+    return rows
+
+
 def cannot_write(path: Path, error: OSError) -> CannotWriteError:
     """An error of the system with the path and a remedy."""
     reason = error.strerror or str(error)

@@ -54,6 +54,12 @@ def position_table(summary: Mapping[str, Any]) -> PlainTable | None:
     )
 
 
+def figure_table(figures: Mapping[str, object], *, but: Sequence[str]) -> PlainTable | None:
+    """Figures by name as text, without those named in `but`; None where there are no others."""
+    rows = [[name, str(value)] for name, value in figures.items() if name not in but]
+    return PlainTable(columns=("figure", "value"), rows=rows) if rows else None
+
+
 def histograms(rows: Sequence[Json], step_ms: Sequence[float]) -> Iterator[tuple[str, Bins]]:
     """By name: per request acceptance length, speedup and time to first token, per verification
     accepted tokens, and milliseconds per step of the method."""

@@ -34,6 +34,7 @@ COMPARISON_MARKDOWN = "compare.md"
 STUDY = "study.html"
 STUDY_SPEC = "study.json"
 TRACKER = "wandb"
+SKIPPED = "skipped.json"  # of a sweep's job that was left out: the reason
 UNSAVED = ".unsaved.json"  # what a run knew when it began, until it is saved
 RANKS = "ranks"  # logs of ranks other than the first, where they said something
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
@@ -70,6 +71,12 @@ def read_result(folder: Path) -> dict[str, Any]:
 def read_summary(folder: Path) -> Summary | None:
     """The summary of a run folder; None where there is none, or where it was cut off."""
     return cast(Summary | None, read_object(folder / SUMMARY))
+
+
+def skipped_jobs(sweep: Path) -> dict[Path, str]:
+    """The jobs of a sweep that were left out, and why."""
+    files = sorted(sweep.glob(f"*/{SKIPPED}"), key=lambda file: job_number(file.parent))
+    return {file.parent: str((read_object(file) or {}).get("reason")) for file in files}
 
 
 def read_object(file: Path) -> dict[str, Any] | None:

@@ -22,9 +22,23 @@ from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import Summary
-from hydraspec.types import StepRecord
+from hydraspec.types import PHASES, StepRecord
 
 SECONDS_BETWEEN_POINTS = 0.25
+# Final figures by which people sort and filter runs, at most 40; the others are lines of a table.
+SORTED = (
+    *("status", "target", "method", "num_speculative_tokens", "num_speculative_tokens_used/mean"),
+    *("speedup/mean", "speedup/ci95/0", "speedup/ci95/1", "speedup_measured/mean"),
+    *("acceptance_length/mean", "acceptance_rate"),
+    *(f"acceptance_rate_per_position/{position}" for position in range(6)),
+    *("output_tokens_per_second", "time_per_output_token_ms", "tokens_per_second_per_user"),
+    *("time_to_first_token_ms", "latency_ms/ttft/p99", "latency_ms/inter_token/p99"),
+    *("latency_ms/queue/p99", "goodput/share", "goodput/requests_per_second"),
+    *("lossless/verdict", "assessment/says", "accuracy/exact_match"),
+    *("baseline/output_tokens_per_second", "baseline/time_per_output_token_ms"),
+    *(f"time_breakdown_ms/{phase}" for phase in PHASES),
+    *("num_requests", "num_errors", "num_preemptions", "prefix_cache/hit_rate"),
+)
 INIT_TIMEOUT_SECONDS = 15.0
 FINISH_TIMEOUT_SECONDS = 30.0
 
@@ -175,8 +189,8 @@ class WandbSink(Sink):
             )
         for side in Side:
             step = f"steps/{side.value}/step"
-            self._run.define_metric(step, hidden=True)
-            self._run.define_metric(f"steps/{side.value}/*", step_metric=step)
+            self._run.define_metric(step, hidden=True, summary="none")
+            self._run.define_metric(f"steps/{side.value}/*", step_metric=step, summary="none")
 
     def _init(self, mode: str) -> Any:
         import wandb
@@ -198,7 +212,11 @@ class WandbSink(Sink):
         )
 
     def _log_summary(self, summary: Summary) -> None:
-        tables = {"acceptance_by_position": media.position_table(summary)}
+        figures = final_figures(summary)
+        tables = {
+            "acceptance_by_position": media.position_table(summary),
+            "figures": media.figure_table(figures, but=SORTED),
+        }
         if self._rows:
             tables["requests"] = media.request_table(self._rows)
         found = {name: _table(table) for name, table in tables.items() if table}
@@ -208,7 +226,7 @@ class WandbSink(Sink):
         }
         if found:
             self._run.log(found)
-        self._run.summary.update(final_figures(summary))
+        self._run.summary.update({name: figures[name] for name in SORTED if name in figures})
         assessment = summary.get("assessment")
         if self._options.notes is None and assessment:
             self._run.notes = assessment["sentence"]

@@ -18,6 +18,7 @@ from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.draft_lengths import PER_STEP
 from hydraspec.metrics.files import Json, json_line, pretty_json, write_whole
 from hydraspec.metrics.summary import Summary
+from hydraspec.study.groups import READ, check_summary
 from hydraspec.study.jobs import Job, pool
 from hydraspec.study.runs import (
     BaselineRow,
@@ -120,6 +121,7 @@ def usable(folders: Sequence[Path]) -> list[Job]:
     found = read_runs(folders)
     for run in found:
         _check_run(run)
+        check_summary(run, [key for key in READ if key != "lossless"])  # of which little is read
         run.rows = [_kept(row) for row in run.rows]
     return pool(found, by_commit=False)
 

@@ -19,6 +19,7 @@ from hydraspec.metrics.run_files import (
 from hydraspec.study import group_blocks, html, words
 from hydraspec.study.blocks import Section, Study, Table
 from hydraspec.study.console import WIDE, print_block, table_console
+from hydraspec.study.groups import check_summary
 from hydraspec.study.jobs import check_alike, pool
 from hydraspec.study.ranking import Group, fitting_measure, rank
 from hydraspec.study.runs import read_runs
@@ -30,7 +31,10 @@ def compared(folders: Sequence[Path]) -> Group:
     Raises:
         ConfigurationError: they cannot be compared; the message names the difference.
     """
-    jobs = pool(read_runs(folders), apart=True)
+    found = read_runs(folders)
+    for run in found:
+        check_summary(run)
+    jobs = pool(found, apart=True)
     check_alike(jobs)
     reference = jobs[0] if len(jobs) == 2 else None
     return rank(jobs, reference=reference, by=fitting_measure(jobs))

@@ -13,7 +13,7 @@ from typing import get_type_hints
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
-from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary
+from hydraspec.metrics.run_files import BENCH, SUMMARY, job_number, read_summary, skipped_jobs
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.jobs import (
     Job,
@@ -27,7 +27,7 @@ from hydraspec.study.jobs import (
 from hydraspec.study.ranking import Group, from_requests, from_summary, rank
 from hydraspec.study.runs import Run, read_runs, refuse, short_names
 
-READ = (  # keys of summary.json
+READ = (  # keys of summary.json that reports, comparisons, gates and replays read
     *("status", "target", "method", "num_speculative_tokens", "engine", "dtype", "device"),
     *("workload", "num_requests", "num_errors", "concurrency", "request_rate", "burstiness"),
     *("acceptance_length", "by_category", "speedup", "assessment", "lossless", "accuracy"),
@@ -80,7 +80,7 @@ def read(folders: Sequence[Path]) -> Runs:
     """
     found = read_runs(folders)
     for run in found:
-        _check_summary(run)
+        check_summary(run)
     runs = [run for run in found if run.has_finished]
     left_out = [f"{run.name}: no request finished" for run in found if not run.has_finished]
     left_out += without_result(folders)
@@ -95,10 +95,10 @@ def read(folders: Sequence[Path]) -> Runs:
     return Runs(families=families_of(runs), left_out=left_out)
 
 
-def _check_summary(run: Run) -> None:
-    """Refuse a summary without a key that a report reads, or with another type there."""
+def check_summary(run: Run, keys: Sequence[str] = READ) -> None:
+    """Refuse a summary without a key that is read, or with another type there."""
     hints = get_type_hints(Summary)
-    for key in (*READ, *(key for key in READ_IF_PRESENT if key in run.summary)):
+    for key in (*keys, *(key for key in READ_IF_PRESENT if key in run.summary)):
         wrong = mismatch(run.summary.get(key), hints[key], key)
         if wrong is not None:
             raise refuse(
@@ -226,12 +226,16 @@ def _asked(run: Run) -> tuple[str, str]:
 
 def without_result(folders: Sequence[Path]) -> list[str]:
     """Notes on the jobs of sweeps that left no result, of a run or of a benchmark."""
-    sweeps = (folder for folder in folders if read_summary(folder) is None)
-    return [f"{job.name}: no result" for sweep in sweeps for job in unfinished(sweep)]
+    sweeps = [folder for folder in folders if read_summary(folder) is None]
+    left_out = [
+        f"{job.name}: skipped: {why}" for each in sweeps for job, why in skipped_jobs(each).items()
+    ]
+    return left_out + [f"{job.name}: no result" for each in sweeps for job in unfinished(each)]
 
 
 def unfinished(sweep: Path) -> list[Path]:
     """The jobs of a sweep that left no result."""
-    jobs = (each for each in sweep.iterdir() if each.is_dir() and each.name.isdigit())
+    jobs = {each for each in sweep.iterdir() if each.is_dir() and each.name.isdigit()}
+    jobs -= skipped_jobs(sweep).keys()
     left = (job for job in jobs if read_summary(job) is None and not (job / BENCH).is_file())
     return sorted(left, key=job_number)

@@ -8,7 +8,7 @@ setup; others are compared by their tokens per second.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +17,16 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Lossless, Summary
-from hydraspec.study.runs import POOLED, Key, Run, check_baseline, key_of, refuse, short_names
+from hydraspec.study.runs import (
+    POOLED,
+    Key,
+    Run,
+    check_baseline,
+    key_of,
+    ran_without_graphs,
+    refuse,
+    short_names,
+)
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -83,7 +92,10 @@ def pool(runs: Sequence[Run], *, apart: bool = False, by_commit: bool = True) ->
         apart: each run is a job where there would be one job only.
         by_commit: whether runs of several commits are several jobs.
     """
-    settings = [run.identity() if by_commit else run.identity() | {"commit": None} for run in runs]
+    idle = _idle_groups(runs)
+    settings = [_without(idle, run.identity()) for run in runs]
+    if not by_commit:
+        settings = [each | {"commit": None} for each in settings]
     groups = list(by_key(runs, [str(sorted(each.items())) for each in settings]).values())
     if apart and len(groups) < 2:
         groups = [[run] for run in runs]
@@ -94,6 +106,16 @@ def pool(runs: Sequence[Run], *, apart: bool = False, by_commit: bool = True) ->
         Job(name=name, label=label, runs=group)
         for name, label, group in zip(names, labels, groups, strict=True)
     ]
+
+
+def _idle_groups(runs: Sequence[Run]) -> set[str]:
+    """The config groups whose choice made no difference: graphs, where none ran in any of the runs,
+    as on a CPU."""
+    return {"cudagraph"} if all(ran_without_graphs(run.summary) for run in runs) else set()
+
+
+def _without(groups: Set[str], settings: Mapping[str, object]) -> dict[str, object]:
+    return {k: v for k, v in settings.items() if k.partition(".")[0] not in groups}
 
 
 def by_key(items: Iterable[T], keys: Iterable[K]) -> dict[K, list[T]]:
@@ -176,7 +198,8 @@ def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
     Args:
         load: whether the load counts.
     """
-    found = [_settings(run, load=load) for run in runs]
+    idle = _idle_groups(runs)
+    found = [_without(idle, _settings(run, load=load)) for run in runs]
     common = known_to_all(found)
     return [str([each[key] for key in common]) for each in found]
 

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
-from hydraspec.metrics.files import Json
+from hydraspec.metrics.files import Json, read_json_lines
 from hydraspec.metrics.run_files import (
     BENCH,
     CONFIG,
@@ -155,8 +155,7 @@ def read_run(folder: Path) -> Run:
         problem = f"{SUMMARY} cannot be read, or is no run's"
         raise refuse(folder, problem, allowed=allowed, remedy="leave it out, or run it again")
     try:
-        lines = (folder / REQUESTS).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = read_json_lines(folder / REQUESTS)
         tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) or {}
         settings = dotted(tree if isinstance(tree, dict) else {})
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -168,6 +167,12 @@ def read_run(folder: Path) -> Run:
             raise refuse(folder, problem, allowed=allowed, remedy="run it again")
     commit = read_environment(folder).get("git")
     return Run(folder=folder, summary=summary, rows=rows, settings=settings, commit=commit)
+
+
+def ran_without_graphs(summary: Summary) -> bool:
+    """Returns whether target and draft ran eagerly; false for summaries that do not say."""
+    ran: object = summary.get("cudagraph")
+    return isinstance(ran, dict) and ran.get("target") == ran.get("draft") == "none"
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

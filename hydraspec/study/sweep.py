@@ -16,7 +16,13 @@ from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.lossless import distribution_says
-from hydraspec.metrics.run_files import COMPARISON, COMPARISON_REPORT, job_number, read_summary
+from hydraspec.metrics.run_files import (
+    COMPARISON,
+    COMPARISON_REPORT,
+    job_number,
+    read_summary,
+    skipped_jobs,
+)
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Summary
 from hydraspec.study import html, words
@@ -26,7 +32,7 @@ from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.groups import families_of, unfinished
 from hydraspec.study.jobs import differing_keys
 from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
-from hydraspec.study.runs import Run, read_run
+from hydraspec.study.runs import Run, ran_without_graphs, read_run
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.texts import number, percent, plus_minus
 
@@ -84,6 +90,7 @@ class Comparison:
     """A sweep's rows, the settings that differ between them, and jobs that left no summary.
 
     Attributes:
+        skipped: the settings of jobs that were left out, by folder, and why.
         groups: jobs over the same prompts on the same setup, ranked.
         unranked: why jobs could not be ranked.
     """
@@ -91,6 +98,7 @@ class Comparison:
     rows: list[Row]
     columns: list[str]
     unfinished: list[str]
+    skipped: dict[Path, tuple[dict[str, str], str]]
     groups: list[Group]
     unranked: list[str]
 
@@ -130,7 +138,9 @@ def read(sweep_dir: Path) -> Comparison:
         if summary and "reused_from" not in summary:
             settings = _settings(summary, typed_settings(folder))
             rows.append(Row(folder=folder, summary=summary, settings=settings))
-    columns = differing_keys([row.settings for row in rows])
+    skipped = {job: (typed_settings(job), why) for job, why in skipped_jobs(sweep_dir).items()}
+    of_skipped = ({**row.settings, **typed} for row in rows[:1] for typed, _ in skipped.values())
+    columns = differing_keys([*(row.settings for row in rows), *of_skipped])
     runs, unranked = _readable(rows)
     groups = [group for family in families_of(runs, is_strict=False) for group in family.groups]
     unranked += [group.unranked for group in groups if group.unranked]
@@ -141,6 +151,7 @@ def read(sweep_dir: Path) -> Comparison:
         rows=rows,
         columns=columns or list(ALWAYS),
         unfinished=[folder.name for folder in unfinished(sweep_dir)],
+        skipped=skipped,
         groups=[group for group in groups if group.reference],
         unranked=unranked,
     )
@@ -181,8 +192,8 @@ def _table(found: Comparison) -> Block:
     settings = (TITLES.get(column, column) for column in found.columns)
     correct = accuracy_name(row.summary["accuracy"] for row in found.rows)
     header = ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
-    lines = [
-        Line(
+    lines = {
+        row.folder: Line(
             cells=[
                 f"{row.mark} {row.folder.name}".strip(),
                 *(_shown(column, row.settings.get(column)) for column in found.columns),
@@ -193,8 +204,14 @@ def _table(found: Comparison) -> Block:
             is_best=bool(row.mark),
         )
         for row in found.rows
-    ]
-    table = Table(header=header, lines=lines, num_left=0)
+    }
+    for job, (of_job, _) in found.skipped.items():
+        cells = [job.name, *(_shown(column, of_job.get(column)) for column in found.columns)]
+        rest = ["-"] * (len(header) - len(cells))
+        rest[HEADINGS.index("lossless")] = "skipped"
+        lines[job] = Line(cells=[*cells, *rest])
+    in_order = [lines[folder] for folder in sorted(lines, key=job_number)]
+    table = Table(header=header, lines=in_order, num_left=0)
     return Block(title="Comparison", table=table)
 
 
@@ -237,6 +254,10 @@ def _notes(found: Comparison) -> list[str]:
         "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
     ]
     notes += [f"{why}." for why in found.unranked]
+    eager = [row.folder.name for row in found.rows if ran_without_graphs(row.summary)]
+    if len(eager) > 1 and any(column.startswith("cudagraph") for column in found.columns):
+        notes.append(f"Jobs {', '.join(eager)} ran without graphs, whatever cudagraph asked for.")
+    notes += [f"Job {job.name} was skipped: {why}." for job, (_, why) in found.skipped.items()]
     if found.unfinished:
         notes.append(f"Without a result: job {', '.join(found.unfinished)}.")
     return notes
@@ -252,6 +273,10 @@ def _as_json(found: Comparison) -> Json:
         "columns": found.columns,
         "rows": [_as_record(row, found.columns) for row in found.rows],
         "unfinished_jobs": found.unfinished,
+        "skipped_jobs": [
+            {"job": job.name, **settings, "reason": why}
+            for job, (settings, why) in found.skipped.items()
+        ],
         "rankings": [{"settings": group.title, **words.as_json(group)} for group in found.groups],
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 from hydraspec.errors import ConfigurationError, UserError, printable
 from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import STUDY_SPEC, TRACKER
-from hydraspec.metrics.tracker import described, require_key
+from hydraspec.metrics.tracker import SORTED, described, require_key
 from hydraspec.study.blocks import Block, Panel, Section, Study
 from hydraspec.study.groups import Runs
 from hydraspec.study.words import as_markdown
@@ -145,8 +145,11 @@ def _block(block: Block, place: Place, wr: Any) -> Iterator[Any]:
         yield wr.P(printable(block.note))
     if block.sentences:
         yield wr.UnorderedList([printable(sentence) for sentence in block.sentences])
-    if block.panels and place.run_ids:
-        yield _grid(block.panels, place, wr)
+    panels = [
+        replace(p, metrics=[name for name in p.metrics if name in SORTED]) for p in block.panels
+    ]
+    if place.run_ids and (panels := [panel for panel in panels if panel.metrics]):
+        yield _grid(panels, place, wr)
     if block.table:
         yield wr.MarkdownBlock(as_markdown(block.table).strip())
 

@@ -42,6 +42,29 @@ def ended(main: Callable[[], Any], capsys: Captured) -> tuple[Any, str, str]:
     return status, *capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("compare --wirte x y", "--write"),
+        ("report --qestion=x y", "--question"),
+        ("gate --look 3 a b", "--looks"),
+        ("matrix --jsn x", "--json"),
+        ("replay --hlp x", "--help"),
+        ("predict --draft 1", "--drafts"),
+        ("doctor --chek", "--help"),
+    ],
+)
+def test_a_flag_that_is_misspelt_is_one_message(
+    typed: str, meant: str, command: Command, capsys: Captured
+) -> None:
+    """Catches an abbreviation that is taken for the flag without a word."""
+    assert command(*typed.split()) == 2
+    first, allowed, remedy = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"hydraspec.{typed.split()[0]}: ")
+    assert allowed.startswith("  allowed: ")
+    assert remedy == f"  to do: did you mean {meant}?"
+
+
 @pytest.mark.parametrize("typed", [["--help"], ["/nowhere", "--no-flag"], ["/nowhere=1"]], ids=str)
 @pytest.mark.parametrize("verb", VERBS)
 def test_all_spellings_of_a_verb_are_one_command(

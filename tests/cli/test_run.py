@@ -176,6 +176,19 @@ def test_equal_jobs_of_a_sweep_run_once(lab, command, tmp_path):
     assert [Path(folder).name for folder in lab.compared] == ["sweep"]
 
 
+def test_a_pair_without_a_drafter_is_skipped(lab, command, tmp_path, capsys):
+    """Its number stays; the sweep resumes; where no pair is left, the first is refused."""
+    pairs = ["target=tiny_qwen3,tiny_mistral", "method=none,eagle"]
+    for _ in range(2):
+        assert sweep(command, *pairs) == 0
+        assert [Path(folder).name for _, folder, *_ in lab.runs] == ["0", "2", "3"]
+    folder = tmp_path / "sweep" / "1"
+    assert "tiny_qwen3 names none" in json.loads((folder / "skipped.json").read_text())["reason"]
+    assert OmegaConf.load(folder / "overrides.yaml") == ["target=tiny_qwen3", "method=eagle"]
+    assert sweep(command, "target=tiny_qwen3", "method=eagle,gemma4_mtp", folder="none") == 2
+    assert "method=eagle without a drafter" in capsys.readouterr().err
+
+
 def test_a_sweep_is_one_group(lab, command, tmp_path):
     sweep(command, "seed=1,2")
     assert {config.tracker.group for config, *_ in lab.runs} == {f"{tmp_path.name}/sweep"}

@@ -161,7 +161,7 @@ def test_a_job_whose_configuration_is_damaged_is_one_message(tmp_path, damage):
     file.write_bytes(damage)
     config = plan(["seed=1"]).jobs[0].config
     with pytest.raises(ConfigurationError) as refused:
-        check_folder(tmp_path, [config])
+        check_folder(tmp_path, {0: config})
     first, _, remedy = str(refused.value).splitlines()
     assert f"holds a job whose configuration cannot be read: {file}: " in first
     assert f"remove {file.parent}" in remedy

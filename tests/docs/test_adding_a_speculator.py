@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from installed import install
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "adding_a_speculator.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([^`]+)`:\n\n```\w+\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
-(COMMANDS,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS, OTHERS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 
 
 # The commands of the page, one after the other in one process, which imports torch once.
@@ -37,16 +39,11 @@ def installed_from_the_page(folder: Path) -> Path:
     return install(folder, project["name"], modules=FILES, points=project["entry-points"])
 
 
-def test_the_page_works(tmp_path: Path) -> None:
-    """Its commands run and its own test passes; drafts are accepted and no token changes."""
-    folder = installed_from_the_page(tmp_path)
-    install_it, *commands = COMMANDS.splitlines()
-    assert install_it == "pip install -e ."
-    assert len(commands) == 3
-    commands[2] += " workload.limit=8 hydra.run.dir=drafted"
+def carried_out(folder: Path, commands: Sequence[str]) -> str:
+    """The output of commands of the page, of which each has to succeed."""
     done = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS],
-        input="\n".join([*commands, "python -m pytest -q -p no:cacheprovider tests"]),
+        input="\n".join(commands),
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
@@ -54,12 +51,50 @@ def test_the_page_works(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert "1 passed" in done.stdout
-    summary = json.loads((folder / "drafted" / "summary.json").read_text())
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, installed and trained by the page's first commands."""
+    folder = installed_from_the_page(tmp_path_factory.mktemp("bigram"))
+    install_it, *commands = COMMANDS.splitlines()
+    assert install_it == "pip install -e ."
+    assert len(commands) == 3
+    commands[2] += " workload.limit=8 hydra.run.dir=drafted"
+    said = carried_out(folder, [*commands, "python -m pytest -q -p no:cacheprovider tests"])
+    assert "1 passed" in said
+    return folder
+
+
+def test_the_page_works(trained: Path) -> None:
+    """Its commands run and its own test passes; drafts are accepted and no token changes."""
+    summary = json.loads((trained / "drafted" / "summary.json").read_text())
     assert (summary["method"], summary["num_speculative_tokens"]) == ("bigram", 3)
     assert summary["lossless"]["verdict"] == "identical"
     assert summary["acceptance_length"]["mean"] > 1.3
     assert summary["draft_spec"]["hidden_width"] == 24, "method.options.rank as typed"
+
+
+def test_the_other_commands_take_its_drafter(trained: Path) -> None:
+    """What its head does not offer is null with a reason, and replay takes the trace."""
+    few = " workload.limit=4"
+    *of_run, doctor, predict = OTHERS.splitlines()
+    of_run[0] += f"{few} metrics.all_positions=true"
+    commands = [*of_run, doctor + few, f"{predict}{few} --drafts 3 --concurrency 1"]
+    said = carried_out(trained, commands)
+    assert "No regression" in said
+    assert "An estimate:" in said
+    summary = json.loads((trained / "traced" / "summary.json").read_text())
+    assert summary["status"] == "ok"
+    (reason,) = (text for text in summary["warnings"] if "metrics.all_positions=true" in text)
+    assert "'BigramHead' object has no attribute" in reason
+    examined = json.loads((trained / "examined" / "doctor.json").read_text())
+    assert (examined["verdict"], examined["tensors"], examined["figures"]) == (None, None, None)
+    assert examined["acceptance"] > 1.3
+    assert "method=bigram lacks what that needs (AttributeError" in examined["sentence"]
+    (predicted,) = json.loads((trained / "predicted" / "predict.json").read_text())["predictions"]
+    assert predicted["acceptance_length"] > 1.3
 
 
 def test_every_file_of_the_layout_is_on_the_page() -> None:

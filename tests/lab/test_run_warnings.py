@@ -12,6 +12,8 @@ from fake_engine import Behaviour, FakeEngine
 from records import completion, request
 
 from hydraspec.cli.compose import plan
+from hydraspec.cli.flags import read_keys
+from hydraspec.cli.overrides import with_config_dir
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.lab.run_warnings import (
     ENOUGH_DRAFTS,
@@ -108,7 +110,7 @@ def test_where_k_was_chosen_the_measured_steps_say_what_the_run_does_not(config:
     ("typed", "says"),
     [
         ([], "target=tiny_qwen3 method=eagle3"),
-        (["target=tiny_qwen3", "method=eagle3", "seed=1", "workload.limit=8"], ""),
+        (["target=tiny_qwen3", "method=eagle3", "seed=1", "workload.limit=8"], " seed=1"),
         (["method.num_speculative_tokens=auto", "method.max_speculative_tokens=4"], ""),
         (["method.num_speculative_tokens=2"], " method.num_speculative_tokens=2"),
         (["method.checkpoint=/a/my head"], " 'method.checkpoint=/a/my head'"),
@@ -117,7 +119,11 @@ def test_where_k_was_chosen_the_measured_steps_say_what_the_run_does_not(config:
             ["target.dtype=float64", "workload=gsm8k", "workload.path=p"],
             " target.dtype=float64 workload=gsm8k workload.path=p",
         ),
-        (["hydra.run.dir=x", "tracker=none", "engine.device=cpu", "method.costs=c.json"], ""),
+        (["hydra.run.dir=x", "tracker=none", "method.costs=c.json"], ""),
+        (
+            ["engine.device=cpu", "sampling.max_tokens=9"],
+            " engine.device=cpu sampling.max_tokens=9",
+        ),
     ],
     ids=str,
 )
@@ -127,6 +133,17 @@ def test_the_command_of_the_doctor_can_be_pasted(typed: list[str], says: str) ->
     start = "python -m hydraspec.doctor target=tiny_qwen3 method=eagle3"
     assert command == start + says.removeprefix("target=tiny_qwen3 method=eagle3")
     plan(shlex.split(command)[3:] if "gsm8k" not in says else [])
+
+
+def test_the_command_of_the_doctor_repeats_the_folder_of_choices(tmp_path: Path) -> None:
+    (job,) = plan(with_config_dir(str(tmp_path), ["target=tiny_qwen3", "method=eagle3"])).jobs
+    command = doctor_command(job.config, job.overrides)
+    start, *keys = command.split(" --config-dir=")
+    assert (start, keys) == (
+        "python -m hydraspec.doctor",
+        [f"{tmp_path} target=tiny_qwen3 method=eagle3"],
+    )
+    assert read_keys(shlex.split(command)[3:], "").overrides[0] == job.overrides[0]
 
 
 def test_the_command_of_the_doctor_names_folders_that_were_not_typed() -> None:

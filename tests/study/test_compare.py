@@ -141,8 +141,12 @@ REFUSED = {
         "summary.json cannot be read",
     ),
     "cut requests": (
-        lambda runs: [runs / "bad", _cut(runs / "good" / "requests.jsonl")],
-        "cannot be read",
+        lambda runs: [runs / "bad", _cut(runs / "good" / "requests.jsonl", 2)],
+        "cannot be read: requests.jsonl, line 3, column ",
+    ),
+    "a number as method": (
+        lambda runs: [runs / "bad", edit(runs / "good", method=5)],
+        "good: summary.json: method is 5: damaged",
     ),
     "of an older version": (
         lambda runs: [runs / "bad", _older(runs / "good")],
@@ -166,8 +170,11 @@ def _older(run: Path) -> Path:
     return edit_rows(run, lambda row: row.pop("decode_ms"))
 
 
-def _cut(file: Path) -> Path:
-    file.write_text(file.read_text(encoding="utf-8")[:50], encoding="utf-8")
+def _cut(file: Path, num_lines: int = 0) -> Path:
+    """Keep 50 characters after so many lines."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    rest = "".join(lines[num_lines:])[:50]
+    file.write_text("".join(lines[:num_lines]) + rest, encoding="utf-8")
     return file.parent
 
 
@@ -197,8 +204,8 @@ def test_help_and_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "request by request" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main([])
+    assert main([]) == 2
+    assert "arguments are required: FOLDER\n  allowed: " in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="a list of folders"):
         hydraspec.compare("outputs")
 

@@ -331,6 +331,7 @@ def test_what_cannot_be_gated_is_one_message(
         ([run / "requests.jsonl", run], "is no JSON"),
         ([stored, make("cut", status="interrupted")], "its status is interrupted"),
         ([stored, make("alone", baseline=None)], "has no baseline"),
+        ([stored, make("number", method=5)], "number: summary.json: method is 5: damaged"),
         ([stored, make("older", old_rows)], "an older hydraspec"),
         ([stored, make("prompts", other_prompts)], "other prompts: request 'code-0'"),
         ([stored, make("k5", num_speculative_tokens=5)], "has no job tiny_fake, gemma4_mtp, K=5"),
@@ -342,8 +343,8 @@ def test_what_cannot_be_gated_is_one_message(
     assert main(["--write", str(tmp_path / "no" / "b.json"), str(run)]) == 1
     assert "cannot write" in capsys.readouterr().err
     for arguments in (["--looks", "0"], ["--speed-margin", "1"], ["--acceptance-margin", "x"]):
-        with pytest.raises(SystemExit, match="2"):
-            main([str(stored), str(run), *arguments])
+        assert main([str(stored), str(run), *arguments]) == 2
+        assert_one_message(capsys.readouterr().err, f"argument {arguments[0]}: ")
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "exit status" in capsys.readouterr().out.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from studied_runs import configure, edit
 
 from hydraspec.config.schema import GoodputConfig, MethodConfig, RunConfig
 from hydraspec.lab import run as run_module
+from hydraspec.study import groups
 from hydraspec.study.sweep import compare, read
 
 Use = Callable[[FakeEngine], FakeEngine]
@@ -117,6 +119,42 @@ def test_compare(sweep: Path) -> None:
     assert sorted(page.links[3:]) == page.links[:3], "and from the ranking's rows"
 
 
+def test_graphs_that_did_not_run_are_no_setup(sweep: Path) -> None:
+    """Catches a ranking of repeats as if they were setups, as on a CPU, which has no graphs."""
+    for job, name in (("0", "full"), ("1", "none")):
+        configure(sweep / job, cudagraph__name=name, method__num_speculative_tokens=3)
+        type_in(sweep / job, "method=gemma4_mtp", f"cudagraph={name}")
+        ran = {"requested": name, "target": "none", "draft": "none", "reason": "device is cpu"}
+        edit(sweep / job, num_speculative_tokens=3, cudagraph=ran)
+    console = Console(record=True, width=160)
+    compare(sweep, console=console)
+    assert "Jobs 0, 1, 2 ran without graphs, whatever cudagraph" in console.export_text()
+    (group,) = read(sweep).groups
+    assert sorted(len(one.job.runs) for one in group.jobs) == [1, 2]
+    configure(sweep / "2", cudagraph__name="none")
+    edit(sweep / "0", cudagraph={"requested": "full", "target": "full", "draft": "full"})
+    (group,) = read(sweep).groups
+    assert {one.job.name for one in group.jobs} == {"1", "2"}, "graphs that ran are another setup"
+
+
+def test_a_skipped_job_has_a_row_that_says_so(sweep: Path) -> None:
+    """In its place among the others, with its settings; it is not without a result."""
+    (sweep / "4" / "skipped.json").write_text('{"reason": "the target names no <drafter>"}')
+    (sweep / "10").mkdir()
+    type_in(sweep / "4", "method=eagle", "method.num_speculative_tokens=3")
+    console = Console(record=True, width=160)
+    compare(sweep, console=console)
+    printed = console.export_text()
+    assert re.search(r"^ +2 +none.*\n +4 +eagle +- .* skipped ", printed, re.MULTILINE)
+    assert "Job 4 was skipped: the target names no <drafter>." in printed
+    assert "Without a result: job 10." in printed
+    result = json.loads((sweep / "compare.json").read_text(encoding="utf-8"))
+    assert result["skipped_jobs"][0].items() >= {"job": "4", "method": "eagle"}.items()
+    page = check_page((sweep / "compare.html").read_text(encoding="utf-8"))
+    assert "the target names no <drafter>" in page.text
+    assert groups.without_result([sweep])[0] == "4: skipped: the target names no <drafter>"
+
+
 def test_k_that_was_chosen_is_not_shown_as_the_most(sweep: Path) -> None:
     """Catches K=auto up to 3 and K=3 as equal jobs, pooled in one rank."""
     used = {"mean": 1.5, "histogram": [0, 9, 9, 0]}
@@ -153,6 +191,7 @@ def test_what_was_typed_stands_in_its_column(sweep: Path) -> None:
     for job, mode in (("0", "none"), ("1", "full"), ("2", "none")):
         type_in(sweep / job, "method=x", f"cudagraph={mode}", "baseline=true")
         configure(sweep / job, cudagraph__name=mode)
+        edit(sweep / job, cudagraph={"requested": mode, "target": mode, "draft": "full"})
     comparison = read(sweep)
     assert comparison.columns == ["method", "num_speculative_tokens", "cudagraph"]
     assert [row.settings["cudagraph"] for row in comparison.rows] == ["none", "full", "none"]

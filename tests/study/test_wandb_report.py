@@ -74,7 +74,7 @@ def test_the_spec_is_that_of_the_page_and_passes_their_models(recorded: Path) ->
 def test_panels_read_what_runs_log(recorded: Path) -> None:
     """Catches a key that is renamed in the tracker alone."""
     from hydraspec.metrics.run_files import read_summary
-    from hydraspec.metrics.tracker import final_figures
+    from hydraspec.metrics.tracker import SORTED, final_figures
 
     known: set[str] = set()
     for job in ("0", "1"):
@@ -84,7 +84,11 @@ def test_panels_read_what_runs_log(recorded: Path) -> None:
     panels = [panel for s in made.sections for block in s.blocks for panel in block.panels]
     assert {panel.kind for panel in panels} == {"scatter", "bar"}
     assert {key for panel in panels for key in panel.metrics} - known == set()
-    assert set(wandb_report.COLUMNS) - known == set()
+    assert set(wandb_report.COLUMNS) - (known & set(SORTED)) == set()
+    runs = groups.read([recorded])
+    spec = json.dumps(wandb_report.spec(made, wandb_report.place_of(runs)))
+    assert "acceptance_rate_per_position/0" in spec
+    assert "acceptance_length_by_category" not in spec, "these are lines of the table of figures"
 
 
 def test_runs_that_were_not_recorded_have_tables_only(studied: Path) -> None:

@@ -34,7 +34,8 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
     def say(text: str = "", style: str | None = None) -> None:
         console.print(printable(text), style=style, markup=False, highlight=False)
 
-    say(f"{result['target']} with {result['method']}, drafter {result['drafter']}", "bold")
+    drafter = f", drafter {result['drafter']}" if result["drafter"] else ""
+    say(f"{result['target']} with {result['method']}{drafter}", "bold")
     for sentence in result["drafter_in_words"]:
         say(f"  {sentence}")
     say()
@@ -44,8 +45,9 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
     if result["prompts"]:
         lines = [_line(row) for row in result["prompts"]]
         print_table(console, "Other wordings of the prompts", HEADER, lines, num_left=2)
-    accepted.print_parts(console, result["figures"])
-    _figures(result, say)
+    if result["figures"] is not None:
+        accepted.print_parts(console, result["figures"])
+        _figures(result, say)
     styles = {"healthy": "bold green", "convention": "bold red", "weights": "bold red"}
     say(result["sentence"], styles.get(result["verdict"], "bold"))
     for row in result["causes"]:

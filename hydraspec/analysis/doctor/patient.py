@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 from hydraspec import factory
-from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.speculators.teacher_forcing.texts import (
     Text,
     Texts,
@@ -22,7 +20,7 @@ from hydraspec.speculators.teacher_forcing.texts import (
     finished_texts,
     read_texts,
 )
-from hydraspec.speculators.teacher_forcing.trial import Trial, can_be_forced
+from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Completion, Request, SamplingParams
 
 MAX_PROMPTS = 32  # where workload.limit does not say how many
@@ -40,12 +38,12 @@ class Patient:
     config: RunConfig
     target: TargetModel
     tokenizer: Tokenizer | None  # the target's
-    speculator: DraftModelSpeculator
+    speculator: Any  # a DraftModelSpeculator with a head of ours, or another package's
 
     @property
     def spec(self) -> DraftSpec:
         """The drafter's conventions as the engine reads them."""
-        spec = self.speculator.spec
+        spec: DraftSpec | None = self.speculator.spec
         assert spec is not None, "it is loaded"
         return spec
 
@@ -53,6 +51,10 @@ class Patient:
     def k(self) -> int:
         """Drafts a step."""
         return self.config.method.most_drafts
+
+    def greedy(self, requests: Sequence[Request]) -> list[Request]:
+        """The same requests, answered greedily, at once and with at most MAX_OUTPUT tokens."""
+        return [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
 
     def trial(self) -> Trial:
         """The drafter as the engine uses it."""
@@ -62,8 +64,7 @@ class Patient:
         """The target's greedy answers to tokenised requests, and its states there. None where no
         answer has two tokens.
         """
-        run = partial(self.engine.baseline().run, concurrency=None)
-        greedy = [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
+        run, greedy = partial(self.engine.baseline().run, concurrency=None), self.greedy(requests)
         ended = {event.index: event for event in run(greedy) if isinstance(event, Completion)}
         kept: list[Text] = []
         num_rows = 0
@@ -109,21 +110,13 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
     config = replace(config, cudagraph=replace(config.cudagraph, name="none"), engine=engine_config)
     engine: Any = factory.build_engine(config)
     try:
-        parts, speculator = engine.parts, engine.parts.runner.speculator
-        if not can_be_forced(speculator):
-            raise refusal(
-                "method.name",
-                config.method.name,
-                "is not examined: its drafter is no head of ours",
-                allowed="eagle, eagle3, peagle, mtp, gemma4_mtp",
-                remedy="choose one of them",
-            )
+        parts = engine.parts
         yield Patient(
             engine=engine,
             config=config,
             target=parts.target,
             tokenizer=parts.tokenizer,
-            speculator=speculator,
+            speculator=parts.runner.speculator,
         )
     finally:
         engine.close()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydraspec.analysis.doctor import console, parts, tensors, words
+from hydraspec.analysis.doctor import console, other_heads, parts, tensors, words
 from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried, diagnose
 from hydraspec.analysis.doctor.expected import Expected, of_card
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
@@ -22,6 +22,7 @@ from hydraspec.analysis.doctor.words import Files
 from hydraspec.config import to_dict
 from hydraspec.config.own_drafter import check_own_drafter
 from hydraspec.config.schema import RunConfig
+from hydraspec.errors import UserError
 from hydraspec.lab import environment
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.counters import StepSums
@@ -30,6 +31,7 @@ from hydraspec.metrics.files import Json, pretty_json, write_whole
 from hydraspec.metrics.run_files import DOCTOR
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
+from hydraspec.speculators.registry import SPECULATORS
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Request, StepRecord, WorkloadError
@@ -99,8 +101,7 @@ def examine(
         folder.replace_older_run()
         folder.write_environment(environment.describe(patient.engine.info))
         firsts = [r for r in workload.requests if r.after is None]  # of their conversations
-        found = _examined(patient, few(firsts, count), console.progress(quiet=quiet))
-        result = as_json(found) | {"warnings": warnings}
+        result = _result(patient, few(firsts, count), quiet=quiet) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
     console.show(result, folder.path / DOCTOR, quiet=quiet)
     return result
@@ -120,6 +121,22 @@ def check(config: RunConfig) -> None:
         ranks="leave parallelism out, and take a smaller target of the same family if it does not "
         "fit one device",
     )
+
+
+def _result(patient: Patient, requests: Sequence[Request], *, quiet: bool) -> Json:
+    """The content of doctor.json; of another package's drafter what its head offers."""
+    try:
+        return as_json(_examined(patient, requests, console.progress(quiet=quiet)))
+    except UserError:
+        raise
+    except Exception as error:
+        name = patient.config.method.name
+        if name in SPECULATORS:
+            raise
+        reason = f"method={name} lacks what that needs ({type(error).__name__}: {error})"
+    found = other_heads.as_json(patient, requests, reason)
+    share = _draft_share(patient, requests)
+    return {"schema_version": SCHEMA_VERSION, **found, "draft_share_of_step": share}
 
 
 def _examined(

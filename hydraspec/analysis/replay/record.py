@@ -4,7 +4,6 @@ trace.jsonl.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 
 from hydraspec.metrics.draft_figures import NEVER
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
-from hydraspec.metrics.files import Json
+from hydraspec.metrics.files import Json, read_json_lines
 from hydraspec.metrics.run_files import POSITIONS, TRACE
+from hydraspec.study.groups import check_summary
 from hydraspec.study.runs import Run, read_run, refuse
 
 ALLOWED = "the folder of a run that recorded its drafts"
@@ -85,12 +85,17 @@ def read_record(folder: Path) -> Record:
         problem = "is no folder" if folder.exists() else "does not exist"
         raise refuse(folder, problem, allowed=ALLOWED, remedy=REMEDY)
     run = read_run(folder)
+    check_summary(run)
     _check(run, folder)
-    source: Literal["positions", "trace"]
-    source = "positions" if (folder / POSITIONS).is_file() else "trace"
-    file = folder / (POSITIONS if source == "positions" else TRACE)
-    if not file.is_file():
+    files = [folder / name for name in (POSITIONS, TRACE) if (folder / name).is_file()]
+    if not files:
         raise refuse(folder, f"holds no {POSITIONS} or {TRACE}", allowed=ALLOWED, remedy=REMEDY)
+    # A drafter that cannot be fed whole texts leaves the first empty.
+    file = next((each for each in files if each.stat().st_size), files[0])
+    if file.stat().st_size == 0 and any(len(row["output_token_ids"]) > 1 for row in run.rows):
+        problem = f"holds no drafts in {file.name}; its summary.json says why under warnings"
+        raise refuse(folder, problem, allowed=ALLOWED, remedy=REMEDY)
+    source: Literal["positions", "trace"] = "positions" if file.name == POSITIONS else "trace"
     if source == "trace" and drafts_of(run.summary) == PER_STEP:
         raise refuse(
             folder,
@@ -150,10 +155,8 @@ def _check(run: Run, folder: Path) -> None:
 
 def _by_request(file: Path) -> dict[str, list[Json]]:
     found: dict[str, list[Json]] = {}
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            found.setdefault(row["request"], []).append(row)
+    for row in read_json_lines(file):
+        found.setdefault(row["request"], []).append(row)
     return found
 
 

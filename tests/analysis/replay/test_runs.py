@@ -218,6 +218,14 @@ def test_folders_without_a_record(
     lines = read(folder / POSITIONS)
     write_json_lines(folder / POSITIONS, lines[:-1])
     says(folder, POSITIONS, "cannot be read")
+    with (folder / POSITIONS).open("a", encoding="utf-8") as file:
+        file.write('{"request": "')
+    says(folder, f"cannot be read: ValueError: {POSITIONS}, line {len(lines)}, column 13")
+    trace = (folder / TRACE).rename(tmp_path / TRACE)
+    (folder / POSITIONS).write_text("")
+    says(folder, f"holds no drafts in {POSITIONS}; its summary.json says why")
+    trace.rename(folder / TRACE)
+    assert main([str(folder), "K=1"]) == 0, "a drafter that cannot be fed whole texts has a trace"
     (folder / POSITIONS).unlink()
     says(folder, "needs the drafter's own probabilities", typed="min_probability=0.5")
     changed_summary(folder, num_speculative_tokens_used={"mean": 1.0, "histogram": [0, 1]})

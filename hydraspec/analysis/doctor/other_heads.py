@@ -1,0 +1,51 @@
+"""An examination of a drafter whose parts cannot be changed: another package's, with a head that
+offers less than ours. Its steps alone are looked at, and the rest of doctor.json is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hydraspec.analysis.doctor.patient import Patient
+from hydraspec.metrics.counters import RequestCounters, RunningTotals
+from hydraspec.metrics.files import Json
+from hydraspec.types import Completion, Request
+
+
+def as_json(patient: Patient, requests: Sequence[Request], reason: str) -> Json:
+    """What doctor.json says of a run with drafts over tokenised requests, which are answered
+    greedily; `reason` says why no part is changed."""
+    config, spec = patient.config, patient.speculator.spec
+    totals, num_texts = RunningTotals(), 0
+    for event in patient.engine.run(patient.greedy(requests), concurrency=None):
+        if isinstance(event, Completion):
+            num_texts += event.finish_reason != "error"
+            continue
+        for step in event.requests:
+            RequestCounters(index=step.index).add(step, 0.0, totals)
+    length = totals.acceptance_length
+    found = "it drafted nothing" if length is None else f"acceptance is {length:.2f}"
+    return {
+        "verdict": None,
+        "sentence": f"Cannot tell: {found}, and what would change it is not tried: {reason}.",
+        "cause": None,
+        "module": None,
+        "evidence": [],
+        "expected_acceptance_length": None,
+        "target": config.target.name,
+        "method": config.method.name,
+        "drafter": config.method.checkpoint,
+        "num_speculative_tokens": patient.k,
+        "num_texts": num_texts,
+        "num_starts": totals.num_drafts,
+        "acceptance": length,
+        "best_acceptance": None,
+        "causes": [],
+        "drafter_in_words": [] if spec is None else [f"Its package says: {spec}."],
+        "draft_spec": None if spec is None else asdict(spec),
+        "tensors": None,
+        "prompts": [],
+        "rounds": [],
+        "figures": None,
+    }
