@@ -1,4 +1,5 @@
-"""docs/adding_a_speculator.md, run as it is written, in a folder outside the sources."""
+"""docs/adding_a_speculator.md and docs/drafter_without_weights.md, run as they are written, in a
+folder outside the sources."""
 
 from __future__ import annotations
 
@@ -8,17 +9,23 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from installed import install
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "adding_a_speculator.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^`([^`]+)`:\n\n```\w+\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE))
-COMMANDS, OTHERS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 
+
+def parts_of(page: str) -> tuple[str, dict[str, str], list[str]]:
+    """Text, files by name, and blocks of commands of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    files = re.findall(r"^`([^`]+)`:\n\n```\w+\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    return text, dict(files), re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+
+
+TEXT, FILES, (COMMANDS, OTHERS) = parts_of("adding_a_speculator.md")
 
 # The commands of the page, one after the other in one process, which imports torch once.
 IN_ONE_PROCESS = """
@@ -33,10 +40,10 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def installed_from_the_page(folder: Path) -> Path:
+def installed_from_the_page(folder: Path, files: Mapping[str, str] = FILES) -> Path:
     """The files of the page, and what `pip install -e .` would write for them."""
-    project = tomllib.loads(FILES["pyproject.toml"])["project"]
-    return install(folder, project["name"], modules=FILES, points=project["entry-points"])
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    return install(folder, project["name"], modules=files, points=project["entry-points"])
 
 
 def carried_out(folder: Path, commands: Sequence[str]) -> str:
@@ -95,6 +102,30 @@ def test_the_other_commands_take_its_drafter(trained: Path) -> None:
     assert "method=bigram lacks what that needs (AttributeError" in examined["sentence"]
     (predicted,) = json.loads((trained / "predicted" / "predict.json").read_text())["predictions"]
     assert predicted["acceptance_length"] > 1.3
+
+
+def test_the_page_without_weights_works(tmp_path: Path) -> None:
+    """Drafts are what stood after the newest token's last earlier place, with K set and chosen."""
+    _, files, (commands,) = parts_of("drafter_without_weights.md")
+    folder = installed_from_the_page(tmp_path, files)
+    install_it, *runs = commands.splitlines()
+    assert install_it == "pip install -e ."
+    runs[0] += " metrics.trace=true"
+    carried_out(folder, runs)
+    for name in ("drafted", "chosen"):
+        summary = json.loads((folder / name / "summary.json").read_text())
+        assert (summary["method"], summary["lossless"]["verdict"]) == ("lookup", "identical")
+        assert summary["acceptance_length"]["mean"] > 1.3
+    rows = (folder / "drafted" / "requests.jsonl").read_text().splitlines()
+    texts = {
+        row["id"]: row["prompt_token_ids"] + row["output_token_ids"]
+        for row in map(json.loads, rows)
+    }
+    for step in map(json.loads, (folder / "drafted" / "trace.jsonl").read_text().splitlines()):
+        *text, newest = texts[step["request"]][: step["num_computed_tokens"] + 1]
+        last = len(text) - 1 - text[::-1].index(newest) if newest in text else None
+        copied = [] if last is None else [*text, newest][last + 1 : last + 4]
+        assert step["draft_token_ids"] == copied
 
 
 def test_every_file_of_the_layout_is_on_the_page() -> None:
