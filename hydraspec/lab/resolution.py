@@ -10,7 +10,7 @@ import os
 
 from hydraspec import factory
 from hydraspec.config.checks import MAX_NUM_THREADS
-from hydraspec.config.engines import takes
+from hydraspec.config.choices import has_key
 from hydraspec.config.schema import RunConfig
 from hydraspec.speculators.registry import check_speculator
 
@@ -27,7 +27,7 @@ def _take_threads(config: RunConfig) -> None:
     """Take the number of threads that OMP_NUM_THREADS asks for, where no key does: engines choose
     one thread for a narrow target on a CPU."""
     asked, engine = os.environ.get("OMP_NUM_THREADS", ""), config.engine
-    if engine.num_threads is not None or not takes(engine.name, "num_threads"):
+    if engine.num_threads is not None or not has_key(engine.name, "engine.num_threads"):
         return
     is_several = asked.isdecimal() and 1 < int(asked) <= MAX_NUM_THREADS
     if is_several and factory.device_type(config) == "cpu":
