@@ -81,10 +81,8 @@ def predict(
         waves: of requests that follow each other in a load; 1: they all begin together.
         check: also run what is predicted.
     """
+    from hydraspec.analysis.predict import run, words
     from hydraspec.analysis.predict.prediction import Wanted
-    from hydraspec.analysis.predict.run import check as check_job
-    from hydraspec.analysis.predict.run import predict as run_prediction
-    from hydraspec.analysis.predict.words import show_best
 
     torchrun.refuse_calls()
     planned = plan(with_config_dir(config_dir, overrides), multirun=multirun)
@@ -104,20 +102,20 @@ def predict(
                 check=check,
             )
         )
-        check_job(job.config, wanted[-1])
+        run.check(job.config, wanted[-1])
     found: list[dict[str, Any]] = []
     with claimed_folder(planned):
         sweep.record_skipped(planned.folder, planned.skipped)
         for job, each in zip(jobs, wanted, strict=True):
             with ready(job) as folder:
                 try:
-                    result = run_prediction(
+                    result = run.predict(
                         job.config, each, run_dir=folder, overrides=job.overrides, quiet=quiet
                     )
                 except KeyboardInterrupt:
                     raise KeyboardInterrupt("what was finished is saved" * bool(found)) from None
             found.append({**result, "run_dir": str(folder)})
-    show_best(found, quiet=quiet)
+    words.show_best(found, quiet=quiet)
     return found
 
 

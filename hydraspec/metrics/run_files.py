@@ -76,8 +76,12 @@ def read_summary(folder: Path) -> Summary | None:
 
 def skipped_jobs(sweep: Path) -> dict[Path, str]:
     """The jobs of a sweep that were left out, and why."""
-    files = sorted(sweep.glob(f"*/{SKIPPED}"), key=lambda file: job_number(file.parent))
-    return {file.parent: str((read_object(file) or {}).get("reason")) for file in files}
+    jobs = sorted((file.parent for file in sweep.glob(f"*/{SKIPPED}")), key=job_number)
+    return {
+        job: str((read_object(job / SKIPPED) or {}).get("reason"))
+        for job in jobs
+        if result_file(job) is None  # it may have run since
+    }
 
 
 def read_object(file: Path) -> dict[str, Any] | None:

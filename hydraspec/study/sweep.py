@@ -149,7 +149,10 @@ def read(sweep_dir: Path) -> Comparison:
         if summary and "reused_from" not in summary:
             settings = _settings(summary, typed_settings(folder))
             rows.append(Row(folder=folder, summary=summary, settings=settings))
-    skipped = {job: (typed_settings(job), why) for job, why in skipped_jobs(sweep_dir).items()}
+    skipped = {
+        job: ({_name(key): value for key, value in typed_settings(job).items()}, why)
+        for job, why in skipped_jobs(sweep_dir).items()
+    }
     of_skipped = ({**row.settings, **typed} for row in rows[:1] for typed, _ in skipped.values())
     columns = differing_keys([*(row.settings for row in rows), *of_skipped])
     runs, unranked = _readable(rows)
@@ -181,13 +184,18 @@ def _readable(rows: Sequence[Row]) -> tuple[list[Run], list[str]]:
     return [run for run in runs if run.has_finished], refused
 
 
+def _name(key: str) -> str:
+    """The column of a typed key."""
+    return key.rpartition(".")[2] if key in RECORDED else key
+
+
 def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
     settings: dict[str, object] = dict(
         zip(ALWAYS, (summary["method"], drafts_of(summary)), strict=True)
     )
     for key, value in typed.items():
+        name = _name(key)
         if key in RECORDED:
-            name = key.rpartition(".")[2]
             settings.setdefault(name, summary.get(name, value))
         else:  # "baseline" and "cudagraph" are more in a summary than what was typed
             settings.setdefault(key, value)

@@ -145,7 +145,8 @@ def test_a_skipped_job_has_a_row_that_says_so(sweep: Path) -> None:
     console = Console(record=True, width=160)
     compare(sweep, console=console)
     printed = console.export_text()
-    assert re.search(r"^ +2 +none.*\n +4 +eagle +- .* skipped ", printed, re.MULTILINE)
+    assert re.search(r"^ +\S? *2 +none.*\n +4 +eagle +3 .* skipped ", printed, re.MULTILINE)
+    assert read(sweep).columns == ["method", "num_speculative_tokens"]
     assert "Job 4 was skipped: the target names no <drafter>." in printed
     assert "Without a result: job 10." in printed
     result = json.loads((sweep / "compare.json").read_text(encoding="utf-8"))
