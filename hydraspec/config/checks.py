@@ -25,12 +25,7 @@ from hydraspec.config.schema import (
     Verification,
     Weights,
 )
-from hydraspec.config.workloads import (
-    WORKLOAD_RULES,
-    check_random_room,
-    is_random,
-    without_arrivals,
-)
+from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, without_effect
 from hydraspec.shipped import SHAPE_PREFIX
 
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
@@ -395,7 +390,4 @@ def _without_effect(config: RunConfig) -> list[str]:
             notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
     if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
         notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
-    if is_random(config.workload) and (sampling.stop or sampling.stop_token_ids):
-        name = config.workload.name
-        notes.append(f"sampling.stop and stop_token_ids have no effect with workload={name}")
-    return notes + without_drafts(config) + without_arrivals(config)
+    return notes + without_drafts(config) + without_effect(config)

@@ -148,9 +148,12 @@ WORKLOAD_RULES = (
 )
 
 
-def without_arrivals(config: RunConfig) -> list[str]:
-    """Warnings of keys that change nothing: a burstiness without a rate, a rate in a benchmark."""
-    load, notes = config.workload, []
+def without_effect(config: RunConfig) -> list[str]:
+    """Warnings of keys that change nothing: a burstiness without a rate, a rate in a benchmark, and
+    stops of random tokens."""
+    load, sampling, notes = config.workload, config.sampling, list[str]()
+    if is_random(load) and (sampling.stop or sampling.stop_token_ids):
+        notes.append(f"sampling.stop and stop_token_ids have no effect with workload={load.name}")
     if load.request_rate is None and load.burstiness != 1:
         notes.append(
             f"workload.burstiness={load.burstiness} has no effect without workload.request_rate"

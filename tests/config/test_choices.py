@@ -11,7 +11,7 @@ from hydraspec import factory
 from hydraspec.cli.compose import plan
 from hydraspec.config import to_dict, to_run_config
 from hydraspec.config.build import schema_keys
-from hydraspec.config.checks import ALIASES
+from hydraspec.config.checks import ALIASES, RULES
 from hydraspec.config.choices import choices_of, packaged
 from hydraspec.config.schema import AUTO, RunConfig
 from hydraspec.config.workloads import SOURCES
@@ -158,6 +158,11 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
             cfg = compose("config", [override])
             for key in set(schema_keys()) - absent - others:
                 assert OmegaConf.select(cfg, key, default="absent") != "absent", key
+
+
+def test_rules_name_keys_that_there_are():
+    """Catches a misspelt key of a benchmark, whose rule no choice would be held to."""
+    assert {rule.key for rule in RULES} <= set(schema_keys())
 
 
 def test_names_in_yaml_have_a_class():
