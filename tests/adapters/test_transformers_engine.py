@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from records import request as asked
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
 from hydraspec.adapters.transformers.engine import TransformersEngine
@@ -25,7 +26,6 @@ from hydraspec.types import (
     Completion,
     ConfigurationError,
     Request,
-    SamplingParams,
     StepRecord,
 )
 from hydraspec.zoo.recipe.evaluate import read_workload
@@ -60,6 +60,11 @@ def assisted() -> TransformersEngine:
 
 
 @pytest.fixture(scope="module")
+def plain() -> TransformersEngine:
+    return TransformersEngine(zoo_config("tiny_gemma4"))
+
+
+@pytest.fixture(scope="module")
 def native() -> NativeEngine:
     return NativeEngine(zoo_config("tiny_gemma4"))
 
@@ -67,12 +72,7 @@ def native() -> NativeEngine:
 def requests_of(count: int = NUM_PROMPTS, **sampling: object) -> list[Request]:
     settings = {"max_tokens": 20, "ignore_eos": True, **sampling}
     return [
-        Request(
-            index=i,
-            id=f"r{i}",
-            sampling=SamplingParams(seed=11 + i, **settings),
-            messages=line["messages"],
-        )
+        asked(i, id=f"r{i}", seed=11 + i, messages=line["messages"], **settings)
         for i, line in enumerate(read_workload()[:count])
     ]
 
@@ -178,22 +178,22 @@ SAMPLED = {"temperature": 6.0, "top_k": 40, "top_p": 0.98, "min_p": 0.01}
 
 
 def test_sampled_tokens_follow_the_requests_streams(
-    assisted: TransformersEngine, native: NativeEngine
+    assisted: TransformersEngine, plain: TransformersEngine, native: NativeEngine
 ) -> None:
     """A draw depends on seed and position: batches, drafts and the engine leave it the same."""
     expected = outputs(decode(native, requests_of(**SAMPLED))[1])
-    plain = TransformersEngine(zoo_config("tiny_gemma4"))
     assert outputs(decode(plain, requests_of(**SAMPLED), concurrency=4)[1]) == expected
     assert outputs(decode(assisted, requests_of(**SAMPLED))[1]) == expected
     others = [replace(r, sampling=replace(r.sampling, seed=99)) for r in requests_of(**SAMPLED)]
     assert outputs(decode(plain, others)[1]) != expected
 
 
-def test_greedy_and_sampled_requests_share_a_batch(native: NativeEngine) -> None:
+def test_greedy_and_sampled_requests_share_a_batch(
+    plain: TransformersEngine, native: NativeEngine
+) -> None:
     mixed = requests_of()
     for request in mixed[::2]:
         request.sampling = replace(request.sampling, **SAMPLED)
-    plain = TransformersEngine(zoo_config("tiny_gemma4"))
     assert outputs(decode(plain, mixed)[1]) == outputs(decode(native, mixed)[1])
 
 
@@ -234,21 +234,26 @@ def test_stop_token_inside_accepted_drafts(
     assert outputs(decode(native, ending)[1]) == outputs(done)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
-def test_max_tokens(assisted: TransformersEngine, native: NativeEngine, max_tokens: int) -> None:
-    expected = outputs(decode(native, requests_of(max_tokens=max_tokens))[1])
-    assert {(len(tokens), why) for tokens, why, _ in expected.values()} == {(max_tokens, "length")}
-    assert outputs(decode(assisted, requests_of(max_tokens=max_tokens))[1]) == expected
-    assert outputs(decode(assisted.baseline(), requests_of(max_tokens=max_tokens))[1]) == expected
+def test_max_tokens(assisted: TransformersEngine, native: NativeEngine) -> None:
+    """At the prompt's own step, within the drafts of the next one, and later."""
+    requests, limits = requests_of(), (1, 2, 3, 4, 7)
+    for request, limit in zip(requests, limits, strict=True):
+        request.sampling.max_tokens = limit
+    expected = outputs(decode(native, requests)[1])
+    ends = [(len(tokens), why) for tokens, why, _ in expected.values()]
+    assert ends == [(limit, "length") for limit in limits]
+    assert outputs(decode(assisted, requests)[1]) == expected
+    assert outputs(decode(assisted.baseline(), requests)[1]) == expected
 
 
-def test_requests_of_a_batch_end_each_by_its_own_rule(native: NativeEngine) -> None:
+def test_requests_of_a_batch_end_each_by_its_own_rule(
+    plain: TransformersEngine, native: NativeEngine
+) -> None:
     requests = requests_of(ignore_eos=False, max_tokens=40)
     for request, count in zip(requests, (40, 1, 9, 40, 4), strict=True):
         request.sampling = replace(request.sampling, max_tokens=count)
     expected = outputs(decode(native, requests)[1])
     assert "stop" in {why for _, why, _ in expected.values()}, "no end of sequence among them"
-    plain = TransformersEngine(zoo_config("tiny_gemma4"))
     records, found = decode(plain, requests)
     assert outputs(found) == expected
     running = [record.num_running for record in records]
@@ -273,12 +278,7 @@ def test_max_model_len_ends_requests_and_refuses_long_prompts() -> None:
     for kind, drafts in ((NativeEngine, native_drafts), (TransformersEngine, own_drafts)):
         config = zoo_config("tiny_gemma4", "gemma4_mtp", max_model_len=24)
         requests = [
-            Request(
-                index=i,
-                id=str(i),
-                sampling=SamplingParams(max_tokens=50, ignore_eos=True),
-                prompt_token_ids=[2, *range(10, 10 + length - 1)],
-            )
+            asked(i, prompt_token_ids=[2, *range(10, 9 + length)], max_tokens=50, ignore_eos=True)
             for i, length in enumerate((20, 24, 23, 12))
         ]
         records, done = decode(kind(config), requests, concurrency=1)

@@ -1,4 +1,5 @@
-"""Whole engines on tensor-parallel ranks choose the tokens of one process."""
+"""Whole engines on tensor-parallel ranks choose the tokens of one process, without a drafter; with
+one, and for the quick runs, see test_tensor_parallel.py."""
 
 from __future__ import annotations
 
@@ -41,10 +42,20 @@ def run_of(config: RunConfig, requests: list[Request]) -> tuple[list[Completion]
     return completions(NativeEngine(config), requests)
 
 
-def assert_ranks_choose_the_same(
-    target: str, dtype: Dtype, size: int, requests: list[Request]
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "sampled"),
+    # Draws near a border have no margin rule, so none in float32.
+    [(Dtype.float64, False), (Dtype.float64, True), (Dtype.float32, False)],
+    ids=["float64-greedy", "float64-sampled", "float32-greedy"],
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_ranks_choose_the_tokens_of_one(
+    target: str, dtype: Dtype, size: int, sampled: bool
 ) -> None:
     """float64: the same tokens. float32: by the margin rule. Ranks among themselves: always."""
+    requests = zoo_requests(10, **({"temperature": 0.8, "top_k": 20} if sampled else {}))
     config = graph_config("none", "none", dtype=dtype, pair=(target, None))
     alone = NativeEngine(config)
     wanted, num_steps = completions(alone, requests)
@@ -59,25 +70,3 @@ def assert_ranks_choose_the_same(
             assert ours.finish_reason == theirs.finish_reason
     if dtype is Dtype.float64:
         assert [steps for _, steps in results] == [num_steps] * size
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_two_ranks_choose_the_tokens_of_one(target: str) -> None:
-    """Prefills in chunks beside decodes, requests that end at different steps."""
-    assert_ranks_choose_the_same(target, Dtype.float64, 2, zoo_requests(4, longest=12))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    ("dtype", "sampled"),
-    # Draws near a border have no margin rule, so none in float32.
-    [(Dtype.float64, False), (Dtype.float64, True), (Dtype.float32, False)],
-    ids=["float64-greedy", "float64-sampled", "float32-greedy"],
-)
-@pytest.mark.parametrize("target", TARGETS)
-def test_ranks_choose_the_tokens_of_one(
-    target: str, dtype: Dtype, size: int, sampled: bool
-) -> None:
-    sampling = {"temperature": 0.8, "top_k": 20} if sampled else {}
-    assert_ranks_choose_the_same(target, dtype, size, zoo_requests(10, **sampling))

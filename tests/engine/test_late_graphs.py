@@ -23,10 +23,16 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run import loading
 from hydraspec.parallel.layout import Layout
 from hydraspec.parallel.ranks import Ranks, current
+from hydraspec.types import Request
 
 T = TypeVar("T")
 
 FEW = 4
+
+
+def requests_of(count: int, **sampling: float) -> list[Request]:
+    """Short answers, of unlike lengths."""
+    return zoo_requests(count, longest=12, **sampling)
 
 
 @pytest.fixture(autouse=True)
@@ -50,23 +56,23 @@ def test_other_ways_of_sampling_get_graphs_when_met(verification: Verification) 
         "draft_sampling": DraftSampling.probabilistic,
         "synthetic_acceptance_length": 2.0 if verification is Verification.synthetic else None,
     }
-    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    requests = requests_of(3, temperature=0.9, top_p=0.9) + requests_of(5)[3:]
     wanted = run_requests(
         make_graph_engine(graph_config("eagle3", "none", **fields), None), requests, concurrency=3
     )
     backend = RecordedOps()
     engine = make_graph_engine(graph_config("eagle3", "full", **fields), backend)
     num_captured = backend.num_captures
-    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    requests = requests_of(3, temperature=0.9, top_p=0.9) + requests_of(5)[3:]
     assert_same(run_requests(engine, requests, concurrency=3), wanted)
     assert backend.num_captures > num_captured
 
 
 def test_prepared_ways_of_sampling_are_captured_before_they_are_met() -> None:
     """Batches shrink to every size at the end of a workload: a graph captured there is measured."""
-    config = graph_config("gemma4_mtp", "full_and_piecewise", sizes=(1, 2, 5))
+    config = graph_config("gemma4_mtp", "full_decode_only", sizes=(1, 2, 5))
     engine = make_graph_engine(config, RecordedOps())
-    requests = zoo_requests(3, temperature=0.9, top_p=0.9) + zoo_requests(5)[3:]
+    requests = requests_of(3, temperature=0.9, top_p=0.9) + requests_of(5)[3:]
     engine.prepare(requests)
     built = engine.num_built()
     run_requests(engine, requests, concurrency=5)
@@ -81,21 +87,21 @@ def test_prepared_ways_of_sampling_are_captured_before_they_are_met() -> None:
 def test_without_memory_for_later_graphs_such_steps_run_eagerly(num_left: int) -> None:
     """And the engine's facts say so: what graphs take, and what could not be captured."""
     plain = make_graph_engine(graph_config("eagle3", "none"), None)
-    wanted = run_requests(plain, zoo_requests(FEW, temperature=0.9))
+    wanted = run_requests(plain, requests_of(FEW, temperature=0.9))
     backend = SmallMemory()
     engine = make_graph_engine(graph_config("eagle3", "full"), backend)
     assert engine.info.memory_bytes["graphs"] == backend.num_captures
     backend.num_left = num_left
-    assert_same(run_requests(engine, zoo_requests(FEW, temperature=0.9)), wanted)
+    assert_same(run_requests(engine, requests_of(FEW, temperature=0.9)), wanted)
     assert engine.info.memory_bytes["graphs"] == backend.num_captures
     (warning,) = engine.info.warnings
     assert "without CUDA graphs" in warning
     assert warning.endswith("CUDA out of memory")
     num_refused, num_replays = backend.num_refused, backend.num_replays
     assert num_refused > 0
-    run_requests(engine, zoo_requests(FEW, temperature=0.9))
+    run_requests(engine, requests_of(FEW, temperature=0.9))
     assert backend.num_refused == num_refused, "what cannot be had is asked for again"
-    assert_same(run_requests(engine, zoo_requests(FEW)), run_requests(plain, zoo_requests(FEW)))
+    assert_same(run_requests(engine, requests_of(FEW)), run_requests(plain, requests_of(FEW)))
     assert backend.num_replays > num_replays
 
 
@@ -127,7 +133,7 @@ def sampled_on_two_ranks(patch: pytest.MonkeyPatch, *, says_so: bool) -> list[Ru
     def work(ranks: Ranks) -> Run:
         engine = NativeEngine(graph_config("none", "full"))
         backends[ranks.rank].is_full = ranks.rank == 1
-        run = run_requests(engine, zoo_requests(FEW, temperature=0.9))
+        run = run_requests(engine, requests_of(FEW, temperature=0.9))
         assert engine.info.warnings
         end = "0.25 wanted" if ranks.rank else "that of another rank"
         assert all(warning.endswith(end) for warning in engine.info.warnings)
@@ -140,7 +146,7 @@ def test_no_rank_begins_a_late_graph_that_one_has_no_memory_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = run_requests(
-        make_graph_engine(graph_config("none", "none"), None), zoo_requests(FEW, temperature=0.9)
+        make_graph_engine(graph_config("none", "none"), None), requests_of(FEW, temperature=0.9)
     )
     for run in sampled_on_two_ranks(monkeypatch, says_so=True):
         assert_same(run, wanted)

@@ -17,9 +17,8 @@ from recorded_graphs import RecordedOps
 from records import request
 from rehearsed import Snapshot, rehearse_on_cpu, rehearse_where_it_decodes
 from side_by_side import assert_same_run, has_graphs, run_alone
-from tiny_targets import run_config
 
-from hydraspec.config.schema import DraftSampling, Dtype, MethodConfig, RunConfig, Weights
+from hydraspec.config.schema import DraftSampling, Dtype, MethodConfig, RunConfig
 from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run import loading
 from hydraspec.engine.run.device_runner import DeviceRunner
@@ -46,21 +45,15 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(found: Stage, pair: Pair, mode: str) -> RunConfig:
-    config = run_config(
-        found.checkpoint,
-        method=pair.method,
-        drafter=found.drafter(pair),
+    config = found.config(
+        pair,
         k=3,
-        dtype=found.dtype,
-        weights=found.weights,
         max_model_len=96,
         max_num_seqs=4,
         max_num_batched_tokens=40,
         block_size=16,
         draft_sampling=DraftSampling.probabilistic,
     )
-    if pair.drafter != "assistant":
-        config.method.weights = Weights.checkpoint
     config.cudagraph.name = mode
     config.cudagraph.capture_sizes = [2] if mode != "none" else None
     return config

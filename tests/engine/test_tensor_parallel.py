@@ -120,7 +120,7 @@ def test_suppressed_tokens_occur_on_no_rank(method: str, tmp_path: Path) -> None
 
 
 def test_a_vocabulary_that_ranks_do_not_divide(tmp_path: Path) -> None:
-    """65 tokens over 2 and 4 ranks; greedy requests and sampled ones, whose drafts are sampled."""
+    """65 tokens over 2 ranks; greedy requests and sampled ones, whose drafts are sampled."""
     shape = gemma4_config(vocab_size=65, vocab_size_per_layer_input=65, tie_word_embeddings=False)
     config = run_config(
         write_folder(tmp_path / "target", shape),
@@ -137,12 +137,8 @@ def test_a_vocabulary_that_ranks_do_not_divide(tmp_path: Path) -> None:
     ]
     wanted = run_alone(NativeEngine(config), requests)
     assert any(step[2] < len(step[1]) for steps in wanted.decodes.values() for step in steps)
-    for num_ranks in (2, 4):
-        found = as_ranks(
-            Layout(tensor=num_ranks), lambda ranks: run_alone(NativeEngine(config), requests)
-        )
-        for run in found:
-            assert_same_run(run, wanted)
+    for run in as_ranks(Layout(tensor=2), lambda ranks: run_alone(NativeEngine(config), requests)):
+        assert_same_run(run, wanted)
 
 
 # ------------------------------------------------------------------ the whole product

@@ -22,7 +22,6 @@ from scenarios import Outcome, make_engine
 from tiny_targets import run_config
 
 from hydraspec.config.schema import Weights
-from hydraspec.models.detect import resolve
 from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Batch, RequestState, Rows, Verdict
 
@@ -100,20 +99,6 @@ def test_planted_mistakes_are_caught(
     world = make_world(tmp_path, name, num_prompts=3)
     with pytest.raises(AssertionError, match=r"RequestStep|expected"):
         run_scenarios(world, 12, 1, Outcome(), plant)
-
-
-def test_zoo_folders_run_as_they_are() -> None:
-    """Every drafter of the family that ships, in its public format, found by its folder alone."""
-    for name, method in (
-        ("tiny_qwen3-eagle3", "eagle3"),
-        ("tiny_qwen3-peagle", "peagle"),
-        ("tiny_gemma4-eagle3", "eagle3"),
-        ("tiny_gemma4-peagle", "peagle"),
-        ("tiny_mistral-eagle", "eagle"),
-    ):
-        found = resolve("zoo:" + name.split("-")[0], "zoo:" + name)
-        assert found is not None
-        assert found.method == method, name
 
 
 def test_what_was_assumed_is_a_warning_of_the_run(tmp_path: Path) -> None:

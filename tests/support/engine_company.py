@@ -14,9 +14,8 @@ from recorded_graphs import RecordedOps
 from records import request
 from side_by_side import Following, assert_same_run, has_graphs, interleave, run_alone
 from step_ahead import Watch
-from tiny_targets import run_config
 
-from hydraspec.config.schema import Device, DraftSampling, Dtype, RunConfig, Weights
+from hydraspec.config.schema import Device, DraftSampling, Dtype, RunConfig
 from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Request
 
@@ -45,21 +44,15 @@ class Company:
 
     def config(self, found: Stage, kind: str) -> RunConfig:
         is_none, is_other = kind == "none", kind == "k"
-        config = run_config(
-            found.checkpoint,
-            method="none" if is_none else self.pair.method,
-            drafter=None if is_none else found.drafter(self.pair),
+        config = found.config(
+            Pair(self.pair.stage, "none") if is_none else self.pair,
             k=5 if is_other else 3,
-            dtype=found.dtype,
-            weights=found.weights,
             max_model_len=96,
             max_num_seqs=2 if is_other else 4,
             max_num_batched_tokens=24 if is_other else 40,
             block_size=32 if is_other else 16,
             draft_sampling=DraftSampling.probabilistic,
         )
-        if self.pair.drafter != "assistant":
-            config.method.weights = Weights.checkpoint
         config.engine.device = Device(self.device)
         if self.launch == "graphs":
             config.cudagraph.name = "full" if is_other else "full_and_piecewise"

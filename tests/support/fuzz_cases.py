@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from fuzz_stages import LONGEST_OUTPUT, PAIRS, ZOO_PAIRS, Pair, Stage, stage
 from graph_runs import GRAPH_MODES
-from tiny_targets import run_config
 
 from hydraspec.config.schema import DraftSampling, Dtype, RunConfig, Verification
 from hydraspec.types import Request, SamplingParams
@@ -125,13 +124,9 @@ def _draw_case(
     max_num_seqs = int(rng.choice(choices.max_num_seqs))
     requests = _draw_requests(found, rng, sampled)
     longest = max(len(request.prompt_token_ids or ()) for request in requests)
-    config = run_config(
-        found.checkpoint,
-        method=pair.method,
-        drafter=found.drafter(pair),
+    config = found.config(
+        pair,
         k=k,
-        dtype=dtype,
-        weights=found.weights,
         max_model_len=_draw_length(found, rng, longest),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=int(rng.choice(choices.max_num_batched_tokens)),
@@ -140,8 +135,6 @@ def _draw_case(
         verification=rng.choice([Verification.standard, Verification.block]),
         seed=int(rng.integers(1 << 20)),
     )
-    if pair.drafter != "assistant":
-        config.method.weights = type(config.method.weights).checkpoint
     config.engine.async_scheduling = bool(rng.random() < 0.4)
     runner = str(rng.choice(["plain", "launched", "recorded", "recorded", "recorded", "called"]))
     if runner in ("recorded", "called"):

@@ -22,7 +22,6 @@ from graph_runs import GRAPH_MODES, attention_as_on_devices
 from late_device import LateDevice
 from side_by_side import Following
 from step_ahead import Watch, outputs
-from tiny_targets import run_config
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling, Dtype, Verification
@@ -175,13 +174,9 @@ def draw_prefixes(number: int, pairs: Sequence[Pair], runners: Sequence[str] = R
     max_num_seqs = int(rng.choice([1, 2, 3, 4, 8]))
     requests = draw_families(found, rng, block_size)
     longest = max(len(request.prompt_token_ids or ()) for request in requests)
-    config = run_config(
-        found.checkpoint,
-        method=pair.method,
-        drafter=found.drafter(pair),
+    config = found.config(
+        pair,
         k=int(rng.integers(1, 6)),
-        dtype=dtype,
-        weights=found.weights,
         max_model_len=min(longest + LONGEST_OUTPUT + 9, found.target.max_position_embeddings),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=int(rng.choice([16, 24, 40, 63, 256, 512])),
@@ -190,8 +185,6 @@ def draw_prefixes(number: int, pairs: Sequence[Pair], runners: Sequence[str] = R
         verification=rng.choice([Verification.standard, Verification.block]),
         seed=int(rng.integers(1 << 20)),
     )
-    if pair.drafter != "assistant":
-        config.method.weights = type(config.method.weights).checkpoint
     config.engine.async_scheduling = bool(rng.random() < 0.5)
     if rng.random() < 0.3:
         groups = [spec.name for spec in found.target.kv_groups(lambda group: block_size)]
@@ -358,21 +351,11 @@ def cut_at_every_block(text: Sequence[int], block_size: int, num_shared: int) ->
 def plain_case(pair: Pair, requests: list[Request], **fields: object) -> Case:
     """A float64 engine for `pair` that serves these requests one at a time."""
     found = stage(pair.stage, Dtype.float64)
-    config = run_config(
-        found.checkpoint,
-        method=pair.method,
-        drafter=found.drafter(pair),
-        dtype=Dtype.float64,
-        weights=found.weights,
-        max_model_len=min(256, found.target.max_position_embeddings),
-        **fields,  # type: ignore[arg-type]
-    )
-    if pair.drafter != "assistant":
-        config.method.weights = type(config.method.weights).checkpoint
+    longest = min(256, found.target.max_position_embeddings)
     return Case(
         number=0,
         pair=pair,
-        config=config,
+        config=found.config(pair, max_model_len=longest, **fields),
         requests=requests,
         concurrency=1,
         runner="plain",

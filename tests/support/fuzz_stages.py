@@ -117,6 +117,20 @@ class Stage:
             return pair.drafter
         return str(Path(self.checkpoint).parent / pair.drafter)
 
+    def config(self, pair: Pair, **fields: Any) -> RunConfig:
+        """A configuration of the pair; a random assistant's weights are drawn, as its target's."""
+        config = run_config(
+            self.checkpoint,
+            method=pair.method,
+            drafter=self.drafter(pair),
+            dtype=self.dtype,
+            weights=self.weights,
+            **fields,
+        )
+        if pair.drafter != "assistant":
+            config.method.weights = Weights.checkpoint
+        return config
+
     def engine(self, config: RunConfig, backend: GraphBackend | None = None) -> NativeEngine:
         """An engine over the target that is loaded, with its own drafter and cache."""
         speculator = registry.build_speculator(config)

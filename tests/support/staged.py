@@ -11,7 +11,6 @@ from fuzz_stages import Pair, stage
 from side_by_side import run_alone
 from step_ahead import Watch, outputs
 from thread_ranks import as_ranks
-from tiny_targets import run_config
 
 from hydraspec.config.schema import DraftSampling, Dtype, RunConfig
 from hydraspec.engine.native import NativeEngine
@@ -32,15 +31,7 @@ def config_of(pair: Pair, dtype: Dtype = Dtype.float64, **changes: object) -> Ru
         "draft_sampling": DraftSampling.probabilistic,
         **changes,
     }
-    return run_config(
-        found.checkpoint,
-        method=pair.method,
-        drafter=found.drafter(pair),
-        k=K,
-        dtype=dtype,
-        weights=found.weights,
-        **fields,  # type: ignore[arg-type]
-    )
+    return found.config(pair, k=K, **fields)
 
 
 def mixed_requests(pair: Pair, dtype: Dtype = Dtype.float64) -> list[Request]:
