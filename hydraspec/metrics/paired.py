@@ -29,6 +29,7 @@ TURNOVERS = 2  # of the requests that run at once, in a block
 LARGEST = 50.0  # logarithm of a bound: of few blocks it may have no end
 SPEEDUP = (1, -1, -1, 1)  # signs of tokens and times of both sides
 NUM_ROUNDS = 2  # parts of a run that were measured apart: those of the lab
+COST_FREEDOM = 8  # of Student's t that a step cost's error has: drift of a run is seen a few times
 Array = NDArray[np.float64]
 
 
@@ -300,7 +301,7 @@ def _studentised(
         sums += weights @ blocks.T
         spread = weights @ of**2 - (weights @ of) ** 2 / num_blocks
         variances += spread * num_blocks / (num_blocks - 1)
-    noise = own_error * np.random.default_rng(SEED).standard_normal(NUM_RESAMPLES)
+    noise = own_error * np.random.default_rng(SEED).standard_t(COST_FREEDOM, NUM_RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):
         t: Array = (np.log(sums) @ powers - found + noise) / np.sqrt(variances)
     return t[np.isfinite(t)]

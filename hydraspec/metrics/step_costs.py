@@ -189,11 +189,17 @@ class StepCosts:
     drifts: Sequence[Mapping[str, float]]
     checks: Sequence[Check]
 
+    def covariance_of(self, first: tuple[str, str], second: tuple[str, str]) -> float:
+        """Of the logarithms of two ratios, each of the costs of two names."""
+        signs = np.zeros((2, len(self.covariance)))
+        for row, names in zip(signs, (first, second), strict=True):
+            for sign, name in zip((1.0, -1.0), names, strict=True):
+                row[self.places[name]] += sign
+        return float(signs[0] @ self.covariance @ signs[1])
+
     def error(self, one: str, other: str) -> float:
         """Standard error of the logarithm of cost / cost."""
-        a, b = self.places[one], self.places[other]
-        c = self.covariance
-        return sqrt(max(0.0, float(c[a, a] + c[b, b] - 2 * c[a, b])))
+        return sqrt(max(0.0, self.covariance_of((one, other), (one, other))))
 
     def ratio(self, one: str, other: str, runs: Sequence[int] = (0,)) -> CostRatio:
         """The cost of `other` / the cost of `one`, which some of the runs measured."""

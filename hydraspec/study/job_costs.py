@@ -1,74 +1,122 @@
 """Costs of the decode steps of jobs, pooled over their runs; those without drafts over all jobs of
-the same setup and load."""
+the same setup and load, and those of jobs with drafts as far as they are alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import log, sqrt
 
-from hydraspec.metrics.step_costs import Block, CostRatio, StepCosts, fit
+import numpy as np
+
+from hydraspec.metrics.draft_lengths import drafts_of
+from hydraspec.metrics.paired import Array
+from hydraspec.metrics.step_costs import Block, CostRatio, fit
 from hydraspec.study.jobs import Job, baseline_keys
 
-NONE = CostRatio(drift=0.0, log_error=0.0)  # a job without drafts is its own baseline
+FEWEST_ALIKE = 3  # jobs with drafts that tell how costs grow with K
+# Standard deviations of the logarithm of a step's cost over that of one without drafts: of all jobs
+# at K=0 and for each draft; of a drafter's own differences from that; of a job's.
+ALL, ALL_PER_DRAFT = 0.3, 0.2
+DRAFTER, DRAFTER_PER_DRAFT = 0.1, 0.03
+OWN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class JobCosts:
-    """Costs of several jobs.
+    """Costs of steps without drafts over those of several jobs.
 
     Attributes:
-        runs: of each job, by name, their numbers in `costs`.
-        baselines: of each job, by name, the name of the steps without drafts.
+        places: of each job with drafts, by name, in the other two; others are their own baseline.
+        drifts: what the logarithms have beyond those of the measured times.
+        covariance: of the logarithms.
     """
 
-    costs: StepCosts
-    runs: Mapping[str, Sequence[int]]
-    baselines: Mapping[str, str]
+    places: Mapping[str, int]
+    drifts: Array
+    covariance: Array
 
     def ratio(self, job: Job, reference: Job | None = None) -> CostRatio:
         """The cost of a step without drafts over that of the job's; with a reference, over the same
         of the reference."""
-        baseline = self.baselines[job.name]
-        own = NONE
-        if not job.is_plain:
-            own = self.costs.ratio(job.name, baseline, self.runs[job.name])
-        if reference is None:
-            return own
-        theirs = self.ratio(reference)
-        if self.baselines[reference.name] != baseline:
-            error = hypot(own.log_error, theirs.log_error)
-        else:
-            names = [baseline if one.is_plain else one.name for one in (job, reference)]
-            beyond = [  # of runs whose halves differ, which the fit does not know
-                ratio.log_error**2 - self.costs.error(name, baseline) ** 2
-                for ratio, name in zip((own, theirs), names, strict=True)
-            ]
-            error = sqrt(self.costs.error(*names) ** 2 + sum(beyond))
-        return CostRatio(drift=own.drift - theirs.drift, log_error=error)
+        signs = np.zeros(len(self.drifts))
+        for sign, one in ((1.0, job), (-1.0, reference)):
+            if one is not None and one.name in self.places:
+                signs[self.places[one.name]] += sign
+        variance = float(signs @ self.covariance @ signs)
+        return CostRatio(drift=float(signs @ self.drifts), log_error=sqrt(max(0.0, variance)))
 
 
 def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
     """The costs of jobs; None where a run has too few steps, or is of an earlier version, or where
     the machine changed otherwise than drift does."""
-    named = dict(
-        zip([job.name for job in jobs], baseline_keys([job.runs[0] for job in jobs]), strict=True)
-    )
+    keys = baseline_keys([job.runs[0] for job in jobs])
     found: list[dict[str, Sequence[Block]]] = []
     runs: dict[str, range] = {}
-    for job in jobs:
-        baseline = f"without drafts: {named[job.name]}"
+    for job, key in zip(jobs, keys, strict=True):
         first = len(found)
         for run in job.runs:
-            sides = {(baseline if job.is_plain else job.name): run.blocks.get("method", ())}
+            sides = {_baseline(key) if job.is_plain else job.name: run.blocks.get("method", ())}
             if not job.is_plain:
-                sides[baseline] = run.blocks.get("baseline", ())
+                sides[_baseline(key)] = run.blocks.get("baseline", ())
             if not all(sides.values()) or any("decode_steps" not in row for row in run.rows):
                 return None
             found.append(sides)
-        runs[job.name], named[job.name] = range(first, len(found)), baseline
-    fitted = fit(found)
-    if fitted is None:
+        runs[job.name] = range(first, len(found))
+    if (fitted := fit(found)) is None:
         return None
-    made = JobCosts(fitted, runs, named)
-    return made if all(made.ratio(job).holds for job in jobs) else None
+    drafting = [
+        (job, _baseline(key)) for job, key in zip(jobs, keys, strict=True) if not job.is_plain
+    ]
+    own = [fitted.ratio(job.name, none, runs[job.name]) for job, none in drafting]
+    if not all(one.holds for one in own):
+        return None
+    covariance = np.zeros((len(own), len(own)))
+    for i, (a, none_a) in enumerate(drafting):
+        for j, (b, none_b) in enumerate(drafting):
+            covariance[i, j] = fitted.covariance_of((a.name, none_a), (b.name, none_b))
+        covariance[i, i] = own[i].log_error ** 2
+    drifts = np.array([one.drift for one in own])
+    if len(set(keys)) == 1 and len(own) >= FEWEST_ALIKE:
+        drifts, covariance = _alike([job for job, _ in drafting], drifts, covariance)
+    return JobCosts({job.name: i for i, (job, _) in enumerate(drafting)}, drifts, covariance)
+
+
+def _baseline(key: str) -> str:
+    return f"without drafts: {key}"
+
+
+def _alike(jobs: Sequence[Job], drifts: Array, covariance: Array) -> tuple[Array, Array]:
+    """Drifts and covariance once what all jobs say of how costs grow with K, and a drafter's own of
+    its differences, is taken into account: the mean and the covariance of normal variables. What is
+    known well moves little. Jobs whose K was chosen per step stay as they are."""
+    fixed = [i for i, job in enumerate(jobs) if isinstance(drafts_of(job.summary), int)]
+    if len(fixed) < FEWEST_ALIKE:
+        return drifts, covariance
+    k = np.array([drafts_of(jobs[i].summary) for i in fixed], float)
+    drafter = [jobs[i].label.replace(f", K={drafts_of(jobs[i].summary)}", "") for i in fixed]
+    same = np.array([[one == other for other in drafter] for one in drafter], float)
+    grown = np.outer(k, k)
+    prior = ALL**2 + ALL_PER_DRAFT**2 * grown + OWN**2 * np.eye(len(k))
+    prior += same * (DRAFTER**2 + DRAFTER_PER_DRAFT**2 * grown)
+    at = np.ix_(fixed, fixed)
+    logs = np.array([_measured(jobs[i]) for i in fixed]) + drifts[fixed]
+    gain = prior @ np.linalg.inv(prior + covariance[at])
+    drifts, covariance = drifts.copy(), covariance.copy()
+    drifts[fixed] += gain @ logs - logs
+    covariance[at] = prior - gain @ prior
+    return drifts, covariance
+
+
+def _measured(job: Job) -> float:
+    """Logarithm of the time of a request's step without drafts over that of the job's."""
+    sums = np.zeros((2, 2))
+    for run in job.runs:
+        for row in run.rows:
+            for side, of in enumerate((row, row["baseline"])):
+                if of:
+                    sums[side] += of["decode_ms"], of["decode_steps"]
+    (ms, steps), (none_ms, none_steps) = sums.tolist()
+    return (
+        log(none_ms * steps / (none_steps * ms)) if min(ms, none_ms, none_steps, steps) > 0 else 0.0
+    )

@@ -136,6 +136,7 @@ REFUSED = {
     "tracker.project=": ["tracker.project='' names no project", "1 to 128", "tracker=none"],
     "tracker.project=a/b": ["tracker.project=a/b names no project"],
     f"tracker.project={'n' * 129}": ["names no project", "1 to 128"],
+    "metrics.smallest_effect=3": ["=3.0 is out of range", "from 0 to 0.5, such as 0.03"],
     "parallelism.tensor=0": ["parallelism.tensor=0 is out of range", "1 or more"],
     "parallelism.pipeline=-1": ["parallelism.pipeline=-1 is out of range", "1 or more"],
     "parallelism.data=0": ["parallelism.data=0 is out of range", "1 or more"],

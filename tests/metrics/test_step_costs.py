@@ -115,7 +115,8 @@ def test_intervals_of_95_percent_cover_the_truth(
     truth = float(np.mean(np.log([each.ratio or 0.0 for each in found])))
     assert COVERED[0] <= covered(found, truth) <= COVERED[1]
     if name == "shared":
-        monkeypatch.setattr(StepCosts, "error", lambda *_: 0.0)
+        whole = StepCosts.ratio
+        monkeypatch.setattr(StepCosts, "ratio", lambda *of: replace(whole(*of), log_error=0.0))
         assert covered([estimated(*sides) for sides in runs], truth) < COVERED[0]
 
 
@@ -151,7 +152,7 @@ def test_the_interval_of_an_idle_machine_is_narrow_and_drift_is_taken_out() -> N
     method, baseline = Machine(0, "idle").run(spread=0.0)
     found = estimated(method, baseline)
     assert found.ci95 is not None
-    assert found.ci95[1] / found.ci95[0] < 1.09
+    assert found.ci95[1] / found.ci95[0] < 1.11
     assert found.ratio == pytest.approx(2.0, rel=0.04)
     for block in baseline.blocks.blocks[len(baseline.blocks.blocks) // 2 :]:
         block.sizes = {size: (count, 2 * ms) for size, (count, ms) in block.sizes.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studied_runs import edit_rows
+from studied_runs import copied, edit, edit_rows
 
 import hydraspec
 from hydraspec.study.job_costs import JobCosts, job_costs
@@ -98,3 +98,28 @@ def test_a_machine_that_was_slow_for_one_job_cancels(timed: Path) -> None:
     jobs, costs = costs_of(timed)
     assert costs is not None
     assert costs.ratio(jobs["0"]).drift == pytest.approx(0.0, abs=0.02), "both sides were slow"
+
+
+def test_what_is_not_known_of_a_job_is_taken_from_those_alike(timed: Path) -> None:
+    """Catches a step with one draft that costs less than one without: the error of a loud run. What
+    is known well stays, also where it is not as its neighbours are."""
+    jobs = {}
+    for k, ms in ((1, 11.0), (2, 12.0), (3, 20.0), (4, 14.0)):
+        run = copied(timed / "1", f"k{k}", method__num_speculative_tokens=k)
+        edit(run, num_speculative_tokens=k)
+        MS[run.name] = (ms, 10.0)
+        time_steps(run, seed=k)
+        (jobs[k],) = pool([read_run(run)])
+    del MS["k1"], MS["k2"], MS["k3"], MS["k4"]
+    quiet = job_costs(list(jobs.values()))
+    assert quiet is not None
+    assert all(abs(quiet.ratio(job).drift) < 0.03 for job in jobs.values())
+    blocks = jobs[3].runs[0].blocks["method"]
+    for number, block in enumerate(blocks):
+        block.sizes = {size: (n, ms * (1 + number % 2)) for size, (n, ms) in block.sizes.items()}
+    loud = job_costs(list(jobs.values()))
+    assert loud is not None
+    known = loud.ratio(jobs[3]).drift
+    assert np.log(10 / 20) + known == pytest.approx(np.log(10 / 13), abs=0.15)
+    assert loud.ratio(jobs[3]).log_error > 3 * quiet.ratio(jobs[3]).log_error
+    assert loud.ratio(jobs[2]).log_error < 1.2 * quiet.ratio(jobs[2]).log_error
