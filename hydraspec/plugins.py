@@ -65,6 +65,11 @@ def broken(point: EntryPoint, reason: str) -> ConfigurationError:
     )
 
 
+def added(group: str) -> set[str]:
+    """Names of a group that other installed packages offer."""
+    return {point.name for point in _added(group)}
+
+
 @cache
 def _added(group: str) -> tuple[EntryPoint, ...]:
     return tuple(sorted(entry_points(group=group), key=lambda point: (point.name, _owner(point))))

@@ -179,3 +179,19 @@ def test_the_name_of_a_built_in_workload_is_refused(tmp_path: Path) -> None:
     install(tmp_path, "acme-lines", points={plugins.WORKLOADS: {"jsonl": "acme_lines:lines"}})
     with on_path(tmp_path), pytest.raises(ConfigurationError, match="takes a name that hydraspec"):
         workloads.read(plan([]).jobs[0].config)
+
+
+def test_a_method_of_a_package_whose_yaml_is_not_found_names_the_flag(tmp_path: Path) -> None:
+    silent(tmp_path, "acme_a.drafts:Silent")
+    with on_path(tmp_path), pytest.raises(ConfigurationError) as refused:
+        plan(["method=silent"])
+    assert "add --config-dir=<folder with method/silent.yaml>" in str(refused.value)
+
+
+def test_options_that_no_package_declares_name_the_entry_point(tmp_path: Path) -> None:
+    silent(tmp_path, "acme_a.drafts:Silent")
+    with on_path(tmp_path), pytest.raises(ConfigurationError) as refused:
+        plan([method_dir(tmp_path), "method=silent", "+method.options.rank=1"])
+    assert 'install the package that declares the method in "hydraspec.options"' in str(
+        refused.value
+    )

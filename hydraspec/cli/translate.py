@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.build import NAME, keys_of, typed_keys
-from hydraspec.config.choices import choices_of, no_key
+from hydraspec.config.choices import added_choices, choices_of, no_key
 from hydraspec.config.messages import listing, nearest
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
@@ -71,6 +71,8 @@ def _unknown_choice(error: MissingConfigException) -> ConfigurationError:
     options = list(error.options or ())
     meant = nearest(choice, options)
     remedy = f"did you mean {group}={meant}?" if meant else f"choose {group}=<choice> from these"
+    if choice in added_choices(group):
+        remedy = f"add --config-dir=<folder with {group}/{choice}.yaml>: a package offers {choice}"
     return ConfigurationError(
         f"{group}={choice} is no choice\n  allowed: {listing(options)}\n  to do: {remedy}"
     )

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hydraspec import plugins
 from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
@@ -163,6 +164,11 @@ def _unknown_key(
     remedy = f"did you mean {typed}?" if meant else "remove it"
     if part == "_target_":
         remedy = "remove it: classes are chosen by name, never by _target_"
+    if schema is NoOptions:
+        remedy = (
+            f'remove it, or install the package that declares the method in "{plugins.OPTIONS}" '
+            "(again, after its entry points changed)"
+        )
     where = f"keys of {parent}" if parent else "top-level keys"
     allowed = f"{where} are {listing(names)}" if names else f"{parent} has no keys"
     return refusal(path, value, "is no key", allowed=allowed, remedy=remedy)

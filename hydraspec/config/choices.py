@@ -79,6 +79,12 @@ def packaged_value(group: str, choice: str, key: str) -> str | None:
     return value if isinstance(value, str) and value != "???" else None
 
 
+def added_choices(group: str) -> set[str]:
+    """Names that other installed packages offer for a group; their YAML may be out of sight."""
+    points = {"method": plugins.SPECULATORS, "workload": plugins.WORKLOADS}
+    return plugins.added(points[group]) if group in points else set()
+
+
 def name_of(group: str, choice: str) -> str | None:
     """The recorded name of a choice, which for an alias is that of the choice it stands for."""
     name = packaged_value(group, choice, "name")
