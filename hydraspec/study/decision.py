@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -149,7 +149,7 @@ class Decision:
         elif self.num_more:
             rivals = [best, *self.maybe]
             methods = dict.fromkeys(["none", *(each.job.summary["method"] for each in rivals)])
-            tried = dict.fromkeys(str(drafts_of(each.job.summary)) for each in rivals)
+            tried = sorted({str(drafts_of(each.job.summary)) for each in rivals})
             shared = [one for one in shared if not one.startswith("workload.limit=")]
             limit = f"workload.limit={best.job.summary['num_requests'] + self.num_more}"
             words = ["-m", f"method={','.join(methods)}", f"{K}={','.join(tried)}", *shared, limit]
@@ -234,11 +234,16 @@ def _is_slower(each: JobFigures) -> bool:
 
 
 def to_best(each: JobFigures, best: JobFigures, group: Group) -> PairedRatio | None:
-    """The job's speedup over the best one's, as it was compared with the reference; else None."""
-    if group.reference is not best:
+    """The job's speedup over the best one's, where one of them is the reference; else None."""
+    if group.reference is best:
+        figure = each.against("speedup")
+        return figure.ratio if figure else None
+    figure = best.against("speedup")
+    if group.reference is not each or figure is None or not figure.ratio.ratio:
         return None
-    figure = each.against("speedup")
-    return figure.ratio if figure else None
+    low, high = figure.ratio.ci95 or (0.0, 0.0)
+    ci95 = (1 / high, 1 / low) if low > 0 else None
+    return replace(figure.ratio, ratio=1 / figure.ratio.ratio, ci95=ci95)
 
 
 def _reaches(found: PairedRatio, least: float) -> bool:

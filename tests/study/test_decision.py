@@ -11,7 +11,8 @@ import pytest
 from studied_runs import configure, copied, diverge, edit, edit_rows
 
 from hydraspec.compare import main as compare
-from hydraspec.study.decision import Decision, decide
+from hydraspec.study.compare import compared
+from hydraspec.study.decision import Decision, decide, to_best
 from hydraspec.study.sweep import compare as compare_sweep
 from hydraspec.study.sweep import read
 
@@ -112,6 +113,22 @@ def test_what_cannot_be_told_says_how_many_prompts_would(sweep: Path) -> None:
     assert found.num_more is None, "no number of prompts changes the answer"
     assert found.record()["method"] == "none"
     assert shlex.split(found.next_command())[3] == "method=none"
+
+
+def test_of_two_jobs_the_first_may_be_as_good_as_the_best(sweep: Path) -> None:
+    """Catches the ratio to a best job that is not the reference left out."""
+    pace(sweep / "0", 1.6, spread=0.4)
+    pace(sweep / "1", 1.9, spread=0.1)
+    group = compared([sweep / "0", sweep / "1"])
+    found = decide(group)
+    assert found is not None
+    assert group.reference is not None
+    assert (group.reference.job.name, found.best.job.name) == ("0", "1")
+    assert [each.job.name for each in found.maybe] == ["0"]
+    assert found.num_more
+    ratio = to_best(group.reference, found.best, group)
+    assert ratio is not None
+    assert ratio.ratio == pytest.approx(group.reference.speedup / found.best.speedup)
 
 
 def test_beyond_the_k_that_were_tried(sweep: Path) -> None:
