@@ -1,6 +1,6 @@
-"""The errors a user can cause, each with its exit status, and how text is printed.
+"""Errors that a user can cause, each with its exit status, and text made safe to print.
 
-Imports nothing, so that the command line starts without torch.
+The module imports nothing, so that the command line starts without torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CannotWriteError(OSError):
 
 
 def printable(text: str) -> str:
-    """Text for a page or a terminal: control characters but line breaks and tabs as their escapes,
-    since those of a workload or a checkpoint could clear a screen or hide other text.
+    """The text with control characters other than line breaks and tabs escaped: those of a workload
+    or a checkpoint could clear a terminal or hide other text.
     """
     return text.translate(_ESCAPES)

@@ -19,7 +19,7 @@ ENGINES = {
     "transformers": "hydraspec.adapters.transformers.engine:TransformersEngine",
     "vllm": "hydraspec.adapters.vllm.engine:VllmEngine",
 }
-# Rules of engines over the sizes of a target: which splits they can make of it.
+# Checks, by engine, that the engine can split a target of the configuration's sizes.
 SPLITS = {"vllm": "hydraspec.adapters.vllm.splits:check_shipped"}
 FOLLOW = "hydraspec.adapters.vllm.follow:follow"
 PARALLEL = "hydraspec.parallel.engines.engine:ParallelEngine"  # native, over several ranks
@@ -47,17 +47,19 @@ def build_engine(config: RunConfig) -> Engine:
 
 
 def check_adapter_split(config: RunConfig) -> None:
-    """Refuse a split that another engine cannot make of a target whose config.json ships with us.
+    """Refuse a split that the configured engine, if it is not the native one, cannot make of a
+    target whose config.json ships with the package.
 
     Raises:
-        ConfigurationError: as the engine would while loading.
+        ConfigurationError: the error that the engine would raise while loading.
     """
     if config.engine.name in SPLITS and config.parallelism.num_ranks > 1:
         _attribute(SPLITS[config.engine.name])(config)
 
 
 def follow(config: RunConfig) -> dict[str, Any]:
-    """Lend this host's devices to a vLLM engine on another one, until that ends.
+    """Lend this host's devices to a vLLM engine on another host until that engine ends; returns a
+    summary without results.
 
     Raises:
         UserError: whatever the engine refuses while loading.
@@ -67,12 +69,12 @@ def follow(config: RunConfig) -> dict[str, Any]:
 
 
 def follow_first_rank(config: RunConfig) -> None:
-    """Make the calls that the first rank announces for its engine, until it closes it."""
+    """Make the calls that the first rank announces for its engine, until the engine is closed."""
     _attribute(OF_OTHER_RANKS)(config)
 
 
 def device_type(config: RunConfig) -> str:
-    """cpu or cuda: where this configuration runs.
+    """Type of the device that this configuration runs on: cpu or cuda.
 
     Raises:
         ConfigurationError: the device is not there, or there are too few for its ranks.
@@ -82,30 +84,30 @@ def device_type(config: RunConfig) -> str:
 
 
 def check_device(config: RunConfig) -> None:
-    """Refuse a device that was asked for and is not there, before anything is read.
+    """Refuse engine.device=cuda if it cannot be used, before anything is read.
 
     Raises:
-        ConfigurationError: from the engine's room.
+        ConfigurationError: no CUDA device, fewer devices than ranks, or too little memory.
     """
     if config.engine.device is Device.cuda:
         _attribute(DEVICE)(config)
 
 
 def check_split(config: RunConfig) -> None:
-    """Refuse a split over ranks that the target or its assistant cannot have. Reads no weights.
+    """Refuse, without reading weights, a split over ranks that target or assistant cannot have.
 
     Raises:
-        UserError: from the engine's room.
+        UserError: the error of `engine.splits.check`.
     """
     _attribute(SPLIT)(config)
 
 
 def resolve_drafter(config: RunConfig) -> None:
-    """Take from the checkpoints what the configuration leaves to them, in place.
+    """Complete the configuration, in place, from the checkpoints that it names.
 
-    Where `method=auto`: method, K and target as the drafter's folder says. With a method: the
-    drafter and the target where target.checkpoint is a drafter's folder. A target.checkpoint that
-    is none gets the drafter that the target's YAML names. Asking twice changes nothing.
+    With `method=auto` the drafter's folder gives method, K and target. With a method, a
+    target.checkpoint that is a drafter's folder gives drafter and target. A target without a
+    drafter gets the one that its YAML names. A second call changes nothing.
 
     Raises:
         CheckpointError: a folder that holds no drafter.
@@ -124,7 +126,7 @@ def resolve_drafter(config: RunConfig) -> None:
             raise no_drafter(config)
         resolve_drafter(config)
         return
-    if is_target:  # and drafts itself
+    if is_target:  # the target's folder holds its drafter too
         return
     name = method.name if chosen else found.method
     take_over(config, name, found.drafter, found.target, found.num_speculative_tokens)

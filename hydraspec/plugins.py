@@ -24,7 +24,8 @@ WORKLOADS = "hydraspec.workloads"  # workload -> a function that yields workload
 
 
 def offered(group: str, built_in: Mapping[str, str]) -> dict[str, EntryPoint]:
-    """Every name of a group: those of `built_in` (name -> "module:attribute"), then the added ones.
+    """Entry points of a group by name: those of `built_in` (name -> "module:attribute"), then those
+    of other packages.
 
     Raises:
         ConfigurationError: two packages, or a package and HydraSpec, offer one name.
@@ -45,8 +46,8 @@ def load(point: EntryPoint) -> Any:
     """The object that an entry point names.
 
     Raises:
-        ConfigurationError: an added one cannot be imported. Errors of our own modules pass as they
-            are.
+        ConfigurationError: an object of another package cannot be imported. Errors of HydraSpec's
+            modules pass unchanged.
     """
     if point.dist is None:
         return point.load()
@@ -57,7 +58,7 @@ def load(point: EntryPoint) -> Any:
 
 
 def broken(point: EntryPoint, reason: str) -> ConfigurationError:
-    """The error of an added entry point that does not hold what its group needs."""
+    """The error for another package's entry point whose object is not what its group needs."""
     return ConfigurationError(
         f"{_place(point)} cannot be used: {reason}\n"
         '  allowed: "module:attribute" of an installed module\n'

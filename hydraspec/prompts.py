@@ -1,4 +1,4 @@
-"""A tokenised prompt as one object. Imports no other room."""
+"""A tokenised prompt as one object. The module imports no other room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Span:
     kind: str  # names the encoder that reads the content
     start: int  # position of its first token in the prompt
     length: int  # tokens
-    digest: str  # of the content, in hexadecimal digits: equal ones have equal content
+    digest: str  # hexadecimal digest of the content; spans of equal digests have equal content
     may_be_cut: bool  # False: all its tokens are read in one step
 
     @property

@@ -1,6 +1,6 @@
 """Signals and standard streams during a run: interrupts, terminations, output whose reader left.
 
-Imports the standard library only, as it is the first module that a command loads.
+The module imports the standard library only, as it is the first one that a command loads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NoReturn, TextIO, cast
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)  # docker stop, Slurm; a terminal that is closed
 INTERRUPTS = (signal.SIGINT, *TERMINATIONS)
 IMPORT_SYSTEM = "<frozen importlib"  # the file name of the import system's stack frames
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk
-RETRY_AFTER_S = 0.05  # of an interrupt that arrived during an import
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+RETRY_AFTER_S = 0.05  # delay of an interrupt that arrived during an import
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _again(number: int) -> None:
-    """Send the signal again later, to the main thread itself: a flag would not end its sleep."""
+    """Send the signal again later, to the main thread: a flag would not end that thread's sleep."""
     main = threading.main_thread().ident
     later = threading.Timer(RETRY_AFTER_S, signal.pthread_kill, (main, number))
     later.daemon = True
@@ -79,7 +79,7 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def on_interrupts(react: Callable[[], None]) -> Iterator[None]:
-    """Call `react` at each interrupt for a while; what it raises is raised there."""
+    """Call `react` at each interrupt during the block; its exceptions are raised in the block."""
     handled = [number for number in INTERRUPTS if callable(signal.getsignal(number))]
     with _handled(handled, lambda number, frame: react()):
         yield
@@ -87,14 +87,14 @@ def on_interrupts(react: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def interrupts_end_process() -> Iterator[None]:
-    """Let interrupts end the process at once for a while, in calls of libraries that do not return
-    for a handler. Ignored ones stay ignored."""
+    """Let interrupts end the process at once during the block, around library calls that do not
+    return for a Python handler. Ignored signals stay ignored."""
     with _handled(_not_ignored(), signal.SIG_DFL):
         yield
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, with what it has said: nothing is taken down."""
+    """End this process at once, after its output is flushed; no cleanup runs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -115,7 +115,7 @@ def interrupts_stay_interrupts() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Ignore all interrupts from here on, while the process ends."""
+    """Ignore all later interrupts, while the process ends."""
     if _in_main_thread():
         for number in INTERRUPTS:
             signal.signal(number, signal.SIG_IGN)
@@ -180,7 +180,7 @@ class Output:
         return self._is_full
 
     def _drop(self, stream: TextIO, error: OSError) -> None:
-        """Redirect the descriptor too: Python flushes the rest when the process ends."""
+        """Point the stream's descriptor at /dev/null: Python flushes the rest when it exits."""
         self._is_full = self._is_full or error.errno in FULL
         with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
@@ -191,8 +191,8 @@ def _handled(
     numbers: Sequence[signal.Signals],
     handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
-    """Handle signals with `handler` for a while, in the main thread only. Signals that are ignored
-    by the end of the block stay ignored.
+    """Handle signals with `handler` during the block, in the main thread only. Signals that are
+    ignored by the end of the block stay ignored.
     """
     previous = {n: signal.signal(n, handler) for n in numbers} if _in_main_thread() else {}
     try:

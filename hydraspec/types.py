@@ -1,6 +1,5 @@
-"""The records that flow through a step; from the kernels those that attention and verification
-share with the engine, from errors.py what a user can do wrong, from prompts.py a prompt's form.
-Imports no other room.
+"""Records that flow through a step. The module also exports the kernels' records of attention and
+verification, the errors of errors.py and the prompts of prompts.py; it imports no other room.
 
 Shape legend, the same letters everywhere:
 
@@ -41,7 +40,7 @@ from hydraspec.prompts import Span as Span
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How one request samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -61,7 +60,7 @@ class Request:
     `Engine.tokenize` fills prompt_token_ids. `index` is the place in the workload, counted from 0.
 
     A later turn of a conversation (`after`) has in its prompt, messages or prompt_token_ids only
-    what is new: the engine puts the turn before, and the answer to it, in front.
+    what is new: the engine puts the previous turn's prompt and its answer in front.
     """
 
     index: int
@@ -75,8 +74,8 @@ class Request:
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl
     arrival_s: float | None = None  # seconds after the start of a run; None: offered at once
-    after: int | None = None  # index of the turn before it, whose answer is waited for
-    turn: int = 1  # its number in its conversation, from 1
+    after: int | None = None  # index of the previous turn, whose answer is waited for
+    turn: int = 1  # number of the turn in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
 
@@ -100,14 +99,14 @@ class Completion:
     ttft_ms: float | None  # from being offered to the engine to the first token
     latency_ms: float  # from being offered to the engine to the last token
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
-    queue_ms: float | None = None  # from being offered to a slot; None: it had none, or unknown
-    # Between the times at which tokens came, one step's tokens at once; empty where unknown.
+    queue_ms: float | None = None  # from being offered to a slot; None: no slot, or unknown
+    # Intervals between arrivals of tokens, one step's tokens at once; empty where unknown.
     inter_token_ms: list[float] = field(default_factory=list)
     spans: tuple[Span, ...] = ()  # of prompt_token_ids
 
     @property
     def prompt(self) -> Prompt:
-        """The prompt that it answers."""
+        """The prompt that this completion answers."""
         return Prompt(self.prompt_token_ids, self.spans)
 
 
@@ -116,7 +115,7 @@ class PrefixCaching:
     """Limits of what may be taken from an engine's prefix cache."""
 
     block_size: int  # tokens: every hit is a multiple of it
-    has_draft_kv: bool = False  # in which a block depends on the token after it
+    has_draft_kv: bool = False  # drafter KV is cached too; its blocks depend on the token after
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,8 +127,8 @@ class RequestStep:
     is_prefill: bool  # true while prompt (or recomputed) tokens are being read
     num_computed_tokens: int  # tokens with valid target KV before the step
     draft_token_ids: list[int]  # the drafts verified in this step, in order
-    num_accepted: int  # the verifier's count, before a stop or limit cuts
-    output_token_ids: list[int]  # what was emitted after stop and limit cut
+    num_accepted: int  # the verifier's count, before a stop or limit cuts the output
+    output_token_ids: list[int]  # emitted tokens, after a stop or limit has cut them
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -137,9 +136,9 @@ class PositionScores:
     """The drafter's proposals from each of the N places of a finished request's output where a
     step may verify drafts, teacher-forced: each draft reads the target's own tokens before it.
 
-    At the first place num_computed_tokens is `first`, at each further one 1 more. The target's
-    tokens go on after the end of a greedy output; where they are not known they are -1, and nothing
-    there counts. A token that the drafter cannot propose has rank 0 and probability 0.
+    Place i is that of a step with `first` + i computed tokens. The target's tokens go on after the
+    end of a greedy output; unknown ones are -1, and the scores there mean nothing. A token that the
+    drafter cannot propose has rank 0 and probability 0.
     """
 
     index: int  # of the request
@@ -152,13 +151,13 @@ class PositionScores:
     target_entropies: np.ndarray  # [N] float32 nats, of the target's next token
 
 
-# Of a step, in order; commit is timed as a part of verify.
+# Phases of a step, in order; commit is timed as a part of verify.
 PHASES = ("schedule", "prepare", "forward", "verify", "propose")
 
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """A step in plain numbers: all that metrics ever see."""
+    """A step in plain numbers; metrics are computed from these and `Completion`s alone."""
 
     step: int
     phase_ms: dict[str, float | None]  # by name in PHASES; null where not measured
@@ -168,9 +167,9 @@ class StepRecord:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of KV blocks in use, 0..1
-    kv_usage_per_group: dict[str, float] = field(default_factory=dict)  # the same by KV group
-    replica: int = 0  # that made the step: the figures above are of its requests and cache
-    num_replicas: int = 1  # at work then: the step took 1 / num_replicas of the run's time
+    kv_usage_per_group: dict[str, float] = field(default_factory=dict)  # that share by KV group
+    replica: int = 0  # number of the replica, whose requests and cache the figures above are of
+    num_replicas: int = 1  # replicas at work: the step took 1 / num_replicas of the run's time
     draft_length: int | None = None  # drafts per request of this step; None: K in every step
 
 
@@ -184,7 +183,7 @@ class KVGroupSpec:
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # indices into KVCache.caches: target layers, then a drafter's own
     shape: GroupShape
-    num_following_tokens: int = 0  # that KV depends on: a draft row at t reads the token at t + 1
+    num_following_tokens: int = 0  # later tokens a row's KV depends on: a draft row t reads t + 1
 
     @property
     def block_size(self) -> int:
@@ -193,7 +192,7 @@ class KVGroupSpec:
 
     @property
     def window(self) -> int | None:
-        """A query at p sees positions > p - window; None sees all."""
+        """Sliding window in tokens: a query at p sees positions > p - window; None: all."""
         return self.shape.window
 
 
@@ -205,7 +204,7 @@ class BlockTable:
     """The blocks of B requests in one KV group, as they were when this was made.
 
     An entry is never written again once it holds a block, so rows are shared, not copied. Two rows
-    of the same owner (a request while it holds a slot) have the same entries where both have any.
+    of the same owner (a request while it holds a slot) have the same entries where both are live.
     """
 
     rows: list[np.ndarray]  # B times [P] block ids; entries that are not live hold anything
@@ -213,7 +212,7 @@ class BlockTable:
     width: int  # entries that the step can name
 
     def dense(self) -> np.ndarray:
-        """[B, width]; entries that are not live are block 0."""
+        """The block ids as one array [B, width]; entries that are not live are block 0."""
         table = np.zeros((len(self.rows), self.width), dtype=np.int64)
         for i, (_, first, end) in enumerate(self.live.tolist()):
             last = min(end, self.width)
@@ -297,8 +296,8 @@ class NeededRows:
     padding, and requests that need none have no rows.
     """
 
-    rows: Tensor  # [N] int64 rows of T; of padding any
-    targets: Tensor | None = None  # [N] int64, the same, T for padding; None: no padding
+    rows: Tensor  # [N] int64 rows of T; padding has any row
+    targets: Tensor | None = None  # [N] int64 as `rows`, but T for padding; None: no padding
     requests: Tensor  # [B'] int64 batch indices of the requests they belong to
     query_start_loc: Tensor  # [B'+1] int64, counted in the N rows
     segments: tuple[RowSegment, ...]  # of the N rows
@@ -325,7 +324,7 @@ class Batch(Rows):
 
     @property
     def num_requests(self) -> int:
-        """B, padding included."""
+        """Number of requests, B, padding included."""
         return self.slots.shape[0]
 
 
@@ -334,7 +333,7 @@ class TargetStep:
     """Outputs of the target's forward pass."""
 
     hidden_states: Tensor  # [T, D] after the final norm
-    # [N, V] after the soft cap, before temperature; a tensor-parallel rank's columns of it
+    # [N, V] after the soft cap, before temperature; a tensor-parallel rank has some of the columns
     logits: Tensor
     # A times [T, D], in the order of aux_layer_ids: id i is the residual stream after i layers.
     aux_hidden_states: list[Tensor] = field(default_factory=list)
@@ -342,8 +341,8 @@ class TargetStep:
 
 @dataclass(slots=True, kw_only=True)
 class IntermediateTensors:
-    """Tensors that a pipeline stage hands to the next one. An aux id at the border is not among its
-    aux states: it is the stream itself, which the next stage captures."""
+    """Tensors that a pipeline stage hands to the next one. An aux state at the border is left out:
+    it is the residual stream itself, which the next stage captures."""
 
     hidden_states: Tensor  # [T, D] the residual stream after the stage's last layer
     # [T, D] each: ids below the number of layers so far, in the order of aux_layer_ids.

@@ -27,14 +27,14 @@ class EngineInfo:
     max_model_len: int
     greedy_is_exact: bool  # native float32/float64: outputs are expected identical
     cudagraph: dict[str, str | None]  # requested, target, draft, reason
-    checks_logits: bool = False  # in every step; NaN or infinite logits end the run
+    checks_logits: bool = False  # in every step: NaN or infinite logits end the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     prefix_caching: PrefixCaching | None = None  # None: there is none, or it is not known
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
-    max_memory_bytes: dict[str, int] = field(default_factory=dict)  # of any rank, where several run
+    max_memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
-    costs: CostTable | None = None  # of decode steps, where K is chosen by them
+    costs: CostTable | None = None  # decode step costs, if K is chosen by these
     warnings: list[str] = field(default_factory=list)
 
 
@@ -58,9 +58,9 @@ class StepProfile:
     """Means over decode steps that ran as they do in a run, in milliseconds."""
 
     step_ms: float  # wall time from one step's results to the next one's
-    device_ms: float  # of the device, from the plan's copy to the results
-    schedule_ms: float  # of the host: which requests run, and their plan
-    launch_ms: float  # of the host: handing the step to the device
+    device_ms: float  # time of the device, from the plan's copy to the results
+    schedule_ms: float  # time of the host: which requests run, and their plan
+    launch_ms: float  # time of the host: handing the step to the device
 
 
 class Engine(ABC):
@@ -82,9 +82,9 @@ class Engine(ABC):
         self, requests: Sequence[Request], *, concurrency: int | None
     ) -> Iterator[StepRecord | Completion]:
         """Decode tokenised requests, at most `concurrency` unfinished at a time (None: any number).
-        One with `arrival_s` is offered so many seconds after the first `next` of the iterator. A
-        later turn of a conversation is offered once the one before it has ended; until its last
-        turn has ended a conversation counts as one.
+        A request with `arrival_s` is offered so many seconds after the first `next` of the
+        iterator, a later turn of a conversation once the previous one has ended. A conversation
+        counts as one unfinished request until its last turn has ended.
 
         Yields the record of each step, then the completions it brought. A request that can never be
         served yields a Completion with finish_reason "error"; the others go on. Closing the
@@ -92,18 +92,18 @@ class Engine(ABC):
 
         Raises:
             NotFiniteError: a token came from logits whose maximum is NaN or infinite; its request
-            was yielded as an error, with the tokens before it. Only by engines that check
-            (`info.checks_logits`); of others the lab looks at one request after the run.
+            was yielded as an error, with the tokens before it. Only engines with
+            `info.checks_logits` raise it; for others the lab checks one request after the run.
         """
 
     def cancel(self, index: int) -> None:
-        """End request `index` of the run that `run` began last, with an error "cancelled" and the
-        tokens that it has by then. Its completion comes with the next step; of one that has not
-        been offered yet, with the step that it would join. No effect once it has ended. May be
-        called between two events of the run's iterator, and from any thread.
+        """End request `index` of the newest run with the error "cancelled" and the tokens that it
+        has by then. Its completion comes with the next step, or, if it has not been offered yet,
+        with the step that it would join. A request that has ended is left alone. Any thread may
+        call this, also between two events of the run's iterator.
 
         Raises:
-            ConfigurationError: by engines that cannot; the native one can.
+            ConfigurationError: this engine cannot cancel requests; the native engine can.
         """
         raise ConfigurationError(
             "cancel: this engine ends no request before its time\n"
@@ -120,8 +120,8 @@ class Engine(ABC):
         return False
 
     def num_built(self) -> Built:
-        """Counts what was built so far; a run during which they grow was slowed down by
-        building."""
+        """Counts of kernels and graphs built so far; a run during which they grow was slowed down
+        by building."""
         return Built()
 
     @abstractmethod
@@ -137,27 +137,28 @@ class Engine(ABC):
         """
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
-        """Where the wall time of a decode step goes, from a separate short run over tokenised
+        """Breakdown of a decode step's wall time, from a separate short run over tokenised
         requests; None where host and device do not run side by side.
         """
         return None
 
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
-        """Mean milliseconds per decode step of each phase, from a separate short run over
-        tokenised requests, where `run` does not measure phases; None where it does or cannot.
+        """Mean milliseconds per decode step of each phase, from a separate short run over tokenised
+        requests; None where `run` measures phases itself, or where they cannot be measured.
         """
         return None
 
     def position_scores(
         self, requests: Sequence[Request], completions: Mapping[int, Completion]
     ) -> Iterator[PositionScores] | None:
-        """Drafts from every place of finished outputs, teacher-forced, request by request; those of
-        fewer than two tokens are left out. `completions` are by index. None from an engine whose
-        drafter cannot be fed so. Not part of a run: it takes time and memory of its own.
+        """Teacher-forced drafts from every place of finished outputs, one record per request;
+        outputs of fewer than two tokens are left out. `completions` are by request index. None from
+        an engine whose drafter cannot be teacher-forced. The pass is separate from any run and
+        takes additional time and memory.
         """
         return None
 
     def close(self) -> None:
-        """Free what the engine holds at once, also while this object is referenced; further calls
-        are undefined. A baseline keeps what the two share, until it is closed too."""
+        """Free the engine's memory at once, even while this object is referenced; further calls are
+        undefined. What a baseline shares with it is freed once the baseline is closed too."""
         vars(self).clear()

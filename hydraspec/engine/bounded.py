@@ -20,21 +20,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SECONDS_PER_ITEM = 30
-EXTRA_BYTES = 4 << 30  # address space beside what the process has
+EXTRA_BYTES = 4 << 30  # address space beyond that of the process
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class OutOfBoundsError(Exception):
-    """An item failed, or went on for too long; the text says which, for a message."""
+    """Error of an item that failed or exceeded a limit; its text says which, for a message."""
 
 
 def bounded(work: Callable[[T], Any], items: Sequence[T]) -> Generator[Any, None, None]:
-    """work(item) for each item in turn, made in a forked process. Results are what JSON can hold.
-    The process ends with the generator: close it where it may be left early.
+    """Yields work(item) for each item in turn, computed in a forked process; results must be JSON
+    values. The process ends with the generator: close the generator if it may be left early.
 
     Raises:
-        OutOfBoundsError: in place of a result: an exception of any kind, whose text it has, an end
-            of the process, or no result after SECONDS_PER_ITEM.
+        OutOfBoundsError: in place of a result: `work` raised an exception of any kind, whose text
+            is kept, the process ended, or no result came within SECONDS_PER_ITEM.
     """
     if sys.platform != "linux":
         yield from (_value(_outcome(work, item)) for item in items)
@@ -58,7 +58,8 @@ def bounded(work: Callable[[T], Any], items: Sequence[T]) -> Generator[Any, None
 
 
 def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
-    """The child's process id. A signal that comes meanwhile is the parent's."""
+    """Fork the process that computes the results; returns its id. A signal that arrives meanwhile
+    is handled by the parent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     try:
         with warnings.catch_warnings():
@@ -72,8 +73,9 @@ def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
 
 
 def _serve(work: Callable[[T], Any], items: Sequence[T], writing: int) -> None:
-    """The child's part; does not return. The kernel ends it when an item's time is up."""
-    gc.disable()  # it would free memory of the device, which aborts a forked process
+    """Compute results in the forked process, and exit without returning. SIGALRM ends the process
+    when an item's time is up."""
+    gc.disable()  # a collection would free memory of the device, which aborts a forked process
     try:
         for number in (*_HANDLED, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)

@@ -1,5 +1,5 @@
 """Milliseconds of decode steps by their requests and drafts: how they are timed, and the table that
-a run saves and later runs read. Plain numbers; knows no engine.
+a run saves and later runs read. The module uses no engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepCost:
     """Time of one decode step, in milliseconds."""
 
     step_ms: float  # the whole step: verifying the drafts, sampling, drafting the next ones
-    draft_ms: float | None  # of it drafting; None: not measured
+    draft_ms: float | None  # the part of it that is drafting; None: not measured
 
     @property
     def verify_ms(self) -> float | None:
@@ -50,8 +50,8 @@ class CostTable:
     batches: tuple[int, ...]  # requests in a step, ascending
     drafts: tuple[int, ...]  # drafts per request (K), ascending
     step_ms: Grid
-    draft_ms: Grid | None = None  # of step_ms; None: not measured
-    # Of draft i, that it was accepted after i accepted ones, in the measured steps; empty: unknown.
+    draft_ms: Grid | None = None  # the part of step_ms that is drafting; None: not measured
+    # Share of draft i accepted after i accepted ones, in the measured steps; empty: unknown.
     rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -102,8 +102,8 @@ Size = tuple[int, int]  # of a step: its requests, and the drafts of each
 
 
 def full_size(record: StepRecord) -> Size | None:
-    """The size of a step in which every request verified equally many drafts, those that were to be
-    verified; None for any other step."""
+    """The size of a step in which every request verified as many drafts as the step was planned
+    for; None for any other step."""
     widths = {-1 if part.is_prefill else part.num_rows - 1 for part in record.requests}
     width = widths.pop() if len(widths) == 1 else -1
     if width < 0 or record.draft_length not in (None, width):
@@ -127,7 +127,7 @@ class StepTimes:
     draft_ms: dict[Size, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, record: StepRecord) -> None:
-        """Keep the times of a step, if `full_size` gives it a size."""
+        """Keep the times of a step to which `full_size` gives a size."""
         if (size := full_size(record)) is None:
             return
         self.step_ms[size].append(record.total_ms)
@@ -135,14 +135,14 @@ class StepTimes:
             self.draft_ms[size].append(drafting)
 
     def typical(self, times: Sequence[float]) -> float:
-        """Mean of times, without the shares at either end."""
+        """Mean of `times` without the shares `fastest` and `slowest`."""
         first, count = int(self.fastest * len(times)), len(times)
         return mean(sorted(times)[first : count - int(self.slowest * count)])
 
     def table(
         self, batches: Sequence[int], drafts: Sequence[int], rates: Sequence[float] = ()
     ) -> CostTable:
-        """Typical times of every size of a grid, all of which were seen."""
+        """Typical times of every size of a grid; each size must have been added."""
 
         def grid(times: Mapping[Size, Sequence[float]]) -> Grid:
             return tuple(tuple(self.typical(times[b, k]) for k in drafts) for b in batches)
@@ -161,7 +161,7 @@ def from_json(found: object, source: str) -> CostTable:
     """The table in the content of a JSON file; `source` names it in messages.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the content is no such table.
     """
     try:
         if not isinstance(found, Mapping) or found.get("schema_version") != SCHEMA_VERSION:

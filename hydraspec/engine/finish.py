@@ -1,5 +1,5 @@
-"""When a request ends, at which token, and what it hands back. Runs on the host, over the tokens
-a step emitted; every engine ends its requests here.
+"""The end of a request: at which token it comes, and the completion. Every engine ends its requests
+with these functions, on the host, over the tokens that a step emitted.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class OfferedRequest:
             )
 
     def note_slot(self, now: float) -> None:
-        """It has a slot at `now` (time.perf_counter), the first time or again."""
+        """Keep `now` (time.perf_counter()) as the time of the first slot, once only."""
         self.slot_at = self.slot_at or now
 
     def note_tokens(self, now: float) -> None:
-        """Tokens came at `now` (time.perf_counter), all that a step brought at once."""
+        """Keep `now` (time.perf_counter()) as the time at which all tokens of a step came."""
         if self.last_token_at is None:
             self.first_token_at = now
         else:
@@ -79,7 +79,7 @@ class OfferedRequest:
 class FinishCheck:
     """Appends emitted tokens one by one and stops at the first that ends the request.
 
-    The token that ends it is kept in the output; the text ends before a stop string.
+    The token that ends the request is kept in the output; the text ends before a stop string.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ SINGLE_THREAD_WIDTH = 512
 def pick_device(config: RunConfig) -> torch.device:
     """The device of engine.device.
 
-    Raises ConfigurationError if this machine has no such one, fewer than the ranks it runs, or one
-    with less memory than engine.kv_cache.memory_gib.
+    Raises ConfigurationError if this machine has no such device, fewer devices than the ranks it
+    runs, or a device with less memory than engine.kv_cache.memory_gib.
     """
     wanted = config.engine.device.value
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -66,7 +66,7 @@ def _check_count(parallelism: ParallelismConfig) -> None:
 
 
 def _check_memory(memory_gib: float | None, device: torch.device) -> None:
-    """Refuse a cache beyond what there is; what is free is known only once weights are loaded."""
+    """Refuse a cache larger than the whole memory; free memory is known only after loading."""
     if memory_gib is None:
         return
     if device.type == "cuda":
@@ -84,7 +84,8 @@ def _check_memory(memory_gib: float | None, device: torch.device) -> None:
 
 
 def set_num_threads(num_threads: int | None, hidden_size: int) -> None:
-    """torch's CPU threads; None chooses by the target's width."""
+    """Set torch's CPU threads; None: one for a target narrower than SINGLE_THREAD_WIDTH, else
+    torch's default."""
     if num_threads is None and hidden_size < SINGLE_THREAD_WIDTH:
         num_threads = 1
     if num_threads is not None:
@@ -92,9 +93,9 @@ def set_num_threads(num_threads: int | None, hidden_size: int) -> None:
 
 
 def model_length(config: RunConfig, limit: int) -> int:
-    """target.max_model_len, or the checkpoint's `limit`.
+    """Longest sequence in tokens: target.max_model_len, or the checkpoint's `limit`.
 
-    Raises ConfigurationError beyond it, and where workload=random has no room in it.
+    Raises ConfigurationError if it is beyond `limit`, or too short for workload=random.
     """
     check_length(config.target.max_model_len, limit)
     length = config.target.max_model_len or limit
@@ -104,5 +105,6 @@ def model_length(config: RunConfig, limit: int) -> int:
 
 @cache
 def log_once(text: str) -> None:
-    """Log what holds for every engine of this process: a run's baseline, and a sweep's jobs."""
+    """Log a text once in this process, even if each of its engines (of a baseline, of a sweep's
+    jobs) has reason to."""
     log.info("%s", text)

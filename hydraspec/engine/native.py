@@ -65,9 +65,9 @@ class NativeEngine(Engine):
             self.parts.info,
             self.parts.runner.speculator,
         )
-        # Launched, not collected. A step leaves as many there as `_num_ahead`.
+        # Steps that were launched and not collected; `step` leaves `_num_ahead` of them.
         self._in_flight: deque[Flight] = deque()
-        self._cancels = Cancels()  # of the last run
+        self._cancels = Cancels()  # of the newest run
         self._num_stages = self.parts.target.stage.count
         self._num_ahead = self._num_stages - 1 + bool(self.parts.info.async_scheduling)
         on_cpu = self.parts.target.device.type == "cpu"
@@ -78,7 +78,7 @@ class NativeEngine(Engine):
 
     @property
     def info(self) -> EngineInfo:  # type: ignore[override]
-        """Facts as they are now: what is captured while requests run is counted."""
+        """Facts as they are now, with costs and graphs that runs have added."""
         info, graphs = self.parts.info, self.parts.runner.graphs
         if self._scheduler.draft_lengths is not None:
             info = replace(info, costs=self._scheduler.draft_lengths.costs)
@@ -100,7 +100,7 @@ class NativeEngine(Engine):
     def offer(
         self, requests: Seq[Request], concurrency: int | None, cancels: Cancels
     ) -> Generator[StepRecord | Completion]:
-        """Runs requests as `run` does, less those that are cancelled."""
+        """Runs requests as `run` does; those in `cancels` end early."""
         control = self.parts.control
         pending = Pending(requests, concurrency, cancels=cancels, watch=control.watch)
         return self.decode(requests, obeyed(pending, requests, control))
@@ -131,8 +131,8 @@ class NativeEngine(Engine):
                     raise collected.error
 
     def _joining(self, admission: Admission, num_unfinished: int) -> Seq[Request] | None:
-        """The requests that join. Time without any request is no step's, also where one that was
-        launched ahead, for requests that have ended, is still to be collected."""
+        """The requests that join the next step; None: the run is over. Waiting without unfinished
+        requests counts in no step's time, even while a step launched ahead is in flight."""
         if num_unfinished:
             return admission.joining(num_unfinished)
         with self.clock.paused():
@@ -140,8 +140,8 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> Collected:
-        """Schedule and launch the next step, then collect one: the same or, where the host runs
-        ahead or pipeline stages work on several, the oldest in flight."""
+        """Schedule and launch the next step, then collect one: the same step or, where the host
+        runs ahead or pipeline stages work on several steps, the oldest in flight."""
         with self._watch.step():
             return self._step()
 
@@ -162,11 +162,12 @@ class NativeEngine(Engine):
             rows = np.array([[item.num_computed, item.num_rows] for item in flight.scheduled])
             self.parts.check.compare(self._collector.num_steps, rows, flight.step.result())
         collected = self._collector.collect(flight, clock)
-        clock.start(flight.launch_ms)  # with a step in flight, the next one's time counts from here
+        clock.start(flight.launch_ms)  # a step that is in flight is timed from here
         return collected
 
     def _schedule(self) -> tuple[list[Scheduled], StepPlan | None]:
-        """The rows of the next step; requests that were admitted get their slot's state."""
+        """The next step's shares of sequences, and its plan (None: nothing to run). Writes the
+        state of the slots of newly admitted requests."""
         scheduled = self._scheduler.schedule()
         for sequence in self._scheduler.admitted:
             sequence.note_slot(time.perf_counter())
@@ -197,8 +198,8 @@ class NativeEngine(Engine):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """At its end, forget unfinished requests, and wait until the device has done the steps in
-        flight: the cache may serve another engine next (`baseline`)."""
+        """Context that on exit drops unfinished requests and waits for the steps in flight: another
+        engine (`baseline`) may use the cache next."""
         scheduler, flights = self._scheduler, self._in_flight  # an engine may be closed meanwhile
         try:
             yield
@@ -212,8 +213,8 @@ class NativeEngine(Engine):
         tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
 
     def prepare(self, requests: Seq[Request]) -> None:
-        """Capture graphs of the way in which these requests, together, are sampled; where K is
-        chosen by costs that are not known, measure them. All ranks take rank 0's."""
+        """Capture graphs for the sampling that these requests need together; if K is chosen by
+        costs that are not known, measure them. All ranks use the costs that rank 0 measured."""
         lengths = self._scheduler.draft_lengths
         all_greedy, flags = flags_of(request.sampling for request in requests)
         if not all_greedy:
@@ -248,19 +249,20 @@ class NativeEngine(Engine):
         return profile_step(self, requests, lambda: torch.cuda.Event(enable_timing=True))
 
     def profile_phases(self, requests: Seq[Request]) -> dict[str, float] | None:
-        """None on a CPU, where phases are measured in every step."""
+        """See Engine. Returns None on a CPU, where every step measures its phases, and with several
+        pipeline stages."""
         if self._cannot_be_profiled():
             return None
         return profile_phases(self, requests, lambda: torch.cuda.Event(enable_timing=True))
 
     def _cannot_be_profiled(self) -> bool:
-        """On a CPU, and where stages work on several steps at once."""
+        """Returns whether the engine runs on a CPU, or its stages work on several steps at once."""
         return self.parts.target.device.type == "cpu" or self._num_stages > 1
 
     @contextmanager
     def timed_by(self, clock: Clock, *, ahead: bool) -> Iterator[None]:
-        """While it lasts, `clock` times what the device does, and no step runs ahead of results
-        unless `ahead` is true."""
+        """Let `clock` time the device's work during the block; no step runs ahead of results unless
+        `ahead` is true."""
         runner = self.parts.runner
         before = runner.clock, self._num_ahead
         runner.clock, self._num_ahead = clock, self._num_ahead if ahead else 0
@@ -293,7 +295,7 @@ class NativeEngine(Engine):
         )
         runner = self.parts.runner
         with runner.keeping_logits():
-            with suppress(NotFiniteError):  # they are an answer here
+            with suppress(NotFiniteError):  # such logits are returned too
                 for _ in self.run([request], concurrency=1):
                     pass
             logits = None if runner.kept_logits is None else runner.kept_logits[-1].double().cpu()

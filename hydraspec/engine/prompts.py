@@ -1,4 +1,4 @@
-"""From a request's prompt, messages or ids to checked token ids, the same in every engine."""
+"""Conversion of a request's prompt, messages or ids to checked token ids, for every engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
 ENCODED_KINDS: frozenset[str] = frozenset()  # kinds of spans that engines have an encoder for
-ANSWER = "answer-{}-of-this-conversation"  # in a chat template, for an answer not given yet
+ANSWER = "answer-{}-of-this-conversation"  # stands in a chat for an answer not given yet
 
 
 def tokenize(
@@ -21,8 +21,9 @@ def tokenize(
 ) -> None:
     """Fills in prompts as `Engine.tokenize` says; `checkpoint` is the target's, for messages.
 
-    Of a later turn only what follows the answer before it is encoded: the chat template's text
-    between that answer and the next one. Answers stay the token ids that were emitted.
+    For a later turn of a conversation only the text after the previous answer is encoded: the chat
+    template's text between that answer and the next one. Answers stay the token ids that were
+    emitted.
     """
     for request in requests:
         needs_text = request.prompt_token_ids is None
@@ -53,7 +54,7 @@ def tokenize(
 
 
 def _refuse_spans(request: Request, info: EngineInfo) -> None:
-    """The one place where a span without an encoder is refused, for every engine."""
+    """Refuse a span that engines have no encoder for."""
     for i, span in enumerate(request.spans):
         if span.kind not in ENCODED_KINDS:
             raise WorkloadError(
@@ -65,7 +66,8 @@ def _refuse_spans(request: Request, info: EngineInfo) -> None:
 
 
 def _encode(every: Sequence[Request], tokenizer: Tokenizer) -> None:
-    """Fill prompt_token_ids; the first request that template or tokenizer fails on is named."""
+    """Fill prompt_token_ids. Raises WorkloadError for the first request on which the chat template
+    or the tokenizer fails."""
     requests = [request for request in every if request.prompt_token_ids is None]
     chats = _chats(every)
     texts = [chats.get(request.index, request.prompt or "") for request in requests]
@@ -87,7 +89,7 @@ def _encode(every: Sequence[Request], tokenizer: Tokenizer) -> None:
 
 @dataclass(slots=True, frozen=True)
 class _Chat:
-    """Messages of a conversation up to a turn, and the answer before it (None: it is the first)."""
+    """Messages of a conversation up to a turn, and the previous answer (None: the first turn)."""
 
     messages: list[Mapping[str, str]]
     after: str | None
@@ -95,7 +97,8 @@ class _Chat:
 
 
 def _chats(requests: Sequence[Request]) -> dict[int, _Chat]:
-    """By index, of the requests with messages. A turn comes after the one before it."""
+    """Chats of the requests with messages, by request index. `requests` has a conversation's turns
+    in order."""
     found: dict[int, _Chat] = {}
     for request in requests:
         if request.messages is None:
@@ -112,7 +115,7 @@ def _chats(requests: Sequence[Request]) -> dict[int, _Chat]:
 
 
 def _token_ids(tokenizer: Tokenizer, text: str | _Chat) -> list[int] | str:
-    """The prompt's ids, or why there are none."""
+    """The prompt's token ids, or the text of the error."""
     try:
         if isinstance(text, _Chat):
             return tokenizer.encode_chat(text.messages, after=text.after, thinking=text.thinking)

@@ -25,12 +25,12 @@ ASSISTANT = "gemma4_mtp"  # the method whose drafter is divided as the target is
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a split of the native engine with the message of its ranks. Hub ids, and targets of
-    plugins, are left to the ranks, which check them while they load.
+    """Refuse a split that the native engine's ranks would refuse, with their message. Hub ids, and
+    targets of plugins, are left to the ranks, which check them while they load.
 
     Raises:
-        ConfigurationError: the target, or its assistant, cannot be split so; a device that is
-            refused as well is told in its place.
+        ConfigurationError: the target, or its assistant, cannot be split so; if the device cannot
+            be used either, the error is that of the device.
         CheckpointError: a config.json that cannot be used.
     """
     if not _is_here(config.target.checkpoint):
@@ -43,7 +43,7 @@ def check(config: RunConfig) -> None:
             opened, assistant = read_assistant(drafter)
             assistant.text.divided.check(config.parallelism.tensor, str(opened.folder))
     except UserError:
-        pick_device(config)  # what ranks settle before they load
+        pick_device(config)  # ranks check the device first
         raise
 
 
@@ -53,10 +53,10 @@ def _is_here(checkpoint: str) -> bool:
 
 
 def _check_target(config: RunConfig) -> None:
-    """Build the first rank's part of the target, without memory."""
+    """Build the first rank's part of the target, without memory for its weights."""
     axes, speculator = config.parallelism, build_speculator(config)
     if open_checkpoint(config.target.checkpoint).config.get("model_type") not in TARGETS:
-        return  # a plugin's loader knows no empty weights
+        return  # a plugin's loader may not support weights=EMPTY
     group, split = SoloGroup(), axes.pipeline_layers
     group.size = axes.tensor  # nothing is exchanged
     load_target(

@@ -15,10 +15,10 @@ Offered = TypeVar("Offered", bound=OfferedRequest)
 
 
 class Conversations:
-    """Which request of one run follows which. A request without turns is a conversation of one.
+    """Order of the turns in one run. A request without turns is a conversation of one.
 
     Attributes:
-        starts: the first turn of each, in workload order.
+        starts: the first turn of each conversation, in workload order.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -50,16 +50,16 @@ class History:
         self._causes: dict[int, str] = {}  # turn that was not sent -> why
 
     def add(self, completion: Completion) -> None:
-        """A request ended now."""
+        """Keep the completion of a request that ended now, if a later turn needs it."""
         if completion.index in self._awaited:
             self._answers[completion.index] = _Answer(completion, time.perf_counter())
 
     def offer(
         self, kind: type[Offered], request: Request, offered_at: float | None = None
     ) -> Offered:
-        """The request as an engine takes it, offered at `offered_at` (None: now). A later turn has
-        its whole prompt, and was offered when the answer before it came; where that is an error,
-        the turn has failed too."""
+        """The request as a `kind`, offered at `offered_at` (None: now). A later turn has its whole
+        prompt, and was offered when the previous answer came; if that answer is an error, the turn
+        has failed too."""
         if request.after is None:
             return kind.of(request, offered_at)
         before = self._answers.pop(request.after)
@@ -77,7 +77,7 @@ class History:
 
 def followed_prompt(before: Completion, new: Prompt) -> Prompt:
     """Prompt of the turn after `before`: its prompt and its output, token by token, then the `new`
-    tokens. A stop token that ended the answer, and with which `new` begins, is there once."""
+    tokens. A stop token that ended the answer, and with which `new` begins, appears once."""
     ids = list(new.token_ids)
     is_text = not new.spans or new.spans[0].start > 0
     if is_text and before.finish_reason == "stop" and before.output_token_ids[-1:] == ids[:1]:

@@ -1,4 +1,4 @@
-"""CUDA graphs for any callable over batch descriptors. Knows no model, engine or speculator."""
+"""CUDA graphs for any callable over batch descriptors, independent of models and engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call is captured and replayed: CUDA graphs, whole or in pieces.
+"""Capture and replay of calls as CUDA graphs, whole or in pieces.
 
 Captures of one manager share a memory pool, those of two do not: a graph may be replayed between
 two pieces of another manager's, whose tensors it must not touch. Captures happen on a
@@ -27,21 +27,22 @@ class Replayable(Protocol):
     """A captured call."""
 
     def replay(self) -> None:
-        """Run it again on the present content of its inputs' memory."""
+        """Run the call again on the present content of its inputs' memory."""
         ...
 
 
 class GraphBackend(Protocol):
-    """Captures calls. Tests have other ones than CUDA's."""
+    """Interface for capturing calls; tests have other implementations than CUDA's."""
 
     is_capturing: bool
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run a call as it will run in a capture: what compiles or initialises does so now."""
+        """Run a call as it will run in a capture, so that compiling and initialising happen now."""
         ...
 
     def capture(self, run: Callable[[], T], *, in_pieces: bool, pool: str) -> tuple[T, Replayable]:
-        """The call's outputs, which every replay overwrites, and its replay. It has run once.
+        """Capture a call, and run it once; returns its outputs, which every replay overwrites, and
+        its replay.
 
         Captures of one `pool` share memory: none of them may be replayed between the pieces of
         another.
@@ -69,8 +70,9 @@ class Pieces:
 
 
 class KeptOutputs:
-    """Memory for what breaks return, in captures that share a pool: the n-th break of a capture
-    writes where that of an earlier, larger one did. No two of these captures are replayed at once.
+    """Memory for outputs of breaks (eager calls between pieces), in captures that share a pool: the
+    n-th break of a capture writes where that of an earlier, larger one did. No two of these
+    captures are replayed at once.
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,7 @@ class KeptOutputs:
 
 
 def _holds(kept: Tensor, tensor: Tensor) -> bool:
-    """Returns whether the first rows of `kept` can be `tensor`."""
+    """Returns whether the first rows of `kept` can hold `tensor`."""
     return (
         0 < tensor.dim() == kept.dim()
         and tensor.shape[0] <= kept.shape[0]
@@ -131,7 +133,7 @@ class PieceCapture(breaks.PieceRecorder):
         self.pieces.parts.append(replay)
 
     def abandon(self) -> None:
-        """After a failure: end the graph that is open, if the failure was not between two."""
+        """End the open graph after a failure, unless the failure was between two graphs."""
         if self._open is not None:
             self._open.abandon()
 
@@ -140,7 +142,7 @@ class OpenGraph(Protocol):
     """A capture under way."""
 
     def end(self) -> Callable[[], None]:
-        """End it; what is returned replays it."""
+        """End the capture; returns a call that replays it."""
         ...
 
     def abandon(self) -> None: ...
@@ -159,7 +161,7 @@ class _OpenCudaGraph:
     def abandon(self) -> None:
         try:
             self._graph.capture_end()
-        except RuntimeError:  # the capture was invalidated, which is what is being reported
+        except RuntimeError:  # the capture was invalidated, as the error in flight reports
             return
 
 
@@ -200,13 +202,13 @@ class CudaGraphBackend:
         return self._num_bytes
 
     def free_bytes(self) -> int:
-        """Bytes that no process holds, once torch has given back what it kept for later."""
+        """Bytes that no process holds, after torch's allocator has given back its unused memory."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On the capture stream, ordered after and before the current one."""
+        """Run the block on the capture stream, in order with the work of the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         self.is_capturing = True
@@ -220,7 +222,7 @@ class CudaGraphBackend:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: freeing a tensor of another stream inside a capture ends it."""
+    """Disable garbage collection: freeing a tensor of another stream ends a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -21,7 +21,7 @@ O = TypeVar("O")  # noqa: E741  its outputs
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Descriptor:
-    """The padded shape of a batch, and what its code path depends on on the host.
+    """The padded shape of a batch, and `variant`, the host's facts that its code path depends on.
 
     rows_per_request None: mixed, any split of the rows over the requests.
     """
@@ -32,7 +32,7 @@ class Descriptor:
     variant: Hashable = ()
 
     def covers(self, other: Descriptor) -> bool:
-        """Returns whether a batch of the shape `other` can be padded to this."""
+        """Returns whether a batch of the shape `other` can be padded to this shape."""
         return (
             self.variant == other.variant
             and self.num_requests >= other.num_requests
@@ -51,7 +51,7 @@ class Captured(Generic[I, O]):
     graph: Replayable
 
     def replay(self) -> O:
-        """Run it on the present content of `inputs`."""
+        """Run the call on the present content of `inputs`; returns `outputs`."""
         self.graph.replay()
         return self.outputs
 
@@ -76,10 +76,10 @@ class GraphManager(Generic[I, O]):
         self.num_captured = 0  # over all time, graphs that were replaced included
         self._in_pieces = in_pieces
         self._graphs: dict[Descriptor, Captured[I, O]] = {}
-        self._served: dict[Descriptor, Captured[I, O] | None] = {}  # what dispatch has found
+        self._served: dict[Descriptor, Captured[I, O] | None] = {}  # answers of dispatch
 
     def has(self, descriptor: Descriptor) -> bool:
-        """Returns whether this very shape is captured."""
+        """Returns whether exactly this shape is captured."""
         return descriptor in self._graphs
 
     @property
@@ -147,7 +147,7 @@ class GraphManager(Generic[I, O]):
         """The smallest graph that a batch of shape `wanted` can be padded to; None: run it eagerly.
 
         A graph for this very split of rows comes before a mixed one of the same size; a size
-        without a fitting graph falls through to larger ones. Never inside a capture.
+        without a fitting graph falls through to larger ones. Returns None during a capture.
         """
         if self.is_paused or self.backend.is_capturing:
             return None

@@ -1,7 +1,7 @@
-"""Which parts of a step run as CUDA graphs: the five modes, and whether they include drafting.
+"""Modes of running the parts of a step as CUDA graphs, and whether the graphs include drafting.
 
 `decode` is how steps run whose requests all verify K drafts, `mixed` how all others do, `draft` how
-a drafter's decode pass runs outside such a graph. Plain numbers and words, no device.
+a drafter's decode pass runs outside such a graph. The module uses no device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 NONE, PIECEWISE, FULL = "none", "piecewise", "full"
 
 MIN_MIXED_ROWS = 8  # fewer rows cost no less
-# Of mixed steps with a graph: up to here reading the weights takes longer than the rows' products.
+# Rows of captured mixed steps for which reading the weights takes longer than the rows' products.
 PROMPT_ROWS = (32, 64, 96, 128, 192, 256)
-# The same where products take longer: in steps at most a quarter apart, since padding costs what
-# rows cost.
+# Rows of captured mixed steps whose products take longer: at most a quarter apart, since padding
+# costs as much as rows.
 LARGE_ROWS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 # Name → (decode, mixed).
@@ -42,7 +42,7 @@ class GraphModes:
 
     @property
     def target(self) -> str:
-        """The name of what the target runs with."""
+        """The name in MODES of the mode that the target runs with."""
         return next(name for name, parts in MODES.items() if parts == (self.decode, self.mixed))
 
     @property
@@ -59,7 +59,7 @@ class GraphModes:
         return is_whole and self.max_mixed_rows > PROMPT_ROWS[-1]
 
     def in_pieces(self, *, mixed: bool) -> bool:
-        """How steps are captured."""
+        """Returns whether decode steps, or with `mixed` all others, are captured in pieces."""
         if mixed:
             return self.mixed == PIECEWISE and not self.has_large
         return self.decode == PIECEWISE
@@ -80,7 +80,7 @@ class GraphModes:
 
 
 def no_graphs(requested: str, reason: str | None) -> GraphModes:
-    """Everything eager."""
+    """Modes in which every step runs eagerly, with the `reason` why `requested` does not run."""
     reasons = (reason,) if reason and requested != "none" else ()
     return GraphModes(
         requested=requested,
@@ -99,10 +99,11 @@ def resolve_modes(
     cannot_draft_in_graph: str | None,
     max_mixed_rows: int = PROMPT_ROWS[-1],
 ) -> GraphModes:
-    """How `requested` runs, with a reason where drafting is not in its graphs.
+    """Modes in which `requested` runs, with a reason where drafting is not in its graphs.
 
     Attention allows every mode: its kernels read rows and lengths on the device, for every kind of
-    KV group. drafts: there is a drafter. cannot_draft_in_graph: why not, if so.
+    KV group. drafts: whether there is a drafter. cannot_draft_in_graph: the reason, if drafting
+    cannot be captured.
     """
     decode, mixed = MODES[requested]
     reasons: list[str] = []

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A call that counts one more of `total` as done. The bar goes when all are."""
+    """Show a bar during the block, on a terminal; yields a call that counts one more of `total`."""
     console = Console(stderr=True)
     if not console.is_terminal or not log.isEnabledFor(logging.WARNING):  # a quiet run
         yield lambda: None
@@ -33,7 +33,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _logged_above(terminal: object) -> Iterator[None]:
-    """Log lines go where sys.stderr now goes: above the bar, which would else be torn."""
+    """Send log lines to the present sys.stderr: above the bar, which they would else break up."""
     moved = [
         handler
         for handler in logging.getLogger().handlers

@@ -1,1 +1,1 @@
-"""Several processes that run one engine: who is who, and what they add up and hand over."""
+"""Several processes (ranks) that run one engine: their layout, exchanges, start, end and faults."""

@@ -1,7 +1,7 @@
 """Faults and signs of life of all ranks, in the store that they share, with a parent if they have
 one.
 
-Imports no torch: a store is one of torch.distributed's.
+The module imports no torch; the store is one of torch.distributed's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Store(Protocol):
 
 
 class Board:
-    """What ranks post: each its first failure, and again and again how far it is."""
+    """Posts of the ranks: the first failure of each, and its newest signs of life."""
 
     def __init__(self, store: Store, num_ranks: int) -> None:
         """store: a connection that only this board uses."""
@@ -57,7 +57,7 @@ class Board:
         return list(found.values())
 
     def post(self, rank: int, signs: Signs, process: Process) -> None:
-        """Replace the signs of a rank."""
+        """Replace the posted signs of a rank, and its process."""
         posted: list[Any] = [*astuple(signs), str(process)]
         self._store.set(f"{SIGNS}/{rank}", json.dumps(posted))
 

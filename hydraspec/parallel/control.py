@@ -18,18 +18,18 @@ import torch.distributed as dist
 from hydraspec.parallel.faults import LostRankError
 from hydraspec.parallel.layout import Layout
 
-Plain: TypeAlias = Any  # what JSON holds: numbers, strings, None, lists, dicts with string keys
+Plain: TypeAlias = Any  # JSON values: numbers, strings, None, lists, dicts with string keys
 
-GATHERED = "gathered"  # the topic of what is gathered
+GATHERED = "gathered"  # the topic of gathered messages
 GATHER_LIMIT_S = 1800.0  # for the slowest rank to load, or to end a call
-GRACE_S = 5.0  # for what other ranks say once one has failed
-SPIN_S = 1e-3  # a wait polls without a pause for so long: about the time between two steps' hosts
+GRACE_S = 5.0  # for messages of other ranks once one has failed
+SPIN_S = 1e-3  # a wait polls without a pause for so long
 LONGEST_PAUSE_S = 2e-3
 WATCH_EVERY_S = 0.2
 
 
 class Store(Protocol):
-    """The part of torch.distributed's stores that is used."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def queue_push(self, key: str, value: str, /) -> None: ...
 
@@ -47,8 +47,7 @@ class RankError(LostRankError):
 
 
 class Control:
-    """A rank's end of control messages. Messages from one rank to another arrive in order, by
-    topic."""
+    """Control messages of one rank. Those of a topic from one rank to another arrive in order."""
 
     def __init__(
         self,
@@ -58,10 +57,10 @@ class Control:
         *,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """store: shared by all ranks; None for a run of one. watch: called during waits, raises
-        where a rank is lost."""
+        """store: shared by all ranks; None for a run of one rank. watch: called during waits,
+        raises if a rank is lost."""
         self._store, self.layout, self.rank, self.watch = store, layout, rank, watch
-        self._unread: dict[int, Plain] = {}  # of what was gathered
+        self._unread: dict[int, Plain] = {}  # gathered messages by rank
         self.runs = count()  # numbers of the runs of engines, equal on the ranks of a replica
         self.all_ranks = list(range(layout.num_ranks))
         size = layout.tensor * layout.pipeline
@@ -96,7 +95,7 @@ class Control:
         return [json.loads(data)]
 
     def hear(self, rank: int, topic: str, limit_s: float | None = None) -> Plain:
-        """Wait for the next message of `rank`: for ever as long as no rank is lost, or `limit_s`.
+        """Wait for the next message of `rank`, at most `limit_s` (None: until a rank is lost).
 
         Raises:
             RankError: the limit has passed.
@@ -108,10 +107,10 @@ class Control:
         return found[0]
 
     def gather(self, message: Plain, ranks: list[int], topic: str) -> list[Plain]:
-        """Every one's message, in the order of `ranks`, which all call this.
+        """The messages of all `ranks`, in their order; each of them calls this.
 
         Raises:
-            RankError: one did not within GATHER_LIMIT_S, or it gathers something else.
+            RankError: a rank did not call it within GATHER_LIMIT_S, or gathers another topic.
         """
         self.tell(ranks, GATHERED, [topic, message])
         return [message if rank == self.rank else self._gathered(rank, topic) for rank in ranks]
@@ -124,8 +123,8 @@ class Control:
         return found[1]
 
     def last_gathered(self, rank: int, topic: str, limit_s: float) -> Plain | None:
-        """Returns what `rank` gathers under `topic`, whatever it gathered before; None after
-        `limit_s`."""
+        """The message that `rank` gathers under `topic`, past those of other topics; None if the
+        next one does not come within `limit_s`."""
         with suppress(RankError):
             while True:
                 found = self._next_gathered(rank, limit_s)
@@ -134,8 +133,8 @@ class Control:
         return None
 
     def gathered_early(self, topic: str) -> list[Plain]:
-        """Returns what other ranks gather under `topic` already, which this rank will; does not
-        wait."""
+        """The messages that other ranks have gathered under `topic` and this rank has not read;
+        does not wait."""
         for rank in self.all_ranks:
             if rank not in (self.rank, *self._unread) and (found := self.heard(rank, GATHERED)):
                 self._unread[rank] = found[0]
@@ -147,16 +146,16 @@ class Control:
         return self.hear(rank, GATHERED, limit_s)
 
     def add(self, counter: str, amount: int) -> int:
-        """The counter, which starts at 0, with `amount` added; for every rank the same one."""
+        """Add to a counter that starts at 0 and that all ranks share; returns its new value."""
         return self.store.add(counter, amount)
 
     def agree_least(self, values: list[int]) -> list[int]:
-        """The least of each over all ranks."""
+        """The least of each value over all ranks."""
         found = self.gather(values, self.all_ranks, "least")
         return [min(of_ranks) for of_ranks in zip(*found, strict=True)]
 
     def agree_all(self, value: bool) -> bool:
-        """Returns whether it is true on every rank of this replica."""
+        """Returns whether `value` is true on every rank of this replica."""
         return all(self.gather(value, self.replica, "all"))
 
 
@@ -169,7 +168,7 @@ class Wait:
         self._next_watch = self._started + WATCH_EVERY_S
 
     def goes_on(self) -> bool:
-        """Pauses, at first not at all; False once the limit has passed."""
+        """Pause, at first not at all, and return True; False once the limit has passed."""
         now = time.monotonic()
         waited = now - self._started
         if now >= self._next_watch:

@@ -1,7 +1,8 @@
-"""Which rank failed first, and what its failure is called.
+"""Faults of ranks, and the choice of the one that caused the others.
 
-Each rank records its first exception before it takes anything down; whoever notices that a rank was
-killed or stands still records that for it. Imports no torch: the parent of the ranks reads this.
+Each rank records its first exception before it takes anything down; the process that notices that a
+rank was killed or stands still records that for it. The module imports no torch, so that the parent
+starts the ranks before that import.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from hydraspec.errors import UserError
 
 
 class Kind(Enum):
-    """The fate of a rank."""
+    """Kinds of failures of a rank."""
 
     error = "error"  # it raised
     mistake = "mistake"  # it raised a UserError, which every rank may do
     ended = "ended"  # it was killed, or exited, without a record
     hung = "hung"  # it stands still
-    symptom = "symptom"  # it lost contact to another one
+    symptom = "symptom"  # it lost contact to another rank
 
 
 class LostRankError(UserError):
@@ -49,7 +50,8 @@ class Fault:
 
 
 def culprit(faults: Sequence[Fault]) -> Fault | None:
-    """The fault that brought the others about: the first that is no lost contact."""
+    """The fault that caused the others: the first that is no lost contact, else the first of all;
+    None without faults."""
     return min(faults, key=lambda f: (f.kind is Kind.symptom, f.time), default=None)
 
 

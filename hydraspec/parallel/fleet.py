@@ -1,7 +1,7 @@
 """A rank's view of all ranks, through the store of their parent or of torchrun.
 
-A thread of each rank posts its signs of life. A parent of ours judges them; of ranks that torchrun
-started, on one host or several, the first two judge those of all.
+A thread of each rank posts its signs of life. If parallel/launch.py started the ranks, that parent
+judges the signs; of ranks that torchrun started, on one host or several, the first two judge all.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Fleet:
         """Wait until every rank is there.
 
         Raises:
-            LostRankError: they are not, or the address cannot be reached.
+            LostRankError: a rank did not come in time, or the address cannot be reached.
         """
         store = _found_store(rank, num_ranks)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # Stubs lack its methods.
         self._store = cast(Any, PrefixStore(f"{PREFIX}/{attempt}", store))
         self.board = Board(self._store.clone(), num_ranks)  # a connection for the thread
-        self.parent = int(os.environ.get(PARENT, "0"))  # a process of ours, if there is one
+        self.parent = int(os.environ.get(PARENT, "0"))  # process id; 0: torchrun started the ranks
         self._number = 0  # of the next job
         self._process, self._rank = this_process(), rank
         self._judge = Judge(num_ranks, 15.0, SILENCE, is_stopped=self._is_stopped)
@@ -65,7 +65,7 @@ class Fleet:
             self.board.post(self._rank, signs, self._process)
 
     def _look(self) -> None:
-        """Find ranks that are gone or stand still, where no parent does.
+        """Find ranks that are gone or stand still, if no parent does that.
 
         Raises:
             ProcessLookupError: the parent is gone.
@@ -101,21 +101,21 @@ class Fleet:
         return self.board.signs()[rank][1].is_stopped()
 
     def announce(self, job: str) -> None:
-        """The first rank: have the others take part in a job, which is not empty."""
+        """Announce, on the first rank, a job (not empty) in which the others take part."""
         self._store.set(f"{JOB}/{self._number}", job)
 
     def end(self) -> None:
-        """The first rank: there is no further job."""
+        """Announce, on the first rank, that there is no further job."""
         self.close()  # first, as ranks that have ended are lost ones until then
         with suppress(dist.DistError):  # the store has gone with torchrun
             self.announce("")
 
     def close(self) -> None:
-        """End the thread that publishes: Python aborts if it ends while that is in the store."""
+        """End the thread that posts: Python aborts if it exits while the thread uses the store."""
         self._watching.__exit__(None, None, None)
 
     def answer(self, result: str) -> None:
-        """The first rank: tell the parent how its job ended."""
+        """Tell the parent, on the first rank, how the job ended."""
         with suppress(dist.DistError):  # the store has gone with the parent
             self._store.set(RESULT, result)
 
@@ -134,7 +134,7 @@ class Fleet:
 
     @contextmanager
     def joined(self, layout: Layout, timeout_s: float, *, on_cuda: bool) -> Iterator[Ranks]:
-        """The groups of the job announced last, for a while."""
+        """Form the groups of the newest job for the block; yields this rank's view of them."""
         self._judge.timeout_s = self.watch.timeout_s = timeout_s
         store = PrefixStore(str(self._number), self._store)
         self._number += 1
@@ -142,13 +142,14 @@ class Fleet:
             yield ranks
 
     def fault(self) -> Fault | None:
-        """The first failure, also if no rank has recorded it yet."""
+        """The failure that came first, also if no rank has recorded it yet; None: there is none."""
         self._post_gone()
         return culprit(self.board.faults())
 
     def leave(self, limit_s: float) -> None:
-        """Another rank: after a fault, let the first one save before this one's exit ends it, as
-        torchrun ends all ranks once one has."""
+        """On a rank other than the first, after a fault: waits up to `limit_s` for the first rank
+        to save, as torchrun ends all ranks once one has ended, then kills a hung rank of this host.
+        """
         until = time.monotonic() + limit_s
         key = f"{JOB}/{self._number}"
         with suppress(dist.DistError):  # the store has gone with the first rank
@@ -159,7 +160,7 @@ class Fleet:
         self.kill_hung()
 
     def loss_of_first(self) -> Fault | None:
-        """The fate of the first rank, if it can neither save nor say anything more."""
+        """The fault of the first rank, if it can neither save nor report anything more."""
         with suppress(dist.DistError):
             fault = culprit(self.board.faults())
             if fault is not None and fault.rank == 0 and fault.kind in (Kind.ended, Kind.hung):

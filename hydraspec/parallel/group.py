@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hydraspec.parallel.watch import ALONE, Watch
 
-# A program that uses it can put the devices of a shared host out of service.
+# NVLink multicast is off: a program that uses it can put devices of a shared host out of service.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def leave_out_multicast() -> None:
-    """For every group of CUDA devices that this process makes from now on."""
+    """Turn NVLink multicast off for every group of CUDA devices that this process makes later."""
     for name, value in NO_MULTICAST.items():
         os.environ.setdefault(name, value)
 
@@ -25,7 +25,7 @@ class LostPeerError(RuntimeError):
     """A rank did not take part in an exchange."""
 
     def __init__(self, rank: int, waited_s: float) -> None:
-        """rank: of the run."""
+        """rank: number of the silent rank in the run. waited_s: seconds."""
         super().__init__(f"rank {rank} sent nothing for {waited_s:g} s in which others waited")
         self.silent_rank = rank
 
@@ -41,18 +41,18 @@ class TensorGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: every rank's x, in the order of ranks."""
+        """Every rank's x as [size, *x.shape], in the order of ranks."""
         ...
 
     def add_norm(self, h: Tensor, x: Tensor, **options: Unpack[AddNormOptions]) -> AddNorm | None:
         """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, as one kernel; may
-        overwrite x. None, and nothing has been done: this group has no kernel for x.
+        overwrite x. Returns None, and does nothing, if this group has no kernel for x.
         """
         return None
 
     def check(self) -> None:
-        """Raise LostPeerError if an exchange was given up, whose results are wrong then. Asks no
-        device; called where results of a step have arrived.
+        """Raise LostPeerError if an exchange was given up, whose results are wrong then. It reads
+        nothing from the device, and is called when results of a step have arrived.
         """
         return None
 
@@ -63,11 +63,11 @@ class SoloGroup(TensorGroup):
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x itself."""
+        """Returns x itself."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[1, *x.shape]."""
+        """Returns x as [1, *x.shape]."""
         return x.unsqueeze(0)
 
 
@@ -75,10 +75,10 @@ SOLO = SoloGroup()
 
 
 class ProcessGroup(TensorGroup):
-    """Ranks in processes of their own, over a torch.distributed group."""
+    """Ranks in separate processes, over a torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch = ALONE) -> None:
-        """watch: ends the host's waits where a rank is lost."""
+        """watch: ends the host's waits if a rank is lost."""
         self._group, self._watch = group, watch
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -98,6 +98,6 @@ class ProcessGroup(TensorGroup):
     def _finish(self, work: dist.Work | None, x: Tensor) -> None:
         assert work is not None, "this rank is of the group"
         if x.is_cuda:
-            work.wait()  # of the stream, not of the host
+            work.wait()  # the stream waits, not the host
         else:
             self._watch.finish(work)

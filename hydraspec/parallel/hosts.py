@@ -1,5 +1,5 @@
-"""Processes as /proc of their host shows them. Of other hosts' processes, and on systems without
-/proc, nothing is known: they are neither gone nor stopped.
+"""Processes as /proc of their host shows them. Processes of other hosts, and all on systems without
+/proc, count as neither gone nor stopped.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PROC = Path("/proc")
 class Process:
     """A process, named so that other hosts can tell that it is not theirs."""
 
-    host: str  # its boot and its namespace of process ids; "-": unknown
+    host: str  # the host's boot and namespace of process ids; "-": unknown
     pid: int
-    started: str  # a later process can have the same id, and starts later
+    started: str  # time of its start: a later process can have the same id
 
     @staticmethod
     def of_text(text: str) -> Process:
-        """Reads what `str` wrote."""
+        """The process that `str` wrote as `text`."""
         host, pid, started = text.split()
         return Process(host, int(pid), started)
 
@@ -32,18 +32,18 @@ class Process:
         return f"{self.host} {self.pid} {self.started}"
 
     def is_gone(self) -> bool:
-        """Returns whether it has ended, reaped or not."""
+        """Returns whether the process is known to have ended, reaped or not."""
         if not self._is_here():
             return False
         state, started = _stat(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
     def is_stopped(self) -> bool:
-        """Returns whether it was stopped by a signal, as SIGSTOP."""
+        """Returns whether the process is known to be stopped by a signal, as SIGSTOP."""
         return self._is_here() and _stat(self.pid)[0] == "T"
 
     def kill(self) -> None:
-        """Send SIGKILL, if it is a process of this host."""
+        """Send SIGKILL to the process, if it is one of this host."""
         if self._is_here() and not self.is_gone():
             with suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -53,7 +53,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """The one that calls."""
+    """The calling process."""
     return Process(_host(), os.getpid(), _stat(os.getpid())[1] or "-")
 
 
@@ -67,7 +67,7 @@ def _host() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Its state, one letter, and when it started; empty where there is no such process."""
+    """State of a process, one letter, and its time of start; empty if there is no such process."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

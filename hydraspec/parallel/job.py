@@ -19,7 +19,7 @@ class RankJob:
     """A run or benchmark, composed and resolved.
 
     Attributes:
-        overrides: what was typed for it.
+        overrides: the command line's overrides for the job.
         logging: the configuration of the ranks' log; None where the process that asked for the run
             has its own log.
         verbose: names of loggers, or true, for more of the log.
@@ -48,7 +48,7 @@ class RankJob:
 
     @property
     def layout(self) -> Layout:
-        """The layout of its ranks."""
+        """The layout of the job's ranks."""
         axes = self.config.parallelism
         return Layout(tensor=axes.tensor, pipeline=axes.pipeline, data=axes.data)
 
@@ -60,9 +60,9 @@ class Program:
     Attributes:
         run: runs a job in this process and returns its summary.
         logged: configures the log while a job runs.
-        quietly: logs errors alone for a while.
-        save: saves what the first rank had finished of a job that began at a time.
-        lost: the error of a job that began at a time, for a fault.
+        quietly: logs errors alone during a block.
+        save: saves what the first rank had finished of a job, given its fault and start time.
+        lost: the error of a job, given its fault and start time.
         tell: writes a message to the terminal.
     """
 

@@ -1,8 +1,8 @@
-"""The parent of the ranks of one host: starts a process a rank, watches them, and ends them all.
+"""The parent of the ranks of one host: starts a process per rank, watches them, and ends them all.
 
-It holds the ranks' store, for which it imports torch while they do. Ranks run in sessions of their
-own, so that what is typed at a terminal reaches the parent alone, which passes interrupts on to the
-first rank: that one saves what is finished.
+It holds the ranks' store, for which it imports torch while they do. Each rank has its own session,
+so that interrupts of a terminal reach the parent alone; the parent passes them on to the first
+rank, which saves what is finished.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ TO_SAVE_S = 8.0  # for the first rank, after a fault
 TO_END_S = 5.0  # for the first rank after SIGTERM; for the others after a fault
 TO_LEAVE_S = 1.0  # for the others after a fault or an interrupt, if the first rank is gone
 TO_END_WELL_S = 60.0  # for the others to free what they hold after a run without a fault
-PARENT = "HYDRASPEC_PARENT"  # environment: its process id; ranks end with it
+PARENT = "HYDRASPEC_PARENT"  # environment: the parent's process id; ranks end with the parent
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ended:
-    """How the ranks of a run ended."""
+    """End of the ranks of a run."""
 
     fault: Fault | None  # the first one
-    interrupted: bool  # this process was
-    result: str | None = None  # what the first rank answered
+    interrupted: bool  # whether this process was interrupted
+    result: str | None = None  # the first rank's answer
 
 
 def run_ranks(
@@ -53,16 +53,16 @@ def run_ranks(
     environment: Mapping[str, str],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run `command` once a rank, and return when no process is left.
+    """Run `command` once per rank, and return when no process is left.
 
     Args:
-        job: what is announced to them.
+        job: text of the job that is announced to the ranks.
         logs: the folder of rank1.log and so on, the output of all ranks but the first.
-        timeout_s: how long a rank may stand still in a step.
-        meanwhile: called before the job is announced; what it raises ends the ranks.
+        timeout_s: seconds for which a rank may stand still in a step.
+        meanwhile: called before the job is announced; its exceptions end the ranks.
 
     Raises:
-        what `meanwhile` raises.
+        Exception: raised by `meanwhile`.
         OSError: a process or a log cannot be made.
     """
     return _Ranks(command, num_ranks, logs, timeout_s, environment).run(job, meanwhile)
@@ -91,13 +91,13 @@ class _Ranks:
         with ExitStack() as opened:
             listener = opened.enter_context(socket.create_server((HOST, 0)))
             opened.callback(self._kill)
-            with interrupts_held_back():  # all of them started, or none
+            with interrupts_held_back():  # all ranks are started, or none
                 self._start(listener.getsockname()[1])
                 store = _store(listener)
                 self._board = Board(store, self._num_ranks)
                 meanwhile()
                 store.set(f"{JOB}/0", job)
-                store.set(f"{JOB}/1", "")  # there is no further one
+                store.set(f"{JOB}/1", "")  # there is no further job
             while any(process.poll() is None for process in self._processes):
                 try:
                     with interrupts_held_back():
@@ -142,14 +142,14 @@ class _Ranks:
         }
 
     def _look(self) -> None:
-        """Record what has failed, and end whoever does not end by itself."""
+        """Record ranks that have failed, and end those that do not end by themselves."""
         now = time.monotonic()
         alive = []
         for rank, process in enumerate(self._processes):
             code = process.poll()
             if code is None:
                 alive.append(rank)
-            elif code and not (self._failed_at or self._first_ended_at):  # else it was ended
+            elif code and not (self._failed_at or self._first_ended_at):  # else killed here
                 signs = self._board.signs()
                 steps = signs[rank][0].steps if rank in signs else 0
                 self._board.add(of_exit(rank, self._num_ranks, steps, code))
@@ -167,20 +167,21 @@ class _Ranks:
         hung = self._judge.look({rank: found[rank][0] for rank in alive if rank in found})
         if hung is not None:
             self._board.add(hung)
-            self._send(hung.rank, signal.SIGKILL)  # its peers notice that, and no other signal
+            self._send(hung.rank, signal.SIGKILL)  # peers notice this signal, and no other
 
     def _is_stopped(self, rank: int) -> bool:
         return self._board.signs()[rank][1].is_stopped()
 
     def _end(self, alive: Sequence[int], now: float) -> None:
-        """The first rank gets time to save; the others have nothing to."""
+        """End ranks that are late, after a fault or after the first rank's end. The first rank gets
+        time to save; the others have nothing to save."""
         if self._failed_at:
             late = now - self._failed_at
             if 0 in alive and late > TO_SAVE_S:
                 self._send(0, signal.SIGKILL if late > TO_SAVE_S + TO_END_S else signal.SIGTERM)
             limit = TO_END_S if 0 in alive else TO_LEAVE_S
         elif self._first_ended_at:
-            # An interrupted first rank may leave others in a wait for what it was to start.
+            # An interrupted first rank may leave others waiting for a call that it never starts.
             late = now - self._first_ended_at
             limit = TO_LEAVE_S if self._interrupted else TO_END_WELL_S
         else:
@@ -196,7 +197,7 @@ class _Ranks:
                 os.kill(process.pid, number)
 
     def _kill(self) -> None:
-        """No process of a rank, nor one that it started, is left."""
+        """Kill all ranks, and every process that they started in their sessions."""
         for process in self._processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How the ranks of a run are laid out: replicas, pipeline stages, tensor-parallel ranks."""
+"""Layout of the ranks of a run: replicas, pipeline stages, tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class Coordinates:
-    """Where a rank stands."""
+    """Place of a rank: its number on each axis, from 0."""
 
     replica: int
     stage: int
@@ -16,7 +16,7 @@ class Coordinates:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Layout:
-    """Ranks an axis. Tensor-parallel ranks are neighbours, then stages, then replicas."""
+    """Ranks along each axis. Tensor-parallel ranks are neighbours, then stages, then replicas."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -28,11 +28,11 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands."""
+        """The place of `rank`."""
         rest, tensor = divmod(rank, self.tensor)
         replica, stage = divmod(rest, self.pipeline)
         return Coordinates(replica, stage, tensor)
 
     def rank_at(self, at: Coordinates) -> int:
-        """The rank that stands there."""
+        """The rank at a place."""
         return (at.replica * self.pipeline + at.stage) * self.tensor + at.tensor

@@ -1,7 +1,7 @@
 """The ranks of a run as processes: how they find each other, and the groups they form.
 
 `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` in the environment say which
-rank a process is; our own launcher sets them, and torchrun does.
+rank a process is; parallel/launch.py sets them, and so does torchrun.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TO_LOAD = timedelta(minutes=30)  # between two ranks that enter a collective; `W
 def joined(
     layout: Layout, rank: int, store: Store, watch: Watch, *, on_cuda: bool
 ) -> Iterator[Ranks]:
-    """Form the groups of this run for a while, in which `current()` is this rank.
+    """Form the groups of this run for the block, in which `current()` is this rank's view.
 
     On a CUDA device ranks exchange tensors through NCCL, on a CPU through gloo. After an exception
     the groups are left as they are: taking them down could wait for a rank that is lost.
@@ -52,7 +52,8 @@ def joined(
 
 
 def _tensor_group(layout: Layout, rank: int, watch: Watch, backend: str) -> TensorGroup:
-    """The ranks that share this one's layers. Every rank makes the groups of all, in one order."""
+    """The group of ranks that share this rank's layers. Every rank makes the groups of all, in one
+    order."""
     if layout.tensor == 1:
         return SOLO
     own = None

@@ -1,6 +1,7 @@
-"""How far each rank is: a few numbers a rank, and from them which one stands still.
+"""Progress of ranks: a few numbers per rank, from which the one that stands still is found.
 
-Only changes are looked at, never clocks, so that ranks of several hosts can be judged by one.
+Only changes of these numbers count, never the ranks' clocks, so that one rank can judge those of
+several hosts.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from dataclasses import dataclass, field
 from hydraspec.parallel.faults import Fault, Kind
 
 STOPPED_S = 10.0  # without a sign of life; the thread that gives it needs the processor rarely
-TO_IMPORT_S = 60.0  # as much before the first step: a library that is loaded stops all threads
+TO_IMPORT_S = 60.0  # the same before the first step: loading a library stops all threads
 OWN_PAUSE_S = 2.0  # a judge that slept for so long was stopped itself
 
 
 @dataclass(slots=True, frozen=True)
 class Signs:
-    """The numbers of one rank."""
+    """Numbers that show the progress of one rank."""
 
-    ticks: int = 0  # of a thread that does nothing else
-    moves: int = 0  # of the main thread: steps, and what they exchange with other ranks
+    ticks: int = 0  # counted by a thread that does nothing else
+    moves: int = 0  # changes of the main thread's state: steps, and waits for other ranks
     steps: int = 0
     state: int = 0  # see State
 
@@ -34,7 +35,7 @@ class State:
 
 
 class Progress:
-    """A rank's own signs, posted once a tick and as each step begins."""
+    """A rank's own signs of life, posted at every tick and as each step begins."""
 
     def __init__(self, post: Callable[[Signs], None] = lambda signs: None) -> None:
         self._post = post
@@ -48,7 +49,7 @@ class Progress:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step, in which the rank has to move on."""
+        """Context of a step, in which the rank has to make progress."""
         self.num_steps += 1
         self._move(State.busy)
         self._post(self.signs())
@@ -59,7 +60,7 @@ class Progress:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within a step: for other ranks."""
+        """Context of a wait for other ranks, within a step or outside."""
         before = self._state
         self._move(State.waiting if before != State.idle else State.idle)
         try:
@@ -85,12 +86,12 @@ class _Seen:
 
 @dataclass(slots=True)
 class Judge:
-    """Finds the rank that stands still, and with it the others.
+    """Finds the rank that stands still and for which the others wait.
 
     Attributes:
-        timeout_s: how long a step may go without any progress.
+        timeout_s: seconds for which a step may go without any progress.
         silence: a guess why a process gives no sign of life.
-        is_stopped: whether the process of a rank is known to be stopped by a signal.
+        is_stopped: returns whether the process of a rank is known to be stopped by a signal.
     """
 
     num_ranks: int
@@ -102,12 +103,13 @@ class Judge:
 
     @property
     def stopped_s(self) -> float:
-        """How long a process may give no sign of life: less, so that it is named rather than those
-        that wait for it."""
+        """Seconds for which a process may give no sign of life: less than timeout_s, so that it is
+        named rather than those that wait for it."""
         return min(STOPPED_S, self.timeout_s * 2 / 3)
 
     def look(self, signs: Mapping[int, Signs]) -> Fault | None:
-        """Compare with what was seen before; called about once a second or more often."""
+        """Compare signs, by rank, with earlier ones; returns the fault of a rank that stands still,
+        or None. Called about once a second or more often."""
         now = time.monotonic()
         paused = now - self._looked > OWN_PAUSE_S
         self._looked = now
@@ -139,7 +141,7 @@ class Judge:
         if not stuck:
             return None
         computing = [r for r, s in stuck.items() if s.signs.state == State.busy]
-        # Where none computes, the one that others wait for is the least far, or has left its step.
+        # If none computes, the rank that others wait for is the least far, or has left its step.
         rank = min(
             computing or self._seen,
             key=lambda r: (

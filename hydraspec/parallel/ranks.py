@@ -1,4 +1,4 @@
-"""Which rank this is. Engines are built for `current()`; a process that was not told is alone."""
+"""The rank of this process. Engines are built for `current()`, by default a run of one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ranks:
 
     @property
     def at(self) -> Coordinates:
-        """Where this rank stands."""
+        """The place of this rank."""
         return self.layout.coordinates(self.rank)
 
 
@@ -38,13 +38,13 @@ _current: ContextVar[Ranks] = ContextVar("ranks", default=ALONE)
 
 
 def current() -> Ranks:
-    """This rank's view. A new thread starts alone."""
+    """This rank's view of the run; in a new thread that of a run of one rank."""
     return _current.get()
 
 
 @contextmanager
 def acting_as(ranks: Ranks) -> Iterator[None]:
-    """While it lasts, `current()` is `ranks`."""
+    """Make `ranks` the `current()` view during the block."""
     token = _current.set(ranks)
     try:
         yield

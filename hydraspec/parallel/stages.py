@@ -1,5 +1,5 @@
-"""Hand-over between pipeline stages: the stream from each stage to the next, results from the last
-one to all others.
+"""Hand-over between pipeline stages: the residual stream from each stage to the next, results from
+the last one to all others.
 
 Nothing is announced: both sides derive shapes from the same plan. Sending does not wait. Every
 stage sends and receives in the order of steps, and collects a step's results only after it has
@@ -27,43 +27,43 @@ Group: TypeAlias = dist.ProcessGroup
 
 
 class StageLink(Protocol):
-    """A stage's end of a pipeline. Tensor-parallel ranks of a stage have a link each, to the
-    ranks with the same place in the other stages.
+    """Exchanges of a stage with the others of its pipeline. Tensor-parallel ranks of a stage have a
+    link each, to the ranks with the same place in the other stages.
     """
 
     def send(self, x: Tensor) -> None:
-        """x to the next stage, which receives it in its turn; x must not be written afterwards."""
+        """Send x to the next stage, which receives it in its turn; do not write x afterwards."""
         ...
 
     def receive(self, x: Tensor) -> None:
-        """Into x what the stage before sent next, contiguous and of the same shape and type."""
+        """Receive the previous stage's next tensor into x, which is contiguous and shaped alike."""
         ...
 
     def send_results(self, x: Tensor) -> None:
-        """x from the last stage to all others; it must not be written afterwards."""
+        """Send x from the last stage to all others; do not write x afterwards."""
         ...
 
     def receive_results(self, x: Tensor) -> None:
-        """Into x what the last stage sent next."""
+        """Receive into x the next results of the last stage."""
         ...
 
     def share(self, found: Any) -> Any:
-        """Returns what the last stage gives, on every stage; other stages give None. For facts that
-        are known once models are loaded: it is slow.
+        """Returns the last stage's `found` on every stage; other stages give None. It is slow, and
+        meant for facts that are known once models are loaded.
         """
         ...
 
 
 class ProcessLink:
-    """Stages in processes of their own, over torch.distributed groups."""
+    """Stages in separate processes, over torch.distributed groups."""
 
     def __init__(self, ranks: list[int], index: int, groups: PipelineGroups, watch: Watch) -> None:
-        """ranks: those of this pipeline; this one is number `index`."""
+        """ranks: those of this pipeline; this rank is number `index`."""
         self._ranks, self._index, self._groups, self._watch = ranks, index, groups, watch
         self._under_way: deque[tuple[Work | None, Tensor]] = deque()
 
     def _keep(self, work: Work | None, x: Tensor) -> None:
-        """Memory of what is sent is kept until it is on its way."""
+        """Keep the memory of a tensor until it has been sent."""
         self._under_way.append((work, x))
         while self._under_way:
             first = self._under_way[0][0]
@@ -74,7 +74,7 @@ class ProcessLink:
     def _finish(self, work: Work | None, x: Tensor) -> None:
         assert work is not None
         if x.is_cuda:
-            work.wait()  # of the device's stream, not of the host
+            work.wait()  # the device's stream waits, not the host
         else:
             self._watch.finish(work)
 
@@ -102,10 +102,10 @@ class ProcessLink:
         self._finish(self._cross(x, self._index - 1), x)
 
     def _cross(self, x: Tensor, border: int) -> Work | None:
-        """From the stage before a border to the one after it.
+        """Move x from the stage before a border to the one after it.
 
-        On CPUs by a broadcast: a wait for what gloo receives cannot go on after a slice of it, and
-        what gloo sends never says that it is done.
+        CPUs use a broadcast: a wait for gloo's irecv cannot go on after a time slice, and gloo's
+        isend never reports that it is done.
         """
         source, group = self._ranks[border], self._groups.borders[border]
         if not x.is_cuda:
@@ -144,13 +144,13 @@ class ProcessLink:
 class PipelineGroups:
     """The torch.distributed groups of one pipeline."""
 
-    borders: list[Group]  # of neighbours: what crosses one border never waits for another
+    borders: list[Group]  # of two neighbours each, so that no border waits for another
     results: Group  # all stages
-    hosts: Group  # all stages, for what is on no device
+    hosts: Group  # all stages, for data that is on no device
 
     @classmethod
     def make(cls, ranks: list[int], backend: str, timeout: timedelta) -> PipelineGroups:
-        """Every rank of the run has to make them."""
+        """Make the groups of the pipeline `ranks`; every rank of the run has to call this."""
         new = partial(dist.new_group, timeout=timeout, backend=backend)
         return cls(
             borders=[new(ranks[i : i + 2]) for i in range(len(ranks) - 1)],
@@ -162,8 +162,8 @@ class PipelineGroups:
 def link_stages(
     layout: Layout, rank: int, watch: Watch, *, backend: str, timeout: timedelta
 ) -> StageLink | None:
-    """The link of `rank`, None where there is one stage. Every rank of the run calls this at the
-    same time, since all make the groups of all pipelines, in one order.
+    """The link of `rank`; None with one stage. Every rank of the run calls this at the same time,
+    since all make the groups of all pipelines, in one order.
     """
     own = layout.coordinates(rank)
     link = None

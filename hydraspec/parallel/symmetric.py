@@ -1,8 +1,9 @@
-"""The tensor-parallel ranks of CUDA devices: the quickest way to add up and gather, by size.
+"""Sums and gathers of tensor-parallel ranks on CUDA devices, by the quickest way for each size.
 
-Few rows: kernels of ours, which store to the memory of the other ranks' devices. More: torch's
-two-shot reduction over such memory. Still more, other types, or devices out of reach: NCCL. Every
-way gives every rank the same bits, and may be captured in CUDA graphs; see ADR 21.
+Few rows go through kernels (hydraspec_kernels.collectives) that store to the memory of the other
+ranks' devices, more through torch's two-shot reduction over such memory, and still more, other
+dtypes, or devices out of reach through NCCL. Every way gives every rank the same bits, and may be
+captured in CUDA graphs; see ADR 21.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TWO_SHOT_TYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """The largest arguments, in bytes, that each way is the quickest for. Above: NCCL."""
+    """The largest arguments, in bytes, for which each way is the quickest; NCCL is for larger."""
 
     messages: int  # sums, with or without norms
     two_shot: int
@@ -47,7 +48,7 @@ OTHER = Sizes(messages=512 * KIB, two_shot=0, gather=64 * KIB)
 
 
 class SymmetricGroup(TensorGroup):
-    """Ranks in processes with a CUDA device each. All calls are made on one stream at a time."""
+    """Ranks in processes with a CUDA device each. Calls must be made on one stream at a time."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class SymmetricGroup(TensorGroup):
         sizes: Sizes | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """group: of NCCL. Every rank makes it at the same time; `wait_s` bounds the wait for a
-        message, not that for NCCL or the two-shot reduction.
+        """group: a group of NCCL. Every rank calls this at the same time; `wait_s` bounds the wait
+        for a message, not that for NCCL or the two-shot reduction.
         """
         leave_out_multicast()
         self._group, self._wait_s = group, wait_s
@@ -109,7 +110,7 @@ class SymmetricGroup(TensorGroup):
         return x.numel() * x.element_size() <= self._sizes.messages
 
     def _sum(self, x: Tensor) -> Tensor:
-        """The sum, in x or in memory that the next call overwrites."""
+        """The sum of every rank's x, in x or in memory that the next call overwrites."""
         if is_rehearsing() or not x.numel():
             return x
         step = ALIGNMENT * self.size // x.element_size()

@@ -1,5 +1,5 @@
-"""This process as a rank. Of those that torchrun started the first one runs the command line, and
-the others take part in its jobs; `follow` is also what the others of our own parent do.
+"""This process as a rank. Of the ranks that torchrun started the first runs the command line, and
+the others take part in its jobs by `follow`, as those do that parallel/launch.py started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hydraspec.parallel.ranks import Ranks
 
 TO_SAVE_S = 10.0  # for the first rank, once this one has failed
-SPEAKS_FOR_FIRST = 1  # the rank that says that the first one is lost
+SPEAKS_FOR_FIRST = 1  # the rank that reports the loss of the first one
 REMEDY = (
     "start ranks by torchrun, which sets it, or unset RANK and WORLD_SIZE for a run of one command"
 )
@@ -38,8 +38,8 @@ MAX_PORT = 65535
 
 
 def num_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks torchrun started; 0 where this process is none of them: a run of one process,
-    or a rank that hydraspec itself started.
+    """Number of ranks that torchrun started; 0 where this process is none of them: a run of one
+    process, or a rank that hydraspec itself started.
 
     Raises:
         ConfigurationError: WORLD_SIZE is no whole number from 1.
@@ -68,12 +68,13 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def is_follower() -> bool:
-    """Returns whether this is not the first one."""
+    """Returns whether this process is a rank of torchrun other than the first."""
     return num_ranks() > 1 and int(os.environ["RANK"]) > 0
 
 
 def check_size(jobs: Sequence[RunConfig]) -> None:
-    """Refuse jobs that are not for as many ranks as there are.
+    """Refuse jobs that the ranks of torchrun cannot run: for another number of ranks, another
+    engine, or with processes to start.
 
     Raises:
         ConfigurationError: for the first such job.
@@ -108,7 +109,7 @@ def check_size(jobs: Sequence[RunConfig]) -> None:
 
 
 def refuse_calls() -> None:
-    """Refuse `hydraspec.run` in ranks: which of them should get the summary?"""
+    """Refuse `hydraspec.run` in ranks of torchrun: all would call it, and one has the summary."""
     if num_ranks() > 1:
         raise ConfigurationError(
             f"hydraspec.run: was called by each of {num_ranks()} ranks of torchrun\n"
@@ -119,7 +120,7 @@ def refuse_calls() -> None:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """The first rank's command: at its end the others end too."""
+    """Context of the first rank's command: on exit it ends the other ranks too."""
     try:
         yield
     except Exception:
@@ -134,8 +135,8 @@ def leading() -> Iterator[None]:
 
 
 def end(status: int) -> int:
-    """The first rank's exit status. Where a rank is lost this process ends here, with that status:
-    taking groups down could wait for the lost one."""
+    """Returns the first rank's exit `status`. If a rank has failed this process ends here, with
+    that status: taking groups down could wait for a lost rank."""
     if _has_failed():
         ignore_interrupts()
         met().end()
@@ -152,11 +153,11 @@ def _has_failed() -> bool:
 
 
 def run(job: RankJob, program: Program) -> dict[str, Any]:
-    """The first rank: run a resolved job with the others, and return its summary.
+    """Run, on the first rank, a resolved job with the others, and return its summary.
 
     Raises:
         LostRankError: another rank failed, was killed or stood still.
-        what the job raises.
+        Exception: raised by the job.
     """
     fleet, started = met(), time.time()
     if fleet.watch.failed:
@@ -184,7 +185,7 @@ def run(job: RankJob, program: Program) -> dict[str, Any]:
 
 
 def follow(program: Program) -> int:
-    """Another rank's command: its exit status is 0 unless it fails itself."""
+    """Run the command of a rank other than the first; returns the exit status, 0 if it succeeds."""
     with interrupts_end_process():  # until the ranks meet, none of them has anything to save
         try:
             fleet = met()
@@ -199,7 +200,7 @@ def follow(program: Program) -> int:
             log = program.logged(job) if fleet.parent else program.quietly()
             with log, joined(fleet, job):
                 factory.follow_first_rank(job.config)
-            job = None  # and the first rank has saved it
+            job = None  # it is done, and the first rank has saved it
     except BaseException as error:
         fleet.watch.record(error)
         if not (fleet.watch.lost or isinstance(error, UserError)):
@@ -215,15 +216,15 @@ def follow(program: Program) -> int:
 
 
 def _speak_for_first(fleet: Fleet, program: Program, job: RankJob | None, started: float) -> None:
-    """Where the first rank is lost, whichever failed first: save what it had finished of the job,
-    if its folder is one of this host, and say what happened."""
+    """Save what a lost first rank, whichever rank failed first, had finished of the job, if its
+    folder is one of this host, and report what happened."""
     faults: list[Fault] = []
     with suppress(RuntimeError):  # torch's, where the store has gone with torchrun
         faults = fleet.board.faults()
     fault, ends = culprit(faults), (Kind.ended, Kind.hung)
     if fault is None or not any(one.rank == 0 and one.kind in ends for one in faults):
         return
-    fleet.close()  # its thread ends a process that does not leave at once
+    fleet.close()  # the watch's thread ends a process that does not leave at once
     if job is None:
         program.tell(f"{fault}\n  so the run has ended")
         return
@@ -232,16 +233,16 @@ def _speak_for_first(fleet: Fleet, program: Program, job: RankJob | None, starte
 
 
 def joined(fleet: Fleet, job: RankJob) -> AbstractContextManager[Ranks]:
-    """The groups of a job that was announced, for a while."""
+    """Context with the groups of a job that was announced."""
     on_cuda = factory.device_type(job.config) == "cuda"
     return fleet.joined(job.layout, job.config.parallelism.timeout_s, on_cuda=on_cuda)
 
 
 def met() -> Fleet:
-    """This rank's end of all ranks.
+    """This rank's view of all ranks, once they have met.
 
     Raises:
-        LostRankError: they did not meet.
+        LostRankError: the ranks did not meet.
     """
     found = _meet()
     if isinstance(found, LostRankError):
@@ -251,7 +252,7 @@ def met() -> Fleet:
 
 @contextmanager
 def _ending_with_parent() -> Iterator[None]:
-    """End this process for a while if its parent, where it is one of ours, ends."""
+    """End this process if parallel/launch.py started it and that parent ends during the block."""
     parent, ends = int(os.environ.get(PARENT, "0")), threading.Event()
 
     def look() -> None:
@@ -270,7 +271,7 @@ def _ending_with_parent() -> Iterator[None]:
 
 @cache
 def _meet() -> Fleet | LostRankError:
-    """Wait for the others, once only."""
+    """Wait for the other ranks, once only; returns this rank's view of them, or the error."""
     from hydraspec.parallel.fleet import Fleet
 
     try:

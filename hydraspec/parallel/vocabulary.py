@@ -42,7 +42,7 @@ class Vocabulary:
 
     @property
     def first(self) -> int:
-        """The token of row 0 (of a rank without tokens: V)."""
+        """The token id of row 0; V on a rank without tokens."""
         return min(self.group.rank * self.num_rows, self.size)
 
     @property
@@ -56,7 +56,8 @@ class Vocabulary:
         return [token - self.first for token in tokens if self.first <= token < stop]
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None = None) -> Tensor:
-        """Rows token_ids [...] of the whole table times scale -> [..., D]. table [num_rows, D]."""
+        """Rows token_ids [...] of the whole table times scale -> [..., D]; `table` [num_rows, D] is
+        this rank's part."""
         if self.group.size == 1:
             return embed(token_ids, table, scale)
         own = embed_part(token_ids, table, self.first, self.num_tokens, scale)
@@ -79,7 +80,7 @@ class Vocabulary:
         return torch.cat((self.embed(token_ids, table, scale), beside), -1)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """This rank's columns [N, num_rows] -> every token's [N, V], in the order of ids."""
+        """Logits of every token [N, V], in the order of ids, from this rank's [N, num_rows]."""
         if self.group.size == 1:
             return logits
         columns = self.group.all_gather(logits).transpose(0, 1).flatten(1)
@@ -87,7 +88,7 @@ class Vocabulary:
 
     def greedy_tokens(self, logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
         """The argmax [N] of the whole rows, from this rank's columns [N, num_rows]. Ties, NaN and
-        `marks_not_finite` as in token_choice.greedy_tokens.
+        `marks_not_finite` are treated as in token_choice.greedy_tokens.
 
         Ranks exchange their best values and the tokens of these: two numbers a row, or for each
         chunk of a row where kernels run.
@@ -98,4 +99,4 @@ class Vocabulary:
         return best_candidates(self.group.all_gather(candidates), marks_not_finite=marks_not_finite)
 
 
-WHOLE = Vocabulary(EXACT_IDS)  # one rank's, for logits of any width
+WHOLE = Vocabulary(EXACT_IDS)  # vocabulary of one rank, for logits of any width

@@ -1,7 +1,8 @@
 """A rank's view of the others: signs of life, what failed, and waits that end when a rank is lost.
 
-A thread gives this rank's signs and looks for faults; the main thread asks `check` wherever it
-waits. A main thread that hears nothing (a device that spins, a call that never returns) is ended.
+A thread posts this rank's signs and looks for faults; the main thread calls `check` wherever it
+waits. If the main thread does not react (a device spins, a call never returns), the thread ends the
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hydraspec.parallel.faults import Fault, Kind, LostRankError, culprit
 from hydraspec.parallel.progress import Progress
 
 LOOK_EVERY_S = 0.25
-SLICE = timedelta(seconds=1)  # of a wait, after which interrupts and faults are looked at
+SLICE = timedelta(seconds=1)  # part of a wait, after which interrupts and faults are looked at
 NAMING_S = 3.0  # for a lost rank's own record, or its parent's, to arrive
 TO_LEAVE_S = 5.0  # for a rank that has nothing to save, once the run is lost
 TO_SAVE_S = 15.0  # for the first rank
@@ -32,27 +33,27 @@ STILL_WAITING = "Operation timed out!"  # torch's Work.wait, of a slice; the wor
 
 
 class Work(Protocol):
-    """torch.distributed.Work."""
+    """The method of torch.distributed.Work that is used here."""
 
     def wait(self, timeout: timedelta) -> bool:
-        """Returns once it is done; RuntimeError after `timeout`."""
+        """Return once the work is done; raise RuntimeError after `timeout`."""
         ...
 
 
 class DeviceEvent(Protocol):
-    """torch.cuda.Event."""
+    """The methods of torch.cuda.Event that are used here."""
 
     def query(self) -> bool:
-        """Returns whether the device has come to it."""
+        """Returns whether the device has passed the event."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has passed the event."""
         ...
 
 
 class Watch:
-    """A rank's end of the watch. The default is that of a run of one rank, which has nothing to
+    """Watch of one rank over the others; by default that of a run of one rank, with nothing to
     watch."""
 
     def __init__(
@@ -67,10 +68,10 @@ class Watch:
         before_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """timeout_s: for a wait of devices for each other, which no host sees. each_look: called by
-        the thread every LOOK_EVERY_S; raises where the run cannot go on. before_exit: called by it
-        before it ends a process whose main thread does not leave."""
+        the thread every LOOK_EVERY_S; raises if the run cannot go on. before_exit: called by the
+        thread before it ends a process whose main thread does not leave."""
         self.timeout_s = timeout_s
-        self.look_at_device: Callable[[], None] = lambda: None  # raises where it lost another one
+        self.look_at_device: Callable[[], None] = lambda: None  # raises if it lost another device
         self.rank, self.num_ranks = rank, num_ranks
         self.progress = progress or Progress()
         self._board, self._each_look, self._before_exit = board, each_look, before_exit
@@ -79,7 +80,7 @@ class Watch:
         self._ends = threading.Event()
 
     def step(self) -> AbstractContextManager[None]:
-        """Around each step of an engine, in which the rank has to move on.
+        """Context of each step of an engine, in which the rank has to make progress.
 
         Raises:
             LostRankError: another rank has failed.
@@ -98,7 +99,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run the thread for a while."""
+        """Run the watch's thread during the block."""
         self.progress.tick()
         thread = threading.Thread(target=self._look, name="watch", daemon=True)
         thread.start()
@@ -115,7 +116,7 @@ class Watch:
 
     @property
     def failed(self) -> bool:
-        """Returns whether any rank has: the run cannot go on."""
+        """Returns whether any rank, this one included, has failed: the run cannot go on."""
         return self.lost or self._recorded
 
     def check(self) -> None:
@@ -124,7 +125,7 @@ class Watch:
             raise LostRankError(str(self._lost))
 
     def finish(self, work: Work) -> None:
-        """Wait for a collective on the host.
+        """Let the host wait for a collective.
 
         Raises:
             LostRankError: naming the rank that failed first.
@@ -157,7 +158,8 @@ class Watch:
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
-        """Where contact to another rank is lost, raise the failure of that rank instead."""
+        """Raise the failure of another rank in place of an error of the block, which is taken for
+        lost contact to it."""
         try:
             yield
         except (KeyboardInterrupt, UserError):
@@ -168,15 +170,16 @@ class Watch:
             raise LostRankError(str(self._first_fault(error))) from error
 
     def named(self, error: BaseException) -> BaseException:
-        """The error; for a lost connection to the store the failure of the rank that is lost."""
+        """Returns `error`, or for a lost connection to the store the failure of the lost rank."""
         if type(error).__name__ not in CONNECTION_ERRORS or self._board is None:
             return error
         assert isinstance(error, Exception)
         return LostRankError(str(self._first_fault(error)))
 
     def _first_fault(self, error: Exception) -> Fault:
-        """The fault of another rank, what the thread has lost, or, where neither comes, this rank's
-        own, recorded as a symptom: it must not be taken for the first that failed."""
+        """The fault of another rank, or the loss that the thread has found, or, if neither comes
+        within NAMING_S, this rank's own fault, recorded as a symptom: it must not be taken for the
+        first one."""
         until = time.monotonic() + NAMING_S
         while time.monotonic() < until:
             fault = None
@@ -192,8 +195,8 @@ class Watch:
         return own
 
     def record(self, error: BaseException) -> None:
-        """Record this rank's first exception, before anything is taken down. One that says which
-        rank's device did not answer (`silent_rank`) is recorded for that rank."""
+        """Record this rank's first exception, before anything is taken down. An exception that says
+        which rank's device did not answer (`silent_rank`) is recorded for that rank."""
         silent = getattr(error, "silent_rank", None)
         if silent is not None:
             self._add(replace(self._own(error, Kind.hung, "stood still"), rank=silent))

@@ -1,4 +1,4 @@
-"""One rank of a job, as a process that parallel/launch.py started.
+"""Process of one rank of a job, started by parallel/launch.py.
 
 The first rank runs the job as one process would, prints and writes; the others follow it.
 """
@@ -25,10 +25,10 @@ from hydraspec.signals import (
 
 
 def work(program: Program) -> int:
-    """Take part in the job that the parent announces."""
+    """Take part in the job that the parent announces; returns the exit status."""
     if os.environ["RANK"] != "0":
         return torchrun.follow(program)
-    # the parent's way to end it, also where the parent itself ignores Ctrl-C (nohup, &)
+    # The parent interrupts this rank so, also if the parent itself ignores Ctrl-C (nohup, &).
     signal.signal(signal.SIGINT, signal.default_int_handler)
     fleet = torchrun.met()
     with output_may_be_cut(), terminations_as_interrupts():
@@ -42,7 +42,8 @@ def work(program: Program) -> int:
 
 
 def _ended(fleet: Fleet, program: Program) -> dict[str, Any] | None:
-    """How the job ended: a summary, an interrupt, or an error that says all; else None."""
+    """Plain data on how the job ended: a summary, an interrupt, or an error for the user; None
+    after any other exception, whose traceback is printed."""
     watch = fleet.watch
     try:
         with interrupts_stay_interrupts():

@@ -1,4 +1,4 @@
-"""Needs of a step's requests in the sampler: known on the host, so that it can skip work."""
+"""Sampling features that a step's requests use: known on the host, so that kernels skip others."""
 
 from __future__ import annotations
 

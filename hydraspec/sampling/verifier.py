@@ -1,4 +1,4 @@
-"""Which drafts are accepted and what is emitted after them, wherever drafts and logits come from.
+"""Verification of drafts: which are accepted and what is emitted after them, for every drafter.
 
 A draft of -1 counts as rejected, and so do all drafts after it.
 """
@@ -23,18 +23,18 @@ class Verifier:
 
     rule: Rule
     acceptance_length: float = 1.0  # of Rule.SYNTHETIC
-    vocabulary: Vocabulary = WHOLE  # what the columns of logits are
+    vocabulary: Vocabulary = WHOLE  # tokens of the columns of logits
 
     def __call__(
         self, logits: Tensor, batch: Batch, state: RequestState, flags: SamplingFlags = EVERYTHING
     ) -> Verdict:
         """The verdict on `batch.draft_tokens`.
 
-        logits of the rows that `batch.verify_rows` counts in, [N, V] or this rank's columns;
-        `state` as before the step. Every rank comes to the same verdict.
-        With `state.draft_probs` drafts count as sampled from it, else as certain. `flags` are host
-        facts that save work. The first token of a request, and every token without a drafter, is
-        the case of no drafts. `logits` must not be read afterwards: kernels truncate in place.
+        `logits` [N, V], or this rank's columns of them, are of the N rows that `batch.verify_rows`
+        names; `state` is that before the step. Every rank comes to the same verdict.
+        With `state.draft_probs` drafts count as sampled from these, else as certain. `flags` are
+        host facts that save work. A request without drafts, as before its first token or without a
+        drafter, gets one token. `logits` must not be read afterwards: kernels truncate in place.
         """
         if logits.shape[0] == 0:
             return _nothing_sampled(batch)

@@ -35,7 +35,7 @@ class DecodeStart:
 
     row: NewestRows
     tokens: Tensor  # [B] the first drafts
-    feedback: Tensor  # [B, H] what the next step takes as hidden state
+    feedback: Tensor  # [B, H] the next step's hidden states
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +80,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if length == 1:
             return Draft(tokens=tokens.unsqueeze(1), probs=first)
         start = DecodeStart(row, tokens, feedback)
-        # Not part of a piecewise capture: the decode pass is a graph of its own, or eager.
+        # A break of piecewise captures: the decode pass has its own graph, or is eager.
         rest = breaks.run(self._decode_pass, start, shared, batch, state)
         if first is not None and rest.probs is not None:
             first = torch.cat((first, rest.probs), 1)
@@ -119,7 +119,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         batch: Batch,
         index: int,
     ) -> tuple[Tensor, Tensor]:
-        """The same for draft `index`, after draft `index` - 1, `tokens` [B], at p + `index`."""
+        """States for draft `index`, for logits [B, H_draft] and for feedback [B, H], from draft
+        `index` - 1, `tokens` [B], at position p + `index`, with p that of the newest row."""
         rows = single_rows(batch, self.draft_specs, tokens, row, index, shared)
         states: tuple[Tensor, Tensor] = self.head.forward(
             rows, feedback, self.draft_caches, step=index
@@ -157,7 +158,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._decode_graphs = GraphManager("draft", backend)
 
     def capture(self, graphs: DraftGraphs) -> None:
-        """The decode pass of greedy drafts; sampled ones run eagerly outside a step's graph."""
+        """Capture the decode pass of greedy drafts; sampled ones run eagerly outside a step's
+        graph."""
         manager = self._decode_graphs
         if manager is None:
             return
@@ -242,7 +244,8 @@ def single_rows(
     lookahead: int,
     query_start_loc: Tensor,
 ) -> Rows:
-    """A row per request, `lookahead` positions after its newest row."""
+    """Draft rows, one per request, `lookahead` positions after its newest row; `tokens` [B] are
+    their inputs."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
     groups = GroupTables(tables, [spec.block_size for spec in specs])

@@ -36,7 +36,7 @@ class BaseSpeculator(ABC):
     owns_kv_cache: ClassVar[bool] = False  # drafting writes KV into further groups
     # Tokens after a position that KV in those groups depends on: a draft row reads the next one.
     num_following_tokens: ClassVar[int] = 1
-    reads_target_kv: ClassVar[bool] = False  # of the last layer of each kind that writes any
+    reads_target_kv: ClassVar[bool] = False  # KV of the last layer of each kind that writes any
     # The reason, if `propose` cannot be captured; only such a drafter may read the device.
     cannot_be_captured: ClassVar[str | None] = None
 
@@ -46,7 +46,7 @@ class BaseSpeculator(ABC):
         self.aux_layer_ids: tuple[int, ...] = ()  # target states that propose reads
 
     def draft_length(self, batch: Batch) -> int:
-        """How many drafts to propose after this batch's step: K, or fewer where the engine chooses
+        """Number of drafts to propose after this batch's step: K, or fewer where the engine chooses
         it per step."""
         return self.num_speculative_tokens if batch.draft_length is None else batch.draft_length
 
@@ -87,7 +87,7 @@ class BaseSpeculator(ABC):
 
     @property
     def draft_vocab_map(self) -> Tensor | None:
-        """[V_draft] the target's ids of the drafter's vocabulary; None where they are the same."""
+        """The target's ids [V_draft] of the drafter's vocabulary; None where they are the same."""
         return None
 
     def memory_bytes(self) -> int:
@@ -108,18 +108,18 @@ class BaseSpeculator(ABC):
         return None
 
     def pause_graphs(self, paused: bool) -> None:
-        """Run eagerly while `paused`."""
+        """Run the decode pass eagerly while `paused`."""
         return None
 
     def padded_requests(self, num_requests: int) -> int:
-        """How many requests, padding included, an eager step should have so that the captured pass
-        can run in it.
+        """Number of requests, padding included, that an eager step should have so that the captured
+        decode pass can run in it.
         """
         return num_requests
 
     def newest_row(self, verdict: Verdict, batch: Batch, state: RequestState) -> NewestRows:
-        """Where drafting starts: each request's newest computed row after verification, at p, and
-        the token sampled after it. Requests that did not sample give some valid row.
+        """Rows at which drafting starts: each request's newest computed row after verification, at
+        position p, and the token sampled after it. Requests that did not sample have any valid row.
         """
         return newest_rows(verdict, batch, state.num_computed)
 
@@ -128,7 +128,7 @@ class BaseSpeculator(ABC):
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Draft | None:
         """Drafts [B, K] from the state after commit, -1 where there is none; None where K is 0 or
-        no request samples. Must not read the device from the host, unless `cannot_be_captured`.
+        no request samples. It must not read the device from the host, unless `cannot_be_captured`.
 
         Where the engine chooses K per step, the drafter's own cache is kept current at 0 drafts
         too, and only the first `draft_length(batch)` columns are used: the others may be left out.

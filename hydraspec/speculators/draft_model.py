@@ -32,11 +32,11 @@ class DraftHead(Protocol):
     spec: DraftSpec
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[B, H_draft] -> [B, V_draft]."""
+        """Logits in the draft vocabulary, hidden [B, H_draft] -> [B, V_draft]."""
         ...
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """[B, H_draft] -> [B] ids of the target's vocabulary."""
+        """Best tokens, hidden [B, H_draft] -> [B] ids of the target's vocabulary."""
         ...
 
     def memory_bytes(self) -> int: ...
@@ -46,7 +46,7 @@ class OwnCacheHead(DraftHead, Protocol):
     """A draft head whose layers write KV."""
 
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
-        """Its KV groups; layer i of the head is number `first_layer` + i."""
+        """The head's KV groups; layer i of the head is number `first_layer` + i."""
         ...
 
     def combine_target_hidden(self, target_step: TargetStep) -> Tensor:
@@ -119,15 +119,16 @@ class DraftModelSpeculator(BaseSpeculator):
     def sample_draft(
         self, hidden: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft token [B] number `index`, and what it was drawn from.
+        """Draft token number `index` of each request, [B], and the probabilities [B, V_draft] that
+        it was drawn from; None for greedy drafts.
 
         seq_lens [B] are p + 1: the sampled token has that position, so the draft predicts
-        p + 2 + index. The probabilities [B, V_draft] are None for greedy drafts.
+        p + 2 + index.
         """
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
-        # At the temperature, but not truncated: a truncated draft could not propose every token
-        # that the target may accept.
+        # Drafts have the temperature, but no truncation: a truncated draft could not propose every
+        # token that the target may accept.
         seed = state.seed.index_select(0, batch.slots)
         tokens, probs = sample_with_probs(
             self.head.compute_logits(hidden),

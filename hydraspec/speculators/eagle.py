@@ -28,7 +28,7 @@ class EagleDrafter(DraftModelSpeculator):
 
     @property
     def reads_all_hidden_states(self) -> bool:
-        """EAGLE-1 alone: heads that combine auxiliary states read nothing else."""
+        """Returns True for EAGLE-1 alone: heads that combine aux states read nothing else."""
         return self.head.combine is None
 
     @property
@@ -37,6 +37,6 @@ class EagleDrafter(DraftModelSpeculator):
 
 
 class EagleSpeculator(EagleDrafter, AutoRegressiveSpeculator):
-    """`method=eagle` and `method=eagle3`: which states enter, and what is fed back, is the head's
-    DraftSpec.
+    """The drafter of `method=eagle` and `method=eagle3`. The head's DraftSpec says which states
+    enter and what is fed back.
     """

@@ -67,7 +67,7 @@ class DrafterElsewhere(BaseSpeculator):
         return [replace(spec, layers=()) for spec in self._facts.kv_groups]
 
     def load(self, target: TargetModel) -> None:
-        """There is nothing to load here."""
+        """Does nothing: the last stage holds the drafter's weights."""
 
     def propose(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
@@ -78,10 +78,10 @@ class DrafterElsewhere(BaseSpeculator):
 def loaded_drafter(
     speculator: BaseSpeculator, target: TargetModel, config: RunConfig, link: StageLink | None
 ) -> BaseSpeculator:
-    """The loaded drafter; on pipeline stages before the last, facts of it.
+    """The loaded drafter; on pipeline stages before the last, a stand-in with facts of it.
 
     Raises:
-        UserError: what the last stage's `load` refuses, on every stage.
+        UserError: on every stage, the one that `load` raised on the last stage.
     """
     if link is None:
         speculator.load(target)

@@ -9,7 +9,7 @@ from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 
 
 class MTPSpeculator(AutoRegressiveSpeculator):
-    """Each step runs the next MTP layer, over its own KV, on the last step's state."""
+    """Drafter that runs an MTP layer per step, over its own KV, on the state of the last step."""
 
     head: MTPHead
 

@@ -26,8 +26,8 @@ class ParallelSpeculator(DraftModelSpeculator):
     """Drafts by a single pass over the step's rows and K-1 mask rows a request; each of the last K
     yields a draft. With K=0 it is a pass over the step's rows alone.
 
-    The drafts do not see each other. A mask row writes KV in the slot of its position; the next
-    step's rows cover those positions again before any of them is seen.
+    The drafts do not see each other. A mask row writes KV to the cache row of its position; the
+    next step's rows cover these positions again before any of them is seen.
     """
 
     owns_kv_cache: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class ParallelSpeculator(DraftModelSpeculator):
         self, verdict: Verdict, batch: Batch, state: RequestState
     ) -> tuple[Rows, ParallelLayout]:
         """The rows of the pass, T' = T + B * (K - 1), from host-known counts and the verdict on
-        the device. Which of a request's rows are masks is known there only.
+        the device. Only the device knows which of a request's rows are masks.
         """
         more = max(0, self.draft_length(batch) - 1)
         tables = batch.block_tables[len(batch.block_tables) - len(self.draft_specs) :]

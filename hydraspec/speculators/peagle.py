@@ -7,7 +7,7 @@ from hydraspec.speculators.parallel import MaskRow, ParallelSpeculator
 
 
 class PEagleSpeculator(EagleDrafter, ParallelSpeculator):
-    """`method=peagle`. A mask row reads the mask token and the projected mask state."""
+    """Drafter of `method=peagle`: mask rows read the mask token and the projected mask state."""
 
     def mask_row(self) -> MaskRow:
         token, hidden = self.head.spec.mask_token_id, self.head.mask_hidden

@@ -40,7 +40,7 @@ def build_speculator(config: RunConfig) -> BaseSpeculator:
 
 
 def check_speculator(config: RunConfig) -> None:
-    """Refuse a method that only a YAML file knows. Imports no speculator.
+    """Refuse a method that has a YAML file and no class, without importing a speculator.
 
     Raises:
         ConfigurationError: naming the methods that have a class.

@@ -15,7 +15,7 @@ class BlockPool:
     have a key too; then further requests can share it, and no request writes it.
 
     Empty blocks are handed out first. Kept ones are evicted after them: first those that a window
-    left behind and no request has ever shared, then all others, each in the order in which they
+    has passed and no request has ever shared, then all others, each in the order in which they
     became free.
     """
 
@@ -26,7 +26,7 @@ class BlockPool:
         self._num_users = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}  # by key
-        self._was_shared: set[int] = set()  # of those with a key
+        self._was_shared: set[int] = set()  # blocks with a key that `share` was called for
 
     @property
     def num_free(self) -> int:
@@ -34,7 +34,7 @@ class BlockPool:
         return len(self.empty) + len(self._passed) + len(self._kept)
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks, at most num_free."""
+        """Hand out `count` empty or evicted blocks, at most num_free; returns their ids."""
         found = self.empty[: -count - 1 : -1]
         del self.empty[max(0, len(self.empty) - count) :]
         found.extend(self._evicted() for _ in range(count - len(found)))
@@ -43,11 +43,11 @@ class BlockPool:
         return found
 
     def find(self, key: bytes) -> int | None:
-        """The block with the content of `key`."""
+        """The block with the content of `key`; None: there is none."""
         return self._blocks.get(key)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Use blocks that `find` returned, beside whoever uses them."""
+        """Add a user to each of the blocks, which `find` returned."""
         for block in blocks:
             if not self._num_users[block]:
                 self._unlink(block)
@@ -55,8 +55,8 @@ class BlockPool:
             self._was_shared.add(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let later requests find the content of a block in use, unless another one in use has it;
-        a kept one becomes empty."""
+        """Let later requests find a block in use by `key`, unless another block in use has that
+        key; a kept block that has it becomes empty."""
         if block in self._key_of:
             return
         other = self._blocks.get(key)
@@ -69,8 +69,8 @@ class BlockPool:
         self._blocks[key], self._key_of[block] = block, key
 
     def give_back(self, blocks: Sequence[int], *, passed: bool = False) -> None:
-        """Removes one user of each block, in the order of positions. Of those that stay kept, the
-        last of a chain is evicted first. passed: a window has left them behind."""
+        """Remove one user of each block; `blocks` are in the order of positions. Among those that
+        become kept, the last position is evicted first. passed: a window has passed them."""
         kept: list[int] = []
         for block in blocks:
             self._num_users[block] -= 1

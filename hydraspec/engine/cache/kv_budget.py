@@ -1,5 +1,5 @@
-"""How many blocks each KV group gets of one budget of memory: as many as requests need, and room
-for the prefix cache where there is more (docs/adr/0031)."""
+"""Numbers of blocks that KV groups get of one memory budget: as many as requests need, and more
+for the prefix cache where memory is left (docs/adr/0031)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheSize:
     max_num_batched_tokens: int
     num_speculative_tokens: int
     num_lookahead_tokens: int = 0  # positions after the rows that a drafter writes
-    num_cached_seqs: float = 0  # requests that are not running, for the prefix cache, at most
+    num_cached_seqs: float = 0  # most ended requests that the prefix cache keeps
 
     @property
     def max_tokens(self) -> int:
@@ -64,11 +64,12 @@ def row_bytes(spec: KVGroupSpec, dtype: torch.dtype) -> int:
 def plan_num_blocks(
     specs: Sequence[KVGroupSpec], size: CacheSize, dtype: torch.dtype, budget_bytes: int
 ) -> list[int]:
-    """Blocks per group, within `budget_bytes`: enough for max_num_seqs full requests, or for as
-    many as that holds; below one for a shorter one, down to SMALLEST in every group.
+    """Blocks per group, within `budget_bytes`: enough for max_num_seqs requests of full length, or
+    for as many as the budget holds; if it holds none, for the longest one that it holds, or
+    SMALLEST in every group.
 
-    What is left serves the prefix cache, up to size.num_cached_seqs requests of full length.
-    Fewer than SMALLEST: the budget does not hold a block of each group.
+    The rest serves the prefix cache, up to size.num_cached_seqs requests of full length. All counts
+    are 0 if the budget does not hold SMALLEST blocks of each group.
     """
     num_seqs = size.max_num_seqs
     while num_seqs > 1 and bytes_wanted(specs, size, dtype, num_seqs) > budget_bytes:
@@ -93,7 +94,7 @@ def plan_num_blocks(
 
 
 def bytes_of(specs: Sequence[KVGroupSpec], num_blocks: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of so many blocks of each group."""
+    """Bytes of a cache with `num_blocks` blocks, one number per group."""
     return sum(
         count * spec.block_size * row_bytes(spec, dtype)
         for spec, count in zip(specs, num_blocks, strict=True)
@@ -110,7 +111,7 @@ def bytes_wanted(
 def longest_request(
     specs: Sequence[KVGroupSpec], num_blocks: Sequence[int], size: CacheSize
 ) -> int:
-    """Tokens of the longest request that so many blocks hold, at most max_model_len."""
+    """Tokens of the longest request that `num_blocks` per group hold, at most max_model_len."""
 
     def is_too_long(num_tokens: int) -> bool:
         shorter = replace(size, max_model_len=num_tokens)

@@ -28,17 +28,17 @@ NEVER = sys.maxsize
 
 
 class Lease:
-    """Which run uses a cache: at most one, over all views of its blocks."""
+    """Exclusive use of a cache, with all views of its blocks, by one run at a time."""
 
     def __init__(self) -> None:
         self._is_taken = False
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """For the length of a run.
+        """Take the cache for the length of a run.
 
         Raises:
-            RuntimeError: another run has it, which would read and write the same blocks.
+            RuntimeError: another run has the cache, and would read and write the same blocks.
         """
         if self._is_taken:
             raise RuntimeError(
@@ -71,7 +71,7 @@ class KVCache:
         device: torch.device,
         prefix_root: bytes | None = None,
     ) -> None:
-        """prefix_root: what the keys of cached blocks start from; None: no blocks are cached."""
+        """prefix_root: start of the keys of cached blocks; None: no blocks are cached."""
         self.specs = list(specs)
         self.lease = Lease()
         self._prefix_root = prefix_root
@@ -90,10 +90,10 @@ class KVCache:
     def _start_over(self, num_slots: int) -> None:
         self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
         first = NEVER if self._prefix_root is None else 0
-        self._publish_from = [first] * num_slots  # [S] rows at which a block may get its key
+        self._publish_from = [first] * num_slots  # [S] final rows at which a block may get its key
 
     def leading(self, num_groups: int) -> KVCache:
-        """The first groups alone, over the same blocks, tensors and lease."""
+        """A view of the first `num_groups` groups, over the same blocks, tensors and lease."""
         view = copy(self)
         view.specs, view._groups = self.specs[:num_groups], self._groups[:num_groups]
         view._start_over(len(self._room))
@@ -101,7 +101,7 @@ class KVCache:
 
     @property
     def alignment(self) -> int:
-        """Hits are multiples of all block sizes."""
+        """Least common multiple of the block sizes: prefix hits are multiples of it, in tokens."""
         return math.lcm(*(group.spec.block_size for group in self._groups))
 
     @property
@@ -121,7 +121,7 @@ class KVCache:
 
     @property
     def usage_per_group(self) -> dict[str, float]:
-        """The same of each group, by its name."""
+        """Share of blocks in use, 0..1, by name of the group."""
         return {
             group.spec.name: 1.0 - group.pool.num_free / (group.num_blocks - 1)
             for group in self._groups
@@ -148,11 +148,12 @@ class KVCache:
         return max(0, bisect_left(range(max_model_len), True, key=is_too_long) - 1)
 
     def tokens_that_fit(self, slot: int) -> int:
-        """How long the request in `slot` can become with the blocks that are free now."""
+        """Tokens to which the request in `slot` can grow with the blocks that are free now."""
         return min(group.tokens_that_fit(slot) for group in self._groups)
 
     def allocate(self, slot: int, num_tokens: int) -> bool:
-        """Allocate blocks for positions below `num_tokens`, in every group or in none."""
+        """Allocate blocks for positions below `num_tokens`, in every group or in none; returns
+        whether there were enough."""
         if num_tokens <= self._room[slot]:
             return True
         missing = [group.missing(slot, num_tokens) for group in self._groups]
@@ -192,34 +193,34 @@ class KVCache:
 
     @property
     def prefix_caching(self) -> PrefixCaching | None:
-        """Limits of what may be taken; None: no blocks are cached."""
+        """Limits of prefix hits; None: no blocks are cached."""
         if self._prefix_root is None:
             return None
         has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
         return PrefixCaching(block_size=self.alignment, has_draft_kv=has_draft_kv)
 
     def keys_of(self, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PrefixKeys:
-        """For `find_prefix`, `take_prefix` and `publish`, of a request whose tokens may grow; its
-        prompt has these spans."""
+        """Keys for `find_prefix`, `take_prefix` and `publish` of a request whose `token_ids` may
+        grow and whose prompt has `spans`."""
         unit = math.gcd(*(group.spec.block_size for group in self._groups))
         return PrefixKeys(token_ids, unit, self._prefix_root or b"", spans)
 
     def next_key(self, keys: PrefixKeys, count: int, most: int) -> bytes | None:
-        """Stands for all tokens up to the next possible end of a hit after `count` tokens; None:
-        that is after `most` tokens, or no blocks are cached."""
+        """Key of all tokens up to the next possible end of a hit after `count` tokens; None: that
+        end is after `most` tokens, or no blocks are cached."""
         end = count - count % self.alignment + self.alignment
         return None if self._prefix_root is None or end > most else keys.key(end, 0)
 
     def find_prefix(self, keys: PrefixKeys, most: int) -> int:
-        """How many leading tokens, at most `most`, have their KV in cached blocks of every group:
-        a multiple of all block sizes. `most` leaves a row to compute, and the tokens that the
-        blocks' keys name after it are known: it is below the number of tokens."""
+        """Number of leading tokens, at most `most`, whose KV is in cached blocks of every group: a
+        multiple of all block sizes. `most` is below the number of tokens: a row is left to compute,
+        and the following tokens that keys of blocks depend on are known."""
         if self._prefix_root is None:
             return 0
         alignment = self.alignment
         end = most - most % alignment
-        # Any shorter prefix of a hit is one where all tokens are seen; a window's blocks are asked
-        # for again at each length.
+        # Without a window a shorter prefix of a hit is a hit too; blocks of a window are looked up
+        # again at each length.
         for group in self._groups:
             if group.spec.window is None:
                 end = group.longest_hit(keys, end, alignment)
@@ -234,7 +235,7 @@ class KVCache:
     def take_prefix(self, slot: int, keys: PrefixKeys, count: int) -> None:
         """Let a free slot begin with the blocks of a prefix of `count` tokens that was just found.
 
-        They are shared, and nothing writes them: the slot's own rows begin with its own blocks.
+        These blocks are shared and never written: the slot's own rows begin with its own blocks.
         """
         if not count:
             return
@@ -243,7 +244,7 @@ class KVCache:
         self._room[slot] = self._publish_from[slot] = count
 
     def publish(self, slot: int, keys: PrefixKeys, num_final: int) -> None:
-        """Let later requests find the slot's full blocks of rows below `num_final`: those that are
+        """Let later requests find the slot's full blocks of rows below `num_final`, which are
         computed, or launched and certain to stay."""
         if num_final < self._publish_from[slot]:
             return
@@ -254,11 +255,11 @@ class KVCache:
 
     @property
     def table_widths(self) -> tuple[int, ...]:
-        """Per group, P: entries of a row."""
+        """P of each group: entries of a row of its block table."""
         return tuple(group.width for group in self._groups)
 
     def block_tables(self, slots: np.ndarray, max_seq_len: int) -> list[BlockTable]:
-        """Per group the blocks of `slots`, wide enough for `max_seq_len` tokens. Later
+        """Block tables of `slots`, one per group, wide enough for `max_seq_len` tokens. Later
         allocations and releases do not change them."""
         places = slots.tolist()
         return [

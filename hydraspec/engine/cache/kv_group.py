@@ -16,13 +16,13 @@ from hydraspec.types import KVGroupSpec
 
 OWNER, FIRST, END = range(3)  # columns of BlockTable.live
 NO_ROW = np.empty(0, dtype=np.int64)
-_owners = itertools.count(1)  # of rows, in every cache: no two are ever the same
+_owners = itertools.count(1)  # numbers of the owners of rows, unique over all caches
 
 
 @dataclass(slots=True)
 class KVGroup:
-    """The blocks of S slots. The first `num_allocated` entries of a slot's row were filled, the
-    first `first_live` of them are given back or, after a hit, were never needed."""
+    """The blocks of S slots. Entries of a slot's row from `first_live` to `num_allocated` are in
+    use; earlier ones were given back or, after a prefix hit, never needed."""
 
     spec: KVGroupSpec
     num_blocks: int
@@ -50,7 +50,7 @@ class KVGroup:
 
     @property
     def num_window_blocks(self) -> int | None:
-        """Blocks before a position, at a block's border, that its query can see; None: all."""
+        """Earlier blocks that a query at a block's first position can see; None: all."""
         window = self.spec.window
         return None if window is None else ceil_div(window - 1, self.spec.block_size)
 
@@ -59,14 +59,14 @@ class KVGroup:
         return max(0, ceil_div(num_tokens, self.spec.block_size) - self.num_allocated[slot])
 
     def reach(self, slot: int) -> int:
-        """Positions below this one have, or had, a block."""
+        """First position of the slot for which no block was allocated yet."""
         return self.num_allocated[slot] * self.spec.block_size
 
     def tokens_that_fit(self, slot: int) -> int:
         return self.reach(slot) + self.pool.num_free * self.spec.block_size
 
     def grow(self, slot: int, count: int) -> None:
-        """Give the slot `count` blocks more, which are free."""
+        """Give the slot `count` more blocks; as many must be free."""
         start = self.num_allocated[slot]
         if start == 0:
             self._begin(slot)
@@ -78,8 +78,8 @@ class KVGroup:
         self.live[slot, OWNER] = next(_owners)
 
     def release_before(self, slot: int, first_position: int) -> None:
-        """Give back blocks that hold only positions below `first_position`, which a window has left
-        behind."""
+        """Give back blocks that hold only positions below `first_position`, which a window has
+        passed."""
         end = min(first_position // self.spec.block_size, self.num_allocated[slot])
         if end > self.first_live[slot]:
             self._give_back(slot, end, passed=True)
@@ -98,8 +98,9 @@ class KVGroup:
     # ------------------------------------------------------------------ prefixes
 
     def longest_hit(self, keys: PrefixKeys, end: int, alignment: int) -> int:
-        """The most tokens, a multiple of `alignment` and at most `end`, which is one, whose blocks
-        are there: all of them, or those that a window before them covers."""
+        """Length in tokens of the longest prefix whose blocks are cached: all of them, or with a
+        window those that it covers. `end`, the most, and the result are multiples of `alignment`.
+        """
         if self.spec.window is None:
             blocks = self._needed(end)
             missing = next((b for b in blocks if self._find(keys, b) is None), blocks.stop)
@@ -128,7 +129,7 @@ class KVGroup:
 
     def publish(self, slot: int, keys: PrefixKeys, num_final: int, alignment: int) -> int:
         """Give keys to the slot's blocks of rows below `num_final` whose following tokens are
-        known. Returns how many rows the next one needs."""
+        known. Returns the number of final rows at which the next block can get its key."""
         size, following = self.spec.block_size, self.spec.num_following_tokens
         start = max(self.num_published[slot], self.first_live[slot])
         end = min(num_final, len(keys.token_ids) - following) // size
@@ -144,7 +145,7 @@ class KVGroup:
         return self.pool.find(keys.key(end, self.spec.num_following_tokens))
 
     def _needed(self, end: int) -> range:
-        """Blocks that a query at `end` and all after it see of those before."""
+        """Blocks before position `end` that queries at `end` or later can see."""
         last, window = end // self.spec.block_size, self.num_window_blocks
         return range(0 if window is None else max(0, last - window), last)
 

@@ -17,17 +17,17 @@ class PrefixKeys:
     def __init__(
         self, token_ids: Sequence[int], unit: int, root: bytes, spans: Sequence[Span] = ()
     ) -> None:
-        """unit: tokens per digest, of which every block size is a multiple; root: what tells caches
-        with other content apart."""
+        """unit: tokens per digest, of which every block size is a multiple; root: start of the
+        chain, different for models whose KV of the same tokens differs (see `root_key`)."""
         self.token_ids = token_ids
         self._spans = spans
         self._unit = unit
-        self._digests = [root]  # entry i is of the first i units
+        self._digests = [root]  # entry i is the digest of the first i units
 
     def key(self, end: int, num_following: int) -> bytes:
         """The key of a block whose last token is number `end` - 1: its content depends on all
-        tokens before `end`, and on as many as `num_following` after them. All are known, and `end`
-        is a multiple of the unit."""
+        tokens before `end` and on the `num_following` tokens after them. All of these must be
+        known, and `end` is a multiple of the unit."""
         while len(self._digests) <= end // self._unit:
             self._extend()
         digest = self._digests[end // self._unit]
@@ -53,5 +53,5 @@ class PrefixKeys:
 
 
 def root_key(*facts: str) -> bytes:
-    """Where chains of keys start: facts that decide what KV the same tokens have."""
+    """Start of a chain of keys: digest of the facts that decide which KV the same tokens have."""
     return hashlib.sha256("\0".join(facts).encode()).digest()

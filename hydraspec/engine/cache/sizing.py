@@ -1,4 +1,4 @@
-"""How large the KV cache of an engine may be: what is free, less what steps will take."""
+"""Size of an engine's KV cache: the memory that is free, less what steps will take."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Models:
         )
 
     def _num_cached_seqs(self) -> float:
-        """Requests that the prefix cache keeps where memory is left: all that fit into a budget
-        that is given."""
+        """Most ended requests that the prefix cache keeps where memory is left: max_num_seqs, or
+        any number if the configuration gives a memory budget."""
         engine = self.config.engine
         if not engine.prefix_caching:
             return 0
@@ -73,7 +73,7 @@ class Models:
 
 
 def smallest_cache(models: Models) -> KVCache:
-    """The null block and one more in each group: enough to run batches of padding."""
+    """A cache of the null block and one more in each group: enough to run batches of padding."""
     specs = models.kv_groups()
     return _cache(models, specs, [SMALLEST] * len(specs))
 
@@ -95,9 +95,10 @@ def check_block_sizes(models: Models) -> None:
 
 def new_cache(models: Models, control: Control = ALONE, *, activation_bytes: int = 0) -> KVCache:
     """The cache for max_num_seqs requests, or as much of it as every rank has memory for.
+    activation_bytes: device memory to leave free for steps.
 
     Raises:
-        ConfigurationError: on every rank, where one has no memory for a block of each group.
+        ConfigurationError: on every rank, if one has no memory for a block of each group.
     """
     specs, size, dtype = models.kv_groups(), models.cache_size(), models.target.dtype
     budget_bytes = _cache_budget_bytes(models.config, models.target.device, activation_bytes)
@@ -113,7 +114,7 @@ def new_cache(models: Models, control: Control = ALONE, *, activation_bytes: int
 
 
 def size_warnings(models: Models, kv: KVCache) -> list[str]:
-    """An error: the cache does not hold one request of full length."""
+    """Warnings: one if the cache holds no request of max_model_len tokens, else none."""
     size, dtype = models.cache_size(), models.target.dtype
     longest = longest_request(kv.specs, kv.num_blocks, size)
     if longest >= models.max_model_len:
@@ -150,7 +151,7 @@ def _budget_key(config: RunConfig) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    """Three digits, rounded up: so much is enough."""
+    """Number of GiB in three digits, rounded up so that it suffices."""
     unit = 10.0 ** (math.floor(math.log10(max(1, num_bytes) / GIB)) - 2)
     return f"{math.ceil(num_bytes / GIB / unit) * unit:.3g}"
 
@@ -180,8 +181,8 @@ def _prefix_root(config: RunConfig) -> bytes | None:
 
 def _cache_budget_bytes(config: RunConfig, device: torch.device, activation_bytes: int) -> int:
     """Bytes of one rank's cache: engine.kv_cache.memory_gib, or memory_fraction of the memory that
-    is free beside the weights. By default most of the device's; of the host's, which its ranks
-    share, half and at most 4 GiB."""
+    is free beside the weights. The default is DEVICE_SHARE of a CUDA device's free memory; on a CPU
+    it is half of the host's, which its ranks share, and at most 4 GiB."""
     kv_cache = config.engine.kv_cache
     if kv_cache.memory_gib is not None:
         return int(kv_cache.memory_gib * GIB)

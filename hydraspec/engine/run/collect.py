@@ -1,5 +1,5 @@
-"""From a step's results to host state, record and completions: the one place where the host waits
-for the device."""
+"""Conversion of a step's results to host state, record and completions: the one place where the
+host waits for a step of the device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Flight:
 
     scheduled: list[Scheduled]
     step: LaunchedStep
-    num_preempted: int  # while it was scheduled
-    kv_usage: float  # with its blocks
+    num_preempted: int  # requests preempted while the step was scheduled
+    kv_usage: float  # share of blocks in use, with those of the step
     kv_usage_per_group: dict[str, float]
-    launch_ms: dict[str, float]  # of the host, for "schedule" and "launch"
-    draft_length: int | None = None  # of the step, where it is chosen
+    launch_ms: dict[str, float]  # the host's milliseconds for "schedule" and "launch"
+    draft_length: int | None = None  # drafts per request, where the engine chooses them per step
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,7 +37,7 @@ class Collected:
 
     record: StepRecord | None  # None: no step has ended
     completions: list[Completion] = field(default_factory=list)
-    error: NotFiniteError | None = None  # the first of its requests to have no finite logits
+    error: NotFiniteError | None = None  # the error of the first request without finite logits
 
 
 class Collector:
@@ -56,10 +56,10 @@ class Collector:
         self.num_steps = 0
 
     def collect(self, flight: Flight, clock: StepClock) -> Collected:
-        """Finished sequences give back slot and blocks.
+        """Wait for a step's results and apply them; finished sequences give back slot and blocks.
 
-        What a request did in a step launched before it was known to have ended is dropped. One
-        whose logits are not finite ends with an error, which is that of the run.
+        Results of a request that had ended, which was not known when the step was launched, are
+        dropped. A request whose logits are not finite ends with an error, as does the run.
         """
         result = flight.step.result()
         check_draft_ids(result.draft_tokens, self._info.vocab_size, self._speculator)
@@ -102,7 +102,7 @@ class Collector:
         return Collected(record, completions, error)
 
     def failed(self) -> list[Completion]:
-        """Completions of requests that can never be served."""
+        """Completions of requests that the scheduler failed or cancelled since the last call."""
         completions = [self._finish.completion(sequence) for sequence in self._scheduler.failed]
         self._scheduler.failed.clear()
         return completions

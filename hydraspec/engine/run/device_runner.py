@@ -1,8 +1,8 @@
-"""Launches of steps: plans uploaded, batches padded to a graph where one fits, results on their way
-before the step has run.
+"""Launches of steps, on every device: plans are uploaded, batches padded to a graph where one fits,
+and results are on their way to the host before the step has run.
 
-Every shape here is a host number. Padding requests have the state's last slot, no rows of their
-own, length 0 and do not sample; padding rows have id 0, position 0 and cache row -1.
+Every shape here is a host number. Padding requests have the state's last slot, no rows and length
+0, and do not sample; padding rows have id 0, position 0 and cache row -1.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class DeviceRunner(Runner):
         return graphs.num_bytes
 
     def capture_variant(self, flags: SamplingFlags) -> None:
-        """Capture graphs of steps that are sampled so; without graphs nothing."""
+        """Capture graphs of steps that are sampled as `flags` say, if steps use graphs."""
         if self.graphs is not None:
             self.graphs.capture_variant(self, flags)
 
@@ -142,7 +142,7 @@ class DeviceRunner(Runner):
     def _rehearsed(self) -> list[Descriptor]:
         """Shapes that need the kernels of all that `capture` captures."""
         found = descriptors(self.modes, self.limits)
-        # Of large ones a few: their kernels change with the powers of two, if at all.
+        # A few of the large ones: their kernels change with the powers of two, if at all.
         large = [each for each in found if is_large(each)]
         return [each for each in found if each not in large or each in (*large[::3], large[-1])]
 
@@ -160,8 +160,8 @@ class DeviceRunner(Runner):
 
     @contextmanager
     def keeping_logits(self) -> Iterator[None]:
-        """While it lasts, steps run eagerly, and `kept_logits` are those of the newest step that
-        sampled. They are dropped otherwise: they are large, and graphs write over theirs."""
+        """Run steps eagerly during the block, and keep in `kept_logits` [N, V] the logits of the
+        newest step that sampled. Else none are kept: they are large, and graphs overwrite them."""
         self._keeps_logits = True
         try:
             with self.eagerly():
@@ -171,7 +171,7 @@ class DeviceRunner(Runner):
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """While it lasts, no graph is replayed."""
+        """Replay no graph during the block."""
         self._pause_graphs(True)
         try:
             yield
@@ -195,8 +195,8 @@ class DeviceRunner(Runner):
         )
 
     def _write(self, descriptor: Descriptor, plan: StepPlan | None) -> NeededRows | None:
-        """Put a plan, or none at all, where graphs of this shape read it; returns its needed rows
-        where these graphs leave out the others."""
+        """Write a plan (None: padding alone) where graphs of this shape read it; returns its needed
+        rows if these graphs leave out the others."""
         b, t, k = descriptor.num_requests, descriptor.num_rows, self._rows - 1
         if (
             not is_large(descriptor)
@@ -210,7 +210,7 @@ class DeviceRunner(Runner):
         return needed
 
     def _segments(self, descriptor: Descriptor) -> tuple[RowSegment, ...]:
-        """Bounds that hold for every batch of this shape."""
+        """Segments whose bounds hold for every batch of this shape."""
         b, t, longest = descriptor.num_requests, descriptor.num_rows, self.limits.max_seq_len
         if descriptor.rows_per_request is not None:
             return (RowSegment(0, 0, b, descriptor.rows_per_request, longest),)
@@ -242,8 +242,8 @@ class DeviceRunner(Runner):
     # ------------------------------------------------------------------ launch
 
     def place(self, plan: StepPlan) -> PlanTensors:
-        """Upload a plan that runs eagerly. Requests are padded to where a drafter's decode pass is
-        captured; rows are the plan's own."""
+        """Upload a plan that runs eagerly. Requests are padded to a size for which the drafter's
+        decode pass is captured; rows are not padded."""
         count, rows = len(plan.slots), int(plan.num_rows.sum())
         b = self.speculator.padded_requests(count)
         longest = max(segment.max_seq_len for segment in plan.segments)
@@ -265,21 +265,22 @@ class DeviceRunner(Runner):
             rows_of_logits=each,
             has_padding=b > count,
             needed=needed,
-            # Drafting is then a graph, of K drafts.
+            # A captured decode pass always makes K drafts.
             draft_length=plan.draft_length if self.modes.draft == NONE else None,
         )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step, in two parts where its decodes have a graph that the whole has not."""
+        """Start a step, in two parts where only its decodes have a graph; returns before it has
+        run."""
         *first, last = self._split(plan)
-        # Graphs share memory: the next may write where these results are.
+        # Graphs share memory: the next one may write where these results are.
         parts = [(self._launch_part(*part).clone(), len(part[0].slots)) for part in first]
         parts.append((self._launch_part(*last), len(last[0].slots)))
         return self._ring.launched(parts)
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
-        """Packed results of the plan's requests, then of padding."""
+        """Launch one part; returns `packed_results` of the plan's requests, then of padding."""
         if captured is None:
             step = self.run_eagerly(plan)
             check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)

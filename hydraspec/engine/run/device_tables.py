@@ -26,12 +26,12 @@ class KnownTables:
         self._zeros = np.zeros(max(widths, default=0), dtype=np.int64)
 
     def forget(self) -> None:
-        """All entries are zero."""
+        """Record that all entries are zero."""
         self._live[:] = 0
 
     def changes(self, tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
-        """Places and new values that turn what is known into `tables`, which are known from then
-        on. Rows after the plan's become zeros.
+        """Places and new values, [n] each, that turn the known contents into `tables`, which are
+        known from then on. Rows after the plan's become zeros.
         """
         now = np.zeros_like(self._live)
         for g, table in enumerate(tables):
@@ -60,7 +60,8 @@ class _Changes:
         self._values: list[np.ndarray] = []
 
     def add(self, place: int, old: list[int], new: list[int], row: np.ndarray | None) -> None:
-        """The row at `place` has the live entries `new` instead of `old` (see BlockTable)."""
+        """Add the changes of the row at `place`, whose `old` live entries give way to `new` ones
+        (see BlockTable)."""
         (was, old_first, old_end), (owner, first, end) = old, new
         start = max(first, old_end) if owner == was else first
         if row is not None and end > start:
@@ -78,7 +79,7 @@ class _Changes:
         self._values.append(values)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Place and value of each entry."""
+        """Place and value of each entry, [n] both."""
         counts = np.array(self._counts, dtype=np.int64)
         firsts = np.array(self._starts, dtype=np.int64) - (np.cumsum(counts) - counts)
         values = np.concatenate(self._values)
@@ -92,7 +93,7 @@ class DeviceTables:
         b = max_num_seqs
         self._device = device
         self._known = KnownTables(b, widths)
-        self._is_certain = True  # what is known has been sent
+        self._is_certain = True  # the known contents have been sent
         self.flat = torch.zeros(b * sum(widths), dtype=torch.int64, device=device)
         self.groups = [
             self.flat[first : first + b * width].view(b, width)
@@ -101,18 +102,18 @@ class DeviceTables:
 
     def changes(self, tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
         """Places in `flat` and new values, which count as written once `were_sent` is called."""
-        if not self._is_certain:  # an interrupt came between the two
+        if not self._is_certain:  # an interrupt came between `changes` and `were_sent`
             self.flat.zero_()
             self._known.forget()
         self._is_certain = False
         return self._known.changes(tables)
 
     def were_sent(self) -> None:
-        """The changes are on their way."""
+        """Record that the copy of the newest changes was launched."""
         self._is_certain = True
 
     def send(self, index: np.ndarray, values: np.ndarray) -> None:
-        """Many changes at once, through pinned memory that the allocator gives and takes back."""
+        """Write many changes [n] at once, through pinned memory that the allocator provides."""
         both = torch.from_numpy(np.stack((index, values)))
         if self._device.type == "cuda":
             both = both.pin_memory()

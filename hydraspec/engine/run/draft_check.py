@@ -14,13 +14,13 @@ from hydraspec.types import Batch, Draft, DraftError, RequestState
 def check_draft(
     draft: object, batch: Batch, state: RequestState, speculator: BaseSpeculator
 ) -> None:
-    """Type, shapes, dtypes and device of what `propose` returned.
+    """Check type, shapes, dtypes and device of what `propose` returned.
 
     Raises:
         DraftError: naming what is expected and what was given.
     """
     requests, k = batch.num_requests, speculator.num_speculative_tokens
-    if batch.draft_length is not None:  # columns after so many may be left out
+    if batch.draft_length is not None:  # further columns may be left out
         k = _width(draft) if batch.draft_length <= _width(draft) <= k else batch.draft_length
     device = batch.slots.device
     wanted = [("tokens", (requests, k), torch.int64)]
@@ -34,12 +34,12 @@ def check_draft(
 
 
 def check_draft_ids(tokens: np.ndarray, vocab_size: int, speculator: BaseSpeculator) -> None:
-    """Draft tokens [B, K]: ids of the target's vocabulary, or -1 for no draft.
+    """Check that draft tokens [B, K] are ids of the target's vocabulary, or -1 for no draft.
 
     Raises:
-        DraftError: with the first other id.
+        DraftError: naming the first other id.
     """
-    # One pass for both bounds: as an unsigned number, what is below -1 is large.
+    # One pass for both bounds: ids below -1 are large as unsigned numbers.
     if tokens.size and (tokens + 1).view(np.uint64).max() > vocab_size:
         wrong = tokens[(tokens < -1) | (tokens >= vocab_size)]
         expected = f"token ids from 0 to {vocab_size - 1}, or -1 where there is no draft"
@@ -47,7 +47,7 @@ def check_draft_ids(tokens: np.ndarray, vocab_size: int, speculator: BaseSpecula
 
 
 def check_drafts_on_cpu(draft: Draft | None, vocab_size: int, speculator: BaseSpeculator) -> None:
-    """The same for what `propose` returned on a CPU, where no step is waited for."""
+    """Check the ids of a draft that is on the CPU, where reading them waits for no step."""
     if draft is not None and draft.tokens.is_cpu:
         check_draft_ids(draft.tokens.numpy(), vocab_size, speculator)
 
@@ -61,7 +61,7 @@ def _error(speculator: BaseSpeculator, expected: str, given: str) -> DraftError:
 
 
 def _width(draft: object) -> int:
-    """Columns of the tokens; -1: it has none."""
+    """Columns of a draft's tokens; -1: there are none."""
     tokens = draft.tokens if isinstance(draft, Draft) else None
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else -1
 

@@ -45,7 +45,7 @@ class PlanTensors(RowLayout):
 
 
 def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First row of each request and the end [B+1]; request and offset of each row, [T] both."""
+    """First row of each request, then T, [B+1]; request of each row and offset in it, [T] both."""
     starts = np.zeros(len(num_rows) + 1, dtype=np.int64)
     np.cumsum(num_rows, out=starts[1:])
     row_request = np.repeat(np.arange(len(num_rows)), num_rows)
@@ -53,14 +53,14 @@ def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def needed_unless_all(plan: StepPlan) -> NeededRows | None:
-    """The rows whose outputs are read after the target, in host memory; None where all are."""
+    """The rows whose outputs are read after the target's pass, in host memory; None: all rows."""
     num_read = np.where(plan.samples, plan.num_drafts + 1, 0)
     return None if (num_read == plan.num_rows).all() else needed_rows(plan)
 
 
 def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]) -> Batch:
-    """Inputs of the target's forward. Ids, positions, lengths and cache rows are read off the
-    device state."""
+    """Inputs of the target's forward pass. Ids, positions, lengths and cache rows are computed from
+    the device state."""
     rows = prepare_rows(
         state,
         plan,

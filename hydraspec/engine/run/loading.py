@@ -149,7 +149,7 @@ def assemble(
     """Wire loaded models into an engine's parts; `kv` None makes a new cache, as large on every
     rank. `link` is that of a pipeline stage.
 
-    `backend` captures graphs in place of CUDA's: how a CPU runs what graphs run.
+    `backend` captures graphs in place of CUDA's; with one, a CPU runs the steps that graphs hold.
     """
     target = copy(target)  # the same weights; kv_groups sets the block size of this engine alone
     models = Models(
@@ -231,10 +231,11 @@ def _rehearse(
     *,
     measures: bool,
 ) -> dict[str, int]:
-    """Compile kernels ahead; where it `measures`, returns what the largest step takes."""
+    """Compile kernels ahead of time. If it `measures`, returns the bytes that the largest step
+    takes, as "activations"."""
     runner = rehearsing_runner(models, modes, backend)
     _compile(runner)
-    control.agree_all(True)  # from here on devices wait for each other, and not for long
+    control.agree_all(True)  # later, devices wait for each other, with short limits
     return {"activations": _measure_activations(runner)} if measures else {}
 
 
@@ -254,8 +255,8 @@ def _measure_activations(runner: DeviceRunner) -> int:
 
 
 def _step_bytes(models: Models, modes: GraphModes, memory_bytes: dict[str, int]) -> int:
-    """Bytes that eager steps take, and the pool of large graphs beside it: as much for each of the
-    rows of the largest graph."""
+    """Bytes that the largest eager step takes, and the pool of large graphs with it: as much per
+    row, for the rows of the largest graph."""
     most = models.config.engine.max_num_batched_tokens
     in_graphs = min(modes.max_mixed_rows, most) if modes.has_large else 0
     return memory_bytes.get("activations", 0) * (most + in_graphs) // most
@@ -286,7 +287,7 @@ def _capture(runner: DeviceRunner) -> None:
         return
     start = time.perf_counter()
     num_bytes = runner.capture()
-    torch.cuda.empty_cache()  # what warm-ups took on the stream of captures
+    torch.cuda.empty_cache()  # memory that warm-ups took on the stream of captures
     log.info(
         "captured %d graphs (%s) in %.1f s, %.2f GiB",
         *(runner.graphs.num_graphs, runner.modes.requested, time.perf_counter() - start),
@@ -295,7 +296,7 @@ def _capture(runner: DeviceRunner) -> None:
 
 
 def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
-    """How the requested mode runs; every downgrade is logged with its reason."""
+    """Graph modes in which the requested one runs; every downgrade is logged with its reason."""
     requested, speculator = models.config.cudagraph.name, models.speculator
     if models.target.device.type == "cpu" and backend is None:
         modes = no_graphs(requested, "device is cpu")
@@ -312,9 +313,9 @@ def _resolve_modes(models: Models, backend: GraphBackend | None) -> GraphModes:
 
 
 def _runs_ahead(config: RunConfig, target: TargetModel) -> bool:
-    """engine.async_scheduling; null means on CUDA, where a launch returns before the work is
-    done. Of pipeline stages, whether a step is launched before the results of the one that it
-    follows are read."""
+    """Returns engine.async_scheduling; null: true on CUDA, where a launch returns before the work
+    is done. With pipeline stages it says whether a step is launched before the results of the step
+    that it follows are read."""
     wanted = config.engine.async_scheduling
     return target.device.type == "cuda" if wanted is None else wanted
 

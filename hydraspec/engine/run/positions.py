@@ -1,5 +1,5 @@
-"""Drafts from every place of finished outputs, by a pass over whole texts that is no part of a
-run's steps: it has its own KV caches, and replays no graph.
+"""Scores of drafts from every place of finished outputs, by a pass over whole texts that is no part
+of a run's steps: it has its own KV caches, and replays no graph.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hydraspec.speculators.teacher_forcing.texts import Text, Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import PositionScores
 
-MAX_ROWS = 4096  # of the texts that are read at once, unless a single one has more
-PADDING = 0  # a token id in place of those that are not known
+MAX_ROWS = 4096  # rows of the texts that are read at once, unless a single text has more
+PADDING = 0  # token id in place of unknown tokens
 
 
 def position_scores(parts: Loaded, texts: Seq[Text]) -> Iterator[PositionScores]:
-    """Text by text, a few at once."""
+    """Yields the scores of each text, computed for a few texts at once."""
     speculator = parts.runner.speculator
     assert isinstance(speculator, DraftModelSpeculator), "see can_be_forced"
     trial, k = Trial.of(speculator.head), speculator.num_speculative_tokens
@@ -49,7 +49,7 @@ def _groups(texts: Seq[Text]) -> Iterator[list[Text]]:
 
 
 def _padded(text: Text, k: int) -> Text:
-    """Rows up to the last that a chain is compared with."""
+    """The text up to the last token that a chain is compared with, padded where it is unknown."""
     missing = max(0, k - text.num_more)
     length = text.num_prompt + text.num_output + k
     return replace(text, token_ids=[*text.token_ids[:length], *[PADDING] * missing])

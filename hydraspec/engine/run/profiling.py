@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes on a device: two short runs with events around the work.
+"""Breakdown of a decode step's time on a device, from two short runs with events around the work.
 
 Steps that replay graphs show no phases, so phases are those of eager steps: they say where the work
 is, not how fast steps are.
@@ -23,7 +23,7 @@ UNSETTLED_STEPS = 2  # first decode steps, which load kernels; left out where ot
 
 
 class Event(Protocol):
-    """The part that a profile uses of `torch.cuda.Event(enable_timing=True)`."""
+    """The methods of `torch.cuda.Event(enable_timing=True)` that a profile uses."""
 
     def record(self) -> None: ...
 
@@ -51,7 +51,7 @@ class EventClock:
     `milliseconds`."""
 
     def __init__(self, make_event: MakeEvent, phases: Sequence[str]) -> None:
-        """phases: those to time; others are left alone."""
+        """phases: names of the phases to time; others are not timed."""
         self._make_event, self._phases = make_event, frozenset(phases)
         self._spans: list[Span] = []
 
@@ -73,7 +73,7 @@ class EventClock:
 
 
 def milliseconds(spans: Sequence[Span], phases: Sequence[str] = PHASES) -> dict[str, float]:
-    """Sums by phase; waits until the device has passed the last event."""
+    """Milliseconds by phase, summed over `spans`; waits until the device has passed them."""
     found = dict.fromkeys(phases, 0.0)
     for span in spans:
         span.end.synchronize()
@@ -91,8 +91,8 @@ class _TimedStep:
 def _decode_steps(
     engine: NativeEngine, requests: Sequence[Request], clock: EventClock
 ) -> list[_TimedStep]:
-    """At most MAX_STEPS steps that only decode. Of the requests, as many run as fit into a batch:
-    further ones would mix prefills into the steps."""
+    """Times of at most MAX_STEPS steps that only decode. Only as many requests run as fit into a
+    batch: further ones would mix prefills into the steps."""
     steps: list[_TimedStep] = []
     batch = requests[: engine.parts.config.engine.max_num_seqs]
     with closing(engine.run(batch, concurrency=None)) as events:
@@ -111,7 +111,7 @@ def profile_phases(
     engine: NativeEngine, requests: Sequence[Request], make_event: MakeEvent
 ) -> dict[str, float] | None:
     """Mean milliseconds per decode step of each phase, the host's for `schedule` and the device's
-    for the others; None where no step only decodes. Without graphs, one step at a time.
+    for the others; None where no step only decodes. Steps run without graphs, one at a time.
     """
     clock = EventClock(make_event, PHASES)
     with engine.parts.runner.eagerly(), engine.timed_by(clock, ahead=False):

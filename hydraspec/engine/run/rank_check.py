@@ -16,14 +16,15 @@ class RanksDiffer(RuntimeError):
 
 
 class RankCheck:
-    """Compares results by digests. A draft that differs shows in the step that verifies it."""
+    """Compares the results of ranks by digests. A draft that differs shows in the step that
+    verifies it."""
 
     def __init__(self, group: TensorGroup, device: torch.device) -> None:
         self._group, self._device = group, device
 
     def compare(self, step: int, rows: np.ndarray, result: StepResult) -> None:
-        """Every rank calls it with its own results, and the first position and the number of rows
-        [B, 2] of each request. Raises RanksDiffer on all of them."""
+        """Compare a step's results, and `rows` [B, 2], the first position and the number of rows of
+        each request. Every rank calls this. Raises RanksDiffer, on every rank, if any differ."""
         counts = np.concatenate((result.num_sampled, result.not_finite))
         parts = {
             "step number": np.array([step]),

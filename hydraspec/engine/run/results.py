@@ -18,7 +18,7 @@ RESULT_RING = 4  # launches whose results may be under way at once
 
 @dataclass(slots=True, frozen=True)
 class DeviceStep:
-    """Results of the device's verbs."""
+    """Results of a step's verbs on the device."""
 
     batch: Batch
     target_step: TargetStep
@@ -31,7 +31,7 @@ class StepOutputs:
     """Outputs of a captured step."""
 
     packed: Tensor  # [B, 2K+3], see packed_results
-    undrafted: DeviceStep | None = None  # what `propose` reads, where it runs after the graph
+    undrafted: DeviceStep | None = None  # inputs of `propose`, where it runs after the graph
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,14 +64,15 @@ class LaunchedStep:
 
 
 def packed_results(step: DeviceStep) -> Tensor:
-    """[B, 2K+3]: tokens, num_sampled, not_finite, drafts under verification, for one copy."""
+    """Results as one tensor [B, 2K+3], to be copied at once: tokens, num_sampled, not_finite, and
+    the drafts under verification."""
     batch, verdict = step.batch, step.verdict
     count, broken = verdict.num_sampled.unsqueeze(1), verdict.not_finite.unsqueeze(1)
     return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
 
 
 def unpacked(packed: np.ndarray, k: int) -> StepResult:
-    """The results in [B, 2K+3] of `packed_results`."""
+    """The results in an array [B, 2K+3] that `packed_results` has laid out."""
     return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
 
 
@@ -90,9 +91,10 @@ class ResultRing:
         self._turn = 0
 
     def launched(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
-        """parts: packed results of each part of a step and how many of its requests are real.
+        """Start the copy of a step's results to the host.
 
-        An older result that still lies in the memory of this one is fetched first.
+        parts: packed results of each part, and how many of its requests are no padding. An older
+        step's results that are still in the same host memory are fetched first.
         """
         place, self._turn = self._turn, (self._turn + 1) % RESULT_RING
         before = self._users[place]

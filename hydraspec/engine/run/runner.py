@@ -54,7 +54,8 @@ class Runner:
         return prepare(plan, self.state, self.kv.specs)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The target's forward pass; of a pipeline stage, its part of it."""
+        """Run the target's forward pass, or a pipeline stage's part of it; returns hidden states
+        [T, D] and aux states, [T, D] each."""
         needed = None if self.speculator.reads_all_hidden_states else batch.needed
         received = () if self.io is None else (self.io.received(batch),)
         return self.target.forward(
@@ -76,7 +77,7 @@ class Runner:
         return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
 
     def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
-        """The verifier's decision on the drafts of a batch."""
+        """The verifier's decision on the drafts of a batch: tokens [B, K+1] and counts [B]."""
         return self.verifier(target_step.logits, batch, self.state, batch.flags)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
@@ -95,10 +96,10 @@ class Runner:
         return draft
 
     def reassign(self, slot: int) -> None:
-        """A slot gets another owner, which results under way for the one before must not reach."""
+        """Hook for a new owner of `slot`, which results in flight for the last must not reach."""
 
     def run(self, inputs: PlanTensors, *, proposes: bool = True) -> DeviceStep:
-        """The device's verbs, in order, over a plan in place; drafting may be left for later."""
+        """Run the device's verbs, in order, over an uploaded plan; `propose` only if `proposes`."""
         clock = self.clock
         with clock("prepare"):
             batch = self.prepare(inputs)

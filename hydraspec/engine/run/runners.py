@@ -1,5 +1,6 @@
-"""The runner of an engine, and those of pipeline stages. The last stage runs every verb of a step;
-the others prepare, run their layers and send the stream on, and apply the results when they come.
+"""Construction of an engine's runner, and runners of pipeline stages. The last stage runs every
+verb of a step; the others prepare, run their layers, send the residual stream on, and apply the
+results when they come.
 
 Results are applied in the order of steps: before another step with the same requests is launched,
 at the latest when the host reads them.
@@ -129,15 +130,15 @@ class EarlierStageRunner(DeviceRunner):
         self.captured_step(self._largest())
 
     def captured_step(self, inputs: PlanTensors) -> StepOutputs:
-        """Computes this stage's part of a step, in place of packed results."""
+        """Computes this stage's part of a step: [1 + aux states, T, D] in place of results."""
         return StepOutputs(stack(*self.hidden_states(self.prepare(inputs))))
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
-        """[1 + aux states, T, D] for the next stage."""
+        """Launch one part; returns [1 + aux states, T, D] for the next stage."""
         if captured is None:
             return self.captured_step(self.place(plan)).packed
         self._write(captured.descriptor, plan)
-        return captured.replay().packed.clone()  # which the next replay writes over
+        return captured.replay().packed.clone()  # the next replay writes over the original
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -156,7 +157,7 @@ class EarlierStageRunner(DeviceRunner):
             step.reassigned.add(slot)
 
     def _apply_before(self, plan: StepPlan) -> None:
-        """Inputs that a step with these requests builds on."""
+        """Apply the results of earlier steps of these requests, which their next step needs."""
         slots = set(plan.slots.tolist())
         for step in list(self._unapplied):
             kept = slots - step.reassigned
@@ -164,7 +165,7 @@ class EarlierStageRunner(DeviceRunner):
                 self._apply(step)
 
     def _apply(self, step: _Unapplied) -> LaunchedStep:
-        """With all steps before it, which are applied first."""
+        """Apply the results of a step, after those of all steps before it."""
         while step.found is None:
             oldest = self._unapplied.popleft()
             oldest.found = self._ring.launched(
@@ -181,5 +182,5 @@ class EarlierStageRunner(DeviceRunner):
 
 
 def num_rows_sent(plan: StepPlan, captured: CapturedStep | None) -> int:
-    """Rows of what stages hand over: padded to a graph, where there is one."""
+    """Rows of the tensors that stages hand over: padded to a graph, where there is one."""
     return int(plan.num_rows.sum()) if captured is None else captured.descriptor.num_rows

@@ -1,5 +1,5 @@
-"""A pipeline stage's ends within a step: what it receives, what it sends, and the results of the
-last stage, which every other stage applies to its own state."""
+"""Transfers of a pipeline stage within a step: what it receives, what it sends, and the results of
+the last stage, which every other stage applies to its own state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StageIO:
         num_drafts: int,
         max_num_rows: int,
     ) -> None:
-        """max_num_rows: of a step, padding included."""
+        """max_num_rows: most rows of a step, padding included."""
         self.link, self.stage = link, target.stage
         self._width, self._k = target.hidden_size, num_drafts
         self._num_received = 1 + len(target.aux_ids_before(aux_layer_ids))
@@ -46,7 +46,7 @@ class StageIO:
 
     @classmethod
     def of(cls, models: Models) -> StageIO:
-        """For the engine of these models, which are those of a stage."""
+        """Transfers of the pipeline stage that `models` are of."""
         engine, speculator = models.config.engine, models.speculator
         k = speculator.num_speculative_tokens
         assert models.link is not None
@@ -54,29 +54,29 @@ class StageIO:
         return cls(models.link, models.target, speculator.aux_layer_ids, k, most)
 
     def _tensors(self, num_rows: int) -> Tensor:
-        """[1 + aux states, T, D] of the buffer."""
+        """The buffer as [1 + aux states, T, D], with T `num_rows`."""
         shape = (self._num_received, num_rows, self._width)
         return self._buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def receive(self, num_rows: int) -> None:
-        """Receives what the stage before computed of this step."""
+        """Receive the previous stage's tensors of this step; the first stage receives none."""
         if not self.stage.is_first:
             self.link.receive(self._tensors(num_rows))
 
     def received(self, batch: Batch) -> IntermediateTensors | None:
-        """The received tensors as the forward pass reads them; it may be written to."""
+        """The received tensors, which the forward pass may write to; None on the first stage."""
         if self.stage.is_first:
             return None
         stream, *aux = self._tensors(batch.positions.shape[0]).unbind(0)
         return IntermediateTensors(hidden_states=stream, aux_hidden_states=aux)
 
     def send(self, stacked: Tensor) -> None:
-        """To the next stage: [1 + aux states, T, D], not written afterwards; see `stack`."""
+        """Send [1 + aux states, T, D] (see `stack`) to the next stage; do not write it later."""
         self.link.send(stacked)
 
     def send_results(self, plan: StepPlan, packed: Tensor, state: RequestState) -> Tensor:
-        """From the last stage: a step's `packed_results` [B, 2K+3] and the drafts for the next
-        step, which are in its state. Returns a copy of the former, without padding."""
+        """Send, from the last stage, a step's `packed_results` [B, 2K+3] and the drafts for the
+        next step, which are in `state`. Returns a copy of the results, without padding."""
         packed = packed[: len(plan.slots)]
         slots = PlanRows.of(plan, state).slots
         columns = state.token_ids.shape[1]
@@ -89,11 +89,11 @@ class StageIO:
     def apply_results(
         self, plan: StepPlan, state: RequestState, dropped: Collection[int] = ()
     ) -> Tensor:
-        """On every other stage: receive those results and change the state as the last stage has,
-        but for slots that have another owner since, `dropped`. Returns what `send_results` returns
-        there.
+        """Receive, on any other stage, what the last one sent by `send_results`, and change `state`
+        as it has there, except in the slots `dropped`, which have new owners since. Returns the
+        packed results [B, 2K+3].
 
-        Requests of a step are in no later one until its results are applied.
+        Requests of a step must be in no later step until its results are applied.
         """
         k = self._k
         shape = len(plan.slots), 3 * k + 3
@@ -116,7 +116,8 @@ class StageIO:
 
 
 def stack(hidden: Tensor, aux: Sequence[Tensor]) -> Tensor:
-    """The stream [T, D] after a stage, and the aux states seen so far, as they are sent."""
+    """The residual stream [T, D] after a stage and the aux states so far, as one tensor to send,
+    [1 + aux states, T, D]."""
     return torch.stack([hidden, *aux])
 
 
@@ -132,7 +133,8 @@ class PlanRows:
 
     @classmethod
     def of(cls, plan: StepPlan, state: RequestState, kept: Sequence[int] | None = None) -> PlanRows:
-        """Uploads once, without a wait of the host. kept: these of the plan's requests."""
+        """Upload a plan's numbers in one copy, for which the host does not wait. kept: places of
+        the requests to take; None: all."""
         every = np.arange(len(plan.slots))
         numbers = np.stack([plan.slots, plan.num_rows, plan.num_drafts, plan.samples, every])
         if kept is not None:

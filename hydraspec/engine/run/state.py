@@ -75,14 +75,14 @@ def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> Non
     them."""
     store_drafts(state, batch, draft.tokens)
     if draft.probs is not None and state.draft_probs is not None:
-        # Fewer columns where fewer than K drafts were proposed: the others are read for no draft.
+        # With fewer than K drafts there are fewer columns; the others are read for no draft.
         state.draft_probs[:, : draft.probs.shape[1]].index_copy_(0, batch.slots, draft.probs)
 
 
 def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int) -> Draft:
-    """A draft of the step's own length as one of K: [B, K], -1 after its own; None: no drafts.
+    """The draft with tokens [B, K], -1 after the step's `draft_length`; without a draft all are -1.
 
-    A slot always gets K columns: what an earlier step proposed must not pass for this one's.
+    A slot always gets K columns: drafts of an earlier step must not pass for those of this one.
     """
     assert batch.draft_length is not None
     k, shape = batch.draft_length, (batch.num_requests, num_speculative_tokens)

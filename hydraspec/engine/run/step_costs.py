@@ -1,5 +1,5 @@
-"""Measures what decode steps cost, once, over some of a workload's requests: where K is chosen per
-step, by those costs."""
+"""Measurement of decode step times, once, over some of a workload's requests, for engines that
+choose K per step by these costs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hydraspec.engine.costs import CostTable, StepTimes
 from hydraspec.engine.schedule.draft_lengths import AcceptanceCounts, DraftLengths
 from hydraspec.types import Request, StepRecord
 
-NUM_STEPS = 12  # of each batch and length, at least
-SLOWER_HALF = 0.5  # left out: what else the machine did made these slower
-TOKENS_PER_RUN = 48  # of each request
-MAX_RUNS = 12  # of each batch
+NUM_STEPS = 12  # least number of steps of each batch and length
+SLOWER_HALF = 0.5  # share of times left out: other work of the machine made these slower
+TOKENS_PER_RUN = 48  # output tokens of each request
+MAX_RUNS = 12  # most runs of each batch
 NOT_MEASURED = (
     "method.num_speculative_tokens=auto: too few steps ran in warm-up to measure what they cost; "
     "every step has method.max_speculative_tokens drafts"
@@ -31,12 +31,12 @@ def measure_costs(
     max_num_seqs: int,
     num_micro_batches: int,
 ) -> CostTable | None:
-    """Costs of steps of 1, 2, 4, … requests, up to as many as there are and run at once; None where
-    too few steps of a size ran.
+    """Costs of steps of 1, 2, 4, … requests, up to as many as there are and run at once, without
+    sizes of which too few steps ran; None if that leaves none.
 
-    Lengths take turns from step to step and batches from run to run, so that a machine that gets
-    slower does so for all. Which steps run depends on the requests alone: ranks that run the same
-    steps stay together. The same steps tell how often drafts are accepted.
+    Draft lengths alternate from step to step and batches from run to run, so that a machine that
+    gets slower does so for all. Which steps run depends on the requests alone, so that ranks run
+    the same steps. The table's rates of acceptance come from these steps.
     """
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
@@ -63,7 +63,7 @@ def measure_costs(
 
 
 def _copies(requests: Sequence[Request], count: int) -> list[Request]:
-    """The first `count` of them, all at once, of equally long outputs."""
+    """Copies of the first `count` requests, which arrive at once and have equally long outputs."""
     return [
         replace(
             request,
@@ -82,7 +82,7 @@ def _copies(requests: Sequence[Request], count: int) -> list[Request]:
 
 
 def _never_falling(table: CostTable) -> CostTable:
-    """The table with step times that rise with the drafts, and drafting within them."""
+    """The table with step times that never fall with more drafts, and drafting times below them."""
     step_ms = tuple(tuple(rising(row)) for row in table.step_ms)
     pairs = zip(table.draft_ms or (), step_ms, strict=False)
     draft_ms = tuple(tuple(map(min, drafting, steps)) for drafting, steps in pairs)

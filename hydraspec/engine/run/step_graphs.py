@@ -42,8 +42,8 @@ NOT_CAPTURED = (
     "engine.kv_cache.memory_gib to have them"
 )
 OF_ANOTHER = "that of another rank"
-SPARE_BYTES = GIB // 4  # what a capture takes beside its tensors, at most
-SAMPLING_COPIES = 8  # of float32 logits, in a step that samples with every option, at most
+SPARE_BYTES = GIB // 4  # most memory that a capture takes beside its tensors
+SAMPLING_COPIES = 8  # most copies of float32 logits in a step that samples with every option
 
 CapturedStep: TypeAlias = Captured[PlanTensors, StepOutputs]
 
@@ -57,7 +57,7 @@ class RunnerLimits:
     num_speculative_tokens: int
     max_seq_len: int  # positions a block table can name
     capture_sizes: tuple[int, ...]
-    launch_bound_rows: int = 0  # with up to so many, launching a step takes longer than its rows
+    launch_bound_rows: int = 0  # up to so many rows a step's launch takes longer than its work
     # Drafts per request that a step may have, where that is chosen; else it is K.
     draft_lengths: tuple[int, ...] = ()
     activation_bytes: int = 0  # of a step of max_num_batched_tokens rows; 0: not measured
@@ -112,8 +112,8 @@ def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
 
 
 def _decodes(limits: RunnerLimits) -> list[tuple[int, Sequence[int]]]:
-    """Rows of a request, and the batch sizes: of fewer drafts than K powers of two and the largest,
-    so that graphs are few."""
+    """Rows of a request and the batch sizes to capture, for each draft length; lengths below K have
+    only powers of two and the largest size, so that graphs are few."""
     rows, sizes = limits.rows_per_decode, limits.capture_sizes
     few = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
     shorter = [length + 1 for length in limits.draft_lengths if length + 1 < rows]
@@ -121,13 +121,13 @@ def _decodes(limits: RunnerLimits) -> list[tuple[int, Sequence[int]]]:
 
 
 def is_large(descriptor: Descriptor) -> bool:
-    """Returns whether a step takes as long as its rows take, not as reading the weights."""
+    """Returns whether a step's time is that of its rows' products, not of reading the weights."""
     return descriptor.rows_per_request is None and descriptor.num_rows > PROMPT_ROWS[-1]
 
 
 class StepGraphs:
-    """Graphs of whole steps, without a reference to the runner that keeps them. Greedy ones are
-    captured while loading, those of other ways of sampling when they are first needed."""
+    """Graphs of whole steps, without a reference to the runner that keeps them. Greedy steps are
+    captured while loading, sampled ones when graphs for their flags are first needed."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class StepGraphs:
         self.manager = GraphManager[PlanTensors, StepOutputs](
             "step", backend, in_pieces=partial(_in_pieces, modes)
         )
-        self.num_bytes = 0  # device memory of the captures of this runner, its drafter's included
+        self.num_bytes = 0  # device memory of this runner's captures, the drafter's included
         self.warnings: list[str] = []  # why steps run eagerly that could have graphs
         self._greedy = descriptors(modes, limits)
         self._decodes = defaultdict[int | None, list[Descriptor]](list)  # by rows, smallest first
@@ -178,7 +178,7 @@ class StepGraphs:
 
     @contextmanager
     def counting_memory(self) -> Iterator[None]:
-        """Adds what is captured meanwhile to `num_bytes`, also if a capture fails."""
+        """Add the memory of captures in the block to `num_bytes`, also if a capture fails."""
         before = self.backend.num_bytes()
         try:
             yield
@@ -187,8 +187,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_variant(self, runner: DeviceRunner, flags: SamplingFlags) -> None:
-        """Capture a way of sampling in every shape that greedy steps have, as far as memory
-        allows, so that none of its steps is captured while requests run."""
+        """Capture graphs for `flags` in every shape that greedy steps have, as far as memory
+        allows, so that no such step is captured while requests run."""
         variant = self._variants.serving(flags)
         for greedy in self.manager.descriptors[::-1]:  # large graphs first: small ones reuse memory
             wanted = replace(greedy, variant=variant)
@@ -198,9 +198,9 @@ class StepGraphs:
                 self._capture_late(runner, wanted)
 
     def serving(self, runner: DeviceRunner, plan: StepPlan) -> CapturedStep | None:
-        """The graph that serves a plan. One for its way of sampling is captured where only a greedy
-        one of its shape exists; where memory does not allow that, such plans run eagerly. So do
-        those whose padding would take longer than launching them.
+        """The graph that serves a plan; None: the plan runs eagerly. Where only a greedy graph of
+        its shape exists, one for its flags is captured, or None returned if memory does not allow
+        that. Plans whose padding would take longer than launching them have no graph.
         """
         wanted = Descriptor(
             num_requests=len(plan.slots),
@@ -221,14 +221,14 @@ class StepGraphs:
         return self.manager.dispatch(exact) or self._capture_late(runner, exact)
 
     def _of_same_length(self, wanted: Descriptor) -> Descriptor:
-        """The smallest graph of decodes with as many drafts: a mixed one with fewer rows would
-        draft K. The shape itself where there is none."""
+        """Shape of the smallest graph of decodes with as many drafts as `wanted`, or `wanted` if
+        there is none. A mixed graph with fewer rows would draft K."""
         fitting = [each for each in self._decodes[wanted.rows_per_request] if each.covers(wanted)]
         return fitting[0] if fitting else wanted
 
     def _wastes(self, graph: Descriptor, num_rows: int) -> bool:
-        """Returns whether eager launches, which the device does not wait for, beat padding to this
-        graph: by over an eighth, of steps whose time is that of their rows."""
+        """Returns whether a large graph would pad a step by over an eighth, and the step has so
+        many rows that the device does not wait for eager launches."""
         padding = graph.num_rows - num_rows
         return is_large(graph) and 8 * padding > num_rows > self._launch_bound_rows
 
@@ -242,8 +242,8 @@ class StepGraphs:
     ) -> CapturedStep | None:
         captured, reason = None, ""
         if self._control.layout.tensor > 1:
-            # The ranks exchange in a capture, which cannot be taken back: none begins where one has
-            # too little memory, and a rank that runs out of it nonetheless ends the run.
+            # The ranks exchange in a capture, which cannot be taken back: none begins it if one has
+            # too little memory, and a rank that runs out of memory nonetheless ends the run.
             reason = self._reason_not_to_begin(descriptor)
             if self._control.agree_all(not reason):
                 return self._capture(runner, descriptor)
@@ -259,13 +259,13 @@ class StepGraphs:
         return None
 
     def _reason_not_to_begin(self, descriptor: Descriptor) -> str:
-        """Empty where the device has memory for a capture, by an estimate that is rather high."""
+        """Text on the memory that a capture lacks, by a high estimate; empty: there is enough."""
         free, most = self.backend.free_bytes(), self._limits.bytes_of(descriptor)
         return f"{free / GIB:.2f} GiB are free, {most / GIB:.2f} wanted" if free < most else ""
 
     def _left_out(self, descriptor: Descriptor, warning: str) -> None:
         self._uncaptured.add(descriptor)
-        torch.cuda.empty_cache()  # what the attempt took on the stream of captures
+        torch.cuda.empty_cache()  # memory that the attempt took on the stream of captures
         log.warning(warning)
         if warning not in self.warnings:
             self.warnings.append(warning)

@@ -21,12 +21,12 @@ class Clock(Protocol):
 
 
 def no_clock(phase: str) -> AbstractContextManager[object]:
-    """The clock of what is not timed."""
+    """A clock that times nothing."""
     return _NOTHING
 
 
 class _Span:
-    """Wall milliseconds spent inside: added up, and the last time."""
+    """Wall milliseconds spent in the blocks of a phase: their sum, and those of the last block."""
 
     __slots__ = ("_began", "last_ms", "ms")
 
@@ -62,7 +62,7 @@ class StepClock:
         return self._spans[phase]
 
     def start(self, ended_launch_ms: Mapping[str, float] = NO_LAUNCH) -> None:
-        """A step begins, after one that was scheduled and launched in so many milliseconds."""
+        """Begin a step. ended_launch_ms: `launch_ms` of the step that ended before it."""
         self.last_launch_ms = dict(ended_launch_ms)
         for span in self._spans.values():
             span.ms = 0.0
@@ -70,7 +70,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside is no step's."""
+        """Leave the time of the block out of every step's."""
         began = time.perf_counter()
         try:
             yield
@@ -78,16 +78,16 @@ class StepClock:
             self._started += time.perf_counter() - began
 
     def launch_ms(self) -> dict[str, float]:
-        """Scheduling and launching, the last time."""
+        """Milliseconds of the newest "schedule" and the newest "launch"."""
         return {phase: self._spans[phase].last_ms for phase in NO_LAUNCH}
 
     def total_ms(self, launch_ms: Mapping[str, float]) -> float:
-        """Since `start`, with the step's own `launch_ms` in place of all launching since then,
-        which may be other steps'."""
+        """Milliseconds since `start`, with the step's own `launch_ms` in place of all launching
+        since then, which may be other steps'."""
         elapsed = (time.perf_counter() - self._started) * 1e3
         launching = sum(self._spans[phase].ms for phase in NO_LAUNCH)
         return elapsed - launching + sum(launch_ms.values())
 
     def phase_ms(self) -> dict[str, float | None]:
-        """By phase, null where phases are not timed."""
+        """Milliseconds by phase in PHASES; None where phases are not timed."""
         return {phase: self._spans[phase].ms if self._has_phases else None for phase in PHASES}

@@ -1,4 +1,4 @@
-"""Plans in persistent device memory: what graphs read, and how new plans get there without a wait.
+"""Plans in persistent device memory, which graphs read, and their upload without a wait.
 
 A plan travels as one copy from pinned memory: its numbers, the places of its rows, and those
 entries of the block tables that changed since the last plan. The copy runs in stream order, so it
@@ -23,7 +23,7 @@ from hydraspec.types import NeededRows, RowSegment, SamplingFlags, StepPlan
 
 NUM_STAGES = 4
 ALIGNMENT = 16  # words: kernels are compiled for aligned pointers, so sections begin at such
-MAX_CHANGES = 1 << 14  # table entries a plan's own copy may carry; more travel by themselves
+MAX_CHANGES = 1 << 14  # table entries that a plan's copy may carry; more have a separate copy
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class _Stage:
         self._event = torch.cuda.Event() if is_cuda else None
 
     def wait(self) -> None:
-        """Until the last copy has read it: long done, unless the host is far ahead."""
+        """Wait until the last copy has read the buffer: long done, unless the host is far ahead."""
         if self._event is not None:
             wait_for(self._event)
 
@@ -62,7 +62,7 @@ def wait_for(event: torch.cuda.Event) -> None:
 
 
 class PlanUpload:
-    """Device memory of one plan: every section has a fixed place and begins with the `B` requests.
+    """Device memory of one plan. Sections of requests have fixed places; others depend on the rows.
 
     Words: slots, rows, drafts, samples, query_start_loc of all requests, then for mixed plans the
     request and the offset of each row and the rows to sample from or verify, then the needed rows
@@ -92,7 +92,7 @@ class PlanUpload:
 
     @property
     def tables(self) -> list[Tensor]:
-        """Per KV group [max B, P]."""
+        """Block tables on the device, [max B, P] per KV group."""
         return self._tables.groups
 
     def view(
@@ -153,7 +153,7 @@ class PlanUpload:
         )
 
     def _sent(self, needed: NeededRows, first: int) -> NeededRows:
-        """The same on the device."""
+        """The needed rows on the device, in sections from word `first` on."""
         parts, targets = _parts(needed), needed.targets
         places = zip(_sections(parts, first), parts, strict=False)
         rows, requests, starts, *more = (self._words[at : at + len(part)] for at, part in places)
@@ -168,7 +168,7 @@ class PlanUpload:
         return third + descriptor.num_requests * rows_of_logits
 
     def _row_sections(self, num_rows: int) -> tuple[int, int, int]:
-        """Where a mixed plan's requests of rows, offsets of rows, and rows of logits begin."""
+        """First words of a mixed plan's sections: request and offset of each row, logits rows."""
         each = _aligned(num_rows)
         return self._header, self._header + each, self._header + 2 * each
 
@@ -185,7 +185,7 @@ class PlanUpload:
         return found
 
     def _verify_rows(self, descriptor: Descriptor, rows_of_logits: int) -> Tensor:
-        """[b, K+1] rows of a plan with logits of every row, or of one row a request. Requests with
+        """Rows [b, K+1] of a plan with logits of every row, or of one row a request. Requests with
         fewer rows than that repeat the last one."""
         b, rows = descriptor.num_requests, descriptor.rows_per_request
         k = self.shape.num_speculative_tokens
@@ -205,7 +205,7 @@ class PlanUpload:
         rows_of_logits: int | None = None,
         needed: NeededRows | None = None,
     ) -> None:
-        """Put a plan, or none at all, into the places of `descriptor`; the rest becomes padding.
+        """Write a plan (None: padding alone) to the places of `descriptor`; the rest is padding.
         `needed` goes with a mixed plan, in host memory.
         """
         stage = self._stages[self._turn]
@@ -255,7 +255,8 @@ class PlanUpload:
         plan: StepPlan | None,
         rows_of_logits: int | None,
     ) -> int:
-        """Where each row belongs, and which need logits; returns the end of what was written."""
+        """Write the request and offset of each row, and the rows that need logits; returns the end
+        of these sections."""
         t, k = descriptor.num_rows, self.shape.num_speculative_tokens
         each = k + 1 if rows_of_logits is None else rows_of_logits
         first, second, third = self._row_sections(t)
@@ -282,7 +283,7 @@ def _parts(needed: NeededRows) -> list[np.ndarray]:
 
 
 def _sections(parts: Sequence[np.ndarray], first: int) -> list[int]:
-    """Where each part begins from `first` on, and the end of the last."""
+    """First word of each part, stored from `first` on, and the end of the last part."""
     found = [_aligned(first)]
     for part in parts[:-1]:
         found.append(found[-1] + _aligned(len(part)))

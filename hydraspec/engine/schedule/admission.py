@@ -1,4 +1,4 @@
-"""Which requests join a step, and whether the run goes on: decided alone, or by the first rank of a
+"""Admission of requests to steps, and the end of a run: decided alone, or by the first rank of a
 replica, which the others obey."""
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ LONGEST_SLEEP_S = 0.1  # while no request has arrived; between two looks at the 
 
 
 class Admission(Protocol):
-    """Asked before each step of one run."""
+    """Source of a run's requests, which the engine asks before each step."""
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
-        """The requests that join the step, beside as many unfinished ones; None: the run is over,
-        and none is unfinished or those are to be dropped. Where none is unfinished, waits until one
-        joins."""
+        """The requests that join the next step, beside `num_unfinished` earlier ones; None: the run
+        is over, and unfinished requests are dropped. With none unfinished it waits until one joins.
+        """
         ...
 
     def offered_at(self, request: Request) -> float | None:
-        """When a request that has joined was offered (time.perf_counter()); None: as it joined."""
+        """Time (time.perf_counter()) at which a request that has joined was offered; None: when it
+        joined."""
         return None
 
     def cancelled(self) -> Sequence[int]:
-        """Requests, by index, to be dropped before the step, told since this was last called. Asked
+        """Indices of requests to end before the step, cancelled since the last call. It is called
         after `joining`; some may not have joined yet, or have ended."""
         return ()
 
     def ended(self, index: int) -> None:
-        """Request `index` has ended: the next turn of its conversation may join."""
+        """Record that request `index` has ended: the next turn of its conversation may join."""
         return None
 
     def close(self) -> None:
-        """The run ends here, early or not."""
+        """End the run, early or not."""
         return None
 
 
@@ -60,7 +61,7 @@ class Cancels:
 
 class Arrivals:
     """The times at which the requests of one run arrive: `Request.arrival_s` after its start, which
-    is when this is first asked."""
+    is the first call of `due_in`."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Arrivals:
         self._start: float | None = None
 
     def due_in(self, request: Request) -> float:
-        """Seconds until it arrives; 0 or less once it has."""
+        """Seconds until a request arrives; 0 or less once it has."""
         if self._start is None:
             self._start = self._clock()
         if request.arrival_s is None:
@@ -79,26 +80,26 @@ class Arrivals:
         return self._start + request.arrival_s - self._clock()
 
     def at(self, request: Request) -> float | None:
-        """When one that was asked about arrived, by the clock; None: it has no time of arrival."""
+        """Time of arrival of a request, by the clock; None: it has none. Call `due_in` before."""
         if request.arrival_s is None or self._start is None:
             return None
         return self._start + request.arrival_s
 
     def wait_for(self, request: Request, watch: Callable[[], None]) -> None:
-        """Sleep until it arrives. `watch` is called at least every LONGEST_SLEEP_S."""
+        """Sleep until a request arrives. `watch` is called at least every LONGEST_SLEEP_S."""
         while (left := self.due_in(request)) > 0:
             watch()
             self._sleep(min(left, LONGEST_SLEEP_S))
 
 
 def by_arrival(requests: Sequence[Request]) -> list[Request]:
-    """The order in which requests are offered: by arrival, then as they stand."""
+    """Requests in the order in which they are offered: by arrival, then in the given order."""
     return sorted(requests, key=lambda request: request.arrival_s or 0.0)
 
 
 class Pending(Admission):
     """Conversations as they arrive, at most `concurrency` of them in progress (None: any number).
-    One in progress keeps its place: its next turn joins at once."""
+    A conversation in progress keeps its place: its next turn joins at once."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Pending(Admission):
 
 
 class Leading(Admission):
-    """The first rank's: asks another admission, and announces what it says.
+    """Admission on the first rank of a replica: asks another admission, and announces its answers.
 
     Interrupts wait for the next call: the other ranks cannot leave a step half done.
     """
@@ -158,7 +159,7 @@ class Leading(Admission):
         return self._source.offered_at(request)
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
-        """Raises KeyboardInterrupt if one came since the last call."""
+        """See Admission. Raises KeyboardInterrupt if an interrupt came since the last call."""
         self._held.close()
         found = self._source.joining(num_unfinished)
         self._cancelled = self._source.cancelled()
@@ -186,7 +187,7 @@ class Leading(Admission):
 
 
 class Following(Admission):
-    """Another rank's: does what the first of its replica announces."""
+    """Admission on another rank of a replica: gives the answers that the first one announces."""
 
     def __init__(self, requests: Sequence[Request], control: Control) -> None:
         self._requests, self._control = requests, control
@@ -194,7 +195,7 @@ class Following(Admission):
         self._cancelled: Sequence[int] = ()
 
     def joining(self, num_unfinished: int) -> Sequence[Request] | None:
-        """Raises RankError if this rank has finished other requests than the first one has."""
+        """See Admission. Raises RankError if `num_unfinished` differs from the first rank's."""
         heard = self._control.hear(self._control.replica[0], self._topic)
         unfinished_there, places, self._cancelled = heard
         if places is None:
@@ -218,7 +219,8 @@ def _topic(control: Control) -> str:
 
 
 def obeyed(source: Admission, requests: Sequence[Request], control: Control) -> Admission:
-    """The answer of `source`, on every rank of a replica; only its first rank asks it."""
+    """Admission with the answers of `source` on every rank of a replica; only its first rank asks
+    `source`."""
     if control.layout.num_ranks == 1:
         return source
     return Leading(source, requests, control) if control.leads else Following(requests, control)

@@ -1,8 +1,8 @@
-"""How many drafts each step verifies and proposes, where that is chosen while requests run
+"""Choice of the number of drafts that each step verifies and proposes, while requests run
 (docs/adr/0035).
 
-Plain numbers on the host: counts of steps whose results have arrived, and measured costs. The same
-costs and results give the same choices, on every rank.
+The choice follows from plain numbers on the host: counts of steps whose results have arrived, and
+measured costs. The same costs and results give the same choices, on every rank.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from hydraspec.engine import costs
 from hydraspec.engine.costs import CostTable
 from hydraspec.types import RequestStep
 
-# A count loses so much of its weight with every further step, so that the last 100 steps decide.
+# Share of its weight that a count keeps with every further step: the last 100 steps decide.
 KEPT_PER_STEP = 0.99
-# What is assumed of a draft that was never verified, and the weight of that in verifications. After
-# the first position the rate of the one before is assumed.
+# Rate that is assumed of a draft that was never verified, and its weight in verifications. After
+# the first position the rate of the position before is assumed.
 ASSUMED_RATE, ASSUMED_WEIGHT = 0.8, 1.0
-# A run begins as if it had seen so many verifications of each draft with the rates of the steps
-# whose costs were measured; with assumed ones where those are not known.
+# A run begins as if it had seen so many verifications of each draft, with the rates of the steps
+# whose costs were measured, or with ASSUMED_RATE where these are not known.
 MEASURED_WEIGHT, UNKNOWN_WEIGHT = 16.0, 4.0
-# Speeds are means over so many steps with a length, or a share of the steps that the present one
-# has lasted. In the first one a request has no more drafts to verify than the step before proposed,
-# so a rise has to make up for it in the others.
+# Speeds are means over so many steps of a length, or over a share of the steps that the present
+# length has lasted. In the first of them a request has no more drafts to verify than the step
+# before proposed, so a longer length has to make up for that in the others.
 STEPS_OF_LENGTH, SHARE_OF_LAST = 7.0, 0.25
-# Of a step's costs in those that choices follow, which are means over recent steps: where a request
-# ends and the next one joins, one step has fewer requests.
+# Weight of the newest step in the costs that choices follow, which are means over recent steps:
+# where a request ends and the next one joins, one step has fewer requests.
 COSTS_OF_STEP = 0.25
-# Of the time may go to steps that try a longer draft than the best, where such a draft was not
-# verified for so many steps: what was rejected before may be accepted now.
+# Share of the time that may be spent on trying a longer draft than the best, if such a draft was
+# not verified for so many steps: drafts that were rejected before may be accepted now.
 TRIAL_SHARE = 0.01
 STEPS_UNTIL_TRIAL = 100
 
 
 def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
-    """The lengths to choose from, 0 to the most, above 4 with gaps where those would be many:
-    each is measured, and has its own graphs. Empty where K is fixed."""
+    """The lengths to choose from, rising from 0 to `method.most_drafts`; with more than 8, those
+    above 4 have gaps, as each is measured and has its own graphs. Empty where K is fixed."""
     if not isinstance(method.num_speculative_tokens, PerStep):
         return ()
     most = method.most_drafts
@@ -51,7 +51,7 @@ def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
 
 
 def build_draft_lengths(config: RunConfig, num_micro_batches: int) -> DraftLengths | None:
-    """A source of K, where that is not fixed.
+    """The chooser of K for each step; None where K is fixed.
 
     Raises:
         ConfigurationError: method.costs names no table, or one that lacks some of the lengths.
@@ -75,7 +75,8 @@ def build_draft_lengths(config: RunConfig, num_micro_batches: int) -> DraftLengt
 
 
 class AcceptanceCounts:
-    """Verifications of each draft after accepted ones, over all requests."""
+    """Counts of how often draft i was verified, and accepted, after i accepted ones, over all
+    requests."""
 
     def __init__(self, most: int, rates: Sequence[float] = (), weight: float = 0.0) -> None:
         """Starts as if `weight` verifications of each of `most` drafts had had these rates."""
@@ -85,7 +86,7 @@ class AcceptanceCounts:
 
     def add(self, requests: Iterable[RequestStep], kept: float = 1.0) -> None:
         """Count what a step verified; earlier counts keep a share `kept` of their weight. Drafts
-        that were not proposed are not in it."""
+        that were not proposed do not count."""
         most = len(self._reached)
         num_reached, num_accepted = [0] * (most + 1), [0] * (most + 1)  # requests, by drafts
         longest = 0
@@ -104,7 +105,7 @@ class AcceptanceCounts:
             self.unseen[i] = 0 if i < longest else self.unseen[i] + 1
 
     def rates(self) -> list[float]:
-        """The probability that draft i is accepted after i accepted ones."""
+        """Estimated probabilities that draft i is accepted after i accepted ones, for each i."""
         rates, before = [], ASSUMED_RATE
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
             before = (accepted + ASSUMED_WEIGHT * before) / (reached + ASSUMED_WEIGHT)
@@ -113,16 +114,16 @@ class AcceptanceCounts:
 
 
 class DraftLengths:
-    """Chooses the length that promises the most tokens per millisecond.
+    """Chooses the draft length with the most expected tokens per millisecond.
 
     Attributes:
-        costs: of decode steps by requests and length; None: not known, every step has `most`.
+        costs: of decode steps by requests and length; None: unknown, steps have the most drafts.
     """
 
     def __init__(
         self, offered: Sequence[int], costs: CostTable | None = None, num_micro_batches: int = 1
     ) -> None:
-        """offered: rising from 0. num_micro_batches: see Scheduler."""
+        """offered: the lengths to choose from, rising from 0. num_micro_batches: see Scheduler."""
         self.offered = offered
         # Drafts are verified in the next step of the same requests.
         self._steps_of_trial = 1 + num_micro_batches
@@ -131,7 +132,7 @@ class DraftLengths:
         self.start_over()
 
     def start_over(self) -> None:
-        """A run begins: of its requests only what the steps with measured costs showed is known."""
+        """Begin a run: counts start from rates seen while costs were measured, or assumed ones."""
         most = self.offered[-1]
         measured = self.costs.rates if self.costs is not None else ()
         weight = MEASURED_WEIGHT if measured else UNKNOWN_WEIGHT
@@ -139,16 +140,16 @@ class DraftLengths:
         self._last: int | None = None  # index of the last choice that was no trial
         self._num_same = 0  # choices of it in a row
         self._known_ms: dict[int, list[float]] = {}  # by requests in the step, then by length
-        self._recent_ms: list[float] = []  # of a step by length: costs in recent steps
-        self._saved_ms = 0.0  # for trials
-        self._trial: list[int] = []  # its further steps
+        self._recent_ms: list[float] = []  # mean costs of recent steps, by length
+        self._saved_ms = 0.0  # saved up for a trial
+        self._trial: list[int] = []  # lengths of the further steps of a trial
 
     def follow(self, script: Iterable[int] | None) -> None:
-        """Take lengths from `script` until it is None again: how costs are measured."""
+        """Take lengths from `script` instead of choosing, to measure costs; None: choose again."""
         self._script = None if script is None else iter(script)
 
     def choose(self, num_requests: int) -> int:
-        """Drafts per request of the next step, of about so many requests."""
+        """Drafts per request of the next step, which has about `num_requests` requests."""
         if self._script is not None:
             return next(self._script)
         if self.costs is None:
@@ -185,8 +186,8 @@ class DraftLengths:
 
     def _tries_more(self, costs: Sequence[float], best: int) -> bool:
         """Returns whether this step and a few after it try the length after the best, where that
-        was not verified for long. Every step saves a share of its time, which pays for what a trial
-        takes longer."""
+        was not verified for long. Every step saves TRIAL_SHARE of its time; the savings pay for the
+        longer steps of a trial."""
         self._saved_ms += TRIAL_SHARE * costs[best]
         if best + 1 == len(costs):
             self._saved_ms = 0.0

@@ -76,8 +76,8 @@ class PlanBuilder:
 
 
 def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:
-    """Decoding requests with equally many rows form one segment; every prefill chunk is its own
-    segment."""
+    """Segments of a step: decoding requests with equally many rows form one, every prefill chunk
+    its own."""
     segments: list[RowSegment] = []
     first_row = 0
     for index, item in enumerate(scheduled):
@@ -97,7 +97,7 @@ def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowS
 
 
 def full_decodes(plan: StepPlan) -> np.ndarray:
-    """[B] bool: requests that sample and verify all drafts of the step."""
+    """Mask [B] of the requests that sample and verify all drafts of the step."""
     rows = plan.decode_rows
     found: np.ndarray = (plan.num_rows == rows) & (plan.num_drafts == rows - 1) & plan.samples
     return found

@@ -1,5 +1,5 @@
-"""How many prompt rows a step gets: so many that prompts are read at full speed, so few that
-decoding requests are not stalled, ending where graphs end, and in chunks for every pipeline stage.
+"""Number of prompt rows of a step: enough to read prompts at full speed, few enough not to stall
+decoding requests, up to sizes of graphs, and in chunks for every pipeline stage.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from hydraspec.graphs import PROMPT_ROWS
 from hydraspec.types import Span
 
-STEPS_OF_PROMPTS = 4  # over which unread prompts are spread beside decodes
-FEW_ROWS = 512  # of a step that decodes: worth any prompt rows, for weights are read anyway
+STEPS_OF_PROMPTS = 4  # steps over which unread prompts are spread beside decodes
+FEW_ROWS = 512  # rows to which prompts fill a step that decodes, as it reads the weights anyway
 LEAST_PROMPT_ROWS = 256  # beside decodes, however many these are: no prompt waits for ever
-CHUNKS_PER_STAGE = 4  # of the prompts at hand: stages idle for a fifth of the time at most
+CHUNKS_PER_STAGE = 4  # chunks of the unread prompts: stages idle at most a fifth of the time
 LEAST_CHUNK = 2048  # rows that keep a device busy for longer than launches take
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PromptRows:
-    """The policy of one engine. A plain function of plain numbers: ranks decide alike."""
+    """The policy of one engine. It depends on plain numbers alone, so that ranks decide alike."""
 
     max_rows: int  # engine.max_num_batched_tokens
     graph_rows: tuple[int, ...] = ()  # of mixed steps that are graphs, rising
     num_micro_batches: int = 1  # steps in flight of disjoint requests
 
     def most(self, num_decode_rows: int, unread: Sequence[int]) -> int:
-        """Prompt rows of a step beside its decode rows.
+        """Most prompt rows of a step beside its decode rows.
 
-        unread: prompt tokens of every request that could be read in this step.
+        unread: for each request whose prompt could be read in this step, its unread tokens.
         """
         most, total = self.max_rows - num_decode_rows, sum(unread)
         if self.num_micro_batches > 1 and len(unread) > 1:
@@ -44,16 +44,17 @@ class PromptRows:
         return bool(self.graph_rows) and self.graph_rows[-1] > PROMPT_ROWS[-1]
 
     def _beside(self, num_decode_rows: int, unread: int) -> int:
-        """A quarter of what is unread, so that one long prompt takes a few steps and many prompts
-        do not add up to a stall; at least FEW_ROWS in all, at most the largest graph."""
+        """Prompt rows beside decodes: a quarter of the unread ones, so that a long prompt takes few
+        steps and many prompts do not add up to a stall; with the decodes at least FEW_ROWS, at most
+        the largest graph."""
         wanted = max(-(-unread // STEPS_OF_PROMPTS), FEW_ROWS - num_decode_rows)
         wanted = min(wanted, self.graph_rows[-1] - num_decode_rows)
         wanted = min(max(wanted, LEAST_PROMPT_ROWS), unread)
         return self._fitted(num_decode_rows + wanted, num_decode_rows) - num_decode_rows
 
     def _fitted(self, num_rows: int, num_decode_rows: int) -> int:
-        """The size of the graph above or below, whichever is nearer: a chunk is cut where padding
-        would be more than what is left for the next step."""
+        """Size of the nearest graph above or below `num_rows`: a chunk is cut where the padding
+        would be more rows than the cut leaves for the next step."""
         above = bisect_right(self.graph_rows, num_rows - 1)
         if above in (0, len(self.graph_rows)) or num_rows <= PROMPT_ROWS[-1]:
             return num_rows
@@ -75,7 +76,8 @@ def whole_spans(spans: Sequence[Span], start: int, rows: int, most: int) -> int:
 
 
 def cut_span(spans: Sequence[Span], border: int) -> Span | None:
-    """The span that a border before position `border` would cut, although it must stay whole."""
+    """The span that a border before position `border` would cut, although it must stay whole; None:
+    there is none."""
     for span in spans:
         if span.start < border < span.end and not span.may_be_cut:
             return span

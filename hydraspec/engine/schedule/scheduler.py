@@ -1,5 +1,5 @@
-"""Continuous batching on the host: which requests run in the next step, and with how many rows.
-Plain numbers only.
+"""Continuous batching on the host, in plain numbers: which requests run in the next step, and with
+how many rows.
 
 The scheduler may run one step ahead of the results (docs/adr/0010): what a step in flight will have
 accepted is then known within bounds only, and every decision here holds at both ends of them.
@@ -44,8 +44,8 @@ class Scheduler:
         draft_lengths: DraftLengths | None = None,
     ) -> None:
         """num_micro_batches, runs_ahead: see MicroBatches; one: one step in flight, or two as in
-        docs/adr/0010. graph_rows: of mixed steps that are graphs, rising. draft_lengths: chooses
-        the drafts of each step, at most num_speculative_tokens."""
+        docs/adr/0010. graph_rows: rows of the mixed steps that have graphs, rising. draft_lengths:
+        chooses the drafts of each step, at most num_speculative_tokens."""
         self.kv = kv
         self.micro_batches = MicroBatches(num_micro_batches, runs_ahead=runs_ahead)
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -63,12 +63,12 @@ class Scheduler:
         self._ending: list[Sequence] = []  # cancelled, and not out yet
         self.num_preempted = 0  # since take_num_preempted()
         self._budget = 0  # rows left of the step being scheduled
-        self._withheld = 0  # rows that it has beside the budget, for spans that must stay whole
+        self._withheld = 0  # rows of the step beside the budget, for spans that must stay whole
         self._is_short = False  # no blocks or rows for newcomers in this round
-        # The last one that found no blocks, and the cached tokens that it would have begun with.
+        # The last request that found no blocks, and the cached tokens it would have begun with.
         self._refused: tuple[Sequence | None, int] = None, 0
         self._is_limited = False  # the budget is that of prompts
-        # Prompts of the step being scheduled, by the end of their next block to be published.
+        # Prompts of the step being scheduled, by the key of the next tokens that they can share.
         self._reading: dict[bytes | None, Scheduled] = {}
         self._prompt_rows = PromptRows(
             max_rows=max_num_batched_tokens,
@@ -117,7 +117,7 @@ class Scheduler:
                 break
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
-            # Rows in flight that are certain to stay count: whoever reads them is launched later.
+            # Rows in flight that are certain to stay count: steps that read them come later.
             certain = sequence.fewest_computed
             self.kv.publish(sequence.slot, sequence.keys, certain)
             self.kv.slide(sequence.slot, certain)
@@ -150,7 +150,7 @@ class Scheduler:
         ]
 
     def _end_cancelled(self) -> None:
-        """Sequences that wait for results between pipeline stages end when these have arrived."""
+        """End cancelled sequences; with pipeline stages they end once their results are in."""
         for sequence in self._ending:
             if sequence.finish_reason is None and not self.micro_batches.hold(sequence):
                 sequence.fail(CANCELLED)
@@ -173,7 +173,7 @@ class Scheduler:
         return decodes + [sequence for sequence in running if not sequence.decodes_next]
 
     def _limit_prompts(self) -> None:
-        """Once the decodes are chosen: lower the budget to what prompts get (docs/adr/0028)."""
+        """Lower the budget, once decodes are chosen, to what prompts get (docs/adr/0028)."""
         if self._is_limited:
             return
         self._is_limited = True
@@ -203,15 +203,15 @@ class Scheduler:
         wanted = self.num_speculative_tokens if self.draft_length is None else self.draft_length
         num_drafts = min(wanted, room)
         if undecided and num_drafts < wanted:
-            return None  # what is in flight decides how many drafts fit
+            return None  # the results in flight decide how many drafts fit
         rows = 1 + num_drafts
         if rows > self._budget:
             return None
         return Scheduled(sequence, fewest + undecided - 1, rows, num_drafts, False, True)
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
-        """Rows of the next chunk of a prompt. No request joins before a span that must stay whole
-        and finds too few rows: decodes come to their ends, and leave more."""
+        """Rows of the next chunk of a prompt. While a span that must stay whole finds too few rows,
+        no request joins: decodes come to their ends, and leave more."""
         rows = min(sequence.num_tokens - start, self._budget)
         whole = whole_spans(sequence.spans, start, rows, self._budget + self._withheld)
         self._is_short |= rows > 0 and not whole
@@ -246,7 +246,7 @@ class Scheduler:
         return True
 
     def _shrink(self, item: Scheduled) -> bool:
-        """A request alone in a full cache: fewer drafts or a shorter chunk, else it fails."""
+        """Cut the rows of a request alone in a full cache; False: none fit, and it has failed."""
         sequence = item.sequence
         rows = self._tokens_that_fit(sequence.slot) - item.num_computed
         rows = whole_spans(sequence.spans, item.num_computed, min(rows, item.num_rows), rows)
@@ -262,7 +262,7 @@ class Scheduler:
         return self._allocate(item)
 
     def _fail_in_full_cache(self, sequence: Sequence) -> None:
-        """No other request holds blocks, and its next rows find too few."""
+        """Fail a request whose next rows find too few blocks though no other one holds any."""
         sequence.fail(
             f"the KV cache is full at {sequence.num_tokens} tokens: "
             "raise engine.kv_cache.memory_gib"
@@ -312,8 +312,8 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> int:
-        """Cached tokens of a waiting request. Blocks that the step being scheduled fills get their
-        keys as far as it shares them: at most twice as far, so that few searches do."""
+        """Cached tokens of a waiting request. Blocks that the step being scheduled fills are made
+        findable on the way, each time at most twice as far, so that few searches suffice."""
         keys, most = sequence.keys, sequence.num_tokens - 1
         cached = self.kv.find_prefix(keys, most)
         while item := self._reading.pop(self.kv.next_key(keys, cached, most), None):
@@ -326,14 +326,14 @@ class Scheduler:
         return cached
 
     def _let_share(self, item: Scheduled, num_published: int) -> None:
-        """Requests that are admitted to the same step may take the blocks that `item` fills."""
+        """Let requests that are admitted to the same step take the blocks that `item` fills."""
         key = self.kv.next_key(item.sequence.keys, num_published, item.num_shared)
         if key is not None:
             self._reading.setdefault(key, item)
 
     def _may_fit(self, sequence: Sequence, slot: int) -> bool:
-        """Returns whether it is worth looking for the request's prefix: not while the rows that it
-        lacked beside a prefix when it was refused find no blocks."""
+        """Returns whether to look for the request's prefix: not if it was refused last, and the
+        rows that it lacked beside the prefix still find no blocks."""
         if self._budget < 1:
             return False
         refused, cached = self._refused
@@ -343,7 +343,7 @@ class Scheduler:
         return self._tokens_that_fit(slot) >= wanted
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give its blocks back; it is recomputed from its tokens later, its drafts are dropped."""
+        """Give back a request's blocks; it is recomputed later, and its drafts are dropped."""
         self.release(sequence)
         if sequence.in_flight is None:
             sequence.start_over()
@@ -354,8 +354,8 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Free slot and blocks of a sequence that finished, failed or was preempted.
 
-        At once, also where a launched step still uses them: the device works in order, so whatever
-        is launched later for their next owner comes after it.
+        They are free at once, even if a launched step still uses them: the device works in order,
+        so steps launched later for their next owner run after that step.
         """
         if sequence.slot < 0:  # it ended by the step that was in flight when it was preempted
             self.waiting.remove(sequence)
@@ -380,13 +380,13 @@ class Scheduler:
         self.num_preempted = 0
 
     def launched(self, scheduled: list[Scheduled]) -> None:
-        """The step runs and its results are not in: the next is scheduled on bounds."""
+        """Record that a step was launched: the next one is scheduled on bounds of its results."""
         self.micro_batches.launched(scheduled)
         for item in scheduled:
             item.sequence.in_flight = item
 
     def arrived(self, item: Scheduled) -> None:
-        """The results of `item` are in its sequence."""
+        """Record that the results of `item` were applied to its sequence."""
         sequence = item.sequence
         if sequence.in_flight is item:
             sequence.in_flight = None

@@ -1,5 +1,5 @@
-"""A request in the engine and its share of a step, as scheduler, plans and results see them. Plain
-numbers; what a step in flight will have accepted is known within bounds only (docs/adr/0010).
+"""A request in the engine and its share of a step, in plain numbers, for scheduler, plans and
+results. What a step in flight will have accepted is known within bounds only (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hydraspec.types import Span
 
 @dataclass(slots=True, eq=False)
 class Sequence(OfferedRequest):
-    """An offered request with its place in the cache. Its numbers are those of the results that
+    """An offered request with its place in the cache. Its numbers are those after the results that
     have arrived."""
 
     slot: int = -1
     num_computed: int = 0  # tokens with valid target KV
-    decoding: bool = False  # it has sampled since it was (re)admitted
-    in_flight: Scheduled | None = None  # its share of the last launched step, until that arrives
+    decoding: bool = False  # the request has sampled since it was (re)admitted
+    in_flight: Scheduled | None = None  # the share of a launched step, until its results arrive
     was_admitted: bool = False
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans of its prompt."""
+        """The spans of the prompt."""
         return self.request.spans
 
     def fail_if_span_too_long(self, most: int) -> None:
@@ -44,7 +44,7 @@ class Sequence(OfferedRequest):
 
     @property
     def decodes_next(self) -> bool:
-        """Returns whether its next rows are its newest token and drafts."""
+        """Returns whether the sequence's next rows are its newest token and drafts."""
         return self.decoding or (self.in_flight is not None and self.in_flight.samples)
 
     @property
@@ -61,11 +61,11 @@ class Sequence(OfferedRequest):
 
     @property
     def num_undecided(self) -> int:
-        """Drafts in flight: how much further than the fewest it may turn out to be."""
+        """Drafts in flight: the most tokens that results may add to the fewest ones."""
         return self.in_flight.num_drafts if self.in_flight is not None else 0
 
     def start_over(self) -> None:
-        """Its cache is gone: it is to be read from its first token."""
+        """Reset after the sequence's blocks are lost: it is read again from its first token."""
         self.num_computed = 0
         self.decoding = False
 
@@ -79,8 +79,8 @@ class Scheduled:
     num_rows: int
     num_drafts: int
     is_prefill: bool
-    samples: bool  # its rows reach its newest token
-    number: int = 0  # of its step, from 1, once that is launched
+    samples: bool  # the rows reach the sequence's newest token
+    number: int = 0  # of the step, from 1, once the step is launched
 
     @property
     def seq_len(self) -> int:
@@ -89,25 +89,26 @@ class Scheduled:
 
     @property
     def num_shared(self) -> int:
-        """Leading tokens whose KV other requests of the same step may read: 0, or those of a prompt
-        and its rows. Few rows may be written and read in one kernel, and the newest row twice (see
-        needed_rows.reduced)."""
+        """Leading tokens whose KV other requests of the same step may read: those up to the end of
+        a prompt's rows, else 0. Few rows may be written and read in one kernel, and the newest row
+        may be written twice (see needed_rows.reduced)."""
         if not self.is_prefill or self.num_rows <= MOST_FUSED_ROWS:
             return 0
         return self.seq_len - self.samples
 
 
 class MicroBatches:
-    """Steps in flight of disjoint requests, as many as stages; with one stage there is no rule."""
+    """Steps in flight of disjoint requests, as many as pipeline stages; with one stage no request
+    is held back."""
 
     def __init__(self, count: int, *, runs_ahead: bool) -> None:
-        """runs_ahead: of several, the next step of requests may be launched before the results of
-        their last one are in, once that is the oldest of `count` steps."""
+        """count: pipeline stages. runs_ahead: with several, the next step of requests may be
+        launched before the results of their last one are in, once that is the oldest of `count`."""
         self.count, self._runs_ahead = count, runs_ahead
         self._num_launched = 0
 
     def share(self, num_requests: int) -> int:
-        """The most requests of a step: an even part of all."""
+        """Most requests of a step: `num_requests` divided by the stages, rounded up."""
         return -(-num_requests // self.count)
 
     def launched(self, scheduled: Iterable[Scheduled]) -> None:
@@ -117,7 +118,7 @@ class MicroBatches:
             item.number = self._num_launched
 
     def hold(self, sequence: Sequence) -> bool:
-        """Returns whether it is in a step that the next one overlaps in the stages."""
+        """Returns whether a sequence is in a step that the next one would overlap in the stages."""
         flight = sequence.in_flight
         if self.count == 1 or flight is None:
             return False

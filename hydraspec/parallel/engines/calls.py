@@ -24,11 +24,11 @@ def announce(control: Control, number: int, name: str, **arguments: Plain) -> No
 
 
 def follow(config: RunConfig) -> None:
-    """The part of ranks other than 0: build the same engine, and make the calls that rank 0
-    announces, until it closes the engine. The ranks are those of `distributed.ranks.current()`.
+    """Run a rank other than 0: build the same engine, and make the calls that rank 0 announces,
+    until it closes the engine. The ranks are those of `parallel.ranks.current()`.
 
     Raises:
-        what ends the whole run: its first error, which rank 0 raises too.
+        Exception: the first error of the run, if it ends the whole run; rank 0 raises it too.
     """
     together, engines = Together(current()), [Peers()]
     control = together.control

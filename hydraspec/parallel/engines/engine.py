@@ -1,4 +1,4 @@
-"""The engine of several ranks, as the lab on rank 0 sees it."""
+"""The engine of several ranks, which the lab on rank 0 calls as it calls any engine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ParallelEngine(Engine):
     Raises the first error that any rank had."""
 
     def __init__(self, config: RunConfig, origin: ParallelEngine | None = None) -> None:
-        """Load on every rank what `config` names; or, of an engine loaded so, be its baseline."""
+        """Load on every rank what `config` names, or make the baseline of the engine `origin`."""
         self._peers = Peers()
         self._num_steps = 0
-        self._cancels = Cancels()  # of the last run
+        self._cancels = Cancels()  # of the newest run
         if origin is None:
             self._together = Together(current())
             self._number, self._numbers = 0, count(1)  # this engine's, and those of the next ones
@@ -52,7 +52,7 @@ class ParallelEngine(Engine):
 
     @property
     def info(self) -> EngineInfo:  # type: ignore[override]
-        """Rank 0's, with the devices and warnings of all ranks and the most memory of any."""
+        """Rank 0's facts, with the devices and warnings of all ranks and the most memory of any."""
         facts = self._peers.facts
         return replace(
             self._engine.info,
@@ -66,7 +66,7 @@ class ParallelEngine(Engine):
 
     @contextmanager
     def _called(self, name: str, **arguments: Plain) -> Iterator[NativeEngine]:
-        """A call that is not interrupted in the middle of a step."""
+        """Context of a call that all ranks make and that is not interrupted within a step."""
         with interrupts_held_back(), self._together.call(self._peers):
             self._announce(name, **arguments)
             yield self._engine
@@ -82,7 +82,7 @@ class ParallelEngine(Engine):
         return self._events(requests, concurrency, self._cancels)
 
     def cancel(self, index: int) -> None:
-        """See Engine. A replica learns of it with the next event of the iterator."""
+        """See Engine. Other replicas are told at the next event of the iterator."""
         self._cancels.add(index)
 
     def _events(
@@ -104,7 +104,7 @@ class ParallelEngine(Engine):
                     events = opened.enter_context(closing(inbox.merged(own)))
                     self._announce("run", requests=from_requests(requests), share=asdict(share))
             except KeyboardInterrupt:
-                next(events, None)  # one that has begun announces its end
+                next(events, None)  # a run that has begun announces its end
                 raise
             yield from events
         self._num_steps = inbox.num_steps
@@ -117,7 +117,7 @@ class ParallelEngine(Engine):
         return self._engine.has_eager_steps()
 
     def num_built(self) -> Built:
-        """The most that any rank has built, as of the last call."""
+        """See Engine; the largest counts of any rank after the last call."""
         return self._peers.facts.built
 
     def baseline(self) -> ParallelEngine:
@@ -131,17 +131,17 @@ class ParallelEngine(Engine):
             return engine.next_token_logits(token_ids, spans)
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
-        """See Engine; of rank 0's replica alone."""
+        """See Engine; only rank 0's replica is measured."""
         with self._called("profile_step", requests=from_requests(requests)) as engine:
             return engine.profile_step(requests)
 
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
-        """See Engine; of rank 0's replica alone."""
+        """See Engine; only rank 0's replica is measured."""
         with self._called("profile_phases", requests=from_requests(requests)) as engine:
             return engine.profile_phases(requests)
 
     def close(self) -> None:
-        """Ends the other ranks' part, unless they have failed."""
+        """See Engine. Closing the first engine ends `follow` on other ranks, unless one failed."""
         if self._number == 0 and not self._together.is_over:
             announce(self._together.control, self._number, CLOSE)
         self._engine.close()

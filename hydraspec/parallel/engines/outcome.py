@@ -1,4 +1,4 @@
-"""How a call that every rank makes has ended on each of them, and whether the ranks can go on."""
+"""Outcomes of a call that every rank makes, and whether the ranks can make further calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOPPED = (GeneratorExit, KeyboardInterrupt)
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """Agreement of all ranks' engines, after a call."""
+    """Facts of the engines of all ranks together, after a call."""
 
     built: Built = field(default_factory=Built)  # the most of any rank
     memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank, by part
@@ -39,7 +39,7 @@ class Facts:
 
 @dataclass(slots=True)
 class Peers:
-    """This rank's engine, one of as many as there are ranks, and facts of all of them."""
+    """This rank's engine, one of as many as there are ranks, and facts of all these engines."""
 
     engine: NativeEngine | None = None  # set by the call that builds it
     facts: Facts = field(default_factory=Facts)  # as of the last call
@@ -50,15 +50,16 @@ class Together:
 
     def __init__(self, ranks: Ranks) -> None:
         self.control, self._watch = ranks.control, ranks.watch
-        self.is_over = False  # a rank is lost, or its engine is in another state than the others'
+        self.is_over = False  # a rank is lost, or the engines of ranks are in different states
 
     @contextmanager
     def call(self, peers: Peers) -> Iterator[None]:
-        """Makes a call of an engine, or the one that builds it; ends once it has on every rank.
+        """Context of a call of an engine, or of the call that builds it; ends once the call has
+        ended on every rank.
 
         Raises:
-            what the call raises, or the first error of any rank: on rank 0, and if the ranks
-            cannot make further calls (`is_over`) on every rank.
+            Exception: raised by the call, or the first error of any rank: on rank 0, and if the
+                ranks cannot make further calls (`is_over`) on every rank.
         """
         if self.is_over:
             raise RankError(0, "the ranks have failed: this engine can make no further call")
@@ -94,7 +95,7 @@ class Together:
     def _outcomes(
         self, engine: NativeEngine | None, own: BaseException | None
     ) -> list[Plain | None]:
-        """By rank; None of those that say nothing while another rank has failed."""
+        """Outcomes by rank; None for ranks that send none in time."""
         control = self.control
         # An engine is closed or interrupted between two steps: that is no failure.
         stopped = engine is not None and isinstance(own, STOPPED)
@@ -114,7 +115,7 @@ class Together:
         return found
 
     def _differ(self, outcomes: Sequence[Plain | None]) -> bool:
-        """Returns whether a rank said nothing, or another thing than the others of its replica."""
+        """Returns whether a rank sent no outcome, or another error than others of its replica."""
         size = len(self.control.replica)
         for first in range(0, len(outcomes), size):
             replica = outcomes[first : first + size]
@@ -124,7 +125,7 @@ class Together:
 
 
 def raise_if_failed(control: Control) -> None:
-    """Raises RankError: a rank has left the call that this one is in, with an error."""
+    """Raise RankError if another rank has left, with an error, the call that this rank is in."""
     for outcome in control.gathered_early(TOPIC):
         if outcome["error"]:
             raise RankError(outcome["rank"], _text(outcome["error"]))

@@ -1,4 +1,4 @@
-"""Which replica should serve which requests, so that equal prefixes are computed on one of them."""
+"""Assignment of requests to replicas, so that equal prefixes are computed on one of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from hydraspec.types import Request
 
-NUM_TOKENS = 32  # equal ones, after what all prompts begin with, that make a shared prefix
+NUM_TOKENS = 32  # equal tokens, after the common start of all prompts, that make a shared prefix
 
 
 def by_prefix(requests: Sequence[Request], num_replicas: int) -> list[list[Request]]:
@@ -18,7 +18,7 @@ def by_prefix(requests: Sequence[Request], num_replicas: int) -> list[list[Reque
     prompts = [request.prompt_token_ids or [] for request in requests]
     first, last = min(prompts, default=[]), max(prompts, default=[])
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
-    num_common = sum(1 for _ in equal)  # of all, as it is of the first and last in sorted order
+    num_common = sum(1 for _ in equal)  # the same for all as for first and last in sorted order
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     end = num_common + NUM_TOKENS
     for place, prompt in enumerate(prompts):

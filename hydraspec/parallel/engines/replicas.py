@@ -1,5 +1,5 @@
-"""Data parallel: replicas that take requests from one queue, and rank 0, which sees all of their
-steps and completions."""
+"""Data parallelism: replicas that take requests from one queue, and rank 0, which receives all of
+their steps and completions."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from hydraspec.parallel.engines.wire import from_event, to_event
 from hydraspec.signals import interrupts_held_back
 from hydraspec.types import Completion, Request, StepRecord
 
-EVENTS = "events"  # the topic of what replicas did
-CANCELLED = "cancelled"  # the topic of what rank 0's caller has cancelled, beside the run's name
-LOOK_EVERY_S = 0.02  # at whether the run was stopped
+EVENTS = "events"  # the topic of replicas' steps and completions
+CANCELLED = "cancelled"  # after the run's name: the topic of requests that were cancelled
+LOOK_EVERY_S = 0.02  # between two looks at whether the run was stopped
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Share:
-    """State that replicas share during a run."""
+    """Facts of a run that are equal on all replicas."""
 
-    name: str  # of its counters, another in every run
+    name: str  # prefix of the run's counters, another in every run
     concurrency: int | None  # of all replicas together
     has_arrivals: bool = False  # a replica may be idle until a request arrives, also at the start
 
 
 class SharedQueue:
     """An Admission: the conversations of one run, each taken once it has arrived, by the replica
-    that has room first. It serves all turns of it, as it has their prefix. Every replica counts
-    arrivals from its own start of the run.
+    that has room first. That replica serves all its turns, as it has their prefix. Every replica
+    counts arrivals from its own start of the run.
 
     A replica holds at most its share of what may be in progress, and no more than it can run at
-    once, so that a short queue is spread over all replicas. Of requests that share prefixes it
-    takes those of its own prefixes first, then any: none waits while a replica has room. Requests
-    with times of arrival are taken in their order.
+    once, so that a short queue is spread over all replicas. Where requests share prefixes it takes
+    those assigned to it first, then any: no request waits while a replica has room. Requests with
+    times of arrival are taken in their order.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class SharedQueue:
         self._room = min(max_num_seqs, -(-together // control.layout.data))
         self._num_ended = self._num_told = 0  # conversations; of those, how many were told
         self._next_turns: list[Request] = []
-        self._next: int | None = None  # its place: taken, but it has not joined
-        self._arrivals, self._least_taken = Arrivals(), 0  # by all replicas, as far as known
+        self._next: int | None = None  # place of a conversation that is taken and has not joined
+        # _least_taken: conversations taken by all replicas, as far as this one knows.
+        self._arrivals, self._least_taken = Arrivals(), 0
         self._has_arrivals = share.has_arrivals
         self._started_at = time.perf_counter()
         self._look_at = 0.0
@@ -88,7 +89,7 @@ class SharedQueue:
         return None
 
     def _taken(self, num_unfinished: int) -> list[Request]:
-        """Next turns, and as many conversations as there is room for, and the limit allows now."""
+        """Next turns, and as many new conversations as the room and the limit allow now."""
         self._tell_ended()
         found, self._next_turns = self._next_turns, []
         while num_unfinished + len(found) < self._room:
@@ -106,8 +107,8 @@ class SharedQueue:
         return found
 
     def _take(self, ticket: int) -> Request:
-        """A request for the holder of a ticket, of which there are as many as requests: the next of
-        this replica's list, or of the first other one that has any."""
+        """The first turn for a ticket, of which there are as many as conversations: the next of
+        this replica's list, or of the first other list that has any."""
         if len(self._lists) == 1:
             return self._lists[0][ticket]
         own = self._control.rank // len(self._control.replica)
@@ -135,8 +136,8 @@ class SharedQueue:
         return self._next is not None and self._next >= len(self._starts)
 
     def _is_one_waiting(self) -> bool:
-        """Returns whether a request has arrived that no replica has taken, or all are taken: none
-        is taken ahead of its time by a replica that may be the busiest by then."""
+        """Returns whether a request has arrived that no replica has taken, or all are taken. None
+        is taken before it arrives, as the replica that takes it may be the busiest by then."""
         if not self._has_arrived(self._least_taken):
             return False
         self._least_taken = self._add("taken", 0)
@@ -153,8 +154,8 @@ class SharedQueue:
         return None if self._is_limited else self._started_at
 
     def _is_allowed(self, place: int) -> bool:
-        """Returns whether fewer than the limit are in progress of the conversations before
-        `place`."""
+        """Returns whether the number of conversations in progress before `place` is below the
+        limit."""
         return not self._is_limited or place - self._add("ended", 0) < self._limit
 
     @property
@@ -167,7 +168,8 @@ class SharedQueue:
             self._num_told = self._num_ended
 
     def _is_stopped(self) -> bool:
-        """Returns whether a replica has left the run early, as of LOOK_EVERY_S ago."""
+        """Take rank 0's cancelled requests, and return whether a replica has left the run early.
+        Between looks, which are LOOK_EVERY_S apart, the answer is False."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -193,7 +195,8 @@ def replica_events(
     cancels: Cancels | None = None,
     while_idle: Callable[[], object] = lambda: None,
 ) -> Generator[StepRecord | Completion]:
-    """Runs this rank's replica, less the requests in `cancels` (of rank 0)."""
+    """Runs requests on this rank's replica; yields its events. On rank 0 requests in `cancels` end
+    early."""
     cancels = cancels or Cancels()
     if control.layout.data == 1:
         return engine.offer(requests, share.concurrency, cancels)
@@ -209,7 +212,8 @@ def replica_events(
 
 
 def send_events(events: Iterable[StepRecord | Completion], control: Control) -> None:
-    """Run, and have rank 0 know what this replica does; the last message is null."""
+    """Run through `events`, and send those of another replica than rank 0's to rank 0; the last
+    message is null."""
     sends = control.leads and control.replica[0] != 0
     try:
         for event in events:
@@ -221,17 +225,17 @@ def send_events(events: Iterable[StepRecord | Completion], control: Control) -> 
 
 
 class Inbox:
-    """Rank 0's: steps and completions of all replicas, in the order in which it sees them. Passes
-    on to all of them what is cancelled.
+    """Steps and completions of all replicas, in the order in which rank 0 receives them. Requests
+    that are cancelled are passed on to all replicas.
 
     Attributes:
-        cancels: those that its own replica is told.
+        cancels: cancelled requests, for rank 0's replica.
     """
 
     def __init__(
         self, control: Control, share: Share, cancels: Cancels, num_steps: int = 0
     ) -> None:
-        """cancels: the caller's. num_steps: of earlier runs."""
+        """cancels: requests that the caller cancels. num_steps: steps of earlier runs."""
         size = len(control.replica)
         self._name, self._cancelled = share.name, cancels
         self.cancels = cancels if control.layout.data == 1 else Cancels()
@@ -239,14 +243,14 @@ class Inbox:
         self._control = control
         self._working = control.all_ranks[size::size]  # first ranks of the other replicas
         self._works_here = True
-        # A replica that is idle counts as at work once its first step is seen.
+        # An idle replica counts as working once its first step is received.
         self._has_arrivals = share.has_arrivals
         self._idle = set(control.all_ranks) if share.has_arrivals else set[int]()
         self._seen: deque[StepRecord | Completion] = deque()
 
     def receive(self) -> None:
-        """Take what has come; does not wait."""
-        with interrupts_held_back():  # what is taken is seen
+        """Take events that have come, and pass on cancelled requests; does not wait."""
+        with interrupts_held_back():  # no event that is taken is lost
             for index in self._cancelled.take():
                 self.cancels.add(index)
                 self._control.tell(self._working, self._name + CANCELLED, index)
@@ -275,11 +279,11 @@ class Inbox:
     def merged(
         self, events: Generator[StepRecord | Completion]
     ) -> Generator[StepRecord | Completion]:
-        """`events` of this rank's replica and those of the others, until all replicas are done."""
+        """Yields `events` of this rank's replica and those of the others, until all are done."""
         if self._control.layout.data == 1:
             yield from events
             return
-        self.receive()  # what was cancelled before the run began
+        self.receive()  # requests that were cancelled before the run began
         try:
             for event in events:
                 self._see(event, 0)
@@ -298,7 +302,8 @@ class Inbox:
             yield self._seen.popleft()
 
     def _until_done(self) -> Iterator[None]:
-        """Waits for what other replicas do."""
+        """Receives events until the other replicas are done; yields after each look, and at the
+        end."""
         wait = Wait(None, self._control.watch)
         look_at = 0.0
         while self._working:

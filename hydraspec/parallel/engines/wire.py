@@ -23,7 +23,7 @@ COMPLETION_FIELDS = [field.name for field in fields(Completion) if field.name no
 
 
 def from_requests(requests: Sequence[Request]) -> Plain:
-    """The part of tokenised requests that an engine reads."""
+    """Plain data of tokenised requests: the fields that an engine reads."""
     return [
         [r.index, r.id, from_prompt(r.tokens), asdict(r.sampling), r.arrival_s, r.after]
         for r in requests
@@ -47,7 +47,7 @@ def to_requests(data: Plain) -> list[Request]:
 
 
 def from_prompt(prompt: Prompt) -> Plain:
-    """Token ids, then the fields of each span."""
+    """Plain data of a prompt: token ids, then the fields of each span."""
     return [prompt.token_ids, [asdict(span) for span in prompt.spans]]
 
 
@@ -68,7 +68,7 @@ def _sampling(data: Plain) -> SamplingParams:
 
 
 def from_event(event: StepRecord | Completion) -> Plain:
-    """A list of two entries, of which one is null."""
+    """Plain data of an event: [record, null] of a step, or [null, completion]."""
     if isinstance(event, Completion):
         values = [getattr(event, name) for name in COMPLETION_FIELDS]
         return [None, [from_prompt(event.prompt), values]]

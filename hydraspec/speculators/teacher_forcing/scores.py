@@ -14,8 +14,8 @@ from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
 
 @dataclass(slots=True, frozen=True)
 class TokenScores:
-    """A token of each row in that row's logits; of a token that the drafter cannot propose the
-    rank comes after all that it can, and the probability is 0."""
+    """Rank and probability of one token per row in that row's logits. A token that the drafter
+    cannot propose has the rank after all others and probability 0."""
 
     ranks: Tensor  # [n] int64 from 1
     probs: Tensor  # [n] float32, of the distribution at temperature 1
@@ -29,7 +29,7 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, head: Any, vocab_size: int) -> DraftVocabulary:
-        """`vocab_size` is the target's."""
+        """Places for a draft head and a target of `vocab_size` tokens."""
         ids = getattr(head, "vocab_map", None)
         if ids is None:
             return cls(None)
@@ -38,7 +38,7 @@ class DraftVocabulary:
         return cls(found)
 
     def places_of(self, ids: Tensor) -> Tensor:
-        """Target ids -> columns of the logits, -1 for those that have none."""
+        """Columns of the draft logits for target ids of any shape; -1 for ids that have none."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
     def logits_of(self, logits: Tensor, ids: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class DraftVocabulary:
         return logits.gather(1, places.clamp(min=0)).masked_fill(places < 0, -torch.inf)
 
     def scores(self, logits: Tensor, ids: Tensor) -> TokenScores:
-        """Ranks of target ids [n] in float32 logits [n, V_draft]."""
+        """Ranks and probabilities of target ids [n] in float32 logits [n, V_draft]."""
         own = self.logits_of(logits, ids[:, None])
         probs = (own - logits.logsumexp(-1, keepdim=True)).exp()[:, 0]
         return TokenScores(ranks=(logits > own).sum(-1) + 1, probs=probs)
@@ -64,7 +64,7 @@ class ChainScores:
 
 
 def chain_scores(trial: Trial, texts: Texts, k: int) -> ChainScores:
-    """Draft from every place of the texts."""
+    """Scores of chains of `k` drafts from every place of the texts."""
     truth = texts.chains.truth
     vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
     found = ChainScores(

@@ -27,7 +27,7 @@ from hydraspec.types import (
 
 BLOCK = 16  # cache rows a block
 LOGIT_ROWS = 256  # rows whose logits are computed at a time
-NUM_LIKELY = 16  # of the target's distribution, what is kept: its most likely tokens
+NUM_LIKELY = 16  # most likely tokens that are kept of the target's distribution
 
 
 Run = Callable[[Sequence[Request]], Iterable[StepRecord | Completion]]
@@ -46,7 +46,7 @@ class Text:
 
     @property
     def num_chains(self) -> int:
-        """Output tokens after which a run would have verified drafts, had it stopped there."""
+        """Places from which a step may draft: after each output token but the last."""
         return max(0, self.num_output - 1)
 
     @property
@@ -76,9 +76,9 @@ def finished_texts(
 
 
 def continued(texts: Sequence[Text], num_more: int, run: Run) -> list[Text]:
-    """The texts with up to `num_more` tokens that the target goes on with after greedy outputs:
-    the drafts of a last step are compared with them. Where the model length or the cache leaves no
-    room, and after sampled outputs, there are none.
+    """The texts, each greedy output followed by up to `num_more` further tokens of the target, with
+    which drafts of the last places are compared. There are none after sampled outputs, or where the
+    model length or the cache leaves no room.
     """
     onward = [
         Request(
@@ -103,7 +103,7 @@ def continued(texts: Sequence[Text], num_more: int, run: Run) -> list[Text]:
 
 @dataclass(slots=True, kw_only=True)
 class Chains:
-    """A chain of K drafts from every place of the texts where a step may start. N in all, ordered
+    """A chain of K drafts from every place of the texts where a step may start: N chains, ordered
     by text and place.
 
     A chain at position p knows the tokens up to p + 1 and the target's states up to p; its drafts
@@ -118,7 +118,7 @@ class Chains:
 
     @property
     def count(self) -> int:
-        """N."""
+        """Number of chains, N."""
         return self.text.shape[0]
 
 
@@ -137,7 +137,7 @@ class Texts:
 
     texts: list[Text]
     rows: Rows  # all rows in one pass, a segment a text, in the target's groups
-    first_row: Tensor  # [R]
+    first_row: Tensor  # [R], with R texts
     table: Tensor  # [R, P] block ids of each text, 0 after its last one
     num_blocks: int  # block 0 included
     final: Tensor  # [T, D] after the final norm
@@ -183,7 +183,7 @@ def read_texts(target: TargetModel, texts: Sequence[Text], *, k: int, keep: Sequ
 def _lay_out(
     texts: Sequence[Text], num_groups: int, device: torch.device
 ) -> tuple[Rows, Tensor, Tensor, int]:
-    """The rows of all texts, each text's first row, and its blocks."""
+    """The rows of all texts, each text's first row [R] and blocks [R, P], and the block count."""
     lens = [len(text.token_ids) for text in texts]
     starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
     width = -(-max(lens) // BLOCK)

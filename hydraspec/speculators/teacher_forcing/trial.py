@@ -48,7 +48,7 @@ class Trial:
 
 
 def can_be_forced(speculator: object) -> TypeGuard[DraftModelSpeculator]:
-    """Returns whether a drafter is a head of ours, on one device."""
+    """Returns whether a drafter can be teacher-forced: it has a draft head with a DraftSpec."""
     return isinstance(speculator, DraftModelSpeculator) and hasattr(speculator.spec, "kv_mode")
 
 
@@ -105,7 +105,7 @@ def _parts(count: int) -> Iterator[slice]:
 
 
 def _new_caches(specs: list[KVGroupSpec], num_blocks: int, like: Tensor) -> list[Tensor]:
-    """Caches of the layers, in their order."""
+    """Zeroed KV caches of the layers, in their order."""
     shapes = {layer: spec.shape.page_row for spec in specs for layer in spec.layers}
     return [like.new_zeros(num_blocks * BLOCK, *shapes[layer]) for layer in sorted(shapes)]
 
@@ -114,7 +114,8 @@ def _new_caches(specs: list[KVGroupSpec], num_blocks: int, like: Tensor) -> list
 
 
 def _shifted(texts: Texts, values: Tensor, by: int) -> Tensor:
-    """values [T, ...] of each row's neighbour in its text; the text's last or first at its ends."""
+    """The values [T, ...] of the row `by` places further in the same text, for each row; those of
+    the text's first or last row beyond its ends."""
     if by == 0:
         return values
     lens = texts.rows.seq_lens
@@ -177,7 +178,7 @@ class _ChainRows:
         )
 
     def copy_blocks(self, caches: list[Tensor]) -> None:
-        """Copy what the text wrote to the block that holds p."""
+        """Copy the text's block that holds p to each chain's first own block, in every cache."""
         for cache in caches:
             blocks = cache.view(-1, BLOCK, *cache.shape[1:])
             blocks.index_copy_(0, self.own[:, 0], blocks.index_select(0, self.shared))
@@ -189,8 +190,8 @@ class _ChainRows:
         return found * BLOCK + at % BLOCK
 
     def single(self, ids: Tensor, rotary: Tensor, step: int, groups: int) -> Rows:
-        """A row a chain, at p + step of the cache, that rotates at `rotary` [n]. (The mask of a
-        single row comes from its sequence length alone.)
+        """Rows, one per chain, at cache position p + step and rotary position `rotary` [n]. (The
+        mask of a single row comes from its sequence length alone.)
         """
         at, n = self.position + step, len(self.position)
         return Rows(
@@ -204,7 +205,7 @@ class _ChainRows:
         )
 
     def several(self, ids: Tensor, k: int, groups: int) -> Rows:
-        """K rows a chain, from p on; ids [n, K]."""
+        """Rows, K per chain, from cache position p on; ids [n, K]."""
         n = len(self.position)
         at = self.position[:, None] + torch.arange(k, device=ids.device)
         return Rows(
@@ -226,7 +227,7 @@ def _parallel(
     caches: list[Tensor],
     k: int,
 ) -> Iterator[StepStates]:
-    """P-EAGLE: the newest row and K - 1 mask rows in one pass."""
+    """States of P-EAGLE's K steps: the newest row and K - 1 mask rows in one pass."""
     ids, hidden = newest
     n = len(ids)
     masks = torch.full((n, k - 1), head.spec.mask_token_id, device=ids.device)
@@ -239,7 +240,7 @@ def _parallel(
 
 
 def _over_target_cache(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
-    """Gemma 4's assistant: every step reads the target's KV of 0..p."""
+    """States of the K steps of Gemma 4's assistant, each of which reads the target's KV of 0..p."""
     head = copy(trial.head)
     back = trial.kv_layers_back
     head.read_from([replace(s, layers=s.layers[: len(s.layers) - back]) for s in texts.specs])
