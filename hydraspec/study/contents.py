@@ -23,20 +23,18 @@ from hydraspec.study.group_blocks import (
     jobs,
     lossless,
     predictions,
-    speedups,
     time_breakdown,
-    told,
 )
 from hydraspec.study.groups import Family, Runs
 from hydraspec.study.ranking import Group, JobFigures
 from hydraspec.study.settings import environments, settings, warned
+from hydraspec.study.speedups import speedups
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
-    jobs,
     speedups,
+    jobs,
     predictions,
-    told,
     acceptance_by_position,
     by_category,
     by_output_place,

@@ -28,6 +28,7 @@ from hydraspec.study.jobs import differing_keys
 from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
 from hydraspec.study.runs import Run, read_run
 from hydraspec.study.settings import typed_settings
+from hydraspec.study.speedups import kind_of
 from hydraspec.study.texts import number, percent, plus_minus
 
 ALWAYS = ("method", "num_speculative_tokens")
@@ -117,7 +118,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     print_block(console, _table(found))
     for group in found.groups:
         show(group, title=_title(group), console=console)
-    for note in _notes(found):
+    for note in (*MARKS, *_notes(found)):
         console.print(printable(note), markup=False, soft_wrap=True)
     console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
 
@@ -181,6 +182,12 @@ def _table(found: Comparison) -> Block:
     settings = (TITLES.get(column, column) for column in found.columns)
     correct = accuracy_name(row.summary["accuracy"] for row in found.rows)
     header = ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
+    kinds = {
+        run.folder: kind_of(one, group)
+        for group in found.groups
+        for one in group.jobs
+        for run in one.job.runs
+    }
     lines = [
         Line(
             cells=[
@@ -190,7 +197,7 @@ def _table(found: Comparison) -> Block:
                 *(_latency_cells(row.summary) if arrivals else ()),
             ],
             link=row.folder,
-            is_best=bool(row.mark),
+            kind=kinds.get(row.folder, ""),
         )
         for row in found.rows
     ]
@@ -231,15 +238,17 @@ def _shown(column: str, value: object) -> str:
 
 
 def _notes(found: Comparison) -> list[str]:
-    notes = [
-        f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
-        f"{EQUAL}: cannot be told from it.",
-        "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
-    ]
-    notes += [f"{why}." for why in found.unranked]
+    notes = [f"{why}." for why in found.unranked]
     if found.unfinished:
         notes.append(f"Without a result: job {', '.join(found.unfinished)}.")
     return notes
+
+
+MARKS = (
+    f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
+    f"{EQUAL}: cannot be told from it.",
+    "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
+)
 
 
 def _title(group: Group) -> str:
@@ -269,6 +278,13 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
     }
 
 
+def _are_ranked(found: Comparison) -> bool:
+    """Returns whether the tables of the rankings have all rows with their figures."""
+    ranked = [run.folder for group in found.groups for one in group.jobs for run in one.job.runs]
+    has_latencies = any(row.summary.get("request_rate") is not None for row in found.rows)
+    return len(ranked) == len(found.rows) and not has_latencies
+
+
 def _as_study(found: Comparison, folder: Path) -> Study:
     shared = [
         f"{key} {found.rows[0].summary.get(key)}"
@@ -280,7 +296,7 @@ def _as_study(found: Comparison, folder: Path) -> Study:
         facts=", ".join(shared),
         notes=_notes(found),
         sections=[
-            Section(title="", blocks=[_table(found)]),
-            *(section(group, _title(group)) for group in found.groups),
+            *(section(group, _title(group), with_speeds=True) for group in found.groups),
+            *([] if _are_ranked(found) else [Section(title="", blocks=[_table(found)])]),
         ],
     )
