@@ -25,6 +25,7 @@ OVERRIDES = "overrides.yaml"
 BENCH = "bench.json"
 BENCH_REPORT = "bench.html"
 DOCTOR = "doctor.json"
+DOCTOR_REPORT = "doctor.html"
 PREDICTION = "predict.json"
 PREDICTION_REPORT = "predict.html"
 COMPARISON = "compare.json"
@@ -39,7 +40,7 @@ RANKS = "ranks"  # logs of ranks other than the first, where they said something
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 # Files that a new run in the same folder replaces; the last two mark the folder as used.
 OF_A_RUN = (
-    *(COSTS, PREDICTION, PREDICTION_REPORT),
+    *(COSTS, PREDICTION, PREDICTION_REPORT, DOCTOR_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
     UNSAVED,
     *(BENCH, ENVIRONMENT),

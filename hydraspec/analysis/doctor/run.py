@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydraspec.analysis.doctor import console, parts, tensors, words
+from hydraspec.analysis.doctor import console, page, parts, tensors, words
 from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried, diagnose
 from hydraspec.analysis.doctor.expected import Expected, of_card
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
@@ -27,7 +27,7 @@ from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.counters import StepSums
 from hydraspec.metrics.draft_figures import ChainPlaces, draft_share, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
-from hydraspec.metrics.run_files import DOCTOR
+from hydraspec.metrics.run_files import DOCTOR, DOCTOR_REPORT
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
 from hydraspec.speculators.teacher_forcing.texts import Texts
@@ -102,6 +102,7 @@ def examine(
         found = _examined(patient, few(firsts, count), console.progress(quiet=quiet))
         result = as_json(found) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
+    write_whole(folder.path / DOCTOR_REPORT, page.page_of(result))
     console.show(result, folder.path / DOCTOR, quiet=quiet)
     return result
 
