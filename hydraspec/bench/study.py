@@ -228,15 +228,8 @@ def print_result(result: Json, console: Console) -> None:
 
 
 def page_of(result: Json) -> str:
-    """bench.html."""
-    return html.render(
-        "bench.html",
-        title=title_of(result),
-        heading=BENCHMARKS[result["bench"]].heading,
-        header=header_of(result),
-        lines=list(cells_of(result)),
-        notes=list(notes_of(result)),
-    )
+    """bench.html: the report over this benchmark alone."""
+    return html.study_page(extended(None, [(Path(), result)]), Path())
 
 
 def title_of(result: Json) -> str:
