@@ -130,7 +130,7 @@ def horizontal_bars(
     if not bars:
         return None
     row, left = 34, _label_width([b.label for b in bars])
-    right = 16 + round(6.8 * max(len(bar.text) for bar in bars))
+    right = 16 + round(7.6 * max(len(bar.text) for bar in bars))
     ends = [b.value for b in bars] + [b.ci95[1] for b in bars if b.ci95] + [mark or 0.0]
     most = min(max(ends), WIDEST * max(b.value for b in bars)) or 1.0
     scale = (WIDTH - left - right) / most

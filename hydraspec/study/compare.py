@@ -32,7 +32,7 @@ HEADLINES: dict[str, tuple[Kind, str, str]] = {
     "cannot_tell": (
         "",
         "cannot be told from it",
-        "Use either, or compare them over more prompts: the table says how many would tell.",
+        "Use either; more prompts tell smaller differences.",
     ),
 }
 
@@ -86,7 +86,7 @@ def write(group: Group, folder: Path, *, say: bool = False) -> None:
     write_whole(folder / COMPARISON, pretty_json(words.as_json(group)))
     write_tables(folder, [group])
     made = Study(
-        question=f"Which of {len(group.jobs)} jobs is the best?",
+        question=_question(group),
         facts=_reference_words(group),
         verdicts=[headline(group)],
         sections=[section(group, "Jobs")],
@@ -114,11 +114,17 @@ def headline(group: Group) -> Verdict:
     )
 
 
+def _question(group: Group) -> str:
+    if len(group.jobs) != 2 or group.reference is None:
+        return f"Which of {len(group.jobs)} jobs is the best?"
+    return f"Is {group.others[0].job.title} faster than {group.reference.job.title}?"
+
+
 def _reference_words(group: Group) -> str:
     if group.reference is None:
         return ""
     chosen = "the first one given" if len(group.jobs) == 2 else "the best one"
-    return f"Reference: {group.reference.job.title}, {chosen}."
+    return f"Reference: {group.reference.job.title}, {chosen}"
 
 
 def write_tables(folder: Path, groups: Sequence[Group]) -> None:

@@ -19,7 +19,7 @@ from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
 from hydraspec.study.speedups import MAX_BARS, bar_labels, drafter_colors, kind_of
 from hydraspec.study.texts import estimate, milliseconds, number, percent
-from hydraspec.study.words import MOST_PROMPTS, drift_words, verdicts
+from hydraspec.study.words import drift_words, verdicts
 
 _TOLD = (
     f"{EQUAL}: cannot be told from it (paired bootstrap over requests, Holm's correction over "
@@ -32,6 +32,7 @@ NOTE_OF_SPEEDS = (
     "jobs does not cancel. A speedup is over the job's own baseline: it says what drafts gain "
     "there, not which job is faster."
 )
+MOST_MORE = 100  # times the prompts of a comparison that are asked for
 SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
 Column = tuple[str, Callable[[JobFigures], str]]  # heading and cell
 
@@ -46,8 +47,7 @@ def notes(group: Group) -> list[str]:
 
 
 def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Block:
-    """All jobs with their main figures, each linked to its page; of two jobs also what is told of
-    them in sentences, of more these are folded.
+    """All jobs with their main figures, each linked to its page, and the same in sentences.
 
     Args:
         with_speeds: the mean throughputs of the runs, in place of the baseline's.
@@ -66,12 +66,10 @@ def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Bloc
         )
         for one in group.jobs
     ]
-    said = list(verdicts(group))
     return Block(
         title=title,
         note=" ".join(["Means with 95 % intervals.", *notes(group)]),
-        sentences=said if len(group.jobs) == 2 else (),
-        all_sentences=said,
+        all_sentences=list(verdicts(group)),
         table=Table(
             header=["settings", "job", *(heading for heading, _ in columns)],
             lines=lines,
@@ -131,7 +129,8 @@ def _difference(one: JobFigures, group: Group) -> str:
     more = versus.ratio.num_more_needed(versus.level)
     if versus.says != "cannot_tell":
         return versus.says
-    return f"{more:,} more prompts" if more and more <= MOST_PROMPTS else "cannot tell"
+    is_useful = more and more <= MOST_MORE * versus.ratio.num_requests
+    return f"{more:,} more prompts" if is_useful else "cannot tell"
 
 
 def _accuracy(one: JobFigures) -> str:

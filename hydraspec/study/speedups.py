@@ -34,7 +34,8 @@ def kind_of(one: JobFigures, group: Group) -> Kind:
 def speedups(group: Group) -> Block | None:
     """The speedup of each job over decoding without drafts, with intervals: a line per drafter over
     K, or bars where K does not vary."""
-    chart = _by_drafts(group) or _bars(group)
+    over_k = _by_drafts(group)
+    chart = over_k or _bars(group)
     if chart is None:
         return None
     return Block(
@@ -42,7 +43,7 @@ def speedups(group: Group) -> Block | None:
         note="Each against its own baseline, with 95 % intervals; dashed: 1, as fast as without.",
         chart=chart,
         panels=(Panel(kind="bar", title="Speedup", metrics=("speedup/mean",)),),
-        narrow=True,
+        narrow=over_k is not None,
     )
 
 
