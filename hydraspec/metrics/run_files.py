@@ -40,9 +40,9 @@ RANKS = "ranks"  # logs of ranks other than the first, where they said something
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 # Files that a new run in the same folder replaces; the last two mark the folder as used.
 OF_A_RUN = (
-    *(COSTS, PREDICTION, PREDICTION_REPORT, DOCTOR_REPORT),
+    *(COSTS, PREDICTION, PREDICTION_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
-    UNSAVED,
+    *(DOCTOR_REPORT, UNSAVED),
     *(BENCH, ENVIRONMENT),
 )
 

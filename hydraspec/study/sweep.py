@@ -53,6 +53,11 @@ DISTRIBUTIONS = {
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless")
 LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
 COMMON = ("target", "engine", "workload", "concurrency", "dtype", "device")
+MARKS = (
+    f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
+    f"{EQUAL}: cannot be told from it.",
+    "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,13 +247,6 @@ def _notes(found: Comparison) -> list[str]:
     if found.unfinished:
         notes.append(f"Without a result: job {', '.join(found.unfinished)}.")
     return notes
-
-
-MARKS = (
-    f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
-    f"{EQUAL}: cannot be told from it.",
-    "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
-)
 
 
 def _title(group: Group) -> str:
