@@ -88,12 +88,20 @@ class Section:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """The answer for a group of runs, and what to do: sentences or commands."""
+    """The answer for a group of runs, its reasons, and what to do: sentences or commands."""
 
     kind: Kind
     about: str
     sentence: str
+    reasons: Sequence[str] = ()
     to_do: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it in a line."""
+        about = [f"{self.about}:"] if self.about else []
+        following = [f"Next: {each}" for each in self.to_do]
+        return " ".join([*about, self.sentence, *self.reasons, *following])
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

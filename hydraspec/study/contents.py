@@ -113,8 +113,6 @@ def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
 def tell(made: Study, paths: Sequence[Path]) -> None:
     """Print the question, its answers, and where the report is."""
     console = table_console(WIDE)
-    lines = [made.question]
-    for one in made.verdicts:
-        lines.append(f"{one.about}: {one.sentence}" if one.about else one.sentence)
+    lines = [made.question, *(one.text for one in made.verdicts)]
     for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):
         console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
